@@ -1,0 +1,200 @@
+"""Every difference between JAX versions (0.8 to 0.11), and nothing else.
+
+The rest of the package reads jaxprs through these names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import primitives as primitives
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "ad",
+    "batching",
+    "bind",
+    "called_jaxpr",
+    "hide_from_tracebacks",
+    "mlir",
+    "primitives",
+    "scan_counts",
+    "source_line",
+]
+
+# before 0.9 `jax.extend` has no name for the primitive of `jax.checkpoint`
+remat_p = getattr(primitives, "remat_p", None) or (
+    jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0].primitive
+)
+
+# `jax.checkpoint`, `jit` and plain calls: one jaxpr, applied once to all operands.
+_CALLS = {
+    primitives.jit_p: "jaxpr",
+    remat_p: "jaxpr",
+    primitives.closed_call_p: "call_jaxpr",
+    primitives.call_p: "call_jaxpr",
+}
+# custom derivatives: also one jaxpr applied once, with a rule of its own for the derivative
+_CUSTOM = {
+    primitives.custom_jvp_call_p: "call_jaxpr",
+    primitives.custom_vjp_call_p: "call_jaxpr",
+}
+
+
+def _parts(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr's body and the constants that come with it."""
+    if hasattr(jaxpr, "jaxpr"):  # a ClosedJaxpr, or the one type that it became in 0.11
+        return jaxpr.jaxpr, list(jaxpr.consts)
+    return jaxpr, list(getattr(jaxpr, "consts", ()))
+
+
+def called_jaxpr(eqn: JaxprEqn, *, custom: bool = False) -> tuple[Any, list[Any]] | None:
+    """The (jaxpr, constants) that a call applies; None if the equation is not a call.
+
+    With `custom`, that of a `custom_jvp` or `custom_vjp` function instead.
+    """
+    name = (_CUSTOM if custom else _CALLS).get(eqn.primitive)
+    if name is None or name not in eqn.params:
+        return None
+    return _parts(eqn.params[name])
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> dict[str, list[tuple[Any, list[Any]]]]:
+    """The jaxprs of a `cond`, `scan` or `while`, by the name of the parameter that holds them."""
+    if eqn.primitive is primitives.cond_p:
+        return {"branches": [_parts(b) for b in eqn.params["branches"]]}
+    if eqn.primitive is primitives.scan_p:
+        return {"body": [_parts(eqn.params["jaxpr"])]}
+    if eqn.primitive is primitives.while_p:
+        return {
+            "cond": [_parts(eqn.params["cond_jaxpr"])],
+            "body": [_parts(eqn.params["body_jaxpr"])],
+        }
+    return {}
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from 0.11 on: a tree of (consts, carry, xs)
+    return len(list(consts)), len(list(carry))
+
+
+def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `while` are constants of its condition, and of its body."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+def bind(eqn: JaxprEqn, *vals: Any) -> list[Any]:
+    """Apply one equation to values; always a list of results."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(params, tuple):  # before 0.9.2: (callables, params)
+        callables, params = params
+        vals = (*callables, *vals)
+    outs = eqn.primitive.bind(*vals, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """`file:line (function)` of the user's code that made the equation."""
+    return str(source_info_util.summarize(eqn.source_info))
+
+
+def hide_from_tracebacks(*paths: str) -> None:
+    """Leave these files out of the source lines that JAX reports."""
+    for path in paths:
+        source_info_util.register_exclusion(path)
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent inside a derivative rule is a symbolic zero."""
+    return type(tangent) is ad.Zero
+
+
+def register_derived_rules(
+    prim: Primitive,
+    plain: Callable[..., Any],
+    vmapped: Callable[[Sequence[bool], dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Give `prim` every rule JAX asks for, all derived from `plain(*operands, **params)`.
+
+    `vmapped(flags, params)` returns the parameters of the primitive under one more `vmap`, with a
+    leading axis on the operands that are flagged.
+    """
+
+    def abstract(*avals: Any, **params: Any) -> Any:
+        operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        out = jax.eval_shape(lambda *a: plain(*a, **params), *operands)
+        if not isinstance(out, jax.ShapeDtypeStruct):
+            raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
+        return jax.core.ShapedArray(out.shape, out.dtype)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        live = [i for i, t in enumerate(tangents) if not is_zero(t)]
+
+        def at(*vals: Any) -> Any:
+            operands = list(primals)
+            for i, v in zip(live, vals, strict=True):
+                operands[i] = v
+            return plain(*operands, **params)
+
+        # The value stays a marked op (a model may differentiate itself); only the tangent is plain.
+        out = prim.bind(*primals, **params)
+        _, dout = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
+        return out, dout
+
+    def transpose(ct: Any, *operands: Any, **params: Any) -> list[Any]:
+        linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
+
+        def at(*vals: Any) -> Any:
+            args = list(operands)
+            for i, v in zip(linear, vals, strict=True):
+                args[i] = v
+            return plain(*args, **params)
+
+        avals = [operands[i].aval for i in linear]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        result: list[Any] = [None] * len(operands)
+        if is_zero(ct):
+            cts: Any = [ad.Zero(a) for a in avals]
+        else:
+            cts = jax.linear_transpose(at, *shapes)(ct)
+        for i, c in zip(linear, cts, strict=True):
+            result[i] = c
+        return result
+
+    def batch(args: Any, dims: Any, **params: Any) -> Any:
+        flags = [d is not None for d in dims]
+        moved = [
+            jax.numpy.moveaxis(a, d, 0) if f else a
+            for a, d, f in zip(args, dims, flags, strict=True)
+        ]
+        return prim.bind(*moved, **vmapped(flags, params)), 0
+
+    prim.def_impl(plain)
+    prim.def_abstract_eval(abstract)
+    ad.primitive_jvps[prim] = jvp
+    ad.primitive_transposes[prim] = transpose
+    batching.primitive_batchers[prim] = batch
+    mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))

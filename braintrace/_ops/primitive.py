@@ -1,0 +1,149 @@
+"""Marked operations: one factory makes the JAX primitive of each from a plain function.
+
+A marked operation computes what its implementation computes. The mark is all that the compiler looks
+for: a weight used through one is learned online. Shapes, derivatives, batching and lowering all come
+from the implementation; what a trace needs comes from index letters (see `letters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import brainunit as u
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .letters import Layout, Term, layout, over_levels
+
+Terms = Mapping[str, Term] | Callable[..., Mapping[str, Term]]
+Levels = tuple[tuple[bool, ...], ...]
+WeightFn = Callable[[Any], Any]
+
+
+class ETPPrimitive(_compat.Primitive):  # type: ignore[misc]
+    """The primitive of a marked operation (`ETP`: eligibility-trace primitive).
+
+    Its equations carry `names` (the weights among the operands, which come last), `levels` (which
+    operands have an axis of each enclosing `vmap`) and the options of the operation.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        impl: Callable[..., jax.Array],
+        terms: Terms,
+        merge: Callable[..., dict[str, jax.Array]] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.implementation = impl
+        self._terms = terms
+        self._merge = merge
+        _compat.register_derived_rules(self, self.plain, self._vmapped)
+
+    def __call__(self, *inputs: Any, weights: Mapping[str, Any], **options: Any) -> jax.Array:
+        """Apply the operation to arrays; `weights` maps the names of the weights to their values."""
+        operands = [jnp.asarray(v) for v in (*inputs, *weights.values())]
+        return self.bind(*operands, names=tuple(weights), levels=(), **options)  # type: ignore[no-any-return]
+
+    def plain(self, *operands: Any, names: tuple[str, ...], levels: Levels, **options: Any) -> Any:
+        """What the operation computes, unmarked."""
+        first = len(operands) - len(names)
+
+        def impl(*args: Any) -> Any:
+            return self.implementation(
+                *args[:first], **dict(zip(names, args[first:], strict=True)), **options
+            )
+
+        return over_levels(impl, levels)(*operands)
+
+    @staticmethod
+    def _vmapped(flags: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
+        return {**params, "levels": (tuple(flags), *params["levels"])}
+
+    def effective(self, weights: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+        """The weights that traces are kept for: the given ones, unless the operation merges them."""
+        names = params["names"]
+        if self._merge is None:
+            return dict(zip(names, weights, strict=True))
+        levels = [level[-len(names) :] for level in params["levels"]]
+        merge, options = self._merge, _options(params)
+        return over_levels(lambda *w: merge(**dict(zip(names, w, strict=True)), **options), levels)(
+            *weights
+        )
+
+    def layouts(
+        self, params: Mapping[str, Any], effective: Sequence[str], y_ndim: int
+    ) -> dict[str, Layout]:
+        """The layout of the trace of each effective weight, for an output of `y_ndim` axes."""
+        names, levels = params["names"], params["levels"]
+        terms = self._terms(**_options(params)) if callable(self._terms) else self._terms
+        inputs = tuple(level[: -len(names)] for level in levels)
+        given = {n: [level[len(level) - len(names) + i] for level in levels] for i, n in enumerate(names)}
+        merged = [any(level[-len(names) :]) for level in levels]
+        return {
+            n: layout(terms[n], inputs, tuple(given.get(n, merged)), y_ndim) for n in effective
+        }
+
+
+def _options(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in params.items() if k not in ("names", "levels")}
+
+
+def register_primitive(
+    name: str,
+    impl: Callable[..., jax.Array],
+    letters: str | Mapping[str, str | Term] | Callable[..., Mapping[str, Term]],
+    *,
+    merge: Callable[..., dict[str, jax.Array]] | None = None,
+) -> ETPPrimitive:
+    """A marked operation of one's own: an implementation and the index letters of its weights.
+
+    `impl(*inputs, weight=..., **options)` is ordinary JAX, linear in each weight. `letters` says how a
+    weight enters the output, by name where there are several; a `Term` also holds views, for operations
+    that are a contraction only of something derived from their inputs. `merge(**weights)` returns the
+    weights to keep traces for, where those given enter only through a product.
+
+    >>> import jax.numpy as jnp
+    >>> def gain(x, weight):
+    ...     return x * weight
+    >>> gain_p = register_primitive("gain", gain, "...o,o->...o")
+    >>> gain_p(jnp.ones((2, 3)), weights={"weight": jnp.arange(3.0)})
+    Array([[0., 1., 2.],
+           [0., 1., 2.]], dtype=float32)
+    """
+    if callable(letters):
+        return ETPPrimitive(name, impl, letters, merge)
+    given = {"weight": letters} if isinstance(letters, str) else letters
+    terms = {k: v if isinstance(v, Term) else Term(v) for k, v in given.items()}
+    for term in terms.values():
+        term.parse()
+    return ETPPrimitive(name, impl, terms, merge)
+
+
+def apply(
+    prim: ETPPrimitive,
+    inputs: Sequence[Any],
+    weights: Mapping[str, tuple[Any, WeightFn | None]],
+    bias: tuple[Any, WeightFn | None] = (None, None),
+    **options: Any,
+) -> Any:
+    """Apply a marked operation to quantities: units are taken off here and put back on the result.
+
+    Each weight comes with a function (or None) that is applied to its mantissa first. The unit of the
+    result is the product of those of the first input and of the weights; a bias is converted to it.
+    """
+    unit = u.UNITLESS
+    for v in (*inputs[:1], *(w for w, _ in weights.values())):
+        unit = unit * u.get_unit(v)
+    arrays = {name: _prepared(u.get_mantissa(w), fn) for name, (w, fn) in weights.items()}
+    if bias[0] is not None:
+        mantissa = u.Quantity(bias[0]).to(unit).mantissa if unit != u.UNITLESS else bias[0]
+        arrays["bias"] = _prepared(u.get_mantissa(mantissa), bias[1])
+    y = prim(*[u.get_mantissa(v) for v in inputs], weights=arrays, **options)
+    return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
+
+
+def _prepared(w: Any, fn: WeightFn | None) -> Any:
+    return w if fn is None else fn(w)
