@@ -56,7 +56,7 @@ _CUSTOM = {
 }
 
 
-def _parts(jaxpr: Any) -> tuple[Any, list[Any]]:
+def parts(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A jaxpr's body and the constants that come with it."""
     if hasattr(jaxpr, "jaxpr"):  # a ClosedJaxpr, or the one type that it became in 0.11
         return jaxpr.jaxpr, list(jaxpr.consts)
@@ -69,23 +69,24 @@ def called_jaxpr(eqn: JaxprEqn, *, custom: bool = False) -> tuple[Any, list[Any]
     With `custom`, that of a `custom_jvp` or `custom_vjp` function instead.
     """
     name = (_CUSTOM if custom else _CALLS).get(eqn.primitive)
-    if name is None or name not in eqn.params:
-        return None
-    return _parts(eqn.params[name])
+    return None if name is None else parts(eqn.params[name])
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> dict[str, list[tuple[Any, list[Any]]]]:
-    """The jaxprs of a `cond`, `scan` or `while`, by the name of the parameter that holds them."""
+def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
+    """The jaxprs of control flow: a `cond`'s branches, a `scan`'s body, a `while`'s condition and body."""
     if eqn.primitive is primitives.cond_p:
-        return {"branches": [_parts(b) for b in eqn.params["branches"]]}
+        return [parts(b) for b in eqn.params["branches"]]
     if eqn.primitive is primitives.scan_p:
-        return {"body": [_parts(eqn.params["jaxpr"])]}
+        return [parts(eqn.params["jaxpr"])]
     if eqn.primitive is primitives.while_p:
-        return {
-            "cond": [_parts(eqn.params["cond_jaxpr"])],
-            "body": [_parts(eqn.params["body_jaxpr"])],
-        }
-    return {}
+        return [parts(eqn.params["cond_jaxpr"]), parts(eqn.params["body_jaxpr"])]
+    return []
+
+
+def all_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
+    """Every jaxpr inside an equation, whatever it is for."""
+    calls = [called_jaxpr(eqn), called_jaxpr(eqn, custom=True)]
+    return [c for c in calls if c is not None] + inner_jaxprs(eqn)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .letters import Term
-from .primitive import WeightFn, apply, register_primitive
+from .primitive import WeightFn, on_mantissa, register_primitive, shape_of
 
 _AXES = "abcdefghijklmnop"
 
@@ -23,9 +23,7 @@ def _terms(ndim: int) -> dict[str, Term]:
 element_wise_p = register_primitive("etp_element_wise", _identity, _terms)
 
 
-def element_wise(
-    weight: Any, fn: WeightFn | None = None, *, weight_fn: WeightFn | None = None
-) -> Any:
+def element_wise(weight: Any, fn: WeightFn | None = None, *, weight_fn: WeightFn | None = None) -> Any:
     """`fn(weight)`, learned online: a weight that acts on the state element by element.
 
     Any shape that broadcasts against the state will do, `()` and `(1,)` included. `fn` (`weight_fn` is
@@ -37,5 +35,5 @@ def element_wise(
     """
     if fn is not None and weight_fn is not None:
         raise TypeError("`element_wise` takes `fn` or `weight_fn`, which mean the same, not both.")
-    ndim = jax.numpy.ndim(getattr(weight, "mantissa", weight))
-    return apply(element_wise_p, [], {"weight": (weight, fn or weight_fn)}, ndim=ndim)
+    weight = on_mantissa(fn or weight_fn, weight)
+    return element_wise_p(weights={"weight": weight}, ndim=len(shape_of(weight)))

@@ -44,7 +44,7 @@ class Term:
         left, arrow, y = self.letters.replace(" ", "").partition("->")
         *x, w = left.split(",")
         letters = "".join((*x, w, y)).replace("...", "")
-        doubled = any(len(set(s)) < len(s) for s in (*x, w, y.replace("...", "")) if "." not in s)
+        doubled = any(len(set(s)) < len(s) for s in (part.replace("...", "") for part in (*x, w, y)))
         if not arrow or len(x) > 1 or doubled or not (letters == "" or letters.isalpha()) or "..." in w:
             raise ValueError(
                 f"The letters {self.letters!r} must read 'x,weight->y' or 'weight->y', each letter at "
@@ -93,14 +93,14 @@ class Layout:
         return over_levels(self.term.w, [(level,) for level in self.weight])(w)
 
 
-def layout(
-    term: Term, inputs: tuple[tuple[bool, ...], ...], weight: tuple[bool, ...], y_ndim: int
-) -> Layout:
+def layout(term: Term, inputs: tuple[tuple[bool, ...], ...], weight: tuple[bool, ...], y_ndim: int) -> Layout:
     """The layout of one weight of a site whose output has `y_ndim` axes, levels included."""
     x, w, y = term.parse()
     front = tuple(f"^{i}" for i in range(len(weight)))
-    free = y_ndim - len(front) - len(y.replace("...", "")) if "..." in y else 0
-    lead = tuple(f"_{i}" for i in range(free))
+    free = y_ndim - len(front) - len(y.replace("...", ""))
+    if term.y is _first and (free < 0 or (free > 0 and "..." not in y)):
+        raise ValueError(f"The letters {term.letters!r} do not fit an output of {y_ndim - len(front)} axes.")
+    lead = tuple(f"_{i}" for i in range(free)) if "..." in y else ()
     in_x = tuple(a for a, level in zip(front, inputs, strict=True) if any(level))
     in_w = tuple(a for a, level in zip(front, weight, strict=True) if level)
     return Layout(

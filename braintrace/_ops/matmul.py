@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import brainunit as u
 import jax
 import jax.numpy as jnp
 
 from .letters import Term
-from .primitive import WeightFn, apply, register_primitive
+from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -38,9 +39,11 @@ def matmul(
     >>> matmul(jnp.ones(3), jnp.ones((3, 2))).shape
     (2,)
     """
+    weight = on_mantissa(weight_fn, weight)
     _check_rank("matmul", "weight", weight, 2)
     _check_features("matmul", x, weight, 1)
-    return apply(matmul_p, [x], {"weight": (weight, weight_fn)}, (bias, bias_fn))
+    bias = bias_of(shape_of(weight)[1:], on_mantissa(bias_fn, bias))
+    return matmul_p(spikes_as(weight, x), weights={"weight": weight, "bias": bias})
 
 
 def _grouped(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -68,9 +71,11 @@ def grouped_matmul(
     >>> grouped_matmul(jnp.ones((16, 4, 8)), jnp.ones((4, 8, 2))).shape
     (16, 4, 2)
     """
+    weight = on_mantissa(weight_fn, weight)
     _check_rank("grouped_matmul", "weight", weight, 3)
     _check_features("grouped_matmul", x, weight, 2)
-    return apply(grouped_p, [x], {"weight": (weight, weight_fn)}, (bias, bias_fn))
+    bias = bias_of(shape_of(weight)[::2], on_mantissa(bias_fn, bias))
+    return grouped_p(spikes_as(weight, x), weights={"weight": weight, "bias": bias})
 
 
 def _lora(
@@ -109,11 +114,12 @@ def lora_matmul(
     >>> lora_matmul(jnp.ones(3), jnp.ones((3, 1)), jnp.ones((1, 2)), alpha=0.5)
     Array([1.5, 1.5], dtype=float32)
     """
+    B, A = on_mantissa(b_fn, B), on_mantissa(a_fn, A)
     _check_rank("lora_matmul", "B", B, 2)
     _check_rank("lora_matmul", "A", A, 2)
     _check_features("lora_matmul", x, B, 1)
-    weights = {"lora_b": (B, b_fn), "lora_a": (A, a_fn)}
-    return apply(lora_p, [x], weights, (bias, bias_fn), alpha=float(alpha))
+    bias = bias_of(shape_of(A)[1:], on_mantissa(bias_fn, bias))
+    return lora_p(spikes_as(B, x), weights={"lora_b": B, "lora_a": A, "bias": bias}, alpha=float(alpha))
 
 
 def _einsum(x: jax.Array, weight: jax.Array, *, equation: str) -> jax.Array:
@@ -133,24 +139,23 @@ def einsum(equation: str, x: Any, weight: Any, *, weight_fn: WeightFn | None = N
     factor, _, _ = Term(equation).parse()
     if factor is None:
         raise ValueError(f"The equation {equation!r} must have two operands, x and weight.")
-    return apply(
-        einsum_p, [x], {"weight": (weight, weight_fn)}, equation=equation.replace(" ", "")
-    )
+    weight = on_mantissa(weight_fn, weight)
+    return einsum_p(spikes_as(weight, x), weights={"weight": weight}, equation=equation.replace(" ", ""))
 
 
-def _embedding(indices: jax.Array, weight: jax.Array) -> jax.Array:
+def _embedding(indices: jax.Array, weight: jax.Array, *, size: int, dtype: Any) -> jax.Array:
     return jnp.take(weight, indices, axis=0)
 
 
-def _embedding_terms(size: int) -> dict[str, Term]:
-    return {
-        "weight": Term("...i,io->...o", x=lambda indices: jax.nn.one_hot(indices, size))
-    }
+def _embedding_terms(size: int, dtype: Any) -> dict[str, Term]:
+    def rows(indices: jax.Array) -> jax.Array:
+        # a negative index counts from the end, as in `jnp.take`
+        return jax.nn.one_hot(jnp.where(indices < 0, indices + size, indices), size, dtype=dtype)
+
+    return {"weight": Term("...i,io->...o", x=rows)}
 
 
-embedding_p = register_primitive(
-    "etp_embedding", lambda indices, weight, size: _embedding(indices, weight), _embedding_terms
-)
+embedding_p = register_primitive("etp_embedding", _embedding, _embedding_terms)
 
 
 def embedding(indices: Any, weight: Any, *, weight_fn: WeightFn | None = None) -> Any:
@@ -164,19 +169,24 @@ def embedding(indices: Any, weight: Any, *, weight_fn: WeightFn | None = None) -
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(f"`embedding` takes integer indices, not {indices.dtype}.")
+    weight = on_mantissa(weight_fn, weight)
     _check_rank("embedding", "weight", weight, 2)
-    return apply(embedding_p, [indices], {"weight": (weight, weight_fn)}, size=weight.shape[0])
+    return embedding_p(
+        indices,
+        weights={"weight": weight},
+        size=shape_of(weight)[0],
+        dtype=jnp.result_type(u.get_mantissa(weight)),
+    )
 
 
 def _check_rank(op: str, name: str, weight: Any, rank: int) -> None:
-    if jnp.ndim(getattr(weight, "mantissa", weight)) != rank:
-        raise ValueError(f"`{op}` takes a {name} of {rank} axes, not of shape {jnp.shape(weight)}.")
+    if len(shape_of(weight)) != rank:
+        raise ValueError(f"`{op}` takes a {name} of {rank} axes, not of shape {shape_of(weight)}.")
 
 
 def _check_features(op: str, x: Any, weight: Any, axes: int) -> None:
-    have, want = tuple(jnp.shape(x)), tuple(jnp.shape(weight))[:axes]
+    have, want = shape_of(x), shape_of(weight)[:axes]
     if have[len(have) - axes :] != want:
         raise ValueError(
-            f"`{op}` takes x of shape {('...', *want)} for a weight of shape "
-            f"{tuple(jnp.shape(weight))}, not {have}."
+            f"`{op}` takes x of shape {('...', *want)} for a weight of shape {shape_of(weight)}, not {have}."
         )

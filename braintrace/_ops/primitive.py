@@ -22,7 +22,7 @@ Levels = tuple[tuple[bool, ...], ...]
 WeightFn = Callable[[Any], Any]
 
 
-class ETPPrimitive(_compat.Primitive):  # type: ignore[misc]
+class ETPPrimitive(_compat.Primitive):
     """The primitive of a marked operation (`ETP`: eligibility-trace primitive).
 
     Its equations carry `names` (the weights among the operands, which come last), `levels` (which
@@ -42,10 +42,21 @@ class ETPPrimitive(_compat.Primitive):  # type: ignore[misc]
         self._merge = merge
         _compat.register_derived_rules(self, self.plain, self._vmapped)
 
-    def __call__(self, *inputs: Any, weights: Mapping[str, Any], **options: Any) -> jax.Array:
-        """Apply the operation to arrays; `weights` maps the names of the weights to their values."""
-        operands = [jnp.asarray(v) for v in (*inputs, *weights.values())]
-        return self.bind(*operands, names=tuple(weights), levels=(), **options)  # type: ignore[no-any-return]
+    def __call__(self, *inputs: Any, weights: Mapping[str, Any], **options: Any) -> Any:
+        """Apply the operation; `weights` maps the names of the weights to values (None: left out).
+
+        Units are taken off here and put back on the result. Its unit is the product of the units of the
+        inputs and of the weights; a weight named `bias` is converted to it.
+        """
+        given = {name: w for name, w in weights.items() if w is not None}
+        unit = u.UNITLESS
+        for v in (*inputs, *(w for name, w in given.items() if name != "bias")):
+            unit = unit * u.get_unit(v)
+        if "bias" in given and u.get_unit(given["bias"]) != unit:
+            given["bias"] = u.Quantity(given["bias"]).to(unit)
+        operands = [jnp.asarray(u.get_mantissa(v)) for v in (*inputs, *given.values())]
+        y = self.bind(*operands, names=tuple(given), levels=(), **options)  # type: ignore[no-untyped-call]
+        return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
 
     def plain(self, *operands: Any, names: tuple[str, ...], levels: Levels, **options: Any) -> Any:
         """What the operation computes, unmarked."""
@@ -69,22 +80,21 @@ class ETPPrimitive(_compat.Primitive):  # type: ignore[misc]
             return dict(zip(names, weights, strict=True))
         levels = [level[-len(names) :] for level in params["levels"]]
         merge, options = self._merge, _options(params)
-        return over_levels(lambda *w: merge(**dict(zip(names, w, strict=True)), **options), levels)(
-            *weights
-        )
+        merged: dict[str, Any] = over_levels(
+            lambda *w: merge(**dict(zip(names, w, strict=True)), **options), levels
+        )(*weights)
+        return merged
 
-    def layouts(
-        self, params: Mapping[str, Any], effective: Sequence[str], y_ndim: int
-    ) -> dict[str, Layout]:
+    def layouts(self, params: Mapping[str, Any], effective: Sequence[str], y_ndim: int) -> dict[str, Layout]:
         """The layout of the trace of each effective weight, for an output of `y_ndim` axes."""
         names, levels = params["names"], params["levels"]
         terms = self._terms(**_options(params)) if callable(self._terms) else self._terms
         inputs = tuple(level[: -len(names)] for level in levels)
-        given = {n: [level[len(level) - len(names) + i] for level in levels] for i, n in enumerate(names)}
-        merged = [any(level[-len(names) :]) for level in levels]
-        return {
-            n: layout(terms[n], inputs, tuple(given.get(n, merged)), y_ndim) for n in effective
-        }
+        if self._merge is None:
+            weights = {n: tuple(level[i - len(names)] for level in levels) for i, n in enumerate(names)}
+        else:  # merged under `vmap`: one of them has its axis, so all do
+            weights = dict.fromkeys(effective, tuple(any(level[-len(names) :]) for level in levels))
+        return {n: layout(terms[n], inputs, weights[n], y_ndim) for n in effective}
 
 
 def _options(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,28 +132,33 @@ def register_primitive(
     return ETPPrimitive(name, impl, terms, merge)
 
 
-def apply(
-    prim: ETPPrimitive,
-    inputs: Sequence[Any],
-    weights: Mapping[str, tuple[Any, WeightFn | None]],
-    bias: tuple[Any, WeightFn | None] = (None, None),
-    **options: Any,
-) -> Any:
-    """Apply a marked operation to quantities: units are taken off here and put back on the result.
-
-    Each weight comes with a function (or None) that is applied to its mantissa first. The unit of the
-    result is the product of those of the first input and of the weights; a bias is converted to it.
-    """
-    unit = u.UNITLESS
-    for v in (*inputs[:1], *(w for w, _ in weights.values())):
-        unit = unit * u.get_unit(v)
-    arrays = {name: _prepared(u.get_mantissa(w), fn) for name, (w, fn) in weights.items()}
-    if bias[0] is not None:
-        mantissa = u.Quantity(bias[0]).to(unit).mantissa if unit != u.UNITLESS else bias[0]
-        arrays["bias"] = _prepared(u.get_mantissa(mantissa), bias[1])
-    y = prim(*[u.get_mantissa(v) for v in inputs], weights=arrays, **options)
-    return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
+def on_mantissa(fn: WeightFn | None, v: Any) -> Any:
+    """`fn` of an array; of a quantity, `fn` of its mantissa with the same unit."""
+    if fn is None or v is None:
+        return v
+    result, unit = fn(jnp.asarray(u.get_mantissa(v))), u.get_unit(v)
+    return result if unit == u.UNITLESS else u.Quantity(result, unit=unit)
 
 
-def _prepared(w: Any, fn: WeightFn | None) -> Any:
-    return w if fn is None else fn(w)
+def spikes_as(weight: Any, x: Any) -> Any:
+    """`x`, which may be boolean or integer (spikes, counts): then as numbers of the weight's type."""
+    if jnp.issubdtype(jnp.result_type(u.get_mantissa(x)), jnp.inexact):
+        return x
+    dtype = jnp.result_type(u.get_mantissa(weight))
+    return on_mantissa(lambda array: array.astype(dtype), x)
+
+
+def bias_of(shape: tuple[int, ...], bias: Any) -> Any:
+    """A bias (or None) broadcast to the features of an output."""
+    have = shape if bias is None else shape_of(bias)
+    if len(have) > len(shape) or any(h not in (1, s) for h, s in zip(have[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"A bias has the shape of the output's features, {shape}, not {have}. To learn another one, add "
+            "`element_wise(bias)` to the output."
+        )
+    return on_mantissa(lambda b: jnp.broadcast_to(b, shape), bias)
+
+
+def shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of an array, a quantity or a number."""
+    return tuple(jnp.shape(u.get_mantissa(v)))

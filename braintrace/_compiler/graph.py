@@ -1,0 +1,212 @@
+"""From a model to its trace graph."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import brainstate
+
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
+from .errors import CompilationError
+from .groups import HiddenGroup, find_groups, group_records
+from .module_info import ModuleInfo, Path, extract_module_info
+from .perturbation import HiddenPerturbation
+from .positions import Positions
+from .program import Var
+from .provenance import goals, provenance
+from .relations import HiddenParamOpRelation, find_relations
+
+
+class ETraceGraph(NamedTuple):
+    """What the compiler found: groups of hidden states, and the sites that feed them."""
+
+    module_info: ModuleInfo
+    hidden_groups: list[HiddenGroup]
+    hid_path_to_group: dict[Path, HiddenGroup]
+    hidden_param_op_relations: list[HiddenParamOpRelation]
+    hidden_perturb: HiddenPerturbation | None
+    diagnostics: list[CompilationRecord]
+
+    def dict(self) -> dict[str, Any]:
+        return self._asdict()
+
+    def explain(self) -> str:
+        """The findings in words, one a line."""
+        from .report import CompilationReport
+
+        return CompilationReport(self).to_str()
+
+
+def compile_etrace_graph(
+    model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
+) -> ETraceGraph:
+    """Trace `model(*args, **kwargs)` and find its hidden groups and the sites that feed them.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> class Leaky(brainstate.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = brainstate.ParamState(jnp.ones((2, 3)))
+    ...         self.h = brainstate.HiddenState(jnp.zeros(3))
+    ...     def update(self, x):
+    ...         self.h.value = 0.9 * self.h.value + braintrace.matmul(x, self.w.value)
+    ...         return self.h.value
+    >>> graph = compile_etrace_graph(Leaky(), jnp.ones(2))
+    >>> [(r.weight_path, r.connected_hidden_paths) for r in graph.hidden_param_op_relations]
+    [(('w',), [('h',)])]
+    """
+    info = extract_module_info(model, *args, **kwargs)
+    graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
+    _warn(graph)
+    return graph
+
+
+def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) -> ETraceGraph:
+    """The graph of a traced model."""
+    _check(info)
+    positions = Positions(info.program)
+    groups = find_groups(info, positions)
+    new = {h.outvar: i for i, h in enumerate(h for g in groups for h in g.hidden)}
+    group_of = [g.index for g in groups for _ in g.hidden]
+    var_goals, site_goals = goals(info.program, new, group_of)
+    relations, records = find_relations(info, groups, positions, provenance(info.program), site_goals)
+    records = [
+        *_program_records(info),
+        *group_records(groups, info),
+        *_cascades(groups, new, var_goals),
+        *records,
+    ]
+    return ETraceGraph(
+        module_info=info,
+        hidden_groups=groups,
+        hid_path_to_group={p: g for g in groups for p in g.hidden_paths},
+        hidden_param_op_relations=relations,
+        hidden_perturb=HiddenPerturbation(info, tuple(groups)) if include_hidden_perturb else None,
+        diagnostics=records,
+    )
+
+
+def _check(info: ModuleInfo) -> None:
+    for entry in info.params:
+        for invar, atom in zip(entry.invars, entry.outvars, strict=True):
+            if atom is not invar:
+                made = [n for n in info.program.nodes if atom in n.outputs]
+                ops = [s for s in info.program.sites if invar in s.inputs]
+                used = f" It is a weight of `{ops[0].primitive.name}` at {ops[0].source}." if ops else ""
+                raise CompilationError(
+                    f"The step assigns the parameter `{show_path(entry.path)}`"
+                    f"{f' at {made[0].source}' if made else ''}; a trace needs weights that stay as they are "
+                    f"within a step.{used} Assign it between steps, or keep what changes in a state of its own."
+                )
+    if not info.hidden:
+        states = [f"`{show_path(e.path)}` ({type(e.state).__name__})" for e in info.entries if not e.is_param]
+        ops = [f"`{s.primitive.name}` at {s.source}" for s in info.program.sites]
+        raise CompilationError(
+            "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
+            "`ShortTermState` (such as `HiddenState`) that the step both reads and writes. States found: "
+            f"{', '.join(states) or 'none'}. Marked ops: {', '.join(ops) or 'none'}. Keep the recurrent state "
+            "in a `brainstate.HiddenState`, or train a model without one by ordinary gradients."
+        )
+
+
+def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
+    records = []
+    if not info.program.sites:
+        names = ", ".join(f"`{show_path(e.path)}`" for e in info.params) or "none"
+        records.append(
+            CompilationRecord(
+                DiagnosticKind.NO_MARKED_OP,
+                DiagnosticLevel.WARNING,
+                f"The model has no marked op, so no weight is learned online (parameters: {names}); each gets the "
+                "gradient within the step only. Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers "
+                "of `braintrace.nn`.",
+            )
+        )
+    for node in info.program.opened:
+        records.append(
+            CompilationRecord(
+                DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
+                DiagnosticLevel.WARNING,
+                f"A function with a derivative rule of its own (`{node.primitive.name}` at {node.source}) holds a marked "
+                "op; it is read through, and its own rule is not used. Move the op out of the function.",
+                primitive=node.primitive,
+            )
+        )
+    return records
+
+
+def _cascades(
+    groups: list[HiddenGroup], new: dict[Var, int], var_goals: dict[Var, Any]
+) -> list[CompilationRecord]:
+    """States that reach another group's new state without a marked op: a path that no trace follows."""
+    leaves = [(g, h.path) for g in groups for h in g.hidden]
+    records = []
+    for group in groups:
+        reached: dict[int, None] = {}
+        for var in (*group.hidden_invars, *group.hidden_outvars):
+            goal = var_goals.get(var)
+            bits = goal.direct if goal else 0
+            for i, (g, _) in enumerate(leaves):
+                if bits >> i & 1 and g is not group:
+                    reached[g.index] = None
+        for index in reached:
+            other = groups[index]
+            names, others = (
+                ", ".join(f"`{show_path(p)}`" for p in g.hidden_paths) for g in (group, other)
+            )
+            records.append(
+                CompilationRecord(
+                    DiagnosticKind.HIDDEN_STATE_CASCADE,
+                    DiagnosticLevel.WARNING,
+                    f"The state {names} reaches {others} without a marked op, and not unit by unit; what is learned "
+                    f"through {names} does not count what {others} remembers of it.",
+                    hidden_paths=(*group.hidden_paths, *other.hidden_paths),
+                )
+            )
+    return records
+
+
+def _warn(graph: ETraceGraph) -> None:
+    """One warning per model at most, with what the user may well not have meant."""
+    found = [r.message for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING]
+    if found:
+        more = f" And {len(found) - 3} more: see the report's diagnostics." if len(found) > 3 else ""
+        warnings.warn(" ".join(found[:3]) + more, stacklevel=3)
+
+
+def find_hidden_groups_from_minfo(info: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+    """The hidden groups of a traced model, and the group of each hidden path."""
+    groups = find_groups(info, Positions(info.program))
+    return groups, {p: g for g in groups for p in g.hidden_paths}
+
+
+def find_hidden_groups_from_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+    """The hidden groups of a model, and the group of each hidden path."""
+    return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))
+
+
+def find_hidden_param_op_relations_from_minfo(info: ModuleInfo) -> list[HiddenParamOpRelation]:
+    """The relations of a traced model."""
+    return graph_from_info(info, include_hidden_perturb=False).hidden_param_op_relations
+
+
+def find_hidden_param_op_relations_from_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> list[HiddenParamOpRelation]:
+    """The relations of a model."""
+    return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))
+
+
+def add_hidden_perturbation_from_minfo(info: ModuleInfo) -> HiddenPerturbation:
+    """The perturbed step of a traced model."""
+    return HiddenPerturbation(info, tuple(find_hidden_groups_from_minfo(info)[0]))
+
+
+def add_hidden_perturbation_in_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> HiddenPerturbation:
+    """The perturbed step of a model."""
+    return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))

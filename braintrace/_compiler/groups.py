@@ -1,0 +1,216 @@
+"""Hidden groups: states of one shape that are coupled unit by unit, without a marked op in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compat import ClosedJaxpr
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
+from .links import Array
+from .module_info import Hidden, ModuleInfo, Path
+from .positions import Positions, Reach
+from .program import Node, Var
+from .slices import Slice, cut, uses_while
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenGroup:
+    """Hidden states of one shape, coupled unit by unit: `num_state` numbers at each position.
+
+    `within` says, for each state array, which positions its elements reach along paths without a marked
+    op; `is_local` is true when each reaches its own position only, so that the blocks of the local
+    Jacobian are all of it.
+    """
+
+    index: int
+    hidden: tuple[Hidden, ...]
+    info: ModuleInfo = field(repr=False)
+    within: tuple[Reach, ...] = field(repr=False)
+    mixers: tuple[Node, ...] = field(repr=False, default=())
+
+    @property
+    def hidden_paths(self) -> list[Path]:
+        return [h.path for h in self.hidden]
+
+    @property
+    def hidden_states(self) -> list[brainstate.State]:
+        return [h.state for h in self.hidden]
+
+    @property
+    def hidden_invars(self) -> list[Var]:
+        return [h.invar for h in self.hidden]
+
+    @property
+    def hidden_outvars(self) -> list[Var]:
+        return [h.outvar for h in self.hidden]
+
+    @property
+    def varshape(self) -> tuple[int, ...]:
+        return self.hidden[0].varshape
+
+    @property
+    def num_state(self) -> int:
+        return sum(h.num_state for h in self.hidden)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.result_type(*[h.invar.aval.dtype for h in self.hidden])
+
+    @cached_property
+    def is_local(self) -> bool:
+        return all(
+            np.all((r.highest < 0) | ((r.lowest == r.highest) & (r.lowest == h.positions)))
+            for h, r in zip(self.hidden, self.within, strict=True)
+        )
+
+    def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
+        """The states of the group as one array, `varshape + (num_state,)`."""
+        parts = [v if h.grouped else v[..., None] for h, v in zip(self.hidden, values, strict=True)]
+        return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
+
+    def split_hidden(self, array: Any) -> list[jax.Array]:
+        """The inverse of `concat_hidden`."""
+        ends = np.cumsum([h.num_state for h in self.hidden])[:-1]
+        parts = jnp.split(array, ends, axis=-1)
+        return [
+            (p if h.grouped else p[..., 0]).astype(h.invar.aval.dtype)
+            for h, p in zip(self.hidden, parts, strict=True)
+        ]
+
+    @cached_property
+    def _transition(self) -> Slice:
+        return cut(self.info.program, self.hidden_invars, self.hidden_outvars)
+
+    @property
+    def transition_jaxpr(self) -> ClosedJaxpr:
+        """`(old states, constants) -> new states`, along paths without a marked op."""
+        return self._transition.jaxpr
+
+    @property
+    def transition_jaxpr_constvars(self) -> list[Var]:
+        """What `transition_jaxpr` takes after the old states."""
+        return self._transition.constvars
+
+    def diagonal_jacobian(self, hidden: Sequence[Any], consts: Sequence[Any]) -> jax.Array:
+        """`dh[t]/dh[t-1]` at each position, `varshape + (num_state, num_state)`: new, then old."""
+        flat = self.concat_hidden(hidden)
+        size, s = int(np.prod(self.varshape, dtype=int)), self.num_state
+
+        def step(h: Any) -> Any:
+            return self.concat_hidden(self._transition.call(self.split_hidden(h), consts))
+
+        full = jax.jacrev(step)(flat).reshape(size, s, size, s)
+        blocks = jnp.diagonal(full, axis1=0, axis2=2)
+        return jnp.moveaxis(blocks, -1, 0).reshape(*self.varshape, s, s)
+
+    def dict(self) -> dict[str, Any]:
+        names = ("index", "hidden_paths", "hidden_states", "hidden_invars", "hidden_outvars", "varshape")
+        return {name: getattr(self, name) for name in (*names, "num_state", "transition_jaxpr")}
+
+
+def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
+    """The connected components of hidden states under unit-by-unit dependence, in program order."""
+    hidden = info.hidden
+    leader = list(range(len(hidden)))
+
+    def find(i: int) -> int:
+        while leader[i] != i:
+            i = leader[i]
+        return i
+
+    new = {h.outvar: i for i, h in enumerate(hidden)}
+    for i, h in enumerate(hidden):
+        start = {h.outvar: Reach.at(h.positions)}
+        reached, _ = positions.reaches(start, stop=lambda v, own=h.outvar: v in new and v is not own)  # type: ignore[misc]
+        for j, other in enumerate(hidden):
+            if other.varshape != h.varshape or find(i) == find(j):
+                continue
+            for var in (other.invar, other.outvar):
+                if var in reached and np.any(reached[var].direct == other.positions):
+                    a, b = sorted((find(i), find(j)))
+                    leader[b] = a
+    produced = {v: k for k, node in enumerate(info.program.nodes) for v in node.outputs}
+    members: dict[int, list[Hidden]] = {}
+    for i, h in enumerate(hidden):
+        members.setdefault(find(i), []).append(h)
+    ordered = sorted(members.values(), key=lambda m: min(produced[h.outvar] for h in m))
+    return [_group(index, tuple(m), info, positions) for index, m in enumerate(ordered)]
+
+
+def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: Positions) -> HiddenGroup:
+    starts = {h.outvar: Reach.at(h.positions) for h in hidden}
+    reached, _ = positions.reaches(starts)
+    within = tuple(
+        reached.get(h.invar) or Reach.empty(tuple(h.invar.aval.shape)) for h in hidden
+    )
+    group = HiddenGroup(index, hidden, info, within)
+    if group.is_local:
+        return group
+    origin = {h.invar: Reach.at(h.positions) for h in hidden}
+    nodes = mixing_nodes(info, positions.sources(origin, {}), reached)
+    return HiddenGroup(index, hidden, info, within, tuple(nodes))
+
+
+def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var, Reach]) -> list[Node]:
+    """The nodes at which positions mix: several reach in, and several are reached from there."""
+    found = []
+    for node in info.program.nodes:
+        several_in = any(v in sources and sources[v].width > 1 for v in node.outputs)
+        several_out = any(
+            isinstance(a, Var) and a in sources and a in reached and reached[a].width > 1 for a in node.inputs
+        )
+        begins = all(
+            not (isinstance(a, Var) and a in sources and sources[a].width > 1) for a in node.inputs
+        )
+        if several_in and several_out and begins and any(v in reached for v in node.outputs):
+            found.append(node)
+    return found
+
+
+def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[CompilationRecord]:
+    records = []
+    for group in groups:
+        names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
+        paths = tuple(group.hidden_paths)
+        if len(group.hidden) > 1:
+            records.append(
+                CompilationRecord(
+                    DiagnosticKind.HIDDEN_GROUP_MERGED,
+                    DiagnosticLevel.INFO,
+                    f"The states {names} are coupled unit by unit and form one group.",
+                    hidden_paths=paths,
+                )
+            )
+        if not group.is_local:
+            at = group.mixers[0] if group.mixers else None
+            where = f" (`{at.primitive.name}` at {at.source})" if at else ""
+            records.append(
+                CompilationRecord(
+                    DiagnosticKind.HIDDEN_STATE_MIXED,
+                    DiagnosticLevel.WARNING,
+                    f"Positions of {names} reach other positions without a marked op{where}; traces keep the "
+                    "diagonal of that dependence only.",
+                    primitive=None if at is None else at.primitive,
+                    hidden_paths=paths,
+                    context={"sources": [n.source for n in group.mixers]},
+                )
+            )
+        if uses_while(info.program, group.hidden_invars, group.hidden_outvars):
+            records.append(
+                CompilationRecord(
+                    DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW,
+                    DiagnosticLevel.INFO,
+                    f"The states {names} go through a `while` loop, which has no reverse mode: local "
+                    "Jacobians are taken forwards, and nothing else is learned through the loop.",
+                    hidden_paths=paths,
+                )
+            )
+    return records

@@ -1,0 +1,254 @@
+"""Which elements of a primitive's inputs reach which elements of its outputs.
+
+Three kinds of link say it exactly and cheaply, in numpy: a reshape, shared axes (element-wise,
+reductions, broadcasts, transposes, products) and pairs of element numbers (slices, gathers, padding,
+windows). Everything else links all with all. A link carries in both directions alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, ...]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Same:
+    """Element `k` in reading order reaches element `k`: a reshape."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Axes with the same number are the same index; an element reaches all along the others."""
+
+    inp: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Element `inp[k]` reaches element `out[k]`."""
+
+    inp: Array
+    out: Array
+
+
+Link = Same | Axes | Pairs
+Linked = list[tuple[int, int, Link]]  # (input, output, link)
+Known = Callable[[int], Array | None]  # the value of an integer input, if it does not depend on data
+
+ELEMENT_WISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp
+    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul name ne neg nextafter not optimization_barrier or polygamma pow real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sign sin sinh
+    sqrt square stop_gradient sub tan tanh to_edtype from_edtype xor zeta""".split()
+)
+FLAT = frozenset(["stop_gradient", "ceil", "floor", "round", "sign", "is_finite"])  # no derivative
+_REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"])
+_CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
+# their outputs are copies of elements of the operands, and integers can be copied just as well
+_COPIES = frozenset("concatenate pad slice rev gather dynamic_slice dynamic_update_slice scatter".split())
+_SCATTERS = frozenset(["scatter_add", "scatter-add"])
+
+
+def links(primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], known: Known) -> Linked | None:
+    """The links of one primitive, from the shapes and types of its inputs and outputs.
+
+    None where nothing is known of the primitive or of the indices it is given.
+    """
+    name = primitive.name
+    shapes, out = [tuple(a.shape) for a in ins], tuple(outs[0].shape) if outs else ()
+    if name == "optimization_barrier":
+        return [(i, i, Same()) for i in range(len(ins))]
+    if name in ELEMENT_WISE:
+        return [(i, 0, _broadcast(s, out)) for i, s in enumerate(shapes)]
+    if name in ("squeeze", "expand_dims") or (name == "reshape" and params["dimensions"] is None):
+        return [(0, 0, Same())]
+    if name == "transpose":
+        return [(0, 0, Axes(tuple(range(len(out))), tuple(params["permutation"])))]
+    if name == "broadcast_in_dim":
+        return [(0, 0, _in_dim(shapes[0], out, params["broadcast_dimensions"]))]
+    if name in _REDUCTIONS:
+        axes = tuple(range(len(shapes[0])))
+        return [(0, 0, Axes(axes, tuple(a for a in axes if a not in params["axes"])))]
+    if name == "dot_general":
+        return _dot(shapes, params["dimension_numbers"])
+    if name in _CUMULATIVE:
+        return [(0, 0, _mixed_along(len(out), [params["axis"]]))]
+    if name == "sort":
+        link = _mixed_along(len(out), [params["dimension"]])
+        return [(i, j, link) for i in range(len(ins)) for j in range(len(outs))]
+    if name in ("top_k", "approx_top_k"):
+        return [(0, 0, _mixed_along(len(out), [len(out) - 1]))]
+    if name == "fft":
+        n = len(params["fft_lengths"])
+        return [(0, 0, _mixed_along(len(out), range(len(out) - n, len(out))))]
+    if name in ("cholesky", "triangular_solve"):
+        return [(i, 0, _mixed_along(len(out), range(len(out) - 2, len(out)))) for i in range(len(ins))]
+    if name == "split":
+        return _split(shapes[0], params)
+    if name.startswith("reduce_window") and "window_dimensions" in params:
+        return [(i, 0, _windows(shapes[i], out, params)) for i in range(len(ins)) if shapes[i] != ()]
+    if name == "conv_general_dilated":
+        return _conv(shapes, out, params)
+    if name in _COPIES:
+        return _copies(primitive, params, ins, out, known)
+    if name in _SCATTERS:
+        return _scatter(primitive, params, ins, out, known)
+    return None
+
+
+def all_with_all(ins: Sequence[Shape], outs: Sequence[Shape]) -> Linked:
+    return [
+        (i, j, Axes(tuple(range(len(s))), tuple(range(len(s), len(s) + len(o)))))
+        for i, s in enumerate(ins)
+        for j, o in enumerate(outs)
+    ]
+
+
+def _broadcast(shape: Shape, out: Shape) -> Link:
+    if shape == out:
+        return Same()
+    return _in_dim(shape, out, tuple(range(len(out) - len(shape), len(out))))
+
+
+def _in_dim(shape: Shape, out: Shape, dims: Sequence[int]) -> Link:
+    fresh = itertools.count(len(out))
+    inp = tuple(d if n == out[d] else next(fresh) for n, d in zip(shape, dims, strict=True))
+    return Axes(inp, tuple(range(len(out))))
+
+
+def _mixed_along(ndim: int, axes: Sequence[int] | range) -> Link:
+    return Axes(tuple(range(ndim)), tuple(a + ndim if a in axes else a for a in range(ndim)))
+
+
+def _dot(shapes: list[Shape], dimension_numbers: Any) -> Linked:
+    (lc, rc), (lb, rb) = dimension_numbers
+    fresh = itertools.count()
+    left, right = [-1] * len(shapes[0]), [-1] * len(shapes[1])
+    for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)):
+        left[a] = right[b] = next(fresh)
+    left = [next(fresh) if a < 0 else a for a in left]
+    right = [next(fresh) if a < 0 else a for a in right]
+    out = [left[a] for a in lb]
+    out += [a for i, a in enumerate(left) if i not in lb and i not in lc]
+    out += [a for i, a in enumerate(right) if i not in rb and i not in rc]
+    return [(0, 0, Axes(tuple(left), tuple(out))), (1, 0, Axes(tuple(right), tuple(out)))]
+
+
+def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:
+    spec = params["dimension_numbers"]
+    n = len(out)
+    axes = list(range(n, 2 * n))
+    if params["batch_group_count"] == 1:
+        axes[spec.out_spec[0]] = spec.lhs_spec[0]
+    ((_, _, kernel),) = all_with_all(shapes[1:2], [out])
+    return [(0, 0, Axes(tuple(range(n)), tuple(axes))), (1, 0, kernel)]
+
+
+def _numbers(shape: Shape, start: int = 0) -> Array:
+    return np.arange(start, start + math.prod(shape), dtype=np.int32).reshape(shape)
+
+
+def _split(shape: Shape, params: dict[str, Any]) -> Linked:
+    cuts = np.cumsum(params["sizes"])[:-1]
+    parts = np.split(_numbers(shape), cuts, axis=params["axis"])
+    return [(0, j, Pairs(p.ravel(), np.arange(p.size))) for j, p in enumerate(parts)]
+
+
+def _copies(
+    primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
+) -> Linked | None:
+    """Copy element numbers instead of data, to learn where each element of the output comes from."""
+    data = [i for i, a in enumerate(ins) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    if primitive.name in ("gather", "dynamic_slice"):
+        data = data[:1]
+    operands: list[Any] = []
+    starts, start = {}, 0
+    for i, a in enumerate(ins):
+        if i in data:
+            operands.append(_numbers(tuple(a.shape), start))
+            starts[i] = start
+            start += math.prod(a.shape)
+        else:
+            value = known(i)
+            if value is None:
+                return None
+            operands.append(value)
+    numbers = _copied_numbers(primitive, params, operands)
+    if numbers is None:
+        return None
+    found: Linked = []
+    for i in data:
+        size = math.prod(ins[i].shape)
+        hit = np.flatnonzero((numbers >= starts[i]) & (numbers < starts[i] + size))
+        found.append((i, 0, Pairs(numbers[hit] - starts[i], hit)))
+    return found
+
+
+def _copied_numbers(primitive: Any, params: dict[str, Any], operands: list[Any]) -> Array | None:
+    name = primitive.name
+    if name == "slice":
+        steps = params["strides"] or (1,) * operands[0].ndim
+        cut = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+        return operands[0][tuple(slice(*s) for s in cut)].ravel()  # type: ignore[no-any-return]
+    if name == "rev":
+        return np.flip(operands[0], params["dimensions"]).ravel()
+    if name == "concatenate":
+        return np.concatenate(operands, axis=params["dimension"]).ravel()
+    if name == "gather":
+        params = {**params, "fill_value": -1}
+    try:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(primitive.bind(*operands, **params)).ravel()
+    except Exception:  # a primitive that takes no integers: nothing is known about it
+        return None
+
+
+def _scatter(
+    primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
+) -> Linked | None:
+    """`out = operand + updates` put where the indices say: the transpose reads positions back."""
+    indices = known(1)
+    size = math.prod(out)
+    if indices is None or size >= 2**24:  # float32 counts exactly up to there
+        return None
+    zeros = np.zeros(out, np.float32)
+    updates = np.zeros(ins[2].shape, np.float32)
+    with jax.ensure_compile_time_eval():
+        _, pull = jax.vjp(lambda v: primitive.bind(zeros, indices, v, **params), updates)
+        put = np.asarray(pull(jnp.asarray(_numbers(out, 1).astype(np.float32)))[0]).astype(np.int64).ravel()
+    hit = np.flatnonzero(put > 0)
+    return [(0, 0, Same()), (2, 0, Pairs(hit, put[hit] - 1))]
+
+
+def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:
+    """Each element reaches the windows that it lies in."""
+    window, strides, padding = (params[k] for k in ("window_dimensions", "window_strides", "padding"))
+    base = params.get("base_dilation") or (1,) * len(shape)
+    dilation = params.get("window_dilation") or (1,) * len(shape)
+    numbers, places = _numbers(shape), np.indices(out).reshape(len(shape), -1)
+    inp, reached = [], []
+    for offset in itertools.product(*map(range, window)):
+        at = [
+            p * s + o * d - low
+            for p, s, o, d, (low, _) in zip(places, strides, offset, dilation, padding, strict=True)
+        ]
+        ok = np.ones(places.shape[1], bool)
+        for a, n, b in zip(at, shape, base, strict=True):
+            ok &= (a >= 0) & (a % b == 0) & (a // b < n)
+        where = tuple((a // b)[ok] for a, b in zip(at, base, strict=True))
+        inp.append(numbers[where].ravel())
+        reached.append(np.flatnonzero(ok))
+    return Pairs(np.concatenate(inp), np.concatenate(reached))

@@ -1,0 +1,255 @@
+"""Trace a model's step: its program, and which variable belongs to which state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compat import Literal
+from .errors import CompilationError
+from .links import Array
+from .program import Atom, Node, Program, Var, read_program
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StateEntry:
+    """One state that the step touches: where it is, and its variables before and after the step."""
+
+    path: Path
+    state: brainstate.State
+    invars: tuple[Var, ...]
+    outvars: tuple[Atom, ...]
+
+    @property
+    def is_param(self) -> bool:
+        return isinstance(self.state, brainstate.ParamState)
+
+    @property
+    def written(self) -> bool:
+        return any(a is not b for a, b in zip(self.invars, self.outvars, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """One array of hidden state: `num_state` numbers (along a last axis, if grouped) at each position."""
+
+    path: Path
+    state: brainstate.State
+    invar: Var
+    outvar: Var
+    grouped: bool
+
+    @property
+    def varshape(self) -> tuple[int, ...]:
+        shape = tuple(self.invar.aval.shape)
+        return shape[:-1] if self.grouped else shape
+
+    @property
+    def num_state(self) -> int:
+        return int(self.invar.aval.shape[-1]) if self.grouped else 1
+
+    @property
+    def positions(self) -> Array:
+        """The position of each element of the array."""
+        numbers = np.arange(np.prod(self.varshape, dtype=int)).reshape(self.varshape)
+        if self.grouped:
+            numbers = np.broadcast_to(numbers[..., None], self.invar.aval.shape)
+        return numbers
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleInfo:
+    """A model's step as a program, with the states it reads and writes."""
+
+    model: brainstate.nn.Module
+    closed_jaxpr: _compat.ClosedJaxpr
+    program: Program
+    entries: tuple[StateEntry, ...]
+    hidden: tuple[Hidden, ...]
+    arg_invars: tuple[Var, ...]
+    out_atoms: tuple[Atom, ...]
+    out_tree: Any
+    state_trees: tuple[Any, ...]
+    retrace: Callable[..., list[Any]]
+
+    @property
+    def params(self) -> tuple[StateEntry, ...]:
+        return tuple(e for e in self.entries if e.is_param)
+
+    @property
+    def invar_to_weight_path(self) -> dict[Var, Path]:
+        return {v: e.path for e in self.params for v in e.invars}
+
+    @property
+    def weight_path_to_invars(self) -> dict[Path, list[Var]]:
+        return {e.path: list(e.invars) for e in self.params}
+
+    @property
+    def hidden_path_to_invar(self) -> dict[Path, Var]:
+        return {h.path: h.invar for h in self.hidden}
+
+    @property
+    def hidden_path_to_outvar(self) -> dict[Path, Var]:
+        return {h.path: h.outvar for h in self.hidden}
+
+    @property
+    def state_id_to_path(self) -> dict[int, Path]:
+        return {id(e.state): e.path for e in self.entries}
+
+    @property
+    def compiled_model_states(self) -> tuple[brainstate.State, ...]:
+        return tuple(e.state for e in self.entries)
+
+    def dict(self) -> dict[str, Any]:
+        names = ("closed_jaxpr", "program", "entries", "hidden", "weight_path_to_invars")
+        return {name: getattr(self, name) for name in names}
+
+
+def split_static(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[..., Any], Any]:
+    """The array leaves of a call, a function that puts them back, and a key for all the rest.
+
+    What is not a number or an array (a string, a flag, a function) is static: part of the program.
+    """
+    leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+    dynamic = [_is_data(leaf) for leaf in leaves]
+    static = tuple(None if d else leaf for d, leaf in zip(dynamic, leaves, strict=True))
+
+    def rebuild(data: Sequence[Any]) -> Any:
+        rest = iter(data)
+        return jax.tree.unflatten(tree, [next(rest) if d else s for d, s in zip(dynamic, static, strict=True)])
+
+    return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], rebuild, (tree, static)
+
+
+def _is_data(leaf: Any) -> bool:
+    return not isinstance(leaf, bool | str | bytes) and (
+        isinstance(leaf, int | float | complex | np.generic | np.ndarray) or hasattr(leaf, "aval") or hasattr(leaf, "dtype")
+    )
+
+
+def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
+    """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given."""
+    data, rebuild, _ = split_static(args, kwargs)
+    closed, out_tree, states = _trace(model, rebuild, data)
+    program = read_program(closed)
+    paths = {id(st): _as_path(path) for path, st in model.states().items()}
+    num_out = len(program.outputs) - sum(len(jax.tree.leaves(st.value)) for st in states)
+    ins, outs = iter(program.inputs[len(data) :]), iter(program.outputs[num_out:])
+    entries, trees = [], []
+    for i, state in enumerate(states):
+        leaves, tree = jax.tree.flatten(state.value)
+        path = paths.get(id(state), ("<outside the model>", str(i)))
+        invars = tuple(next(ins) for _ in leaves)
+        outvars = tuple(next(outs) for _ in leaves)
+        entries.append(StateEntry(path, state, invars, outvars))
+        trees.append(tree)
+    entries = _with_own_outputs(program, entries)
+
+    def retrace(*args: Any, **kwargs: Any) -> list[Any]:
+        """The constants of the program as they are now: what the model closes over may have changed."""
+        data, rebuild, _ = split_static(args, kwargs)
+        again = read_program(_trace(model, rebuild, data)[0])
+        if [_shape_of(v) for v in again.consts] != [_shape_of(v) for v in program.consts] or [
+            n.primitive for n in again.nodes
+        ] != [n.primitive for n in program.nodes[: len(again.nodes)]]:
+            raise CompilationError(
+                "The model's step is not the one that was compiled: something outside its arguments and "
+                "states has changed its program. Call `compile_graph` again."
+            )
+        return list(again.consts.values())
+
+    return ModuleInfo(
+        model=model,
+        closed_jaxpr=closed,
+        program=program,
+        entries=tuple(entries),
+        hidden=tuple(_hidden_states(program, entries)),
+        arg_invars=program.inputs[: len(data)],
+        out_atoms=program.outputs[:num_out],
+        out_tree=out_tree,
+        state_trees=tuple(trees),
+        retrace=retrace,
+    )
+
+
+def _shape_of(var: Var) -> tuple[Any, ...]:
+    return (var.aval.shape, var.aval.dtype)
+
+
+def _as_path(path: Any) -> Path:
+    return tuple(str(p) for p in (path if isinstance(path, tuple) else (path,)))
+
+
+def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+    def step(*data: Any) -> Any:
+        args, kwargs = rebuild(data)
+        return model(*args, **kwargs)
+
+    function = brainstate.transform.StatefulFunction(step, return_only_write=False)
+    try:
+        function.make_jaxpr(*data)
+    except AttributeError as e:
+        raise CompilationError(
+            f"The model's step failed while it was traced: {e}. If the missing attribute is a state, "
+            "call `brainstate.nn.init_all_states(model)` first."
+        ) from e
+    closed = function.get_jaxpr(*data)
+    out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
+    return closed, out_tree, tuple(function.get_states(*data))
+
+
+def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:
+    used = {a for node in program.nodes for a in node.inputs if isinstance(a, Var)}
+    used.update(a for a in program.outputs if isinstance(a, Var))
+    found = []
+    for entry in entries:
+        state = entry.state
+        if not isinstance(state, brainstate.ShortTermState) or isinstance(state, brainstate.DelayState):
+            continue
+        keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(state.value)[0]]
+        for key, invar, outvar in zip(keys, entry.invars, entry.outvars, strict=True):
+            if not jnp.issubdtype(invar.aval.dtype, jnp.inexact) or outvar is invar or invar not in used:
+                continue
+            name = jax.tree_util.keystr(key).strip(".[]'") if len(keys) > 1 else ""
+            path = (*entry.path, name) if name else entry.path
+            assert isinstance(outvar, Var)
+            grouped = isinstance(state, brainstate.HiddenGroupState)
+            found.append(Hidden(path, state, invar, outvar, grouped))
+    return found
+
+
+def _with_own_outputs(program: Program, entries: Sequence[StateEntry]) -> list[StateEntry]:
+    """Give every written state an output variable that is no other state's and no input's.
+
+    `self.a.value = self.b.value` makes two states share one; a copy of it tells them apart.
+    """
+    taken: set[Var] = set(program.inputs)
+    replaced = []
+    for entry in entries:
+        outvars: list[Atom] = []
+        for invar, atom in zip(entry.invars, entry.outvars, strict=True):
+            if atom is not invar and (isinstance(atom, Literal) or atom in taken):
+                atom = _copy(program, atom)
+            if isinstance(atom, Var):
+                taken.add(atom)
+            outvars.append(atom)
+        replaced.append(StateEntry(entry.path, entry.state, entry.invars, tuple(outvars)))
+    return replaced
+
+
+def _copy(program: Program, atom: Atom) -> Var:
+    struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    (eqn,) = _compat.parts(jax.make_jaxpr(jax.lax.optimization_barrier)(struct))[0].eqns
+    last = max((v.index for node in program.nodes for v in node.outputs), default=len(program.inputs))
+    out = Var(atom.aval, max(last, max((v.index for v in program.inputs), default=0)) + 1)
+    program.nodes.append(Node(eqn, (atom,), (out,)))
+    return out

@@ -1,0 +1,76 @@
+"""Hidden perturbations: the step with something added to each new state, seen outside its own group.
+
+The derivative of a loss with respect to them is the learning signal of each state. Inside a group its
+own new states are read as they are, because their coupling is in the traces already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import brainstate
+import jax
+
+from .._compat import ClosedJaxpr
+from .groups import HiddenGroup
+from .module_info import ModuleInfo, Path
+from .program import Atom, Var, View, World, evaluate
+from .slices import plain_site
+
+
+def worlds(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
+    """The group of each new state's variable; a group is the world in which its states are computed."""
+    return {v: g.index for g in groups for v in g.hidden_outvars}
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenPerturbation:
+    """The perturbed step, as a function and as a jaxpr."""
+
+    info: ModuleInfo
+    groups: tuple[HiddenGroup, ...]
+
+    @property
+    def perturb_vars(self) -> list[Var]:
+        return [h.outvar for h in self.info.hidden]
+
+    @property
+    def perturb_hidden_paths(self) -> list[Path]:
+        return [h.path for h in self.info.hidden]
+
+    @property
+    def perturb_hidden_states(self) -> list[brainstate.State]:
+        return [h.state for h in self.info.hidden]
+
+    def init_perturb_data(self) -> list[jax.Array]:
+        """A zero for every new state."""
+        return [jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
+
+    def call(self, inputs: Sequence[Any], perturbations: Sequence[Any]) -> list[Any]:
+        """The outputs and new states of the step, given all its inputs and what to add."""
+        program, home = self.info.program, worlds(self.groups)
+        deltas: Mapping[Var, Any] = dict(zip(self.perturb_vars, perturbations, strict=True))
+
+        def reads(var: Var, world: World) -> tuple[World, Any]:
+            if var not in home or home[var] == world:
+                return world, None
+            return home[var], deltas[var]
+
+        targets: list[Atom] = [*self.info.out_atoms, *(a for e in self.info.entries for a in e.outvars)]
+        view = View(
+            known={**program.consts, **dict(zip(program.inputs, inputs, strict=True))},
+            at_site=lambda site, world: plain_site,
+            reads=reads,
+            operands=lambda site, world: None,
+        )
+        return evaluate(program, [(a, None) for a in targets], view)
+
+    @cached_property
+    def perturb_jaxpr(self) -> ClosedJaxpr:
+        avals = [v.aval for v in (*self.info.program.inputs, *self.perturb_vars)]
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        n = len(self.info.program.inputs)
+        return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)

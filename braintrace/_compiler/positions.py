@@ -1,0 +1,467 @@
+"""Which hidden position does each element of the program reach, and from which does it come?
+
+For every variable, two integer arrays of its shape: the lowest and the highest position that an element
+reaches (none: empty; equal: exactly one; different: several). `reaches` goes backwards from a group's new
+states; `sources` goes forwards from a site's output. Derivatives are what is followed: integers and
+`stop_gradient` end a path, except inside a function with a derivative rule of its own, where anything
+may count.
+
+A second pair of arrays leaves out what reaches an element only through mixing (a norm's mean, a
+softmax's sum): where two readers differ, one that reaches a single position wins over one that reaches
+several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compat import Literal, primitives
+from . import links as _links
+from .links import Array, Axes, Link, Linked, Pairs, Same, Shape
+from .program import Atom, Node, Program, Var, read_program
+
+_NONE = np.iinfo(np.int32).max
+_ALL, _DIRECT = 0, 1
+
+
+class Reach:
+    """The lowest and the highest position of each element, of all paths and of those that do not mix."""
+
+    __slots__ = ("high", "low")
+
+    def __init__(self, low: Array, high: Array) -> None:
+        self.low = low  # (2, *shape)
+        self.high = high
+
+    @staticmethod
+    def at(positions: Array) -> Reach:
+        both = np.stack([positions, positions]).astype(np.int32)
+        return Reach(both, both)
+
+    @staticmethod
+    def empty(shape: Shape) -> Reach:
+        return Reach(np.full((2, *shape), _NONE, np.int32), np.full((2, *shape), -1, np.int32))
+
+    @property
+    def shape(self) -> Shape:
+        return self.low.shape[1:]
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(np.all(self.high[_ALL] < 0))
+
+    @property
+    def lowest(self) -> Array:
+        return self.low[_ALL]
+
+    @property
+    def highest(self) -> Array:
+        return self.high[_ALL]
+
+    @property
+    def width(self) -> int:
+        """The most positions that lie between an element's lowest and highest; 0: none at all."""
+        return int(max(0, np.max(self.highest - np.minimum(self.lowest, self.highest + 1) + 1, initial=0)))
+
+    @property
+    def direct(self) -> Array:
+        """The one position that each element reaches without mixing; -1: none or several."""
+        low, high = self.low[_DIRECT], self.high[_DIRECT]
+        return np.where(low == high, low, -1)
+
+    def same_as(self, other: Reach) -> bool:
+        return self is other or (
+            np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+        )
+
+    def merge(self, other: Reach) -> Reach:
+        """What an element reaches through either of two readers."""
+        if other is self:
+            return self
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        a, b = (r.low[_DIRECT] == r.high[_DIRECT] for r in (self, other))
+        for keep, reach in ((a & ~b, self), (b & ~a, other)):
+            low[_DIRECT][keep] = reach.low[_DIRECT][keep]
+            high[_DIRECT][keep] = reach.high[_DIRECT][keep]
+        return Reach(low, high)
+
+    def __getitem__(self, index: int) -> Reach:
+        return Reach(self.low[:, index], self.high[:, index])
+
+    @staticmethod
+    def stack(parts: Sequence[Reach]) -> Reach:
+        return Reach(np.stack([p.low for p in parts], 1), np.stack([p.high for p in parts], 1))
+
+
+def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
+    """Carry what one end of a link reaches to the other end, of the given shape."""
+    if isinstance(link, Same):
+        return Reach(reach.low.reshape(2, *shape), reach.high.reshape(2, *shape))
+    if isinstance(link, Pairs):
+        here, there = (link.out, link.inp) if back else (link.inp, link.out)
+        result = Reach.empty((math.prod(shape),))
+        for kind in (_ALL, _DIRECT):
+            np.minimum.at(result.low[kind], there, reach.low[kind].ravel()[here])
+            np.maximum.at(result.high[kind], there, reach.high[kind].ravel()[here])
+        return Reach(result.low.reshape(2, *shape), result.high.reshape(2, *shape))
+    have, want = (link.out, link.inp) if back else (link.inp, link.out)
+    drop = tuple(i + 1 for i, a in enumerate(have) if a not in want)
+    kept = [a for a in have if a in want]
+    order = (0, *(1 + kept.index(a) for a in want if a in kept))
+    grow = tuple(i + 1 for i, a in enumerate(want) if a not in kept)
+
+    def move(array: Array, reduce: Any, initial: int) -> Array:
+        array = reduce(array, axis=drop, initial=initial) if drop else array
+        array = np.expand_dims(np.transpose(array, order), grow)
+        return np.broadcast_to(array, (2, *shape))
+
+    return Reach(move(reach.low, np.min, _NONE), move(reach.high, np.max, -1))
+
+
+class Constants:
+    """Integer values that do not depend on data, computed when they are asked for."""
+
+    def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
+        self._values: dict[Var, Array | None] = dict(given)
+        self._producer = {v: node for node in program.nodes for v in node.outputs}
+        for var, value in program.consts.items():
+            self._values[var] = None if _compat.is_tracer(value) else value
+
+    def __call__(self, atom: Atom) -> Array | None:
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val)
+        if atom not in self._values:
+            self._values[atom] = self._compute(atom)
+        return self._values[atom]
+
+    def _compute(self, var: Var) -> Array | None:
+        node = self._producer.get(var)
+        if node is None or node.inner or node.site is not None or node.eqn.effects:
+            return None
+        vals = [self(a) for a in node.inputs]
+        if any(v is None for v in vals):
+            return None
+        with jax.ensure_compile_time_eval():
+            outs = _compat.bind(node.eqn, *vals)
+        for v, out in zip(node.outputs, outs, strict=True):
+            self._values[v] = out
+        return self._values[var]
+
+
+SiteReach = dict[int, Reach]
+
+
+class Positions:
+    """The positions of one program; links are found once and serve every question about it."""
+
+    def __init__(self, program: Program, known: Mapping[Var, Array | None] | None = None) -> None:
+        self.program = program
+        self.constants = Constants(program, known or {})
+        self._links: dict[Node, Linked | Positions] = {}
+        self._inner: dict[tuple[Node, int, Any], Positions] = {}
+
+    # -- backwards ---------------------------------------------------------------------------------
+
+    def reaches(
+        self, starts: Mapping[Var, Reach], stop: Callable[[Var], bool] = lambda v: False, through: bool = False
+    ) -> tuple[dict[Var, Reach], SiteReach]:
+        """What every variable, and the output of every site, reaches; paths end at sites and at `stop`."""
+        env: dict[Var, Reach] = dict(starts)
+        sites: SiteReach = {}
+        for node in reversed(self.program.nodes):
+            outs = [None if stop(v) else env.get(v) for v in node.outputs]
+            if all(r is None or r.is_empty for r in outs):
+                continue
+            if node.site is not None:
+                sites[node.site.index] = env[node.outputs[0]]
+                continue
+            full = [Reach.empty(v.aval.shape) if r is None else r for r, v in zip(outs, node.outputs, strict=True)]
+            ins, inner_sites = self._back(node, full, through)
+            sites.update(inner_sites)
+            for atom, reach in zip(node.inputs, ins, strict=True):
+                if isinstance(atom, Var) and reach is not None:
+                    env[atom] = env[atom].merge(reach) if atom in env else reach
+        return env, sites
+
+    def _back(
+        self, node: Node, outs: list[Reach], through: bool
+    ) -> tuple[list[Reach | None], SiteReach]:
+        if node.primitive is primitives.cond_p:
+            return self._back_cond(node, outs, through)
+        if node.primitive is primitives.scan_p:
+            return self._back_scan(node, outs, through)
+        if node.primitive is primitives.while_p:
+            return self._back_while(node, outs, through), {}
+        if node.inner:
+            return self._program(node, 0).reach_inputs(outs, True)
+        found = self._find_links(node)
+        if isinstance(found, Positions):
+            return found.reach_inputs(outs, True)
+        ins: list[Reach | None] = [None] * len(node.inputs)
+        for i, j, link in found:
+            if self._follows(node, i, j, through) and not outs[j].is_empty:
+                part = carry(link, outs[j], node.inputs[i].aval.shape, back=True)
+                before = ins[i]
+                ins[i] = part if before is None else before.merge(part)
+        return ins, {}
+
+    def reach_inputs(self, outs: Sequence[Reach], through: bool) -> tuple[list[Reach | None], SiteReach]:
+        starts: dict[Var, Reach] = {}
+        for atom, reach in zip(self.program.outputs, outs, strict=True):
+            if isinstance(atom, Var):
+                starts[atom] = starts[atom].merge(reach) if atom in starts else reach
+        env, sites = self.reaches(starts, through=through)
+        return [env.get(v) for v in self.program.inputs], sites
+
+    def _back_cond(
+        self, node: Node, outs: list[Reach], through: bool
+    ) -> tuple[list[Reach | None], SiteReach]:
+        ins: list[Reach | None] = [None] * (len(node.inputs) - 1)
+        sites: SiteReach = {}
+        known = [self.constants(a) for a in node.inputs[1:]]
+        for b in range(len(node.inner)):
+            found, inside = self._program(node, b, known).reach_inputs(outs, through)
+            sites.update(inside)
+            ins = [_either(a, b) for a, b in zip(ins, found, strict=True)]
+        return [None, *ins], sites
+
+    def _back_scan(
+        self, node: Node, outs: list[Reach], through: bool
+    ) -> tuple[list[Reach | None], SiteReach]:
+        num_consts, num_carry = _compat.scan_counts(node.eqn)
+        length = node.params["length"]
+        known = self._scan_known(node, num_consts, num_carry)
+        consts: list[Reach | None] = [None] * num_consts
+        xs: list[list[Reach]] = [[] for _ in node.inputs[num_consts + num_carry :]]
+        sites: dict[int, list[Reach]] = {s.index: [] for s in node.sites}
+        carried, ys = outs[:num_carry], outs[num_carry:]
+        order = range(length) if node.params["reverse"] else range(length - 1, -1, -1)
+        previous: Any = None
+        for step in order:
+            given = [*carried, *(y[step] for y in ys)]
+            if previous is None or known[step] is not None or not _all_same(given, previous[0]):
+                found, inside = self._program(node, 0, known[step]).reach_inputs(given, through)
+                previous = (given, found, inside)
+            _, found, inside = previous
+            consts = [_either(a, b) for a, b in zip(consts, found, strict=False)]
+            after = [Reach.empty(v.aval.shape) if r is None else r for r, v in zip(found, node.inner[0].inputs, strict=True)]
+            carried = after[num_consts:][:num_carry]
+            for parts, r in zip(xs, after[num_consts + num_carry :], strict=True):
+                parts.append(r)
+            for site in node.sites:
+                inner = (*site.loops[len(node.loops) + 1 :], *site.output.aval.shape)
+                sites[site.index].append(inside.get(site.index) or Reach.empty(inner))
+        flip = 1 if node.params["reverse"] else -1
+        return (
+            [*consts, *carried, *(Reach.stack(p[::flip]) if p else None for p in xs)],
+            {i: Reach.stack(parts[::flip]) for i, parts in sites.items() if length},
+        )
+
+    def _back_while(self, node: Node, outs: list[Reach], through: bool) -> list[Reach | None]:
+        num_cond, num_body = _compat.while_counts(node.eqn)
+        body = self._program(node, 1)
+        carried, found = outs, []
+        for _ in range(_FIXPOINT):
+            found, _ = body.reach_inputs(carried, through)
+            after = [r if f is None else r.merge(f) for r, f in zip(carried, found[num_body:], strict=True)]
+            if _all_same(after, carried):
+                break
+            carried = after
+        else:
+            merged = _links.all_with_all(
+                [a.aval.shape for a in node.inputs], [v.aval.shape for v in node.outputs]
+            )
+            ins: list[Reach | None] = [None] * len(node.inputs)
+            for i, j, link in merged:
+                ins[i] = _either(ins[i], carry(link, outs[j], node.inputs[i].aval.shape, back=True))
+            return ins
+        return [*[None] * num_cond, *found[:num_body], *carried]
+
+    # -- forwards ----------------------------------------------------------------------------------
+
+    def sources(
+        self,
+        starts: Mapping[Var, Reach],
+        origin: SiteReach,
+        stop: Callable[[Var], bool] = lambda v: False,
+        through: bool = False,
+    ) -> dict[Var, Reach]:
+        """Where every variable comes from: `starts`, and the outputs of the sites in `origin`."""
+        env: dict[Var, Reach] = dict(starts)
+        for node in self.program.nodes:
+            if node.site is not None:
+                if node.site.index in origin:
+                    env[node.outputs[0]] = origin[node.site.index]
+                continue
+            ins = [env.get(a) if isinstance(a, Var) else None for a in node.inputs]
+            here = {s.index: origin[s.index] for s in node.sites if s.index in origin}
+            if not here and all(r is None for r in ins):
+                continue
+            for var, reach in zip(node.outputs, self._forth(node, ins, here, through), strict=True):
+                if reach is not None and not reach.is_empty and not stop(var):
+                    env[var] = reach
+        return env
+
+    def _forth(
+        self, node: Node, ins: list[Reach | None], origin: SiteReach, through: bool
+    ) -> list[Reach | None]:
+        if node.primitive is primitives.cond_p:
+            outs: list[Reach | None] = [None] * len(node.outputs)
+            known = [self.constants(a) for a in node.inputs[1:]]
+            for b in range(len(node.inner)):
+                found = self._program(node, b, known).source_outputs(ins[1:], origin, through)
+                outs = [_either(a, b) for a, b in zip(outs, found, strict=True)]
+            return outs
+        if node.primitive is primitives.scan_p:
+            return self._forth_scan(node, ins, origin, through)
+        if node.primitive is primitives.while_p:
+            return self._forth_while(node, ins, through)
+        if node.inner:
+            return self._program(node, 0).source_outputs(ins, origin, True)
+        found_links = self._find_links(node)
+        if isinstance(found_links, Positions):
+            return found_links.source_outputs(ins, {}, True)
+        outs = [None] * len(node.outputs)
+        for i, j, link in found_links:
+            reach = ins[i]
+            if reach is not None and self._follows(node, i, j, through):
+                outs[j] = _either(outs[j], carry(link, reach, node.outputs[j].aval.shape, back=False))
+        return outs
+
+    def source_outputs(
+        self, ins: Sequence[Reach | None], origin: SiteReach, through: bool
+    ) -> list[Reach | None]:
+        starts = {v: r for v, r in zip(self.program.inputs, ins, strict=True) if r is not None}
+        env = self.sources(starts, origin, through=through)
+        return [env.get(a) if isinstance(a, Var) else None for a in self.program.outputs]
+
+    def _forth_scan(
+        self, node: Node, ins: list[Reach | None], origin: SiteReach, through: bool
+    ) -> list[Reach | None]:
+        num_consts, num_carry = _compat.scan_counts(node.eqn)
+        length = node.params["length"]
+        known = self._scan_known(node, num_consts, num_carry)
+        consts, carried, xs = ins[:num_consts], ins[num_consts:][:num_carry], ins[num_consts + num_carry :]
+        ys: list[list[Reach]] = [[] for _ in node.outputs[num_carry:]]
+        order = range(length - 1, -1, -1) if node.params["reverse"] else range(length)
+        for step in order:
+            here = {i: r[step] for i, r in origin.items()}
+            given = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
+            found = self._program(node, 0, known[step]).source_outputs(given, here, through)
+            carried = found[:num_carry]
+            for parts, r, v in zip(ys, found[num_carry:], node.outputs[num_carry:], strict=True):
+                parts.append(Reach.empty(v.aval.shape[1:]) if r is None else r)
+        flip = -1 if node.params["reverse"] else 1
+        return [*carried, *(Reach.stack(p[::flip]) if p else None for p in ys)]
+
+    def _forth_while(self, node: Node, ins: list[Reach | None], through: bool) -> list[Reach | None]:
+        num_cond, num_body = _compat.while_counts(node.eqn)
+        body = self._program(node, 1)
+        consts, carried = ins[num_cond:][:num_body], ins[num_cond + num_body :]
+        for _ in range(_FIXPOINT):
+            found = body.source_outputs([*consts, *carried], {}, through)
+            after = [_either(a, b) for a, b in zip(carried, found, strict=True)]
+            if all(a is b or (a is not None and b is not None and a.same_as(b)) for a, b in zip(after, carried, strict=True)):
+                return after
+            carried = after
+        everything = [*consts, *carried]
+        outs: list[Reach | None] = [None] * len(node.outputs)
+        for i, j, link in _links.all_with_all(
+            [a.aval.shape for a in node.inputs[num_cond:]], [v.aval.shape for v in node.outputs]
+        ):
+            reach = everything[i]
+            if reach is not None:
+                outs[j] = _either(outs[j], carry(link, reach, node.outputs[j].aval.shape, back=False))
+        return outs
+
+    # -- shared ------------------------------------------------------------------------------------
+
+    def _find_links(self, node: Node) -> Linked | Positions:
+        if node not in self._links:
+            ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
+            found: Linked | Positions | None = _links.links(
+                node.primitive, node.params, ins, outs, lambda i: self.constants(node.inputs[i])
+            )
+            if found is None:
+                program = _expand(node)
+                shapes = [tuple(a.shape) for a in ins], [tuple(o.shape) for o in outs]
+                found = _links.all_with_all(*shapes) if program is None else Positions(program)
+            self._links[node] = found
+        return self._links[node]
+
+    @staticmethod
+    def _follows(node: Node, i: int, j: int, through: bool) -> bool:
+        if through:
+            return True
+        ends = (node.inputs[i].aval.dtype, node.outputs[j].aval.dtype)
+        return node.primitive.name not in _links.FLAT and all(
+            jnp.issubdtype(dtype, jnp.inexact) for dtype in ends
+        )
+
+    def _program(self, node: Node, which: int, known: Any = None) -> Positions:
+        """The positions of a program inside a node, with what is known of its inputs."""
+        program = node.inner[which]
+        values = known or [None] * len(program.inputs)
+        key = (node, which, tuple(None if v is None else np.asarray(v).tobytes() for v in values))
+        if key not in self._inner:
+            self._inner[key] = Positions(program, dict(zip(program.inputs, values, strict=True)))
+        return self._inner[key]
+
+    def _scan_known(self, node: Node, num_consts: int, num_carry: int) -> list[Any]:
+        """What is known of the body's inputs in each iteration: constants and counters."""
+        length, body = node.params["length"], node.inner[0]
+        first = [self.constants(a) for a in node.inputs]
+        xs = first[num_consts + num_carry :]
+        carried = first[num_consts:][:num_carry]
+        integer = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in body.inputs]
+        if not any(
+            v is not None and is_int for v, is_int in zip(first, integer, strict=True)
+        ) or length > _UNROLL:
+            return [None] * length
+        result: list[Any] = [None] * length
+        order = range(length - 1, -1, -1) if node.params["reverse"] else range(length)
+        for step in order:
+            values = [
+                *first[:num_consts],
+                *carried,
+                *(None if x is None else np.asarray(x)[step] for x in xs),
+            ]
+            values = [v if is_int else None for v, is_int in zip(values, integer, strict=True)]
+            result[step] = values
+            constants = self._program(node, 0, values).constants
+            carried = [
+                constants(a) if integer[num_consts + c] else None
+                for c, a in enumerate(body.outputs[:num_carry])
+            ]
+        return result
+
+
+_FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix
+_UNROLL = 256  # iterations of a `scan` whose counters are followed one by one
+
+
+def _expand(node: Node) -> Program | None:
+    """A third party's primitive as the program of its own implementation, if that can be traced."""
+    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
+    try:
+        program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
+    except Exception:  # whatever an implementation that is not JAX raises when it is traced
+        return None
+    return None if any(n.primitive is node.primitive for n in program.nodes) else program
+
+
+def _either(a: Reach | None, b: Reach | None) -> Reach | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a.merge(b)
+
+
+def _all_same(a: Sequence[Reach], b: Sequence[Reach]) -> bool:
+    return all(x.same_as(y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,376 @@
+"""A step's jaxpr as a flat program that knows its sites, and the one traversal of it.
+
+`jit`, `checkpoint` and plain calls are read through; `cond`, `scan` and `while` keep the programs inside
+them. A *site* is one application of a marked operation. Every pass is `run` (or `evaluate`, which
+computes only what is asked for) with another `at_site`:
+
+    y, site_out = at_site(site, site_in, operands)
+
+What goes in and out at sites is threaded through control flow: a site in a branch not taken gives
+zeros, a site in a loop gives one application per iteration, stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import JaxprEqn, Literal, primitives
+from .._ops.letters import Layout
+from .._ops.primitive import ETPPrimitive
+
+AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
+
+
+class Var:
+    """A value of the program: its shape and type, and its number in program order."""
+
+    __slots__ = ("aval", "index")
+
+    def __init__(self, aval: Any, index: int) -> None:
+        self.aval = aval
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"v{self.index}:{self.aval.str_short()}"
+
+
+Atom = Var | Literal
+
+
+@dataclass(eq=False)
+class Node:
+    """One equation, with the programs inside it if it is control flow."""
+
+    eqn: JaxprEqn
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    loops: tuple[int, ...] = ()  # the length of each enclosing `scan`, outermost first
+    inner: tuple[Program, ...] = ()
+    site: Site | None = None
+
+    @property
+    def primitive(self) -> Any:
+        return self.eqn.primitive
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params  # type: ignore[no-any-return]
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites at or inside this node."""
+        if self.site is not None:
+            return [self.site]
+        return [site for program in self.inner for site in program.sites]
+
+    @property
+    def source(self) -> str:
+        return _compat.source_line(self.eqn)
+
+
+@dataclass(eq=False)
+class Site:
+    """One application of a marked operation."""
+
+    index: int
+    primitive: ETPPrimitive
+    params: dict[str, Any]
+    inputs: tuple[Atom, ...]
+    output: Var
+    source: str
+    loops: tuple[int, ...]  # the length of each enclosing `scan`, outermost first
+    context: tuple[str, ...]  # the enclosing control flow, outermost first
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        return self.params["names"]  # type: ignore[no-any-return]
+
+    @property
+    def num_inputs(self) -> int:
+        """How many operands are not weights; they come first."""
+        return len(self.inputs) - len(self.weight_names)
+
+    @property
+    def weights(self) -> dict[str, Atom]:
+        return dict(zip(self.weight_names, self.inputs[self.num_inputs :], strict=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of `y`, with an axis in front for each enclosing loop."""
+        return (*self.loops, *self.output.aval.shape)
+
+    def layouts(self, varying: Sequence[str] = ()) -> dict[str, Layout]:
+        """The trace layout of each effective weight; loops are levels that `varying` weights have."""
+        n, names = self.num_inputs, self.weight_names
+        loop = (*[True] * n, *[name in varying for name in names])
+        params = {**self.params, "levels": (loop,) * len(self.loops) + self.params["levels"]}
+        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in self.weights.values()]
+        effective = jax.eval_shape(lambda *w: self.primitive.effective(w, self.params), *avals)
+        return self.primitive.layouts(params, list(effective), len(self.shape))
+
+
+@dataclass(eq=False)
+class Program:
+    """A flat list of nodes in an order in which they can be evaluated."""
+
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    nodes: list[Node]
+    consts: dict[Var, Any]
+    sites: list[Site] = field(default_factory=list)
+    # custom_jvp/custom_vjp functions that hold a site, and so lose their own rule
+    opened: list[Node] = field(default_factory=list)
+
+
+def read_program(closed: _compat.ClosedJaxpr) -> Program:
+    """The program of a closed jaxpr."""
+    return _Reader().program(*_compat.parts(closed), (), ())
+
+
+class _Reader:
+    """Numbers variables and sites while it reads jaxprs, which JAX shares between calls."""
+
+    def __init__(self) -> None:
+        self.num_vars = 0
+        self.sites: list[Site] = []
+        self.holds: dict[int, bool] = {}
+
+    def var(self, aval: Any) -> Var:
+        self.num_vars += 1
+        return Var(aval, self.num_vars - 1)
+
+    def program(
+        self, jaxpr: Any, consts: Sequence[Any], loops: tuple[int, ...], context: tuple[str, ...]
+    ) -> Program:
+        first = len(self.sites)
+        program = Program(tuple(self.var(v.aval) for v in jaxpr.invars), (), [], {})
+        outs = self.inline(program, jaxpr, consts, program.inputs, loops, context)
+        program.outputs = tuple(outs)
+        program.sites = self.sites[first:]
+        return program
+
+    def inline(
+        self,
+        program: Program,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Atom],
+        loops: tuple[int, ...],
+        context: tuple[str, ...],
+    ) -> list[Atom]:
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.var(var.aval)
+            program.consts[env[var]] = value  # type: ignore[index]
+
+        def read(atom: Any) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = tuple(read(a) for a in eqn.invars)
+            call = _compat.called_jaxpr(eqn)
+            custom = _compat.called_jaxpr(eqn, custom=True)
+            if call is None and custom is not None and self.holds_site(custom[0]):
+                call = custom
+                program.opened.append(Node(eqn, inputs, ()))
+            if call is not None:
+                outs = self.inline(program, *call, inputs, loops, context)
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            outputs = tuple(self.var(v.aval) for v in eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            node = Node(eqn, inputs, outputs, loops)
+            if isinstance(eqn.primitive, ETPPrimitive):
+                node.site = Site(
+                    index=len(self.sites),
+                    primitive=eqn.primitive,
+                    params=eqn.params,
+                    inputs=inputs,
+                    output=outputs[0],
+                    source=node.source,
+                    loops=loops,
+                    context=context,
+                )
+                self.sites.append(node.site)
+            elif custom is not None:
+                node.inner = (self.program(*custom, loops, context),)
+            else:
+                deeper = loops
+                if eqn.primitive is primitives.scan_p:
+                    deeper = (*loops, eqn.params["length"])
+                node.inner = tuple(
+                    self.program(*inner, deeper, (*context, eqn.primitive.name))
+                    for inner in _compat.inner_jaxprs(eqn)
+                )
+            program.nodes.append(node)
+        return [read(a) for a in jaxpr.outvars]
+
+    def holds_site(self, jaxpr: Any) -> bool:
+        if id(jaxpr) not in self.holds:
+            self.holds[id(jaxpr)] = any(
+                isinstance(eqn.primitive, ETPPrimitive)
+                or any(self.holds_site(inner) for inner, _ in _compat.all_jaxprs(eqn))
+                for eqn in jaxpr.eqns
+            )
+        return self.holds[id(jaxpr)]
+
+
+def run(
+    program: Program, args: Sequence[Any], at_site: AtSite, site_ins: Mapping[int, Any] | None = None
+) -> tuple[list[Any], dict[int, Any], dict[Var, Any]]:
+    """Evaluate a program: its outputs, what the sites gave out, and every value on the way."""
+    env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
+    site_outs: dict[int, Any] = {}
+    for node in program.nodes:
+        outs, given = apply(node, [read(env, a) for a in node.inputs], at_site, site_ins or {})
+        env.update(zip(node.outputs, outs, strict=True))
+        site_outs.update(given)
+    return [read(env, a) for a in program.outputs], site_outs, env
+
+
+def read(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def apply(
+    node: Node, vals: list[Any], at_site: AtSite, site_ins: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    """Evaluate one node: its outputs, and what the sites at or inside it gave out."""
+    if node.site is not None:
+        y, given = at_site(node.site, site_ins.get(node.site.index), vals)
+        return [y], {node.site.index: given}
+    if not node.sites:
+        return _compat.bind(node.eqn, *vals), {}
+    ins = {s.index: site_ins[s.index] for s in node.sites if s.index in site_ins}
+    if node.primitive is primitives.cond_p:
+        return _apply_cond(node, vals, at_site, ins)
+    if node.primitive is primitives.scan_p:
+        return _apply_scan(node, vals, at_site, ins)
+    raise AssertionError(f"`{node.primitive}` holds a site; the compiler refuses such a model")
+
+
+def _apply_cond(
+    node: Node, vals: list[Any], at_site: AtSite, ins: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    index, *operands = vals
+
+    def taken(program: Program) -> Callable[..., Any]:
+        return lambda operands, ins: run(program, operands, at_site, ins)[:2]
+
+    shapes: dict[int, Any] = {}
+    for program in node.inner:
+        shapes.update(jax.eval_shape(taken(program), operands, ins)[1])
+
+    def padded(program: Program) -> Callable[..., Any]:
+        def branch(operands: Any, ins: Any) -> Any:
+            outs, given = taken(program)(operands, ins)
+            zeros = {
+                i: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+                for i, shape in shapes.items()
+                if i not in given
+            }
+            return outs, {**given, **zeros}
+
+        return branch
+
+    outs, given = jax.lax.switch(index, [padded(p) for p in node.inner], operands, dict(ins))
+    return outs, given
+
+
+def _apply_scan(
+    node: Node, vals: list[Any], at_site: AtSite, ins: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    num_consts, num_carry = _compat.scan_counts(node.eqn)
+    consts, carry, xs = vals[:num_consts], vals[num_consts:][:num_carry], vals[num_consts + num_carry :]
+
+    def body(carry: Any, slices: Any) -> Any:
+        xs, ins = slices
+        outs, given, _ = run(node.inner[0], [*consts, *carry, *xs], at_site, ins)
+        return outs[:num_carry], (outs[num_carry:], given)
+
+    carry, (ys, given) = jax.lax.scan(
+        body,
+        carry,
+        (xs, dict(ins)),
+        length=node.params["length"],
+        reverse=node.params["reverse"],
+        unroll=node.params["unroll"],
+    )
+    return [*carry, *ys], given
+
+
+World = Hashable
+
+
+@dataclass(frozen=True)
+class View:
+    """How `evaluate` sees a program: worlds in which the same variable may have different values.
+
+    `known` holds values that are the same in every world. `reads(var, world)` is the world in which a
+    reader in `world` finds `var`, and what to add to it there (or None). `operands(site, world)` is the
+    world in which a site reads its operands. `at_site(site, world)` is the rule of the site there.
+    """
+
+    known: Mapping[Var, Any]
+    at_site: Callable[[Site, World], AtSite]
+    reads: Callable[[Var, World], tuple[World, Any]] = lambda var, world: (world, None)
+    operands: Callable[[Site, World], World] = lambda site, world: world
+    site_ins: Mapping[int, Any] = field(default_factory=dict)
+    leaf: Callable[[Site, World], Any] = lambda site, world: None
+    before: Callable[[Node, list[Any]], list[Any]] = lambda node, vals: vals
+
+
+def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View) -> list[Any]:
+    """The values of `targets`, each in its world, computing nothing that they do not need."""
+    producer = {v: i for i, node in enumerate(program.nodes) for v in node.outputs}
+    needed: list[dict[World, None]] = [{} for _ in program.nodes]
+
+    def ask(atom: Atom, world: World) -> None:
+        if isinstance(atom, Var) and atom not in view.known and atom in producer:
+            needed[producer[atom]][view.reads(atom, world)[0]] = None
+
+    def worlds_of_operands(node: Node, world: World) -> Iterator[World]:
+        if node.site is None:
+            yield world
+        elif view.leaf(node.site, world) is None:
+            yield view.operands(node.site, world)
+
+    for atom, world in targets:
+        ask(atom, world)
+    for i in reversed(range(len(program.nodes))):
+        node = program.nodes[i]
+        for world in needed[i]:
+            for inner in worlds_of_operands(node, world):
+                for atom in node.inputs:
+                    ask(atom, inner)
+
+    values: dict[tuple[Var, World], Any] = {}
+
+    def get(atom: Atom, world: World) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        home, offset = view.reads(atom, world)
+        value = view.known[atom] if atom in view.known else values[atom, home]
+        return value if offset is None else value + offset
+
+    for node, worlds in zip(program.nodes, needed, strict=True):
+        for world in worlds:
+            if node.site is not None and (leaf := view.leaf(node.site, world)) is not None:
+                values[node.outputs[0], world] = leaf
+                continue
+            inner = world if node.site is None else view.operands(node.site, world)
+            vals = view.before(node, [get(a, inner) for a in node.inputs])
+
+            def at_site(site: Site, site_in: Any, operands: list[Any], world: World = world) -> Any:
+                return view.at_site(site, world)(site, site_in, operands)
+
+            outs, _ = apply(node, vals, at_site, view.site_ins)
+            for var, out in zip(node.outputs, outs, strict=True):
+                values[var, world] = out
+    return [get(atom, world) for atom, world in targets]

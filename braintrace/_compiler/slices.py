@@ -1,0 +1,113 @@
+"""Parts of a program: what depends on what without crossing a marked op, as functions and jaxprs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from .._compat import ClosedJaxpr, primitives
+from .program import Atom, Node, Program, Site, Var, View, evaluate
+
+
+def plain_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+    """A site that does nothing but compute."""
+    return site.primitive.bind(*operands, **site.params), None
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """The part of a program between some variables (or a site) and others, with sites as its borders.
+
+    With a `site`, its output (stacked over the loops around it) is the one input.
+    """
+
+    program: Program
+    inputs: tuple[Var, ...]
+    constvars: list[Var]
+    outputs: tuple[Atom, ...]
+    site: Site | None = None
+
+    def call(self, values: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+        known = {**self.program.consts, **dict(zip(self.constvars, consts, strict=True))}
+        site_ins: dict[int, Any] = {}
+        if self.site is None:
+            known.update(zip(self.inputs, values, strict=True))
+        else:
+            site_ins[self.site.index] = values[0]
+
+        def given(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+            return (site_in, None) if site is self.site else plain_site(site, site_in, operands)
+
+        view = View(
+            known=known,
+            at_site=lambda site, world: given,
+            site_ins=site_ins,
+            leaf=lambda site, world: site_ins.get(site.index),
+        )
+        return evaluate(self.program, [(a, None) for a in self.outputs], view)
+
+    @cached_property
+    def jaxpr(self) -> ClosedJaxpr:
+        shapes = [(v.aval.shape, v.aval.dtype) for v in self.inputs]
+        if self.site is not None:
+            shapes = [(self.site.shape, self.site.output.aval.dtype)]
+        n = len(shapes)
+        shapes += [(v.aval.shape, v.aval.dtype) for v in self.constvars]
+        structs = [jax.ShapeDtypeStruct(*s) for s in shapes]
+        return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)
+
+
+def dependents(program: Program, sources: Sequence[Var]) -> set[Var]:
+    """The variables that depend on `sources` without crossing a site."""
+    found = set(sources)
+    for node in program.nodes:
+        if node.site is None and any(a in found for a in node.inputs if isinstance(a, Var)):
+            found.update(node.outputs)
+    return found
+
+
+def between(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> list[Node]:
+    """The nodes on paths from `sources` to `targets` that cross no site."""
+    after = dependents(program, sources)
+    wanted = {a for a in targets if isinstance(a, Var)}
+    nodes = []
+    for node in reversed(program.nodes):
+        if any(v in wanted and v in after and v not in sources for v in node.outputs):
+            nodes.append(node)
+            wanted.update(a for a in node.inputs if isinstance(a, Var))
+    return nodes[::-1]
+
+
+def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Slice:
+    """The slice between `sources` and `targets`; what else it reads becomes its constants."""
+    nodes = between(program, sources, targets)
+    made = {v for node in nodes for v in node.outputs} | set(sources) | set(program.consts)
+    reads = [a for node in nodes for a in node.inputs] + list(targets)
+    consts = dict.fromkeys(a for a in reads if isinstance(a, Var) and a not in made)
+    return Slice(program, tuple(sources), list(consts), tuple(targets))
+
+
+def cut_after(program: Program, site: Site, targets: Sequence[Atom]) -> Slice:
+    """The slice between a site, wherever it is, and `targets`."""
+    (node,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    part = cut(program, node.outputs, targets)
+    if node.site is None:
+        extra = [a for a in node.inputs if isinstance(a, Var) and a not in program.consts]
+        part = dataclasses.replace(part, constvars=list(dict.fromkeys([*extra, *part.constvars])))
+    return dataclasses.replace(part, site=site)
+
+
+def uses_while(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> bool:
+    """Whether a path from `sources` to `targets` goes through a loop that has no reverse mode."""
+    return any(_has_while(node) for node in between(program, sources, targets))
+
+
+def _has_while(node: Node) -> bool:
+    return node.primitive is primitives.while_p or any(
+        _has_while(n) for program in node.inner for n in program.nodes
+    )

@@ -1,0 +1,110 @@
+"""Products with a sparse matrix, one trace for each stored entry.
+
+With the entries `n` at (row[n], col[n]),
+
+    y[..., col[n]] += x[..., row[n]] * w[n]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .letters import Term
+from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
+
+
+def _at(q: jax.Array, index: jax.Array) -> jax.Array:
+    # padding entries of BCOO and BCSR lie outside the matrix: zero, not the nearest entry
+    return q.at[..., index].get(mode="fill", fill_value=0)
+
+
+def _sparse(
+    x: jax.Array,
+    row: jax.Array,
+    col: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    size: int,
+) -> jax.Array:
+    lead = tuple(range(x.ndim - 1))
+    entries = _at(x, row) * jnp.expand_dims(weight, lead)
+    y = jnp.zeros((*x.shape[:-1], size), entries.dtype).at[..., col].add(entries, mode="drop")
+    return y if bias is None else y + jnp.expand_dims(bias, lead)
+
+
+sparse_p = register_primitive(
+    "etp_sparse_matmul",
+    _sparse,
+    {
+        "weight": Term(
+            "...n,n->...n", x=lambda x, row, col: _at(x, row), y=lambda q, x, row, col: _at(q, col)
+        ),
+        "bias": "o->...o",
+    },
+)
+
+
+def sparse_matmul(
+    x: Any,
+    weight_data: Any,
+    *,
+    sparse_mat: Any,
+    bias: Any = None,
+    weight_fn: WeightFn | None = None,
+    bias_fn: WeightFn | None = None,
+) -> Any:
+    """`x @ M + bias`, learned online; `M` (in, out) has the sparsity of `sparse_mat`.
+
+    `weight_data` (entries,) are the entries of `M` in the storage order of `sparse_mat`; a single number is
+    the weight of all. `sparse_mat` is a CSR, CSC, COO, BCOO or BCSR matrix of `brainevent`,
+    `brainunit.sparse`, `jax.experimental.sparse` or `scipy.sparse`; its own entries are not used.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.experimental.sparse import BCSR
+    >>> M = BCSR.fromdense(jnp.array([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]))
+    >>> sparse_matmul(jnp.ones(3), M.data, sparse_mat=M)
+    Array([4., 2.], dtype=float32)
+    """
+    row, col = _coordinates(sparse_mat)
+    rows, size = sparse_mat.shape
+    weight = on_mantissa(weight_fn, weight_data)
+    shape, have = shape_of(weight), shape_of(x)
+    if shape not in ((), (1,), row.shape):
+        raise ValueError(
+            f"`sparse_matmul` takes weight_data of shape {row.shape}, one for each entry of sparse_mat, or a "
+            f"single number, not {shape}."
+        )
+    if have[-1:] != (rows,):
+        raise ValueError(
+            f"`sparse_matmul` takes x of shape ('...', {rows}) for a matrix of shape {(rows, size)}, "
+            f"not {have}."
+        )
+    weight = on_mantissa(lambda w: jnp.broadcast_to(w, row.shape), weight)
+    bias = bias_of((size,), on_mantissa(bias_fn, bias))
+    return sparse_p(spikes_as(weight, x), row, col, weights={"weight": weight, "bias": bias}, size=size)
+
+
+def _coordinates(matrix: Any) -> tuple[Any, Any]:
+    """The row and the column of each stored entry, in storage order."""
+    if hasattr(matrix, "row") and hasattr(matrix, "col"):
+        return matrix.row, matrix.col
+    indices: Any = getattr(matrix, "indices", ())
+    if hasattr(matrix, "indptr") and jnp.ndim(indices) == 1:
+        # Known indices stay in numpy: inside `jit`, jnp would search again at every call.
+        xp: Any = jnp if _compat.is_tracer(matrix.indptr) else np
+        major = xp.searchsorted(matrix.indptr, xp.arange(len(indices)), side="right") - 1
+        by_column = any(c.__name__.lower().startswith("csc") for c in type(matrix).__mro__)
+        return (indices, major) if by_column else (major, indices)
+    if jnp.shape(indices)[1:] == (2,) and not hasattr(matrix, "indptr"):
+        indices = indices if _compat.is_tracer(indices) else np.asarray(indices)
+        return indices[:, 0], indices[:, 1]
+    raise TypeError(
+        "`sparse_matmul` takes a CSR, CSC, COO, BCOO or BCSR matrix without batch axes, not "
+        f"{type(matrix).__name__}. Others can be converted, for example with `BCOO.fromdense(m.todense())`."
+    )
