@@ -222,10 +222,18 @@ class _Reader:
 
 
 def run(
-    program: Program, args: Sequence[Any], at_site: AtSite, site_ins: Mapping[int, Any] | None = None
+    program: Program,
+    args: Sequence[Any],
+    at_site: AtSite,
+    site_ins: Mapping[int, Any] | None = None,
+    consts: Mapping[Var, Any] | None = None,
 ) -> tuple[list[Any], dict[int, Any], dict[Var, Any]]:
-    """Evaluate a program: its outputs, what the sites gave out, and every value on the way."""
-    env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
+    """Evaluate a program: its outputs, what the sites gave out, and every value on the way.
+
+    `consts` may replace the constants that the program was read with.
+    """
+    env: dict[Var, Any] = {**program.consts, **(consts or {})}
+    env.update(zip(program.inputs, args, strict=True))
     site_outs: dict[int, Any] = {}
     for node in program.nodes:
         outs, given = apply(node, [read(env, a) for a in node.inputs], at_site, site_ins or {})

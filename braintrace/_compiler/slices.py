@@ -104,10 +104,10 @@ def cut_after(program: Program, site: Site, targets: Sequence[Atom]) -> Slice:
 
 def uses_while(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> bool:
     """Whether a path from `sources` to `targets` goes through a loop that has no reverse mode."""
-    return any(_has_while(node) for node in between(program, sources, targets))
+    return any(has_while(node) for node in between(program, sources, targets))
 
 
-def _has_while(node: Node) -> bool:
+def has_while(node: Node) -> bool:
     return node.primitive is primitives.while_p or any(
-        _has_while(n) for program in node.inner for n in program.nodes
+        has_while(n) for program in node.inner for n in program.nodes
     )

@@ -73,6 +73,11 @@ class Layout:
     def trace(self) -> Letters:
         return tuple(a for a in self.y if a not in self.w) + self.w
 
+    @property
+    def y_is_viewed(self) -> bool:
+        """Whether the letters `y` are not simply the axes of the output."""
+        return self.term.y is not _first
+
     def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
         """The factor of `dy/dw` and its letters; None where it is one.
 

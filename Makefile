@@ -1,0 +1,53 @@
+# Each target makes the environment that it needs; all it takes is Python 3.11 or newer and make.
+PYTHON ?= python3
+OLDEST = jax==0.8.0 jaxlib==0.8.0 brainstate==0.5.0 brainunit==0.5.0 brainevent==0.2.0
+
+# Compiling is most of the time of a test, so XLA optimises little, and one thread does for each worker.
+TEST_ENV = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
+PYTEST = -m pytest -q -n auto
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: .venv/ready ## run the demonstration
+	.venv/bin/python examples/demo.py
+
+test: .venv/ready ## run all tests
+	$(TEST_ENV) .venv/bin/python $(PYTEST)
+
+check: .venv/ready ## check format, lint and types, and run the fast tests
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	$(TEST_ENV) .venv/bin/python $(PYTEST) -m "not slow"
+
+test-oldest: .venv-oldest/ready ## run all tests on the oldest supported versions
+	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST)
+
+fuzz: .venv/ready ## test many more random models
+	$(TEST_ENV) BRAINTRACE_FUZZ=5000 .venv/bin/python $(PYTEST) tests/test_random_models.py
+
+format: .venv/ready ## format the code and fix what lint can fix
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean: ## remove the environments and caches
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help demo test check test-oldest fuzz format clean
+
+.venv-oldest/ready: requirements = $(OLDEST)
+.venv/ready .venv-oldest/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "braintrace needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Installing into $(@D) ..."
+	@if uv --version >/dev/null 2>&1; then \
+	    uv venv -q --allow-existing --python $(PYTHON) $(@D) && \
+	    uv pip install -q --python $(@D) --group dev -e . $(requirements); \
+	else \
+	    $(PYTHON) -m venv $(@D) && \
+	    $(@D)/bin/python -m pip install -qq --upgrade pip && \
+	    $(@D)/bin/python -m pip install -qq --group dev -e . $(requirements); \
+	fi
+	@touch $@

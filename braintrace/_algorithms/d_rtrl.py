@@ -1,0 +1,54 @@
+"""D-RTRL: a trace of every weight, advanced by the diagonal of the recurrence.
+
+    trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._executor.executor import Local
+from .._executor.traces import Trace
+from .rule import Gradients, Signals, Values, add_to
+
+
+@dataclass(frozen=True)
+class DRule:
+    """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in)."""
+
+    dtype: Any = None
+
+    def init(self, traces: Sequence[Trace], local: Local) -> Values:
+        values = {}
+        for trace in traces:
+            _, factor, J = local.at(trace)
+            weight = local.weights[trace.relation.site.index][trace.name]
+            now = trace.instant(factor, J, weight)
+            values[trace.key] = jnp.zeros(now.shape, self.dtype or now.dtype)
+        return values
+
+    def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+        result = {}
+        for trace in traces:
+            D, factor, J = local.at(trace)
+            weight = local.weights[trace.relation.site.index][trace.name]
+            now = trace.instant(factor, J, weight)
+            old = values[trace.key]
+            new = now if D is None else trace.decay(D, old.astype(now.dtype)) + now
+            result[trace.key] = new.astype(old.dtype)
+        return result
+
+    def gradient(
+        self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local
+    ) -> Gradients:
+        grads: Gradients = {}
+        for trace in traces:
+            inputs = local.inputs[trace.relation.site.index]
+            g = trace.lift(signals[trace.group.index], inputs, 1)
+            stored = values[trace.key]
+            add_to(grads, trace, trace.contract(g, stored.astype(jnp.result_type(g, stored))))
+        return grads

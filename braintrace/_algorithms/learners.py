@@ -1,0 +1,60 @@
+"""The learners that users hold."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import brainstate
+
+from .d_rtrl import DRule
+from .es_d_rtrl import ESRule
+from .vjp import ETraceVjpAlgorithm
+
+
+class D_RTRL(ETraceVjpAlgorithm):
+    """Diagonal real-time recurrent learning: a trace of every weight."""
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        *,
+        trace_dtype: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(model, DRule(trace_dtype), name=name)
+
+
+class ES_D_RTRL(ETraceVjpAlgorithm):
+    """D-RTRL with traces as products of an input and a state average: memory linear in the units."""
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        decay_or_rank: Any = 0.9,
+        *,
+        trace_dtype: Any = None,
+        name: str | None = None,
+    ) -> None:
+        pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
+        inp, out = map(as_decay, pair)
+        super().__init__(model, ESRule(inp, out, trace_dtype), name=name)
+
+
+def as_decay(decay_or_rank: Any) -> float:
+    """A decay in (0, 1), or the decay `(r - 1) / (r + 1)` of an integer rank `r`."""
+    if isinstance(decay_or_rank, numbers.Integral) and not isinstance(decay_or_rank, bool):
+        if decay_or_rank < 1:
+            raise ValueError(f"A rank must be at least 1, not {decay_or_rank}.")
+        return (int(decay_or_rank) - 1) / (int(decay_or_rank) + 1)
+    decay = float(decay_or_rank)
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"A decay must be at least 0 and less than 1, not {decay_or_rank}; an integer is a rank instead."
+        )
+    return decay
+
+
+ParamDimVjpAlgorithm = D_RTRL
+IODimVjpAlgorithm = ES_D_RTRL
+pp_prop = ES_D_RTRL

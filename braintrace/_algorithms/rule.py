@@ -1,0 +1,35 @@
+"""What a learning rule is: pure functions over a dictionary of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .._executor.executor import Local
+from .._executor.traces import Trace
+
+Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
+Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
+Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
+
+
+class Rule(Protocol):
+    """Which traces a rule keeps, how they advance, and what they make of a learning signal."""
+
+    def init(self, traces: Sequence[Trace], local: Local) -> Values:
+        """The arrays at the start; `local` has abstract values, for shapes and types."""
+        ...
+
+    def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+        """Advance one step."""
+        ...
+
+    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
+        """The gradient of the step's loss, from the traces after the step."""
+        ...
+
+
+def add_to(grads: Gradients, trace: Trace, value: Any) -> None:
+    """Add what one trace gives to the gradient of its effective weight."""
+    key = (trace.relation.site.index, trace.name)
+    grads[key] = grads[key] + value if key in grads else value

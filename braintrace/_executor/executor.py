@@ -1,0 +1,161 @@
+"""One step of a compiled model, as pure functions over arrays: values, Jacobians, signals, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._compiler.graph import ETraceGraph
+from .._compiler.program import Site, Var, run
+from .._ops.letters import Letters
+from .jacobian import LocalGroup
+from .signals import differentiable_step
+from .traces import Trace, find_traces
+from .weights import Effective, effective_weights
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """What a step is given, as flat lists of arrays in the order of the compiled program."""
+
+    args: list[Any]
+    consts: list[Any]
+    states: list[list[Any]]  # of each state, its leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """What a rule may use of one step: factors, local Jacobians and effective weights."""
+
+    inputs: dict[int, list[Any]]  # of each site: its operands that are not weights
+    weights: Effective
+    D: dict[int, Any]  # of each group
+    J: dict[tuple[int, int], Any]  # of each (site, group)
+
+    def at(self, trace: Trace) -> tuple[Any | None, tuple[Any, Letters] | None, Any]:
+        """`D` (lifted), the factor and `J` (lifted) of one trace."""
+        i, inputs = trace.relation.site.index, self.inputs[trace.relation.site.index]
+        D = self.D[trace.group.index]
+        return (
+            None if D is None else trace.lift(D, inputs, 2),
+            trace.factor(inputs),
+            trace.lift_instant(self.J[i, trace.group.index], inputs),
+        )
+
+
+class ETraceGraphExecutor:
+    """The pure functions of one compiled graph."""
+
+    def __init__(self, graph: ETraceGraph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def groups(self) -> list[LocalGroup]:
+        return [LocalGroup(self.graph, g) for g in self.graph.hidden_groups]
+
+    @cached_property
+    def traces(self) -> list[Trace]:
+        return find_traces(self.graph.hidden_param_op_relations)
+
+    def known(self, given: StepInputs) -> dict[Var, Any]:
+        info = self.graph.module_info
+        values: dict[Var, Any] = dict(zip(info.program.consts, given.consts, strict=True))
+        values.update(zip(info.arg_invars, given.args, strict=True))
+        for entry, leaves in zip(info.entries, given.states, strict=True):
+            values.update(zip(entry.invars, leaves, strict=True))
+        return values
+
+    def forward(self, given: StepInputs) -> tuple[list[Any], list[list[Any]], dict[Var, Any], dict[int, list[Any]]]:
+        """The outputs, the new states, every value on the way, and the operands of each site."""
+        info = self.graph.module_info
+
+        def at_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
+            return site.primitive.bind(*operands, **site.params), operands
+
+        known = self.known(given)
+        program = info.program
+        _, operands, env = run(program, [known[v] for v in program.inputs], at_site, consts=known)
+        outs = [_read(env, a) for a in info.out_atoms]
+        states = [[_read(env, a) for a in e.outvars] for e in info.entries]
+        return outs, states, env, operands
+
+    def local(self, env: Mapping[Var, Any], operands: Mapping[int, list[Any]]) -> Local:
+        """The local Jacobians of a step whose values are known."""
+        D: dict[int, Any] = {}
+        J: dict[tuple[int, int], Any] = {}
+        for planned in self.groups:
+            k = planned.group.index
+            D[k], found = planned.jacobians(env)
+            J.update({(i, k): v for i, v in found.items()})
+        relations = self.graph.hidden_param_op_relations
+        inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
+        return Local(inputs, self.weights(env), D, J)
+
+    def weights(self, known: Mapping[Var, Any]) -> Effective:
+        """The effective weights, from the parameters in `known`."""
+        info = self.graph.module_info
+        params = {v: known[v] for e in info.params for v in e.invars}
+        consts = {v: known[v] for v in info.program.consts}
+        return effective_weights(info.program, {**consts, **params}, self.graph.hidden_param_op_relations)
+
+    def signals(self, given: StepInputs, deltas: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+        """The differentiable form of the step: its outputs and new states."""
+        return differentiable_step(self.graph, self.known(given), deltas)
+
+    def zero_deltas(self) -> list[Any]:
+        return [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in self.graph.module_info.hidden]
+
+    def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
+        """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""
+        by_var = {h.outvar: d for h, d in zip(self.graph.module_info.hidden, deltas, strict=True)}
+        return {
+            g.index: jnp.moveaxis(g.concat_hidden([by_var[v] for v in g.hidden_outvars]), -1, 0)
+            for g in self.graph.hidden_groups
+        }
+
+
+ETraceVjpGraphExecutor = ETraceGraphExecutor
+
+
+def _read(env: Mapping[Var, Any], atom: Any) -> Any:
+    return env[atom] if isinstance(atom, Var) else atom.val
+
+
+def is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def pull_back(function: Callable[..., Any], *args: list[Any]) -> tuple[list[Any], Callable[..., Any]]:
+    """`jax.vjp` over the inexact leaves of lists of arrays; the others get None.
+
+    `function(*args)` returns a list of arrays; cotangents of those that are not inexact are ignored. The
+    pull-back is a pytree, so that a derivative rule may keep it.
+    """
+    keep = [[is_inexact(a) for a in arg] for arg in args]
+    live = [[a for a, k in zip(arg, ks, strict=True) if k] for arg, ks in zip(args, keep, strict=True)]
+
+    def inner(*live: list[Any]) -> tuple[list[Any], list[Any]]:
+        full = []
+        for arg, part, ks in zip(args, live, keep, strict=True):
+            rest = iter(part)
+            full.append([next(rest) if k else a for a, k in zip(arg, ks, strict=True)])
+        outs = function(*full)
+        return [o for o in outs if is_inexact(o)], outs
+
+    _, vjp, outs = jax.vjp(inner, *live, has_aux=True)
+    counted = [is_inexact(o) for o in outs]
+
+    def pull(vjp: Any, cotangents: list[Any]) -> tuple[list[Any], ...]:
+        grads = vjp([c for c, k in zip(cotangents, counted, strict=True) if k])
+        result = []
+        for part, ks in zip(grads, keep, strict=True):
+            rest = iter(part)
+            result.append([next(rest) if k else None for k in ks])
+        return tuple(result)
+
+    return outs, jax.tree_util.Partial(pull, vjp)

@@ -1,0 +1,293 @@
+"""Local Jacobians of one step: `D = dh[t]/dh[t-1]` at each position, and `J = dh/dy` of each site.
+
+The step is evaluated with `y = op(x, w) + p` at each site, where only `p` and the old states vary.
+Where each element of `p` and of the old states reaches at most one hidden position, pulling back ones on
+one state at a time gives a row of `D` and the `J` of all sites. Where elements reach several positions,
+positions are coloured so that no element reaches two of one colour, and each colour is pulled back
+alone: the blocks are true diagonals, never sums. Broadcasts, and loops without a reverse mode, are pushed
+forwards instead, coloured by their sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.graph import ETraceGraph
+from .._compiler.groups import HiddenGroup
+from .._compiler.positions import Positions, Reach
+from .._compiler.program import Site, Var, View, World, evaluate
+from .._compiler.relations import HiddenParamOpRelation, PositionMap
+from .._compiler.slices import dependents, uses_while
+
+_PLAIN = "old states only"  # the world of other groups' new states: no site varies there
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGroup:
+    """How to get the Jacobians of one group; planned once, from positions alone."""
+
+    graph: ETraceGraph = field(repr=False)
+    group: HiddenGroup
+
+    @cached_property
+    def fed_by(self) -> list[tuple[HiddenParamOpRelation, PositionMap]]:
+        return [
+            (r, m)
+            for r in self.graph.hidden_param_op_relations
+            for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
+            if g is self.group
+        ]
+
+    @cached_property
+    def forward_only(self) -> bool:
+        sources = [*self.group.hidden_invars, *self._site_vars]
+        return uses_while(self.graph.module_info.program, sources, self.group.hidden_outvars)
+
+    @cached_property
+    def _site_vars(self) -> list[Var]:
+        program = self.graph.module_info.program
+        sites = [r.site for r, _ in self.fed_by]
+        nodes = [n for n in program.nodes if any(s in sites for s in n.sites)]
+        return [v for n in nodes for v in n.outputs]
+
+    @cached_property
+    def varies(self) -> set[Var]:
+        """The variables that depend on the old states or on a site's perturbation."""
+        program = self.graph.module_info.program
+        return dependents(program, [*self.group.hidden_invars, *self._site_vars])
+
+    @cached_property
+    def has_memory(self) -> bool:
+        """Whether the new states depend on the old ones at all, without a marked op in between."""
+        return not all(r.is_empty for r in self.group.within)
+
+    @cached_property
+    def colours(self) -> int:
+        """How many colours pulling back takes."""
+        widths = [r.width for r in self.group.within]
+        widths += [m.reach.width for _, m in self.fed_by if not m.on_hidden]
+        return max(1, *widths) if widths else 1
+
+    @cached_property
+    def forward_colours(self) -> list[int]:
+        """How many colours pushing forward each old state, then each site, takes."""
+        positions = Positions(self.graph.module_info.program)
+        widths = []
+        for h in self.group.hidden:
+            came = positions.sources({h.invar: Reach.at(h.positions)}, {})
+            widths.append(self._width_at_states(came))
+        for r, _ in self.fed_by:
+            numbers = np.arange(np.prod(r.site.shape, dtype=int)).reshape(r.site.shape)
+            came = positions.sources({}, {r.site.index: Reach.at(numbers)})
+            widths.append(self._width_at_states(came))
+        return widths
+
+    def _width_at_states(self, came: dict[Var, Reach]) -> int:
+        return max(1, *(came[v].width if v in came else 1 for v in self.group.hidden_outvars))
+
+    def step(self, env: Mapping[Var, Any]) -> Callable[[list[Any], dict[int, Any]], list[Any]]:
+        """The group's new states as a function of its old ones and of what is added at its sites."""
+        program = self.graph.module_info.program
+        home = {v: g.index for g in self.graph.hidden_groups for v in g.hidden_outvars}
+        world: World = self.group.index
+        mine = {r.site.index for r, _ in self.fed_by}
+
+        def reads(var: Var, reader: World) -> tuple[World, None]:
+            other = reader == world and home.get(var, world) != world
+            return (_PLAIN if other else reader), None
+
+        def function(old: list[Any], added: dict[int, Any]) -> list[Any]:
+            def leaf(site: Site, at: World) -> Any:
+                y = env[site.output]
+                return y + added[site.index] if at == world and site.index in mine else y
+
+            def at_site(site: Site, site_in: Any, vals: list[Any]) -> tuple[Any, None]:
+                y = site.primitive.bind(*map(jax.lax.stop_gradient, vals), **site.params)
+                return (y if site_in is None else y + site_in), None
+
+            known = _Known(env, self.varies, dict(zip(self.group.hidden_invars, old, strict=True)))
+            view = View(
+                known=known,
+                at_site=lambda site, at: at_site,
+                reads=reads,
+                site_ins={i: p for i, p in added.items()},
+                leaf=leaf,
+            )
+            return evaluate(program, [(v, world) for v in self.group.hidden_outvars], view)
+
+        return function
+
+    def jacobians(self, env: Mapping[Var, Any]) -> tuple[jax.Array | None, dict[int, jax.Array]]:
+        """`D` as (S, S, *varshape), new state first (None: no memory), and the `J` of each site.
+
+        `J` is (S, *y) for a trace that lives on the positions of `y`, else (S, *varshape).
+        """
+        step = self.step(env)
+        old = [env[v] for v in self.group.hidden_invars]
+        added = {
+            r.site.index: jnp.zeros(r.site.shape, r.site.output.aval.dtype) for r, _ in self.fed_by
+        }
+        if self.forward_only:
+            return self._pushed(step, old, added)
+        new, pull = jax.vjp(step, old, added)
+        D, J = self._pulled(new, pull)
+        for r, m in self.fed_by:
+            if m.on_hidden:
+                push = self._transposed(new, pull, r.site.index)
+                J[r.site.index] = self._pick(push, r.site.shape, m.source_width or 1, m)
+        return D, J
+
+    # -- backwards ---------------------------------------------------------------------------------
+
+    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Any, dict[int, Any]]:
+        n = self.colours
+        number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
+        masks = jnp.asarray(np.stack([number % n == c for c in range(n)]))
+
+        def one(state: int, mask: Any) -> tuple[Any, Any]:
+            return pull(self._one_state(new, state, mask))  # type: ignore[no-any-return]
+
+        rows: list[list[Any]] = []
+        J: dict[int, list[Any]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
+        for state in range(self.group.num_state):
+            if n == 1:
+                dh, dp = one(state, masks[0])
+                dh, dp = jax.tree.map(lambda a: a[None], (dh, dp))
+            else:
+                dh, dp = jax.vmap(lambda mask, s=state: one(s, mask))(masks)  # type: ignore[misc]
+            rows.append(
+                [
+                    part
+                    for h, r, d in zip(self.group.hidden, self.group.within, dh, strict=True)
+                    for part in _states(h.grouped, _select(d, h.positions % n, _holds(r, h.positions)))
+                ]
+            )
+            for relation, m in self.fed_by:
+                if not m.on_hidden:
+                    i = relation.site.index
+                    J[i].append(_select(dp[i], np.maximum(m.map, 0) % n, m.map >= 0))
+        D = jnp.stack([jnp.stack(row) for row in rows]) if self.has_memory else None
+        return D, {i: jnp.stack(parts) for i, parts in J.items()}
+
+    def _one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
+        cotangents = []
+        for h, value in zip(self.group.hidden, new, strict=True):
+            if 0 <= state < h.num_state:
+                ones = mask.astype(value.dtype)
+                if h.grouped:
+                    ones = ones[..., None] * jnp.asarray(np.eye(h.num_state)[state], value.dtype)
+                cotangents.append(ones)
+            else:
+                cotangents.append(jnp.zeros_like(value))
+            state -= h.num_state
+        return cotangents
+
+    # -- forwards ----------------------------------------------------------------------------------
+
+    def _transposed(
+        self, new: list[Any], pull: Callable[..., Any], index: int
+    ) -> Callable[[Any], Any]:
+        """Pushing forward what is added at one site, by transposing the pull-back."""
+        back = jax.linear_transpose(lambda cts: pull(cts)[1][index], new)
+        dtype = self._site_dtype(index)
+        return lambda tangent: self._stacked(back(tangent.astype(dtype))[0])
+
+    def _site_dtype(self, index: int) -> Any:
+        return next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
+
+    def _stacked(self, new: Sequence[Any]) -> jax.Array:
+        """States of the group as (S, *varshape)."""
+        return jnp.moveaxis(self.group.concat_hidden(new), -1, 0)
+
+    def _pick(
+        self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, m: PositionMap
+    ) -> jax.Array:
+        """The `J` of a site, with what is added at its output pushed forward colour by colour."""
+        number = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        out = jnp.stack([push(jnp.asarray(number % colours == c)) for c in range(colours)])
+        if m.on_hidden:
+            colour, kept = np.maximum(m.map, 0) % colours, m.map >= 0
+            return jnp.stack([_select(out[:, s], colour, kept) for s in range(self.group.num_state)])
+        flat = out.reshape(*out.shape[:2], -1)
+        picked = flat[number.ravel() % colours, :, np.maximum(m.map, 0).ravel()]
+        picked = jnp.where(jnp.asarray(m.map.ravel() >= 0)[:, None], picked, 0)
+        return jnp.moveaxis(picked, -1, 0).reshape(-1, *shape)
+
+    def _pushed(
+        self, step: Callable[..., Any], old: list[Any], added: dict[int, Any]
+    ) -> tuple[Any, dict[int, Any]]:
+        zeros = jax.tree.map(jnp.zeros_like, (old, added))
+
+        def pushing(which: Any) -> Callable[[Any], Any]:
+            def push(tangent: Any) -> Any:
+                tangents = jax.tree.map(lambda z: z, zeros)
+                where = tangents[0] if which[0] == "old" else tangents[1]
+                where[which[1]] = tangent.astype(where[which[1]].dtype)
+                return self._stacked(jax.jvp(step, (old, added), tangents)[1])
+
+            return push
+
+        columns: list[Any] = []
+        widths = self.forward_colours
+        for k, h in enumerate(self.group.hidden):
+            n, dtype = widths[k], old[k].dtype
+            for state in range(h.num_state):
+                out = []
+                for c in range(n):
+                    ones = jnp.asarray(h.positions % n == c, dtype)
+                    if h.grouped:
+                        ones = ones * jnp.asarray(np.eye(h.num_state)[state], dtype)
+                    out.append(pushing(("old", k))(ones))
+                number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
+                stacked = jnp.stack(out)
+                columns.append(
+                    jnp.stack(
+                        [
+                            _select(stacked[:, s], number % n, np.ones(number.shape, bool))
+                            for s in range(self.group.num_state)
+                        ]
+                    )
+                )
+        J = {}
+        for (r, m), n in zip(self.fed_by, widths[len(self.group.hidden) :], strict=True):
+            J[r.site.index] = self._pick(pushing(("added", r.site.index)), r.site.shape, n, m)
+        D = jnp.stack(columns, axis=1) if self.has_memory else None
+        return D, J
+
+
+class _Known:
+    """Values that do not vary, and those given instead of ones that do."""
+
+    def __init__(self, env: Mapping[Var, Any], varies: set[Var], given: Mapping[Var, Any]) -> None:
+        self.env, self.varies, self.given = env, varies, given
+
+    def __contains__(self, var: object) -> bool:
+        return var in self.given or (var in self.env and var not in self.varies)
+
+    def __getitem__(self, var: Var) -> Any:
+        return self.given[var] if var in self.given else self.env[var]
+
+
+def _holds(reach: Reach, positions: Any) -> Any:
+    """Where an element may reach its own position."""
+    return (reach.lowest <= positions) & (positions <= reach.highest)
+
+
+def _select(array: Any, colour: Any, kept: Any) -> Any:
+    """`array[colour[i], i]` at each element `i`, and zero where it is not kept."""
+    if array.shape[0] == 1:
+        chosen = array[0]
+    else:
+        chosen = jnp.take_along_axis(array, jnp.asarray(colour)[None], axis=0)[0]
+    return chosen if np.all(kept) else jnp.where(jnp.asarray(kept), chosen, 0)
+
+
+def _states(grouped: bool, array: Any) -> list[Any]:
+    return [array[..., s] for s in range(array.shape[-1])] if grouped else [array]

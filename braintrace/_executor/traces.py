@@ -1,0 +1,259 @@
+"""The trace of one weight at one site for one group: its shape, and the arithmetic on it.
+
+Index letters (`_ops.letters`) say what a trace looks like; the position map says which hidden position
+each of its positions belongs to. A trace has one more axis in front, for the states of the group:
+
+    update    trace <- D trace + J x          D (S, S, *hidden), J (S, *positions), x the op's factor
+    contract  dL/dw = sum g trace             g (S, *hidden)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.groups import HiddenGroup
+from .._compiler.links import Array
+from .._compiler.relations import HiddenParamOpRelation, PositionMap
+from .._ops.letters import Layout, Letters, align
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Where one trace lives and how it is computed; holds no values."""
+
+    relation: HiddenParamOpRelation
+    name: str  # of the effective weight
+    group: HiddenGroup
+    positions: PositionMap
+
+    @property
+    def key(self) -> str:
+        """A stable name: the op's number, the parameter, the weight and the group."""
+        path = ".".join(self.relation.weight_path)
+        return f"{self.relation.site.index}:{path}:{self.name}->{self.group.index}"
+
+    @property
+    def layout(self) -> Layout:
+        return self.relation.layouts[self.name]
+
+    @property
+    def site_shape(self) -> tuple[int, ...]:
+        return self.relation.site.shape
+
+    def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
+        """The op's factor, in a type that can be averaged: spikes may come as booleans."""
+        found = self.layout.factor(inputs)
+        if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
+            return found
+        return found[0].astype(self.relation.site.output.aval.dtype), found[1]
+
+    @cached_property
+    def _spread(self) -> tuple[int, ...] | None:
+        """For a broadcast: the hidden axis of each axis of `y`; None if it is no plain broadcast."""
+        shape, hidden = self.site_shape, self.group.varshape
+        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        for axes in itertools.combinations(range(len(hidden)), len(shape)):
+            fits = all(n in (1, hidden[a]) for n, a in zip(shape, axes, strict=True))
+            expanded = [1] * len(hidden)
+            for n, a in zip(shape, axes, strict=True):
+                expanded[a] = n
+            if fits and np.array_equal(
+                np.broadcast_to(numbers.reshape(expanded), hidden), self.positions.map
+            ):
+                return axes
+        return None
+
+    @cached_property
+    def _extra(self) -> Letters:
+        """Letters of hidden axes that `y` lacks."""
+        if not self.positions.on_hidden:
+            return ()
+        if self._spread is None:
+            return ("+all",)
+        return tuple(f"+{a}" for a in self._extra_axes)
+
+    @property
+    def _extra_axes(self) -> list[int]:
+        assert self._spread is not None
+        sizes = dict(zip(self._spread, self.site_shape, strict=True))
+        return [a for a, n in enumerate(self.group.varshape) if sizes.get(a, 1) != n]
+
+    @cached_property
+    def dropped(self) -> Letters:
+        """Letters of `y` that the weight lacks and along which the hidden position stays the same.
+
+        Nothing is lost by summing over them at once: a reduction, or a loop that adds up.
+        """
+        if self.positions.on_hidden or self.layout.y_is_viewed:
+            return ()
+        places = self.positions.map
+        return tuple(
+            letter
+            for axis, letter in enumerate(self.layout.y)
+            if letter not in self.layout.w and np.all(places == places.take([0], axis))
+        )
+
+    @property
+    def y(self) -> Letters:
+        """The letters of `J`."""
+        return self._extra + self.layout.y
+
+    @property
+    def at(self) -> Letters:
+        """The letters of `D` and `g` where the trace is."""
+        return tuple(a for a in self.y if a not in self.dropped)
+
+    @property
+    def letters(self) -> Letters:
+        """The letters of the trace."""
+        return tuple(a for a in self.at if a not in self.layout.w) + self.layout.w
+
+    @cached_property
+    def _map(self) -> Array:
+        places = self.positions.map
+        for axis, letter in reversed(list(enumerate(self.layout.y))):
+            if letter in self.dropped:
+                places = places.take(0, axis)
+        return places
+
+    def lift(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+        """A quantity with `lead` axes and then the hidden ones, at the positions of the trace."""
+        if self.positions.on_hidden:
+            return self._lift_broadcast(q, inputs, lead)
+        q = _take(q, self._map, lead, self._hidden_size)
+        return self._view(q, inputs, lead) if not self.dropped else q
+
+    def to_site(self, q: Any, lead: int) -> Any:
+        """A quantity with `lead` axes and then the hidden ones, at the positions where `J` is."""
+        if self.positions.on_hidden:
+            return q
+        return _take(q, self.positions.map, lead, self._hidden_size)
+
+    def to_y(self, q: Any) -> Any:
+        """A cotangent at the positions where `J` is, as one of `y`."""
+        if not self.positions.on_hidden:
+            return q
+        size, places = int(np.prod(self.site_shape, dtype=int)), self.positions.map.ravel()
+        kept = np.flatnonzero(places >= 0)
+        y = jnp.zeros(size, q.dtype).at[places[kept]].add(q.ravel()[kept])
+        return y.reshape(self.site_shape)
+
+    def from_cotangent(self, factor: tuple[Any, Letters] | None, dy: Any, inputs: Sequence[Any], weight: Any) -> Any:
+        """`x dy` summed to the letters of the weight: what a cotangent of `y` gives the weight."""
+        dy, y, w = self.layout.view_y(dy, inputs), self.layout.y, self.layout.w
+        if factor is None:
+            summed = jnp.sum(dy, axis=tuple(i for i, a in enumerate(y) if a not in w))
+            result = align(summed, tuple(a for a in y if a in w), w)
+        else:
+            x, have = factor
+            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
+            out = [a for a in w if a in number]
+            ids = [[number[a] for a in letters] for letters in (have, y, out)]
+            result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
+        return jnp.broadcast_to(result, self.layout.view_w(weight).shape)
+
+    @property
+    def _hidden_size(self) -> int:
+        return int(np.prod(self.group.varshape, dtype=int))
+
+    def _lift_broadcast(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+        head = q.shape[:lead]
+        if self._spread is None:
+            size = int(np.prod(self.site_shape, dtype=int))
+            hit = np.arange(size) == self.positions.map.reshape(-1, 1)
+            q = q.reshape(*head, -1, 1) * jnp.asarray(hit, q.dtype)
+            return self._view(q.reshape(*head, -1, *self.site_shape), inputs, lead + 1)
+        extra = self._extra_axes
+        order = [*extra, *(a for a in range(len(self.group.varshape)) if a not in extra)]
+        q = jnp.transpose(q, [*range(lead), *(lead + a for a in order)])
+        return self._view(
+            q.reshape(*q.shape[: lead + len(extra)], *self.site_shape), inputs, lead + len(extra)
+        )
+
+    def _view(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+        if not self.layout.y_is_viewed:
+            return q
+
+        def view(one: Any) -> Any:
+            return self.layout.view_y(one, inputs)
+
+        for _ in range(lead):
+            view = jax.vmap(view)
+        return view(q)
+
+    def lift_instant(self, J: Any, inputs: Sequence[Any]) -> Any:
+        """`J` of the site, (S, *positions), with the letters `y`."""
+        return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
+
+    def instant(self, factor: tuple[Any, Letters] | None, J: Any, weight: Any) -> Any:
+        """`J x`, shaped as the trace; `J` is lifted, and the letters of `weight` are filled in."""
+        y, letters = self.y, self.letters
+        if factor is None:
+            q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in self.dropped))
+            result = _align_states(q, self.at, letters)
+        elif not self.dropped:
+            x, have = factor
+            result = _align_states(J, y, letters) * align(x, have, letters)
+        else:
+            x, have = factor
+            number = {a: i + 1 for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
+            out = [a for a in letters if a in have or a in y]
+            result = jnp.einsum(
+                x, [number[a] for a in have], J, [0, *(number[a] for a in y)], [0, *(number[a] for a in out)]
+            )
+            result = _align_states(result, tuple(out), letters)
+        sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
+        full = tuple(sizes.get(a, n) for a, n in zip(letters, result.shape[1:], strict=True))
+        return jnp.broadcast_to(result, (result.shape[0], *full))
+
+    def decay(self, D: Any | None, trace: Any) -> Any:
+        """`D trace`; `D` is lifted, (S, S, *at); None: no memory."""
+        if D is None:
+            return jnp.zeros_like(trace)
+        n = self.group.num_state
+        D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
+        if n == 1:
+            return D[0][0] * trace
+        return jnp.stack([sum(D[s][r] * trace[r] for r in range(n)) for s in range(n)])
+
+    def contract(self, g: Any, trace: Any) -> Any:
+        """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
+        n = len(self.letters) - len(self.layout.w)
+        return jnp.sum(_align_states(g, self.at, self.letters) * trace, axis=tuple(range(n + 1)))
+
+    def unview(self, dw: Any, weight: Any) -> Any:
+        """A gradient with the letters of the weight, shaped as the effective weight."""
+        struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        return jax.linear_transpose(self.layout.view_w, struct)(dw.astype(weight.dtype))[0]
+
+
+def _take(q: Any, places: Array, lead: int, size: int) -> Any:
+    """`q[..., places]` over the flattened axes after `lead`; zero where there is no place."""
+    flat = places.ravel()
+    if flat.size != size or not np.array_equal(flat, np.arange(size)):
+        q = jnp.take(q.reshape(*q.shape[:lead], -1), np.maximum(flat, 0), axis=-1)
+        if np.any(flat < 0):
+            q = jnp.where(jnp.asarray(flat >= 0), q, 0)
+    return q.reshape(*q.shape[:lead], *places.shape)
+
+
+def _align_states(q: Any, have: Letters, want: Letters) -> Any:
+    return align(q, ("states", *have), ("states", *want))
+
+
+def find_traces(relations: Sequence[HiddenParamOpRelation]) -> list[Trace]:
+    """Every trace of a graph, in program order."""
+    return [
+        Trace(relation, name, group, positions)
+        for relation in relations
+        for name in relation.layouts
+        for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True)
+    ]

@@ -1,0 +1,99 @@
+"""From parameters to the effective weights of sites, wherever the site is.
+
+A weight may be pre-processed in any way before it reaches its op. Traces are kept for the effective
+weight, and the derivative of this function carries their gradient back to the parameters. A branch of a
+`cond` is entered whether it is taken or not: the trace remembers steps at which it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import primitives
+from .._compiler.program import Atom, Node, Program, Site, Var, View, evaluate
+from .._compiler.relations import HiddenParamOpRelation
+from .._compiler.slices import plain_site
+from .._ops.letters import over_levels
+
+Effective = dict[int, dict[str, Any]]  # by site, by name
+
+
+def effective_weights(
+    program: Program, known: Mapping[Var, Any], relations: Sequence[HiddenParamOpRelation]
+) -> Effective:
+    """The effective weights of each relation's site, given the values of the parameters."""
+    result: Effective = {}
+    for relation in relations:
+        site, varying = relation.site, relation.varying
+        raw = _site_weights(program, known, site, set(varying))
+        names = site.weight_names
+        loops = [tuple(name in varying for name in names)] * len(site.loops)
+
+        def effective(*weights: Any, site: Site = site) -> dict[str, Any]:
+            return site.primitive.effective(weights, site.params)
+
+        result[site.index] = over_levels(effective, loops)(*raw)
+    return result
+
+
+def _site_weights(
+    program: Program, known: Mapping[Var, Any], site: Site, varying: set[str]
+) -> list[Any]:
+    """The weight operands of a site; those that vary in a loop have its axis in front."""
+    (node,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    known = {**program.consts, **known}
+    if node.site is site:
+        return _values(program, known, list(site.weights.values()))
+    inner = next(p for p in node.inner if any(s is site for s in p.sites))
+    wanted = _needs(inner, site)
+    atoms = _operands(node)
+    given = [i for i, v in enumerate(inner.inputs) if v in wanted]
+    values = dict(zip(given, _values(program, known, [atoms[i] for i in given]), strict=True))
+
+    def enter(values: Mapping[int, Any]) -> list[Any]:
+        return _site_weights(inner, {inner.inputs[i]: v for i, v in values.items()}, site, varying)
+
+    if node.primitive is not primitives.scan_p:
+        return enter(values)
+    num_consts, num_carry = _compat.scan_counts(node.eqn)
+    sliced = {i: v for i, v in values.items() if i >= num_consts + num_carry}
+    fixed = {i: v for i, v in values.items() if i < num_consts}
+    if not sliced:
+        length = node.params["length"]
+        return [
+            jnp.broadcast_to(w, (length, *w.shape)) if name in varying else w
+            for name, w in zip(site.weight_names, enter(fixed), strict=True)
+        ]
+    flags = [0 if name in varying else None for name in site.weight_names]
+    return jax.vmap(lambda s: enter({**fixed, **s}), out_axes=flags)(sliced)  # type: ignore[no-any-return]
+
+
+def _operands(node: Node) -> list[Atom]:
+    """The operands of a node in the order of its inner program's inputs."""
+    return list(node.inputs[1:] if node.primitive is primitives.cond_p else node.inputs)
+
+
+def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
+    view = View(known=known, at_site=lambda site, world: plain_site)
+    return evaluate(program, [(a, None) for a in atoms], view)
+
+
+def _needs(program: Program, site: Site) -> set[Var]:
+    """The inputs of a program that the weights of a site inside it are made of."""
+    (holder,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    if holder.site is site:
+        wanted = {a for a in site.weights.values() if isinstance(a, Var)}
+    else:
+        inner = next(p for p in holder.inner if any(s is site for s in p.sites))
+        below = _needs(inner, site)
+        pairs = zip(_operands(holder), inner.inputs, strict=True)
+        wanted = {a for a, v in pairs if v in below and isinstance(a, Var)}
+    for node in reversed(program.nodes):
+        if any(v in wanted for v in node.outputs):
+            wanted.update(a for a in node.inputs if isinstance(a, Var))
+    return wanted

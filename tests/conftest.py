@@ -1,0 +1,7 @@
+"""Tests run in float64, and no axis or type is added silently."""
+
+import jax
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
