@@ -1,6 +1,43 @@
 """Online learning of recurrent and spiking networks, with eligibility traces, in JAX and brainstate."""
 
+from ._algorithms import D_RTRL as D_RTRL
+from ._algorithms import ES_D_RTRL as ES_D_RTRL
+from ._algorithms import RTRL as RTRL
+from ._algorithms import EligibilityTrace as EligibilityTrace
+from ._algorithms import ETraceAlgorithm as ETraceAlgorithm
+from ._algorithms import ETraceVjpAlgorithm as ETraceVjpAlgorithm
+from ._algorithms import GradExpon as GradExpon
+from ._algorithms import IODimVjpAlgorithm as IODimVjpAlgorithm
+from ._algorithms import MultiStepData as MultiStepData
+from ._algorithms import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
+from ._algorithms import SingleStepData as SingleStepData
+from ._algorithms import pp_prop as pp_prop
+from ._compiler import CompilationError as CompilationError
+from ._compiler import CompilationRecord as CompilationRecord
+from ._compiler import CompilationReport as CompilationReport
+from ._compiler import DiagnosticKind as DiagnosticKind
+from ._compiler import DiagnosticLevel as DiagnosticLevel
+from ._compiler import ETraceGraph as ETraceGraph
+from ._compiler import HiddenGroup as HiddenGroup
+from ._compiler import HiddenParamOpRelation as HiddenParamOpRelation
+from ._compiler import HiddenPerturbation as HiddenPerturbation
+from ._compiler import ModuleInfo as ModuleInfo
+from ._compiler import NotSupportedError as NotSupportedError
+from ._compiler import PathClassification as PathClassification
+from ._compiler import add_hidden_perturbation_from_minfo as add_hidden_perturbation_from_minfo
+from ._compiler import add_hidden_perturbation_in_module as add_hidden_perturbation_in_module
+from ._compiler import compile_etrace_graph as compile_etrace_graph
+from ._compiler import extract_module_info as extract_module_info
+from ._compiler import find_hidden_groups_from_minfo as find_hidden_groups_from_minfo
+from ._compiler import find_hidden_groups_from_module as find_hidden_groups_from_module
+from ._compiler import find_hidden_param_op_relations_from_minfo as find_hidden_param_op_relations_from_minfo
+from ._compiler import (
+    find_hidden_param_op_relations_from_module as find_hidden_param_op_relations_from_module,
+)
+from ._executor import ETraceGraphExecutor as ETraceGraphExecutor
+from ._executor import ETraceVjpGraphExecutor as ETraceVjpGraphExecutor
 from ._ops import ETPPrimitive as ETPPrimitive
+from ._ops import Term as Term
 from ._ops import conv as conv
 from ._ops import einsum as einsum
 from ._ops import element_wise as element_wise

@@ -1,0 +1,14 @@
+"""Learning rules and the learners that keep their state."""
+
+from .base import EligibilityTrace as EligibilityTrace
+from .base import ETraceAlgorithm as ETraceAlgorithm
+from .data import MultiStepData as MultiStepData
+from .data import SingleStepData as SingleStepData
+from .expon import GradExpon as GradExpon
+from .learners import D_RTRL as D_RTRL
+from .learners import ES_D_RTRL as ES_D_RTRL
+from .learners import IODimVjpAlgorithm as IODimVjpAlgorithm
+from .learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
+from .learners import pp_prop as pp_prop
+from .rtrl import RTRL as RTRL
+from .vjp import ETraceVjpAlgorithm as ETraceVjpAlgorithm

@@ -6,7 +6,9 @@ pure functions and writes the results back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,12 +17,13 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .._compiler import CompilationError, CompilationReport, ETraceGraph, compile_etrace_graph
+from .._compiler import CompilationError, CompilationReport, ETraceGraph
 from .._compiler.diagnostics import show_path
 from .._compiler.module_info import Path, StateEntry, split_static
-from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
+from .._executor.executor import ETraceGraphExecutor
+from . import pickling
 from .data import MultiStepData, SingleStepData
-from .rule import Rule, Values
+from .rule import Values
 
 
 class EligibilityTrace(brainstate.ShortTermState):  # type: ignore[misc]
@@ -58,7 +61,8 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         self.model = model
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = brainstate.ShortTermState(jnp.zeros((), jnp.int32))
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, Compiled] = {}  # by the shapes of arguments and states
+        self._examples: dict[Any, Any] = {}  # what each was compiled with
         self._current: Any = None
 
     # -- compiling ---------------------------------------------------------------------------------
@@ -67,10 +71,34 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         """Trace the model for arguments of these shapes; free if that was done before."""
         args, kwargs = _one_step(args, kwargs)
         key = self._key(args, kwargs)
-        if key not in self._compiled:
-            self._compiled[key] = Compiled(compile_etrace_graph(self.model, *args, **kwargs))
+        if key not in self._examples:
+            self._compiled[key] = Compiled(self._compile(args, kwargs))
+            self._examples[key] = jax.tree.map(_struct, (args, kwargs))
         self._current = key
         self.init_etrace_state()
+
+    def _form(self, key: Any) -> Compiled:
+        """The compiled form for a key; a copy or a restored learner makes its own when it is first used."""
+        if key not in self._compiled:
+            args, kwargs = self._examples[key]
+            with warnings.catch_warnings(action="ignore"):
+                self._compiled[key] = Compiled(self._compile(args, kwargs))
+        return self._compiled[key]
+
+    def __reduce__(self) -> Any:
+        return pickling.restore, (type(self), pickling.dumps({**vars(self), "_compiled": {}}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for state in self.states().values():
+            memo[id(state)] = pickling.copy_state(state)
+        vars(new).update(copy.deepcopy({**vars(self), "_compiled": {}}, memo))
+        return new
+
+    def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
+        """Trace the model and say what its traces leave out."""
+        raise NotImplementedError
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         data, _, static = split_static(args, kwargs)
@@ -86,21 +114,21 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
 
     def _lookup(self, args: Any, kwargs: Any) -> Compiled:
         key = self._key(args, kwargs)
-        if key not in self._compiled:
+        if key not in self._examples:
             raise CompilationError(self._why_missing(args, kwargs))
         if key != self._current:
             self._current = key
             self.init_etrace_state()
-        return self._compiled[key]
+        return self._form(key)
 
     def _why_missing(self, args: Any, kwargs: Any) -> str:
         shapes = [s for s, _ in map(_shape, split_static(args, kwargs)[0])]
-        if not self._compiled:
+        if not self._examples:
             return (
                 "The learner's graph is not compiled yet. Call `learner.compile_graph(x)` first, with one "
                 f"step's input, after the states are initialised. This call has inputs of shapes {shapes}."
             )
-        known = [[s for s, _ in key[:-2]] for key in self._compiled]
+        known = [[s for s, _ in key[:-2]] for key in self._examples]
         states = {show_path(h.path): h.invar.aval.shape for h in self.graph.module_info.hidden}
         return (
             f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it is "
@@ -110,14 +138,14 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self._compiled)
+        return bool(self._examples)
 
     def _compiled_now(self) -> Compiled:
         if self._current is None:
             raise CompilationError(
                 "The learner's graph is not compiled yet: call `learner.compile_graph(x)` first."
             )
-        return self._compiled[self._current]
+        return self._form(self._current)
 
     @property
     def graph(self) -> ETraceGraph:
@@ -187,13 +215,6 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
             (path,) = found
         else:
             path = tuple(weight) if isinstance(weight, tuple | list) else tuple(str(weight).split("."))
-        mine = {
-            t.key
-            for t in self.executor.traces
-            if path in t.relation.trainable_paths.values()
-        }
-        prefixes = {k.rsplit(":", 1)[0].rsplit(":", 0)[0] for k in mine}
-        del prefixes
         chosen = {
             key: st.value
             for key, st in self.traces.items()
@@ -207,30 +228,67 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
             )
         return chosen
 
-    def _initial_values(self, compiled: Compiled) -> Values:
-        raise NotImplementedError
-
     # -- calling -----------------------------------------------------------------------------------
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Advance the model and its traces; its gradient is the online one."""
+        """Advance the model and its traces; the derivative of the result is the online gradient.
+
+        A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
+        """
+        one_args, one_kwargs = _one_step(args, kwargs)
+        compiled = self._lookup(one_args, one_kwargs)
+        info = compiled.graph.module_info
+        consts = info.retrace(*one_args, **one_kwargs)
+        data, stepped = _time_axes(args, kwargs)
+        if not any(stepped):
+            outs = self._step(compiled, data, consts)
+        else:
+            lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
+            if len(lengths) > 1:
+                raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
+            outs = self._window(compiled, data, stepped, lengths.pop(), consts)
+        return jax.tree.unflatten(info.out_tree, outs)
+
+    def _initial_values(self, compiled: Compiled) -> Values:
+        """The rule's arrays at the start, by stable names."""
         raise NotImplementedError
 
-    def _read(self, compiled: Compiled) -> list[list[Any]]:
-        """The leaves of every state that the program touches, found by path."""
-        found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
-        return [
-            jax.tree.leaves(found.get(e.path, e.state).value) for e in compiled.graph.module_info.entries
-        ]
+    def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
+        """One step: read states and traces, compute, write them back; the outputs' leaves."""
+        raise NotImplementedError
 
-    def _write(self, compiled: Compiled, leaves: Sequence[Sequence[Any]]) -> None:
-        """Store the new values of the states that are not parameters."""
+    def _window(
+        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
+    ) -> list[Any]:
+        """Several steps at once."""
+        raise NotImplementedError
+
+    def _values(self) -> Values:
+        return {k: st.value for k, st in self.traces.items()}
+
+    def _read(self, compiled: Compiled) -> tuple[list[Any], list[list[Any]]]:
+        """The leaves of the parameters, and of each other state, found by path."""
+        found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
+        params: list[Any] = []
+        rest: list[list[Any]] = []
+        for entry in compiled.graph.module_info.entries:
+            leaves = jax.tree.leaves(found.get(entry.path, entry.state).value)
+            params.extend(leaves) if entry.is_param else rest.append(leaves)
+        return params, rest
+
+    def _write(
+        self, compiled: Compiled, leaves: Sequence[Sequence[Any]], values: Values, steps: int
+    ) -> None:
+        """Store the new values of the states that are not parameters, of the traces and the counter."""
         found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
         info = compiled.graph.module_info
         trees = [t for e, t in zip(info.entries, info.state_trees, strict=True) if not e.is_param]
         for entry, tree, new in zip(compiled.carried, trees, leaves, strict=True):
             if entry.written:
                 found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
+        for key, value in values.items():
+            self.traces[key].value = value
+        self.steps.value = self.steps.value + steps
 
 
 def _belongs(key: str, trace: Any) -> bool:
@@ -238,16 +296,36 @@ def _belongs(key: str, trace: Any) -> bool:
     return key == trace.key or key.startswith(f"{trace.relation.site.index}:{path}:")
 
 
+def _struct(leaf: Any) -> Any:
+    """An array's shape and type; anything else as it is."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
 def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))
 
 
 def _one_step(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments of a single step: the first of a window, the data of `SingleStepData`."""
+    """The arguments of a single step: of a window, the shapes of one."""
 
     def first(arg: Any) -> Any:
         if isinstance(arg, MultiStepData):
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if hasattr(a, "shape") else a, arg.data)
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arg.data)
         return arg.data if isinstance(arg, SingleStepData) else arg
 
-    return tuple(first(a) for a in args), {k: first(v) for k, v in kwargs.items()}
+    return tuple(map(first, args)), {k: first(v) for k, v in kwargs.items()}
+
+
+def _time_axes(args: Any, kwargs: Any) -> tuple[list[Any], list[bool]]:
+    """The array leaves of a call, and which have a leading axis of time."""
+
+    def mark(arg: Any) -> Any:
+        is_window = isinstance(arg, MultiStepData)
+        data = arg.data if isinstance(arg, SingleStepData) else arg
+        return data, jax.tree.map(lambda _: is_window, data)
+
+    marked = [mark(a) for a in args], {k: mark(v) for k, v in kwargs.items()}
+    bare = [d for d, _ in marked[0]], {k: d for k, (d, _) in marked[1].items()}
+    flags = [f for _, f in marked[0]], {k: f for k, (_, f) in marked[1].items()}
+    data, _, (_, static) = split_static(*bare)
+    return data, [f for f, s in zip(jax.tree.leaves(flags), static, strict=True) if s is None]

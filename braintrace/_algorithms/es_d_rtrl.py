@@ -59,7 +59,8 @@ class ESRule:
     def gradient(
         self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local
     ) -> Gradients:
-        steps = values[_COUNT]
+        # before the first step the averages are zero, and so is what they say
+        steps = jnp.maximum(values[_COUNT], 1)
         grads: Gradients = {}
         for trace in traces:
             site = trace.relation.site.index

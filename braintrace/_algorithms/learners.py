@@ -9,7 +9,7 @@ import brainstate
 
 from .d_rtrl import DRule
 from .es_d_rtrl import ESRule
-from .vjp import ETraceVjpAlgorithm
+from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 
 class D_RTRL(ETraceVjpAlgorithm):
@@ -19,10 +19,11 @@ class D_RTRL(ETraceVjpAlgorithm):
         self,
         model: brainstate.nn.Module,
         *,
+        vjp_method: VjpMethod = "single-step",
         trace_dtype: Any = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(model, DRule(trace_dtype), name=name)
+        super().__init__(model, DRule(trace_dtype), vjp_method=vjp_method, name=name)
 
 
 class ES_D_RTRL(ETraceVjpAlgorithm):
@@ -33,12 +34,13 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         model: brainstate.nn.Module,
         decay_or_rank: Any = 0.9,
         *,
+        vjp_method: VjpMethod = "single-step",
         trace_dtype: Any = None,
         name: str | None = None,
     ) -> None:
         pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
         inp, out = map(as_decay, pair)
-        super().__init__(model, ESRule(inp, out, trace_dtype), name=name)
+        super().__init__(model, ESRule(inp, out, trace_dtype), vjp_method=vjp_method, name=name)
 
 
 def as_decay(decay_or_rank: Any) -> float:

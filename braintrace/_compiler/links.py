@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-Shape = tuple[int, ...]
-Array = np.ndarray[Any, Any]
+from .copies import COPIES, Array, Shape, copy, scattered
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,15 @@ Known = Callable[[int], Array | None]  # the value of an integer input, if it do
 ELEMENT_WISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p
-    logistic lt max min mul name ne neg nextafter not optimization_barrier or polygamma pow real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sign sin sinh
-    sqrt square stop_gradient sub tan tanh to_edtype from_edtype xor zeta""".split()
+    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p log2
+    logistic lt max min mul name ne neg nextafter not one_minus_square optimization_barrier or polygamma pow
+    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sign sin
+    sinh sqrt square stop_gradient sub tan tanh to_edtype from_edtype xor zeta""".split()
 )
 FLAT = frozenset(["stop_gradient", "ceil", "floor", "round", "sign", "is_finite"])  # no derivative
 _REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"])
 _CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
-# their outputs are copies of elements of the operands, and integers can be copied just as well
-_COPIES = frozenset("concatenate pad slice rev gather dynamic_slice dynamic_update_slice scatter".split())
-_SCATTERS = frozenset(["scatter_add", "scatter-add"])
+_INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
 
 
 def links(primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], known: Known) -> Linked | None:
@@ -97,15 +92,18 @@ def links(primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequ
     if name in ("cholesky", "triangular_solve"):
         return [(i, 0, _mixed_along(len(out), range(len(out) - 2, len(out)))) for i in range(len(ins))]
     if name == "split":
-        return _split(shapes[0], params)
+        cuts = np.cumsum(params["sizes"])[:-1]
+        return _parts(np.split(_numbers(shapes[0]), cuts, axis=params["axis"]))
+    if name == "unstack":
+        return _parts(np.moveaxis(_numbers(shapes[0]), params["axis"], 0))
     if name.startswith("reduce_window") and "window_dimensions" in params:
         return [(i, 0, _windows(shapes[i], out, params)) for i in range(len(ins)) if shapes[i] != ()]
     if name == "conv_general_dilated":
         return _conv(shapes, out, params)
-    if name in _COPIES:
+    if name in COPIES:
         return _copies(primitive, params, ins, out, known)
-    if name in _SCATTERS:
-        return _scatter(primitive, params, ins, out, known)
+    if name.startswith("scatter"):
+        return _scatter(params, ins, out, known)
     return None
 
 
@@ -161,9 +159,7 @@ def _numbers(shape: Shape, start: int = 0) -> Array:
     return np.arange(start, start + math.prod(shape), dtype=np.int32).reshape(shape)
 
 
-def _split(shape: Shape, params: dict[str, Any]) -> Linked:
-    cuts = np.cumsum(params["sizes"])[:-1]
-    parts = np.split(_numbers(shape), cuts, axis=params["axis"])
+def _parts(parts: Iterable[Array]) -> Linked:
     return [(0, j, Pairs(p.ravel(), np.arange(p.size))) for j, p in enumerate(parts)]
 
 
@@ -171,9 +167,7 @@ def _copies(
     primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
 ) -> Linked | None:
     """Copy element numbers instead of data, to learn where each element of the output comes from."""
-    data = [i for i, a in enumerate(ins) if jnp.issubdtype(a.dtype, jnp.inexact)]
-    if primitive.name in ("gather", "dynamic_slice"):
-        data = data[:1]
+    data = range(_INDEXED.get(primitive.name, len(ins)))
     operands: list[Any] = []
     starts, start = {}, 0
     for i, a in enumerate(ins):
@@ -186,9 +180,7 @@ def _copies(
             if value is None:
                 return None
             operands.append(value)
-    numbers = _copied_numbers(primitive, params, operands)
-    if numbers is None:
-        return None
+    numbers = copy(primitive.name, params, operands, out, fill=-1).ravel()
     found: Linked = []
     for i in data:
         size = math.prod(ins[i].shape)
@@ -197,40 +189,19 @@ def _copies(
     return found
 
 
-def _copied_numbers(primitive: Any, params: dict[str, Any], operands: list[Any]) -> Array | None:
-    name = primitive.name
-    if name == "slice":
-        steps = params["strides"] or (1,) * operands[0].ndim
-        cut = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
-        return operands[0][tuple(slice(*s) for s in cut)].ravel()  # type: ignore[no-any-return]
-    if name == "rev":
-        return np.flip(operands[0], params["dimensions"]).ravel()
-    if name == "concatenate":
-        return np.concatenate(operands, axis=params["dimension"]).ravel()
-    if name == "gather":
-        params = {**params, "fill_value": -1}
-    try:
-        with jax.ensure_compile_time_eval():
-            return np.asarray(primitive.bind(*operands, **params)).ravel()
-    except Exception:  # a primitive that takes no integers: nothing is known about it
-        return None
-
-
-def _scatter(
-    primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
-) -> Linked | None:
-    """`out = operand + updates` put where the indices say: the transpose reads positions back."""
+def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known) -> Linked | None:
+    """Updates go where the indices say, onto or in place of what was there."""
     indices = known(1)
-    size = math.prod(out)
-    if indices is None or size >= 2**24:  # float32 counts exactly up to there
+    if indices is None:
         return None
-    zeros = np.zeros(out, np.float32)
-    updates = np.zeros(ins[2].shape, np.float32)
-    with jax.ensure_compile_time_eval():
-        _, pull = jax.vjp(lambda v: primitive.bind(zeros, indices, v, **params), updates)
-        put = np.asarray(pull(jnp.asarray(_numbers(out, 1).astype(np.float32)))[0]).astype(np.int64).ravel()
-    hit = np.flatnonzero(put > 0)
-    return [(0, 0, Same()), (2, 0, Pairs(hit, put[hit] - 1))]
+    put = scattered(params, out, indices, tuple(ins[2].shape)).ravel()
+    hit = np.flatnonzero(put >= 0)
+    update = params["update_jaxpr"]
+    kept: Link = Same()
+    if update is None or update.outvars[0] is update.invars[1]:  # the old value is lost
+        left = np.setdiff1d(np.arange(math.prod(out)), put[hit])
+        kept = Pairs(left, left)
+    return [(0, 0, kept), (2, 0, Pairs(hit, put[hit]))]
 
 
 def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:

@@ -8,7 +8,7 @@ may count.
 
 A second pair of arrays leaves out what reaches an element only through mixing (a norm's mean, a
 softmax's sum): where two readers differ, one that reaches a single position wins over one that reaches
-several.
+several. Two that reach a single position each, but not the same, leave none for good.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._compat import Literal, primitives
+from .._compat import primitives
 from . import links as _links
+from .constants import Constants
 from .links import Array, Axes, Link, Linked, Pairs, Same, Shape
-from .program import Atom, Node, Program, Var, read_program
+from .program import Node, Program, Var, read_program
 
 _NONE = np.iinfo(np.int32).max
 _ALL, _DIRECT = 0, 1
+_TORN = -1  # the lowest direct position of an element whose readers reach single positions that differ
 
 
 class Reach:
@@ -86,10 +88,10 @@ class Reach:
         if other is self:
             return self
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
-        a, b = (r.low[_DIRECT] == r.high[_DIRECT] for r in (self, other))
-        for keep, reach in ((a & ~b, self), (b & ~a, other)):
-            low[_DIRECT][keep] = reach.low[_DIRECT][keep]
-            high[_DIRECT][keep] = reach.high[_DIRECT][keep]
+        (a, p), (b, q) = ((r.low[_DIRECT] == r.high[_DIRECT], r.low[_DIRECT]) for r in (self, other))
+        for keep, single in ((a & ~b & (q != _TORN), p), (b & ~a & (p != _TORN), q)):
+            low[_DIRECT][keep] = high[_DIRECT][keep] = single[keep]
+        low[_DIRECT][a & b & (p != q)] = _TORN
         return Reach(low, high)
 
     def __getitem__(self, index: int) -> Reach:
@@ -110,6 +112,9 @@ def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
         for kind in (_ALL, _DIRECT):
             np.minimum.at(result.low[kind], there, reach.low[kind].ravel()[here])
             np.maximum.at(result.high[kind], there, reach.high[kind].ravel()[here])
+        low = result.low[_DIRECT]
+        if len(there) > 1 and np.any(low == _TORN):
+            low[(low == _TORN) & (np.bincount(there, minlength=len(low)) > 1)] = 0  # mixed here
         return Reach(result.low.reshape(2, *shape), result.high.reshape(2, *shape))
     have, want = (link.out, link.inp) if back else (link.inp, link.out)
     drop = tuple(i + 1 for i, a in enumerate(have) if a not in want)
@@ -122,37 +127,10 @@ def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
         array = np.expand_dims(np.transpose(array, order), grow)
         return np.broadcast_to(array, (2, *shape))
 
-    return Reach(move(reach.low, np.min, _NONE), move(reach.high, np.max, -1))
-
-
-class Constants:
-    """Integer values that do not depend on data, computed when they are asked for."""
-
-    def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
-        self._values: dict[Var, Array | None] = dict(given)
-        self._producer = {v: node for node in program.nodes for v in node.outputs}
-        for var, value in program.consts.items():
-            self._values[var] = None if _compat.is_tracer(value) else value
-
-    def __call__(self, atom: Atom) -> Array | None:
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val)
-        if atom not in self._values:
-            self._values[atom] = self._compute(atom)
-        return self._values[atom]
-
-    def _compute(self, var: Var) -> Array | None:
-        node = self._producer.get(var)
-        if node is None or node.inner or node.site is not None or node.eqn.effects:
-            return None
-        vals = [self(a) for a in node.inputs]
-        if any(v is None for v in vals):
-            return None
-        with jax.ensure_compile_time_eval():
-            outs = _compat.bind(node.eqn, *vals)
-        for v, out in zip(node.outputs, outs, strict=True):
-            self._values[v] = out
-        return self._values[var]
+    low = reach.low
+    if any(low.shape[axis] > 1 for axis in drop) and np.any(low[_DIRECT] == _TORN):
+        low = np.stack([low[_ALL], np.maximum(low[_DIRECT], 0)])  # mixed here
+    return Reach(move(low, np.min, _NONE), move(reach.high, np.max, -1))
 
 
 SiteReach = dict[int, Reach]

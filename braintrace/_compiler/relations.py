@@ -65,6 +65,7 @@ class HiddenParamOpRelation:
     path_classification: dict[Path, PathClassification]
     trainable_paths: dict[str, Path]
     trainable_leaf_indices: dict[str, int]
+    trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all that a weight is made of
     trainable_processing_chains: dict[str, tuple[Any, ...]]
     varying: tuple[str, ...] = ()
 
@@ -94,6 +95,11 @@ class HiddenParamOpRelation:
     def trainable_param_states(self) -> dict[str, brainstate.State]:
         states = {e.path: e.state for e in self.info.params}
         return {name: states[path] for name, path in self.trainable_paths.items()}
+
+    @property
+    def param_paths(self) -> list[Path]:
+        """Every parameter that the weights are made of."""
+        return list(dict.fromkeys(p for leaves in self.trainable_leaves.values() for p, _ in leaves))
 
     @property
     def weight_path(self) -> Path:
@@ -211,6 +217,7 @@ def find_relations(
             path_classification=classes,
             trainable_paths=weights.paths,
             trainable_leaf_indices=weights.leaf_indices,
+            trainable_leaves={name: tuple(leaves) for name, leaves in weights.behind.items()},
             trainable_processing_chains=weights.chains(),
             varying=weights.varying,
         )

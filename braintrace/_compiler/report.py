@@ -29,7 +29,7 @@ class CompilationReport:
         """Each parameter that is learned online, and the hidden states that it feeds."""
         found: dict[Path, list[Path]] = {}
         for relation in self.graph.hidden_param_op_relations:
-            for path in dict.fromkeys(relation.trainable_paths.values()):
+            for path in relation.param_paths:
                 known = found.setdefault(path, [])
                 known += [p for p in relation.connected_hidden_paths if p not in known]
         return found
@@ -76,7 +76,7 @@ class CompilationReport:
             lines.append(f"group {group.index}: {states}")
             for relation in self.graph.hidden_param_op_relations:
                 if group in relation.hidden_groups:
-                    names = ", ".join(show_path(p) for p in dict.fromkeys(relation.trainable_paths.values()))
+                    names = ", ".join(show_path(p) for p in relation.param_paths)
                     classes = {str(relation.path_classification.get(p)) for p in group.hidden_paths} - {"None"}
                     lines.append(
                         f"  {relation.primitive.name} {names} -> y{list(relation.site.shape)}, "

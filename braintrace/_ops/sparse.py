@@ -94,17 +94,20 @@ def _coordinates(matrix: Any) -> tuple[Any, Any]:
     """The row and the column of each stored entry, in storage order."""
     if hasattr(matrix, "row") and hasattr(matrix, "col"):
         return matrix.row, matrix.col
-    indices: Any = getattr(matrix, "indices", ())
-    if hasattr(matrix, "indptr") and jnp.ndim(indices) == 1:
-        # Known indices stay in numpy: inside `jit`, jnp would search again at every call.
-        xp: Any = jnp if _compat.is_tracer(matrix.indptr) else np
-        major = xp.searchsorted(matrix.indptr, xp.arange(len(indices)), side="right") - 1
+    indices, indptr = (_known(getattr(matrix, name, None)) for name in ("indices", "indptr"))
+    if indptr is not None and jnp.ndim(indices) == 1:
+        xp = jnp if _compat.is_tracer(indptr) else np
+        major = xp.searchsorted(indptr, xp.arange(len(indices), dtype=indptr.dtype), side="right") - 1
         by_column = any(c.__name__.lower().startswith("csc") for c in type(matrix).__mro__)
         return (indices, major) if by_column else (major, indices)
-    if jnp.shape(indices)[1:] == (2,) and not hasattr(matrix, "indptr"):
-        indices = indices if _compat.is_tracer(indices) else np.asarray(indices)
+    if indptr is None and indices is not None and indices.ndim == 2:
         return indices[:, 0], indices[:, 1]
     raise TypeError(
         "`sparse_matmul` takes a CSR, CSC, COO, BCOO or BCSR matrix without batch axes, not "
         f"{type(matrix).__name__}. Others can be converted, for example with `BCOO.fromdense(m.todense())`."
     )
+
+
+def _known(array: Any) -> Any:
+    """An array of known values in numpy: inside `jit`, `jnp` would work on it again at every call."""
+    return array if array is None or _compat.is_tracer(array) else np.asarray(array)

@@ -1,0 +1,208 @@
+"""Steps and windows as pure functions whose derivative is the online gradient.
+
+    step(params, args, consts, states, traces) -> outputs, new states, new traces
+
+The pull-back takes the cotangents of the outputs and new states, gets the learning signals and the
+within-step gradients from one `vjp`, and adds what the traces make of the signals. The incoming states and
+traces get no gradient: the losses of several calls add up, and nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
+from .rule import Gradients, Rule, Signals, Values, add_to
+
+Leaves = list[Any]
+
+
+class Online:
+    """The functions of one rule on one compiled graph."""
+
+    def __init__(self, executor: ETraceGraphExecutor, rule: Rule) -> None:
+        self.executor, self.rule = executor, rule
+        self.info, self.traces = executor.graph.module_info, executor.traces
+
+    def initial_values(self) -> Values:
+        """The rule's arrays at the start."""
+        program = self.info.program
+
+        def probe(inputs: Leaves) -> Values:
+            known = dict(zip(program.inputs, inputs, strict=True))
+            given = StepInputs(
+                args=[known[v] for v in self.info.arg_invars],
+                consts=list(program.consts.values()),
+                states=[[known[v] for v in e.invars] for e in self.info.entries],
+            )
+            _, _, env, operands = self.executor.forward(given)
+            return self.rule.init(self.traces, self.executor.local(env, operands))
+
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
+        shapes = jax.eval_shape(probe, structs)
+        return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
+
+    def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
+        given, others = iter(params), iter(rest)
+        states = [
+            [next(given) for _ in e.invars] if e.is_param else next(others) for e in self.info.entries
+        ]
+        return StepInputs(args, consts, states)
+
+    def _carried(self, states: list[Leaves]) -> list[Leaves]:
+        return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_param]
+
+    def _advance(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
+    ) -> tuple[Leaves, list[Leaves], Values, Local]:
+        outs, states, env, operands = self.executor.forward(self._given(params, args, consts, rest))
+        local = self.executor.local(env, operands)
+        return outs, self._carried(states), self.rule.update(self.traces, values, local), local
+
+    def step(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
+    ) -> tuple[Leaves, list[Leaves], Values]:
+        """One step, with the gradient of single-step mode."""
+
+        @jax.custom_vjp
+        def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+            return self._advance(params, args, consts, rest, values)[:3]
+
+        def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+            outs, new, values, local = self._advance(params, args, consts, rest, values)
+
+            def differentiable(params: Leaves, args: Leaves, consts: Leaves, deltas: Leaves) -> Leaves:
+                outs, states = self.executor.signals(self._given(params, args, consts, rest), deltas)
+                return [*outs, *_flat(self._carried(states))]
+
+            _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas())
+            partial = not all(t.positions.complete for t in self.traces)
+            kept = (local.inputs, local.weights, local.J if partial else {})
+            return (outs, new, values), (pull, values, kept, params, consts)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            pull, values, (inputs, weights, J), params, consts = residuals
+            outs, new, _ = cotangents
+            dparams, dargs, dconsts, deltas = pull([*outs, *_flat(new)])
+            local = Local(inputs, weights, {}, J)
+            signals = self.executor.group_signals(deltas)
+            grads = self.rule.gradient(self.traces, values, signals, local)
+            for key, value in self._counted_twice(signals, local).items():
+                grads[key] = grads[key] - value
+            dparams = _add(dparams, self._to_parameters(params, consts, grads))
+            return dparams, dargs, dconsts, None, None
+
+        step.defvjp(forward, backward)
+        return step(params, args, consts, rest, values)  # type: ignore[no-any-return]
+
+    def window(
+        self,
+        params: Leaves,
+        args: Leaves,
+        stepped: Sequence[bool],
+        consts: Leaves,
+        rest: list[Leaves],
+        values: Values,
+    ) -> tuple[Leaves, list[Leaves], Values]:
+        """Several steps, back-propagated through as one; traces stand for what came before.
+
+        `stepped` tells which arguments have a leading axis of time; the outputs all do.
+        """
+
+        def scan(body: Callable[..., Any], carry: Any, args: Leaves) -> Any:
+            moving = [a for a, s in zip(args, stepped, strict=True) if s]
+
+            def one(carry: Any, slices: Leaves) -> Any:
+                now = iter(slices)
+                return body(carry, [next(now) if s else a for a, s in zip(args, stepped, strict=True)])
+
+            return jax.lax.scan(one, carry, moving)
+
+        def plain(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> tuple[Leaves, list[Leaves]]:
+            def body(rest: list[Leaves], args: Leaves) -> Any:
+                outs, states, _, _ = self.executor.forward(self._given(params, args, consts, rest))
+                return self._carried(states), outs
+
+            new, outs = scan(body, _like(flat, rest), args)
+            return outs, new
+
+        def roll(params: Leaves, args: Leaves, consts: Leaves, rest: Any, values: Any) -> Any:
+            def body(carry: Any, args: Leaves) -> Any:
+                rest, values = carry
+                outs, new, values, _ = self._advance(params, args, consts, rest, values)
+                return (new, values), outs
+
+            (new, values), outs = scan(body, (rest, values), args)
+            return outs, new, values
+
+        @jax.custom_vjp
+        def window(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+            return roll(params, args, consts, rest, values)
+
+        def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Leaves:
+                outs, new = plain(params, args, consts, flat)
+                return [*outs, *_flat(new)]
+
+            outs, new, after = roll(params, args, consts, rest, values)
+            _, pull = pull_back(differentiable, params, args, consts, _flat(rest))
+            first = [a[0] if s else a for a, s in zip(args, stepped, strict=True)]
+            local = self._advance(params, first, consts, rest, values)[3]
+            kept = (local.inputs, local.weights)
+            return (outs, new, after), (pull, values, kept, params, consts)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            pull, values, (inputs, weights), params, consts = residuals
+            outs, new, _ = cotangents
+            dparams, dargs, dconsts, flat = pull([*outs, *_flat(new)])
+            carried = [e for e in self.info.entries if not e.is_param]
+            by_var = dict(zip((v for e in carried for v in e.invars), flat, strict=True))
+            signals = self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
+            grads = self.rule.gradient(self.traces, values, signals, Local(inputs, weights, {}, {}))
+            dparams = _add(dparams, self._to_parameters(params, consts, grads))
+            return dparams, dargs, dconsts, None, None
+
+        window.defvjp(forward, backward)
+        return window(params, args, consts, rest, values)  # type: ignore[no-any-return]
+
+    def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
+        """What a trace that leaves paths out says of this step: there the weight is live as well."""
+        grads: Gradients = {}
+        for trace in self.traces:
+            if not trace.positions.complete:
+                site = trace.relation.site.index
+                inputs, weight = local.inputs[site], local.weights[site][trace.name]
+                g = trace.to_site(signals[trace.group.index], 1)
+                dy = trace.to_y((g * local.J[site, trace.group.index]).sum(0))
+                add_to(grads, trace, trace.from_cotangent(trace.factor(inputs), dy, inputs, weight))
+        return grads
+
+    def _to_parameters(self, params: Leaves, consts: Leaves, grads: Gradients) -> Leaves:
+        """Gradients of effective weights carried back to the parameters."""
+        shown = {(t.relation.site.index, t.name): t for t in self.traces}
+
+        def weights(params: Leaves) -> Leaves:
+            known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))
+            known.update(zip(self.info.program.consts, consts, strict=True))
+            effective = self.executor.weights(known)
+            return [effective[site][name] for site, name in shown]
+
+        values, pull = pull_back(weights, params)
+        cotangents = [t.unview(grads[k], v) for (k, t), v in zip(shown.items(), values, strict=True)]
+        return pull(cotangents)[0]  # type: ignore[no-any-return]
+
+
+def _flat(lists: list[Leaves]) -> Leaves:
+    return [x for xs in lists for x in xs]
+
+
+def _like(flat: Leaves, lists: list[Leaves]) -> list[Leaves]:
+    items = iter(flat)
+    return [[next(items) for _ in xs] for xs in lists]
+
+
+def _add(a: Leaves, b: Leaves) -> Leaves:
+    return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]

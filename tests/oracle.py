@@ -1,0 +1,405 @@
+"""What the gradients must be, written down naively: BPTT, and section 1 with dense matrices.
+
+Nothing here uses the compiler: a step is a flat jaxpr that is evaluated again with some of its values
+replaced. `bptt` differentiates through time. `Brute` keeps the whole influence of every parameter on every
+hidden number, with the recurrence cut down to its diagonal blocks; only the groups (and, where a trace
+leaves out paths, the kept positions) are taken from the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jax.extend.core import primitives as prims
+from jax.flatten_util import ravel_pytree
+
+from braintrace import ETPPrimitive
+from braintrace._compat import bind, remat_p
+
+_CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jaxpr"}
+
+
+def interpret(jaxpr: Any, args: Any, pins: Any = (), at_site: Any = None) -> list[Any]:
+    """Evaluate a flat jaxpr; `pins` replace variables as they are made, `at_site` what sites give."""
+    pins = dict(pins)
+    env = dict(zip(jaxpr.invars, args, strict=True))
+    number = 0
+    for eqn in jaxpr.eqns:
+        vals = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        if isinstance(eqn.primitive, ETPPrimitive) and at_site is not None:
+            outs = [at_site(number, eqn, vals)]
+        else:
+            outs = bind(eqn, *vals)
+        number += isinstance(eqn.primitive, ETPPrimitive)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            env[var] = pins.get(var, out)
+    return [a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+
+
+def _inline(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        vals = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        if eqn.primitive in _CALLS:
+            inner = eqn.params[_CALLS[eqn.primitive]]
+            outs = _inline(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), vals)
+        else:
+            outs = bind(eqn, *vals)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+
+
+@dataclass
+class Functional:
+    """A model as one flat function: (params, carried states, x) -> (outputs, new states)."""
+
+    jaxpr: Any
+    consts: Any
+    num_x: int
+    param_paths: list[Any]
+    param_trees: list[Any]
+    params: list[Any]  # leaves
+    state_paths: list[Any]  # of each carried leaf
+    states: list[Any]  # leaves
+    grouped: list[bool]
+    num_out: int
+
+    def args(self, params: Any, states: Any, x: Any) -> list[Any]:
+        return [*self.consts, *jax.tree.leaves(x), *params, *states]
+
+    def step(self, params: Any, states: Any, x: Any, **how: Any) -> tuple[list[Any], list[Any]]:
+        outs = interpret(self.jaxpr, self.args(params, states, x), **how)
+        return outs[: self.num_out], outs[self.num_out :]
+
+    @property
+    def state_vars(self) -> list[Any]:
+        return self.jaxpr.outvars[self.num_out :]
+
+    def as_tree(self, flat_grads: list[Any]) -> dict[Any, Any]:
+        it = iter(flat_grads)
+        return {
+            path: jax.tree.unflatten(tree, [next(it) for _ in range(tree.num_leaves)])
+            for path, tree in zip(self.param_paths, self.param_trees, strict=True)
+        }
+
+
+def functional(model: Any, x: Any) -> Functional:
+    xs = x if isinstance(x, tuple) else (x,)
+    sf = brainstate.transform.StatefulFunction(model.update, return_only_write=False)
+    sf.make_jaxpr(*xs)
+    closed, states = sf.get_jaxpr(*xs), sf.get_states(*xs)
+    paths = {id(st): tuple(map(str, p)) for p, st in model.states().items()}
+    leaves = [jax.tree.leaves(st.value) for st in states]
+    is_param = [isinstance(st, brainstate.ParamState) for st in states]
+    num_x = len(jax.tree.leaves(xs))
+    inner = getattr(closed, "jaxpr", closed)
+    consts = list(closed.consts)
+    num_out = len(inner.outvars) - sum(map(len, leaves))
+
+    def flat(*args: Any) -> list[Any]:
+        cs, x, rest = args[: len(consts)], args[len(consts) :][:num_x], iter(args[len(consts) + num_x :])
+        ps = [[next(rest) for _ in vs] if p else None for vs, p in zip(leaves, is_param, strict=True)]
+        ss = [[next(rest) for _ in vs] if not p else None for vs, p in zip(leaves, is_param, strict=True)]
+        given = [v for p, s in zip(ps, ss, strict=True) for v in (p if p is not None else s)]
+        outs = _inline(inner, cs, [*x, *given])
+        new, it = [], iter(outs[num_out:])
+        seen = [*args]
+        for vs, p in zip(leaves, is_param, strict=True):
+            for _ in vs:
+                v = next(it)
+                if not p:
+                    if any(v is s for s in seen) or not isinstance(v, jax.core.Tracer):
+                        v = jax.lax.optimization_barrier(v)
+                    seen.append(v)
+                    new.append(v)
+        return [*outs[:num_out], *new]
+
+    params = [v for vs, p in zip(leaves, is_param, strict=True) if p for v in vs]
+    carried = [v for vs, p in zip(leaves, is_param, strict=True) if not p for v in vs]
+    made = jax.make_jaxpr(flat)(*consts, *jax.tree.leaves(xs), *params, *carried)
+    return Functional(
+        jaxpr=made.jaxpr,
+        consts=consts,
+        num_x=num_x,
+        param_paths=[paths[id(st)] for st, p in zip(states, is_param, strict=True) if p],
+        param_trees=[jax.tree.structure(st.value) for st, p in zip(states, is_param, strict=True) if p],
+        params=params,
+        state_paths=[
+            paths.get(id(st), ("?",)) for st, vs, p in zip(states, leaves, is_param, strict=True) if not p for _ in vs
+        ],
+        states=carried,
+        grouped=[
+            isinstance(st, brainstate.HiddenGroupState)
+            for st, vs, p in zip(states, leaves, is_param, strict=True)
+            if not p
+            for _ in vs
+        ],
+        num_out=num_out,
+    )
+
+
+def loss(outs: Any) -> Any:
+    """The loss of one step; not linear, so that signals matter."""
+    return sum(jnp.sum(jnp.real(jnp.sin(o) + 0.3 * o**2)) for o in jax.tree.leaves(outs))
+
+
+def bptt(model: Any, xs: list[Any], *, forward: bool = False) -> dict[Any, Any]:
+    """The gradient of the summed losses through all steps."""
+    f = functional(model, xs[0])
+
+    @jax.jit
+    def total(params: Any) -> Any:
+        states, value = f.states, 0.0
+        for x in xs:
+            outs, states = f.step(params, states, x)
+            value = value + loss(outs)
+        return value
+
+    return f.as_tree((jax.jacfwd if forward else jax.grad)(total)(f.params))
+
+
+class Brute:
+    """D-RTRL and ES-D-RTRL by their definitions, with dense matrices."""
+
+    def __init__(self, model: Any, x: Any, graph: Any) -> None:
+        self.f = f = functional(model, x)
+        self.theta, self.unravel = ravel_pytree(f.params)
+        self.groups = []
+        for group in graph.hidden_groups:
+            members = [i for p in group.hidden_paths for i, q in enumerate(f.state_paths) if q == tuple(p)]
+            places = []
+            for i in members:
+                shape = f.states[i].shape
+                hidden = shape[:-1] if f.grouped[i] else shape
+                number = np.arange(np.prod(hidden, dtype=int)).reshape(hidden)
+                places.append(
+                    np.broadcast_to(number[..., None], shape).ravel() if f.grouped[i] else number.ravel()
+                )
+            self.groups.append((members, np.concatenate(places)))
+        self.sites = {}  # (site, group) -> which of (hidden number, y element) the trace keeps
+        for r in graph.hidden_param_op_relations:
+            for g, m in zip(r.hidden_groups, r.position_maps, strict=True):
+                keep = None
+                if not m.complete:
+                    places = self.groups[g.index][1]
+                    size = int(np.prod(r.site.shape, dtype=int))
+                    if m.on_hidden:
+                        keep = m.map.ravel()[places][:, None] == np.arange(size)
+                    else:
+                        keep = places[:, None] == m.map.ravel()[None]
+                self.sites[r.site.index, g.index] = keep
+        self.advance = jax.jit(self._advance)
+
+    def _pinned(self, group: int, raw: Any, values: Any = None) -> dict[Any, Any]:
+        members = self.groups[group][0]
+        values = [raw[i] for i in members] if values is None else values
+        return {self.f.state_vars[i]: v for i, v in zip(members, values, strict=True)}
+
+    def _flat(self, group: int, states: Any) -> Any:
+        return jnp.concatenate([states[i].ravel() for i in self.groups[group][0]])
+
+    def _unflat(self, group: int, flat: Any, states: Any) -> list[Any]:
+        new, at = list(states), 0
+        for i in self.groups[group][0]:
+            n = states[i].size
+            new[i] = flat[at : at + n].reshape(states[i].shape)
+            at += n
+        return new
+
+    def _advance(self, theta: Any, states: Any, x: Any) -> dict[str, Any]:
+        """Everything that the definitions need of one step."""
+        f, stop = self.f, jax.lax.stop_gradient
+        params = self.unravel(theta)
+        _, raw = f.step(params, states, x)
+        sites = sorted({s for s, _ in self.sites})
+
+        def detached(number: int, eqn: Any, vals: Any, added: Any = ()) -> Any:
+            y = eqn.primitive.bind(*map(stop, vals), **eqn.params)
+            return y + dict(added)[number] if number in dict(added) else y
+
+        seen: dict[int, Any] = {}
+
+        def record(number: int, eqn: Any, vals: Any) -> Any:
+            seen[number] = (eqn, vals)
+            return eqn.primitive.bind(*vals, **eqn.params)
+
+        f.step(params, states, x, at_site=record)
+        ys = {s: seen[s][0].outvars[0].aval for s in sites}
+        D, J, g = {}, {}, {}
+        for k in range(len(self.groups)):
+            places = self.groups[k][1]
+
+            def local(flat: Any, k: int = k) -> Any:
+                return self._flat(k, f.step(params, self._unflat(k, flat, states), x, at_site=detached)[1])
+
+            full = jax.jacfwd(local)(self._flat(k, states)) if self.reverse else jax.jacrev(local)(self._flat(k, states))
+            D[k] = jnp.where(places[:, None] == places[None], full, 0)
+
+            others = {v: stop(w) for m in range(len(self.groups)) if m != k for v, w in self._pinned(m, raw).items()}
+            for s in sites:
+                if (s, k) not in self.sites:
+                    continue
+
+                def instant(p: Any, k: int = k, s: int = s, others: Any = others) -> Any:
+                    add = lambda n, e, v: detached(n, e, v, {s: p.reshape(ys[s].shape)})  # noqa: E731
+                    return self._flat(k, f.step(params, states, x, at_site=add, pins=others)[1])
+
+                zero = jnp.zeros(int(np.prod(ys[s].shape, dtype=int)), ys[s].dtype)
+                J[s, k] = jax.jacrev(instant)(zero) if not self.reverse else jax.jacfwd(instant)(zero)
+                if self.sites[s, k] is not None:
+                    J[s, k] = jnp.where(self.sites[s, k], J[s, k], 0)
+
+            def signal(flat: Any, k: int = k) -> Any:
+                new = self._unflat(k, flat, raw)
+                pins = self._pinned(k, new)
+                return loss(f.step(params, states, x, pins=pins)[0])
+
+            g[k] = jax.grad(signal)(self._flat(k, raw))
+
+        def site_outputs(theta: Any, inputs: Any, ones: Any) -> dict[int, Any]:
+            """`y` of each site as a function of parameters alone, with its inputs given."""
+            result = {}
+
+            def at_site(number: int, eqn: Any, vals: Any) -> Any:
+                n = len(vals) - len(eqn.params["names"])
+                if number in sites:
+                    given = inputs.get(number) if inputs else None
+                    result[number] = _apply(eqn, [*map(stop, vals[:n])], vals[n:], given, ones)
+                return stop(eqn.primitive.bind(*vals, **eqn.params))
+
+            f.step(self.unravel(theta), states, x, at_site=at_site)
+            return {s: y.ravel() for s, y in result.items()}
+
+        def within(theta: Any) -> Any:
+            return loss(f.step(self.unravel(theta), states, x)[0])
+
+        self._site_outputs = site_outputs
+        inputs = {s: _input_of(*seen[s]) for s in sites}
+        return {
+            "states": raw,
+            "D": D,
+            "J": J,
+            "g": g,
+            "dy": jax.jacrev(lambda t: site_outputs(t, None, 1.0))(theta),
+            "within": jax.grad(within)(theta),
+            "inputs": {s: v for s, v in inputs.items() if v is not None},
+        }
+
+    reverse = False  # set where the step has a loop without reverse mode: then everything goes forward
+
+    def d_rtrl(self, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
+        """`sum_t <g[t], M[t]>` plus what the traces do not stand for; or in windows."""
+        influence = [jnp.zeros((len(p), self.theta.size), self.theta.dtype) for _, p in self.groups]
+        states, grad = self.f.states, jnp.zeros_like(self.theta)
+        for start in range(0, len(xs), window or 1):
+            chunk = xs[start : start + (window or 1)]
+            if window:
+                own, at_start = self._window(states, chunk)
+                grad = grad + own + sum(a @ M for a, M in zip(at_start, influence, strict=True))
+            for x in chunk:
+                now = self.advance(self.theta, states, x)
+                if not window:
+                    grad = grad + now["within"]
+                    for k, M in enumerate(influence):
+                        grad = grad + (now["g"][k] @ now["D"][k]) @ M
+                influence = [
+                    now["D"][k] @ M + sum(now["J"][s, j] @ now["dy"][s] for s, j in self.sites if j == k)
+                    for k, M in enumerate(influence)
+                ]
+                states = now["states"]
+        return self.f.as_tree(self.unravel(grad))
+
+    def es_d_rtrl(self, xs: list[Any], decay: float, window: int | None = None) -> dict[Any, Any]:
+        f_bar: dict[Any, Any] = {}
+        x_bar: dict[int, Any] = {}
+        states, grad, steps = self.f.states, jnp.zeros_like(self.theta), 0
+
+        def from_traces(signals: Any, states: Any, x: Any, steps: int) -> Any:
+            ones = (1 - decay**steps) / (1 - decay)
+            total = jnp.zeros_like(self.theta)
+            for (s, k), f in f_bar.items():
+                dy = signals[k] @ f / (1 - decay**steps)
+                total = total + self._site_vjp(s, states, x, x_bar, ones, dy)
+            return total
+
+        for start in range(0, len(xs), window or 1):
+            chunk = xs[start : start + (window or 1)]
+            if window:
+                own, at_start = self._window(states, chunk)
+                grad = grad + own
+                if steps:
+                    grad = grad + from_traces(at_start, states, chunk[0], steps)
+            for x in chunk:
+                now = self.advance(self.theta, states, x)
+                for key in self.sites:
+                    s, k = key
+                    new = (1 - decay) * now["J"][key]
+                    f_bar[key] = new + (decay * now["D"][k] @ f_bar[key] if key in f_bar else 0)
+                for s, v in now["inputs"].items():
+                    x_bar[s] = v + (decay * x_bar[s] if s in x_bar else 0)
+                steps += 1
+                if not window:
+                    grad = grad + now["within"]
+                    for s, k in self.sites:
+                        grad = grad - (now["g"][k] @ now["J"][s, k]) @ now["dy"][s]
+                    grad = grad + from_traces(now["g"], states, x, steps)
+                states = now["states"]
+        return self.f.as_tree(self.unravel(grad))
+
+    def _site_vjp(self, s: int, states: Any, x: Any, x_bar: Any, ones: float, dy: Any) -> Any:
+        if not hasattr(self, "_vjp"):
+            self.advance(self.theta, states, x)
+
+            def vjp(s: int, states: Any, x: Any, x_bar: Any, ones: Any, dy: Any) -> Any:
+                self._advance(self.theta, states, x)
+                return jax.vjp(lambda t: self._site_outputs(t, x_bar, ones)[s], self.theta)[1](dy)[0]
+
+            self._vjp = jax.jit(vjp, static_argnums=0)
+        return self._vjp(s, states, x, dict(x_bar), ones, dy)
+
+    def _window(self, states: Any, chunk: list[Any]) -> tuple[Any, list[Any]]:
+        if not hasattr(self, "_window_fn"):
+
+            def run(theta: Any, states: Any, chunk: Any) -> Any:
+                def total(theta: Any, flats: Any) -> Any:
+                    now, value = states, 0.0
+                    for k, flat in enumerate(flats):
+                        now = self._unflat(k, flat, now)
+                    for x in chunk:
+                        outs, now = self.f.step(self.unravel(theta), now, x)
+                        value = value + loss(outs)
+                    return value
+
+                return jax.grad(total, (0, 1))(theta, [self._flat(k, states) for k in range(len(self.groups))])
+
+            self._window_fn = jax.jit(run)
+        return self._window_fn(self.theta, states, chunk)
+
+
+def _input_of(eqn: Any, vals: Any) -> Any:
+    """What ES-D-RTRL averages: the op's input, or which row an index picks."""
+    n = len(vals) - len(eqn.params["names"])
+    if n == 0:
+        return None
+    if jnp.issubdtype(vals[0].dtype, jnp.inexact):
+        return vals[0]
+    if eqn.primitive.name == "etp_embedding":
+        return jax.nn.one_hot(vals[0], vals[-1].shape[0], dtype=vals[-1].dtype)
+    return vals[0].astype(vals[-1].dtype)
+
+
+def _apply(eqn: Any, inputs: Any, weights: Any, given: Any, ones: Any) -> Any:
+    """The op at a given input, with weights that meet a constant one scaled by `ones`."""
+    names = eqn.params["names"]
+    scaled = [w * ones if name == "bias" or not inputs else w for name, w in zip(names, weights, strict=True)]
+    if given is None:
+        return eqn.primitive.bind(*inputs, *scaled, **eqn.params)
+    if eqn.primitive.name == "etp_embedding":
+        return given @ scaled[0]
+    return eqn.primitive.bind(given, *inputs[1:], *scaled, **eqn.params)

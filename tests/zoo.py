@@ -1,0 +1,1857 @@
+"""A table of small models, with what the compiler must find in each written out.
+
+`CASES` maps names to cases. A case is a function `f(p, s, x) -> (new states, output)` of parameters and
+states by name; `case`, `tail` and `weight` register one. Parameters and states are drawn from a fixed seed,
+in JAX's default floating type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from jax import lax
+
+import braintrace as bt
+
+Path = tuple[str, ...]
+Relation = tuple[str, Path, list[Path], dict[Path, str]]
+
+CASES: dict[str, Case] = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what the compiler must find in it.
+
+    `relations` are in program order: op, path of the weight, hidden paths that it feeds, and how each
+    hidden state is reached. `positions[relation, group]` is the map from positions of `y` to positions of
+    the group's states (-1: none), or "identity", or `Broadcast`: the map from hidden positions to those
+    of `y`. `exact`: the local Jacobian is all of it, so that online gradients equal BPTT.
+    """
+
+    name: str
+    build: Callable[[], brainstate.nn.Module]
+    x: Callable[[np.random.RandomState], Any]
+    groups: list[list[Path]]
+    relations: list[Relation]
+    positions: dict[tuple[int, int], Any] | None = None
+    exact: bool | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A trace on the hidden positions: the position of `y` that each comes from."""
+
+    map: Any
+
+
+class Step(brainstate.nn.Module):
+    """A model made of one function, `f(p, s, x) -> (new states, output)`."""
+
+    def __init__(self, f: Callable[..., Any], params: dict[str, Any], states: dict[str, Any]) -> None:
+        super().__init__()
+        self.f, self.param_names, self.state_names = f, list(params), list(states)
+        draw = Draw(np.random.RandomState(0))
+        for name, spec in params.items():
+            setattr(self, name, brainstate.ParamState(draw(spec, 0.5)))
+        for name, spec in states.items():
+            state = spec(draw) if callable(spec) else brainstate.HiddenState(draw(spec, 0.3))
+            setattr(self, name, state)
+
+    def update(self, x: Any) -> Any:
+        p = SimpleNamespace(**{k: getattr(self, k).value for k in self.param_names})
+        s = SimpleNamespace(**{k: _get(getattr(self, k)) for k in self.state_names})
+        new, out = self.f(p, s, x)
+        for name, value in new.items():
+            _set(getattr(self, name), value)
+        return out
+
+
+def _get(state: brainstate.State) -> Any:
+    if isinstance(state, brainstate.HiddenTreeState):
+        return SimpleNamespace(**{k: state.get_value(k) for k in state.name2index})
+    return state.value
+
+
+def _set(state: brainstate.State, value: Any) -> None:
+    if isinstance(state, brainstate.HiddenTreeState):
+        state.set_value(value)
+    else:
+        state.value = value
+
+
+class Draw:
+    """Random arrays by shape: `4`, `(2, 3)`, or a dict of them; an array is taken as it is."""
+
+    def __init__(self, rng: np.random.RandomState) -> None:
+        self.rng = rng
+
+    def __call__(self, spec: Any, scale: float = 0.3) -> Any:
+        if isinstance(spec, dict):
+            return {k: self(v, scale) for k, v in spec.items()}
+        if isinstance(spec, int | tuple):
+            shape = (spec,) if isinstance(spec, int) else spec
+            return jnp.asarray(scale * self.rng.randn(*shape), jnp.result_type(float))
+        return spec
+
+
+def R(op: str, path: str, direct: str = "h", mixed: str = "", through: str = "", order: str = "") -> Relation:
+    """A relation; hidden states by name, as `"c h"`."""
+    kinds = {"all_direct": direct, "mixed": mixed, "all_through_other_etp": through}
+    found = {name: kind for kind, names in kinds.items() for name in names.split()}
+    names = order.split() or list(found)
+    classes = {tuple(n.split(".")): found[n] for n in names}
+    connected = [p for p, kind in classes.items() if kind != "all_through_other_etp"]
+    return (f"etp_{op}", tuple(path.split(".")), connected, classes)
+
+
+def case(
+    kind: str,
+    name: str,
+    relations: list[Relation],
+    *,
+    x: Any = 3,
+    params: dict[str, Any] | None = None,
+    states: dict[str, Any] | None = None,
+    groups: str = "h",
+    positions: dict[Any, Any] | None = None,
+    exact: bool = True,
+) -> Callable[[Callable[..., Any]], None]:
+    """Register a model; groups as `"c h | r"`, positions by relation, "identity" where not given."""
+    params = {"w": (3, 4)} if params is None else params
+    states = {"h": 4} if states is None else states
+    maps = {(k if isinstance(k, tuple) else (k, 0)): v for k, v in (positions or {}).items()}
+    full = {(i, 0): "identity" for i in range(len(relations))} | maps
+
+    def register(f: Callable[..., Any]) -> None:
+        assert name not in CASES
+        CASES[name] = Case(
+            name=name,
+            build=lambda: Step(f, params, states),
+            x=x if callable(x) else lambda rng: Draw(rng)(x, 1.0),
+            groups=[[tuple(p.split(".")) for p in g.split()] for g in groups.split("|")],
+            relations=relations,
+            positions=full,
+            exact=exact,
+            kind=kind,
+        )
+
+    return register
+
+
+def tail(name: str, fn: Any, *, y: int = 4, h: Any = 4, x: Any = 3, to: Any = "identity", **options: Any) -> None:
+    """`h = 0.8 h + fn(x @ w)`."""
+    relations = options.pop("relations", [R("matmul", "w")])
+    positions = {0: to} if relations else {}
+
+    @case("tail", name, relations, x=x, params={"w": (3, y)}, states={"h": h}, positions=positions, **options)
+    def _(p, s, x):
+        h = 0.8 * s.h + fn(bt.matmul(x, p.w))
+        return {"h": h}, jnp.tanh(h)
+
+
+def weight(name: str, fn: Any, path: str = "w", *, batched: bool = False, **params: Any) -> None:
+    """`h = 0.9 h + x @ fn(parameters)`."""
+    x, h = ((2, 3), (2, 4)) if batched else (3, 4)
+
+    @case("weight", name, [R("matmul", path)], x=x, params=params or {"w": (3, 4)}, states={"h": h})
+    def _(p, s, x):
+        h = 0.9 * s.h + bt.matmul(x, fn(p))
+        return {"h": h}, jnp.tanh(h)
+
+
+# -- plain cells ---------------------------------------------------------------------------------------
+
+
+@case("cell", "leaky", [R("matmul", "w")])
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("cell", "leaky_batched", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("cell", "leaky_three_axes", [R("matmul", "w")], x=(2, 3, 3), states={"h": (2, 3, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("cell", "leaky_nonlinear", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    h = jnp.tanh(0.9 * s.h + jnp.sin(bt.matmul(x, p.w)))
+    return {"h": h}, jnp.sin(h) * h
+
+
+@case(
+    "cell",
+    "rnn",
+    [R("matmul", "wi"), R("matmul", "wh")],
+    params={"wi": (3, 4), "wh": (4, 4)},
+    exact=False,
+)
+def _(p, s, x):
+    h = jnp.tanh(bt.matmul(x, p.wi) + bt.matmul(s.h, p.wh))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "rnn_batched",
+    [R("matmul", "w")],
+    x=(2, 3),
+    params={"w": (7, 4)},
+    states={"h": (2, 4)},
+    exact=False,
+)
+def _(p, s, x):
+    h = 0.5 * s.h + jnp.tanh(bt.matmul(jnp.concatenate([x, s.h], -1), p.w))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "gru",
+    [R("matmul", "wz"), R("matmul", "wh")],
+    params={"wz": (7, 4), "wr": (7, 4), "wh": (7, 4)},
+    exact=False,
+)
+def _(p, s, x):
+    xh = jnp.concatenate([x, s.h])
+    z, r = jax.nn.sigmoid(bt.matmul(xh, p.wz)), jax.nn.sigmoid(bt.matmul(xh, p.wr))
+    n = jnp.tanh(bt.matmul(jnp.concatenate([x, r * s.h]), p.wh))
+    h = (1 - z) * s.h + z * n
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "gru_fused",
+    [R("matmul", "wzr", direct="", mixed="h"), R("matmul", "wh")],
+    x=(2, 3),
+    params={"wzr": (6, 6), "wh": (6, 3)},
+    states={"h": (2, 3)},
+    positions={0: [[0, 1, 2, -1, -1, -1], [3, 4, 5, -1, -1, -1]]},
+    exact=False,
+)
+def _(p, s, x):
+    y = jax.nn.sigmoid(bt.matmul(jnp.concatenate([x, s.h], -1), p.wzr))
+    z, r = jnp.split(y, 2, -1)
+    n = jnp.tanh(bt.matmul(jnp.concatenate([x, r * s.h], -1), p.wh))
+    h = (1 - z) * s.h + z * n
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "lstm",
+    [R("matmul", "wi", "c h"), R("matmul", "wf", "c h"), R("matmul", "wg", "c h"), R("matmul", "wo", "h")],
+    params={"wi": (7, 4), "wf": (7, 4), "wg": (7, 4), "wo": (7, 4)},
+    states={"c": 4, "h": 4},
+    groups="c h",
+    exact=False,
+)
+def _(p, s, x):
+    xh = jnp.concatenate([x, s.h])
+    i, f, g, o = (bt.matmul(xh, w) for w in (p.wi, p.wf, p.wg, p.wo))
+    c = jax.nn.sigmoid(f) * s.c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return {"c": c, "h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "lstm_fused",
+    [R("matmul", "w", "c h")],
+    x=(2, 3),
+    params={"w": {"weight": (5, 8), "bias": 8}},
+    states={"c": (2, 2), "h": (2, 2)},
+    groups="c h",
+    positions={0: [[0, 1] * 4, [2, 3] * 4]},
+    exact=False,
+)
+def _(p, s, x):
+    y = bt.matmul(jnp.concatenate([x, s.h], -1), p.w["weight"], p.w["bias"])
+    i, f, g, o = jnp.split(y, 4, -1)
+    c = jax.nn.sigmoid(f) * s.c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return {"c": c, "h": h}, jnp.tanh(h)
+
+
+@case(  # `h` is written and never read: an output, not a hidden state
+    "cell",
+    "lstm_of_input",
+    [R("matmul", "w", "c")],
+    params={"w": (3, 16)},
+    states={"c": 4, "h": 4},
+    groups="c",
+    positions={0: [0, 1, 2, 3] * 3 + [-1] * 4},
+)
+def _(p, s, x):
+    i, f, g, o = jnp.split(bt.matmul(x, p.w), 4)
+    c = jax.nn.sigmoid(f) * s.c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return {"c": c, "h": h}, jnp.tanh(h)
+
+
+@case("cell", "mini_gru", [R("matmul", "wz"), R("matmul", "wh")], params={"wz": (3, 4), "wh": (3, 4)})
+def _(p, s, x):
+    z = jax.nn.sigmoid(bt.matmul(x, p.wz))
+    h = (1 - z) * s.h + z * bt.matmul(x, p.wh)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "mini_gru_fused",
+    [R("matmul", "w")],
+    x=(2, 3),
+    params={"w": (3, 6)},
+    states={"h": (2, 3)},
+    positions={0: [[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5]]},
+)
+def _(p, s, x):
+    z, n = jnp.moveaxis(bt.matmul(x, p.w).reshape(2, 2, 3), 1, 0)
+    h = (1 - jax.nn.sigmoid(z)) * s.h + jax.nn.sigmoid(z) * n
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "cell",
+    "rotation",
+    [R("matmul", "wa", "a"), R("matmul", "wb", "b")],
+    params={"wa": (3, 4), "wb": (3, 4)},
+    states={"a": 4, "b": 4},
+    groups="a b",
+)
+def _(p, s, x):
+    a = 0.6 * s.a - 0.7 * s.b + bt.matmul(x, p.wa)
+    b = 0.7 * s.a + 0.6 * s.b + bt.matmul(x, p.wb)
+    return {"a": a, "b": b}, jnp.tanh(a) * b
+
+
+@case(
+    "cell",
+    "lru",
+    [
+        R("element_wise", "nu", "re im"),
+        R("element_wise", "theta", "re im"),
+        R("matmul", "w", "re im"),
+        R("element_wise", "gamma", "re im"),
+    ],
+    params={"nu": 4, "theta": 4, "w": (3, 8), "gamma": 4},
+    states={"re": 4, "im": 4},
+    groups="re im",
+    positions={2: [0, 1, 2, 3] * 2},
+)
+def _(p, s, x):
+    r, phi = jnp.exp(-jnp.exp(bt.element_wise(p.nu))), bt.element_wise(p.theta)
+    a, b = r * jnp.cos(phi), r * jnp.sin(phi)
+    y, g = bt.matmul(x, p.w), bt.element_wise(p.gamma, jnp.exp)
+    re = a * s.re - b * s.im + g * y[:4]
+    im = b * s.re + a * s.im + g * y[4:]
+    return {"re": re, "im": im}, jnp.tanh(re - im)
+
+
+def _complex(draw: Draw) -> brainstate.State:
+    return brainstate.HiddenState(lax.complex(draw(4), draw(4)))
+
+
+@case(
+    "complex",
+    "lru_complex",
+    [R("element_wise", "nu"), R("matmul", "wre")],
+    params={"nu": 4, "wre": (3, 4), "wim": (3, 4)},
+    states={"h": _complex},
+)
+def _(p, s, x):
+    r = jnp.exp(-jnp.exp(bt.element_wise(p.nu)))
+    a = lax.complex(r * np.cos(0.5), r * np.sin(0.5))
+    y = bt.matmul(x.astype(s.h.dtype), lax.complex(p.wre, p.wim))
+    h = a * s.h + y
+    return {"h": h}, jnp.tanh(h.real) + h.imag**2
+
+
+# -- between op and state ------------------------------------------------------------------------------
+
+tail("roll", lambda y: jnp.roll(y, 1), to=[1, 2, 3, 0])
+tail(
+    "roll_batched",
+    lambda y: jnp.roll(y, 2, -1),
+    x=(2, 3),
+    h=(2, 4),
+    to=[[2, 3, 0, 1], [6, 7, 4, 5]],
+)
+tail("reverse", lambda y: y[::-1], to=[3, 2, 1, 0])
+tail("reverse_batch", lambda y: jnp.flip(y, 0), x=(2, 3), h=(2, 4), to=[[4, 5, 6, 7], [0, 1, 2, 3]])
+tail("permute", lambda y: y[np.array([2, 0, 3, 1])], to=[1, 3, 0, 2])
+tail("permute_columns", lambda y: y[:, np.array([2, 0, 1])], y=3, x=(2, 3), h=(2, 3), to=[[1, 2, 0], [4, 5, 3]])
+tail("reshape", lambda y: y.reshape(2, 3), y=6, h=(2, 3))
+tail("reshape_transpose", lambda y: y.reshape(2, 3).T.reshape(6), y=6, h=6, to=[0, 2, 4, 1, 3, 5])
+tail("transpose", lambda y: y.T, y=4, x=(2, 3), h=(4, 2), to=[[0, 2, 4, 6], [1, 3, 5, 7]])
+tail("slice", lambda y: y[1:5], y=6, to=[-1, 0, 1, 2, 3, -1])
+tail("strided_slice", lambda y: y[::2], y=6, h=3, to=[0, -1, 1, -1, 2, -1])
+tail("one_element", lambda y: y[2], h=(), to=[-1, -1, 0, -1])
+tail("dynamic_slice", lambda y: lax.dynamic_slice(y, (1,), (2,)), h=2, to=[-1, 0, 1, -1])
+tail("pad", lambda y: jnp.pad(y, (1, 2)), y=3, h=6, to=[1, 2, 3])
+tail("interior_pad", lambda y: lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 1)]), y=3, h=5, to=[0, 2, 4])
+tail("concatenate_zeros", lambda y: jnp.concatenate([jnp.zeros(2, y.dtype), y]), y=2, to=[2, 3])
+tail("concatenate_twice", lambda y: jnp.concatenate([y, 2 * y]), y=2, to=Broadcast([0, 1, 0, 1]))
+tail("stack", lambda y: jnp.stack([y, y**2]), y=3, h=(2, 3), to=Broadcast([[0, 1, 2], [0, 1, 2]]))
+tail("gather_twice", lambda y: y[np.array([0, 1, 1, 0])], y=2, to=Broadcast([0, 1, 1, 0]))
+tail(
+    "broadcast",
+    lambda y: jnp.broadcast_to(y, (2, 4)),
+    h=(2, 4),
+    to=Broadcast([[0, 1, 2, 3], [0, 1, 2, 3]]),
+)
+tail("broadcast_columns", lambda y: jnp.broadcast_to(y[:, None], (2, 3)), y=2, h=(2, 3), to=Broadcast([[0] * 3, [1] * 3]))
+tail("broadcast_one", lambda y: jnp.broadcast_to(y, (4,)), y=1, to=Broadcast([0, 0, 0, 0]))
+tail("tile", lambda y: jnp.tile(y, 3), y=2, h=6, to=Broadcast([0, 1] * 3))
+tail("sum", lambda y: y.sum(0), x=(2, 3), to=[[0, 1, 2, 3], [0, 1, 2, 3]])
+tail("sum_of_features", lambda y: y.sum(-1), x=(2, 3), h=2, to=[[0] * 4, [1] * 4])
+tail("mean", lambda y: y.mean(), h=(), to=[0, 0, 0, 0])
+tail("max", lambda y: y.max(-1), x=(2, 3), h=2, to=[[0] * 4, [1] * 4])
+tail("logsumexp", lambda y: jax.nn.logsumexp(y, -1), x=(2, 3), h=2, to=[[0] * 4, [1] * 4])
+tail("sum_of_halves", lambda y: y[:3] + y[3:] ** 2, y=6, h=3, to=[0, 1, 2, 0, 1, 2])
+tail("glu", lambda y: y[:2] * jax.nn.sigmoid(y[2:]), y=4, h=2, to=[0, 1, 0, 1])
+tail(
+    "max_pool",
+    lambda y: lax.reduce_window(y, -jnp.inf, lax.max, (2,), (2,), "VALID"),
+    y=6,
+    h=3,
+    to=[0, 0, 1, 1, 2, 2],
+)
+tail(
+    "average_pool",
+    lambda y: lax.reduce_window(y.reshape(2, 4), 0.0, lax.add, (2, 2), (2, 2), "VALID") / 4,
+    y=8,
+    h=(1, 2),
+    to=[0, 0, 1, 1, 0, 0, 1, 1],
+)
+tail("at_set", lambda y: jnp.zeros(5, y.dtype).at[np.array([4, 0, 2])].set(y), y=3, h=5, to=[4, 0, 2])
+tail("at_add", lambda y: jnp.zeros(3, y.dtype).at[np.array([0, 0, 2, 1])].add(y), h=3, to=[0, 0, 2, 1])
+tail("at_slice", lambda y: jnp.ones(5, y.dtype).at[1:4].add(y), y=3, h=5, to=[1, 2, 3])
+tail("at_multiply", lambda y: y.at[1].multiply(2.0).at[np.array([0, 3])].set(0.0), to=[-1, 1, 2, -1])
+tail("where", lambda y: jnp.where(np.array([True, False, True, True]), y, 0.1))
+tail("where_positive", lambda y: jnp.where(y > 0, y, 0.1 * y) + jnp.clip(y, -1.0, 1.0), x=(2, 3), h=(2, 4))
+tail("stop_gradient", lambda y: y * lax.stop_gradient(jnp.roll(y, 1)))
+tail("segment_sum", lambda y: jax.ops.segment_sum(y, np.array([1, 0, 1, 2]), 3), h=3, to=[1, 0, 1, 2])
+tail(
+    "diagonal_matrix",
+    lambda y: jnp.diag(y) + jnp.eye(3, dtype=y.dtype),
+    y=3,
+    h=(3, 3),
+    to=Broadcast([[0] * 3, [1] * 3, [2] * 3]),
+)
+tail(
+    "batched_product",
+    lambda y: jnp.einsum("bi,bi->b", y, jnp.cos(y)),
+    x=(2, 3),
+    h=2,
+    to=[[0] * 4, [1] * 4],
+)
+
+tail("layer_norm", lambda y: (y - y.mean()) / jnp.sqrt(y.var() + 1e-5), exact=False)
+tail(
+    "layer_norm_batched",
+    lambda y: (y - y.mean(-1, keepdims=True)) / (y.std(-1, keepdims=True) + 0.1),
+    x=(2, 3),
+    h=(2, 4),
+    exact=False,
+)
+tail("layer_norm_rolled", lambda y: jnp.roll(y, 1) - y.mean(), to=[1, 2, 3, 0], exact=False)
+tail("softmax", jax.nn.softmax, exact=False)
+tail("cumsum", jnp.cumsum, exact=False)
+tail("sort", jnp.sort, exact=False)
+tail("two_neighbours", lambda y: y + jnp.roll(y, 1), exact=False)
+tail("three_neighbours", lambda y: jnp.roll(y, 1) + y + jnp.roll(y, -1), exact=False)
+tail("plain_matrix", lambda y: y @ jnp.asarray(np.arange(16.0).reshape(4, 4) / 16, y.dtype), exact=False)
+tail(
+    "plain_matrix_of_other_shape",
+    lambda y: y @ jnp.asarray(np.arange(8.0).reshape(2, 4) / 8, y.dtype),
+    y=2,
+    relations=[],
+    exact=False,
+)
+tail(
+    "overlapping_pool",
+    lambda y: lax.reduce_window(y, -jnp.inf, lax.max, (2,), (1,), "VALID"),
+    y=5,
+    relations=[],
+    exact=False,
+)
+
+
+@case("tail", "shift_from_data", [R("matmul", "w")], exact=False)
+def _(p, s, x):
+    h = 0.8 * s.h + jnp.roll(bt.matmul(x, p.w), (x[0] > 0).astype(int))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "tail",
+    "concatenate_ops",
+    [R("matmul", "w1"), R("matmul", "w2")],
+    x=(2, 3),
+    params={"w1": (3, 1), "w2": (3, 2)},
+    states={"h": (2, 3)},
+    positions={0: [[0], [3]], 1: [[1, 2], [4, 5]]},
+)
+def _(p, s, x):
+    y = jnp.concatenate([bt.matmul(x, p.w1), bt.matmul(x, p.w2)], -1)
+    h = jnp.tanh(0.9 * s.h + y)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "tail",
+    "two_groups",
+    [R("matmul", "w", "h m")],
+    states={"h": 4, "m": ()},
+    groups="h | m",
+    positions={(0, 1): [0, 0, 0, 0]},
+)
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h, m = 0.9 * s.h + y, 0.8 * s.m + jnp.mean(y**2)
+    return {"h": h, "m": m}, jnp.tanh(h) * m
+
+
+# -- weights that are made of parameters ---------------------------------------------------------------
+
+_MASK = np.array([[1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]], bool)
+_SIGN = np.array([[1.0], [-1.0], [1.0]])
+
+weight("weight_tanh", lambda p: jnp.tanh(p.w))
+weight("weight_scale", lambda p: 2.0 * p.w, batched=True)
+weight("weight_mask", lambda p: jnp.where(_MASK, p.w, 0.0))
+weight("weight_mask_product", lambda p: p.w * jnp.asarray(_MASK, p.w.dtype), batched=True)
+weight("weight_transpose", lambda p: p.w.T, w=(4, 3))
+weight("weight_slice", lambda p: p.w[1:4, ::2], w=(5, 8), batched=True)
+weight("weight_concatenate", lambda p: jnp.concatenate([p.w1, p.w2]), "w1", w1=(1, 4), w2=(2, 4))
+weight("weight_product", lambda p: p.w1 @ p.w2, "w1", w1=(3, 2), w2=(2, 4))
+weight("weight_standardise", lambda p: (p.w - p.w.mean(0, keepdims=True)) / p.w.std(0, keepdims=True))
+weight("weight_sign", lambda p: jnp.abs(p.w) * jnp.asarray(_SIGN, p.w.dtype), batched=True)
+weight("weight_softplus", lambda p: jax.nn.softplus(p.w))
+weight("weight_reshape", lambda p: p.w.reshape(3, 4), w=12)
+weight("weight_shared_rows", lambda p: jnp.broadcast_to(p.w, (3, 4)), w=(1, 4))
+weight("weight_gather", lambda p: p.w[np.array([1, 0, 1])], w=(2, 4))
+weight("weight_gain", lambda p: p.w["v"] * p.w["g"], w={"g": (1, 4), "v": (3, 4)}, batched=True)
+weight("weight_norm", lambda p: p.w / jnp.linalg.norm(p.w))
+weight("weight_of_scan", lambda p: lax.fori_loop(0, 2, lambda i, w: jnp.sin(w), p.w))
+weight("weight_of_jit", lambda p: jax.jit(jax.checkpoint(jnp.tanh))(p.w))
+
+
+@case("weight", "weight_fn", [R("matmul", "w")], params={"w": {"weight": (3, 4), "bias": 4}})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w["weight"], p.w["bias"], weight_fn=jnp.tanh, bias_fn=jnp.sin)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("weight", "weight_also_plain", [R("matmul", "w")])
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h) + x @ p.w
+
+
+# -- one weight, several sites; several sites, one state -----------------------------------------------
+
+
+@case(
+    "shared",
+    "tied",
+    [R("matmul", "w"), R("matmul", "w")],
+    x=(2, 3),
+    params={"w": (3, 3)},
+    states={"h": (2, 3)},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w) * jnp.tanh(bt.matmul(x, p.w.T))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "shared",
+    "tied_layers",
+    [R("matmul", "w", "a"), R("matmul", "w", "b")],
+    states={"a": 4, "b": 3},
+    groups="a | b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + bt.matmul(jnp.tanh(a), p.w.T)
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case("shared", "two_sites", [R("matmul", "w"), R("matmul", "w")])
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w) + jnp.sin(bt.matmul(x**2, p.w))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "shared",
+    "two_sites_two_states",
+    [R("matmul", "w", "a"), R("matmul", "w", "b")],
+    states={"a": 4, "b": (2, 4)},
+    groups="a | b",
+    positions={1: Broadcast([[0, 1, 2, 3], [0, 1, 2, 3]])},
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + bt.matmul(x**2, p.w)[None] * jnp.ones((2, 1), x.dtype)
+    return {"a": a, "b": b}, jnp.tanh(a)[None] * b
+
+
+@case("shared", "same_call_twice", [R("matmul", "w"), R("matmul", "w")])
+def _(p, s, x):
+    call = jax.jit(bt.matmul)
+    h = 0.9 * s.h + call(x, p.w) + jnp.sin(call(x, p.w))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("shared", "gated", [R("matmul", "w1"), R("matmul", "w2")], params={"w1": (3, 4), "w2": (3, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w1) * bt.matmul(x, p.w2)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("shared", "gated_state", [R("matmul", "w1"), R("matmul", "w2")], params={"w1": (3, 4), "w2": (3, 4)})
+def _(p, s, x):
+    h = jax.nn.sigmoid(bt.matmul(x, p.w1)) * jnp.sin(s.h) + bt.matmul(x, p.w2)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("shared", "squared", [R("matmul", "w")])
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h = 0.9 * s.h + y * y + y * s.h
+    return {"h": h}, jnp.tanh(h)
+
+
+# -- layers --------------------------------------------------------------------------------------------
+
+
+@case(
+    "layers",
+    "two_layers",
+    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
+    params={"w1": (3, 4), "w2": (4, 2)},
+    states={"a": 4, "b": 2},
+    groups="a | b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w1)
+    b = 0.8 * s.b + bt.matmul(jnp.tanh(a), p.w2)
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case(  # the second layer has no memory, so nothing of the first is lost
+    "layers",
+    "second_layer_without_memory",
+    [R("matmul", "w1", "a")],
+    x=(2, 3),
+    params={"w1": (3, 4), "w2": (4, 2)},
+    states={"a": (2, 4)},
+    groups="a",
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w1)
+    return {"a": a}, jnp.tanh(bt.matmul(jnp.tanh(a), p.w2))
+
+
+@case(
+    "layers",
+    "two_layers_of_one_shape",
+    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
+    x=(2, 3),
+    params={"w1": (3, 4), "w2": (4, 4)},
+    states={"a": (2, 4), "b": (2, 4)},
+    groups="a | b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w1)
+    b = jnp.tanh(0.8 * s.b + bt.matmul(jnp.tanh(a), p.w2))
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case(
+    "layers",
+    "skip_of_input",
+    [R("matmul", "w1", "a"), R("matmul", "w2", "b"), R("matmul", "w3", "b")],
+    params={"w1": (3, 4), "w2": (4, 2), "w3": (3, 2)},
+    states={"a": 4, "b": 2},
+    groups="a | b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w1)
+    b = 0.8 * s.b + bt.matmul(jnp.tanh(a), p.w2) * bt.matmul(x, p.w3)
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case(
+    "layers",
+    "residual",
+    [R("matmul", "w1", "a", mixed="b"), R("matmul", "w2", "b")],
+    params={"w1": (3, 4), "w2": (4, 4)},
+    states={"a": 4, "b": 4},
+    groups="a b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w1)
+    b = 0.8 * s.b + bt.matmul(jnp.tanh(a), p.w2) + a
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case(
+    "layers",
+    "three_layers",
+    [R("matmul", "w1", "a"), R("matmul", "w2", "b"), R("matmul", "w3", "c")],
+    params={"w1": (3, 4), "w2": (4, 2), "w3": (2, 3)},
+    states={"a": 4, "b": 2, "c": 3},
+    groups="a | b | c",
+    exact=False,
+)
+def _(p, s, x):
+    a = jnp.tanh(0.9 * s.a + bt.matmul(x, p.w1))
+    b = jnp.tanh(0.8 * s.b + bt.matmul(a, p.w2))
+    c = jnp.tanh(0.7 * s.c + bt.matmul(b, p.w3))
+    return {"a": a, "b": b, "c": c}, jnp.tanh(c)
+
+
+@case(
+    "layers",
+    "op_of_op",
+    [R("matmul", "w2")],
+    params={"w1": (3, 2), "w2": (2, 4)},
+    exact=False,
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(jnp.tanh(bt.matmul(x, p.w1)), p.w2)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "layers",
+    "op_of_op_and_direct",
+    [R("matmul", "w1", direct="", mixed="h"), R("matmul", "w2")],
+    params={"w1": (3, 4), "w2": (4, 4)},
+    exact=False,
+)
+def _(p, s, x):
+    y = jnp.tanh(bt.matmul(x, p.w1))
+    h = 0.9 * s.h + bt.matmul(y, p.w2) + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("layers", "skip_to_output", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h) * y
+
+
+@case("layers", "skip_to_output_mixed", [R("matmul", "w")])
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h) * jax.nn.softmax(y)
+
+
+class Nested(brainstate.nn.Module):
+    """Cells in a list and in attributes: paths of more than one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = [Step(CELL, {"w": (3, 4)}, {"h": 4}), Step(CELL, {"w": (4, 4)}, {"h": 4})]
+        self.out = Step(CELL, {"w": (4, 2)}, {"h": 2})
+
+    def update(self, x: Any) -> Any:
+        for cell in self.cells:
+            x = cell(x)
+        return self.out(x)
+
+
+def CELL(p: Any, s: Any, x: Any) -> Any:
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+CASES["nested_modules"] = Case(
+    "nested_modules",
+    Nested,
+    lambda rng: Draw(rng)(3, 1.0),
+    [[("cells", "0", "h")], [("cells", "1", "h")], [("out", "h")]],
+    [
+        R("matmul", "cells.0.w", "cells.0.h"),
+        R("matmul", "cells.1.w", "cells.1.h"),
+        R("matmul", "out.w", "out.h"),
+    ],
+    {(0, 0): "identity", (1, 0): "identity", (2, 0): "identity"},
+    False,
+    "layers",
+)
+
+
+# -- states --------------------------------------------------------------------------------------------
+
+
+@case("state", "cascade", [R("matmul", "w", "a b")], states={"a": 4, "b": 4}, groups="a b")
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + jnp.tanh(a)
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case(
+    "state",
+    "cascade_of_old",
+    [R("matmul", "w", "a")],
+    x=(2, 3),
+    states={"a": (2, 4), "b": (2, 4)},
+    groups="a b",
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + jnp.tanh(s.a)
+    return {"a": a, "b": b}, jnp.tanh(b) * a
+
+
+@case(
+    "state",
+    "cascade_of_three",
+    [R("matmul", "w", "a b c")],
+    x=(2, 3),
+    states={"a": (2, 4), "b": (2, 4), "c": (2, 4)},
+    groups="a b c",
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + jnp.tanh(a)
+    c = 0.7 * s.c + jnp.sin(b) * a
+    return {"a": a, "b": b, "c": c}, jnp.tanh(c) + b**2
+
+
+@case(
+    "state",
+    "cascade_rolled",
+    [R("matmul", "w", "a")],
+    states={"a": 4, "b": 4},
+    groups="a | b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + jnp.roll(a, 1)
+    return {"a": a, "b": b}, jnp.tanh(b)
+
+
+@case(
+    "state",
+    "cascade_summed",
+    [R("matmul", "w", "a")],
+    states={"a": 4, "b": ()},
+    groups="a | b",
+    exact=False,
+)
+def _(p, s, x):
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    b = 0.8 * s.b + jnp.tanh(a).sum()
+    return {"a": a, "b": b}, jnp.tanh(a) * b
+
+
+@case("state", "minus", [R("matmul", "w", "h a")], states={"h": 4, "a": 4}, groups="h a")
+def _(p, s, x):
+    h = 0.9 * (s.h - s.a) + bt.matmul(x, p.w)
+    a = 0.7 * s.a + 0.1 * jnp.tanh(h)
+    return {"h": h, "a": a}, jnp.tanh(h)
+
+
+@case("state", "minus_old", [R("matmul", "w", "h")], x=(2, 3), states={"h": (2, 4), "a": (2, 4)}, groups="h a")
+def _(p, s, x):
+    d = s.h - s.a
+    h, a = 0.9 * d + bt.matmul(x, p.w), 0.7 * s.a - 0.1 * jnp.sin(d)
+    return {"h": h, "a": a}, jnp.tanh(h - a)
+
+
+@case(
+    "state",
+    "apart",
+    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
+    params={"w1": (3, 4), "w2": (3, 4)},
+    states={"a": 4, "b": 4},
+    groups="a | b",
+)
+def _(p, s, x):
+    a, b = 0.9 * s.a + bt.matmul(x, p.w1), 0.8 * s.b + bt.matmul(x, p.w2)
+    return {"a": a, "b": b}, jnp.tanh(a * b)
+
+
+@case(
+    "state",
+    "hidden_group_state",
+    [R("matmul", "w")],
+    states={"h": lambda draw: brainstate.HiddenGroupState(draw((4, 2)))},
+)
+def _(p, s, x):
+    v, a = s.h[..., 0], s.h[..., 1]
+    v = 0.9 * v - 0.2 * a + bt.matmul(x, p.w)
+    a = 0.8 * a + 0.3 * jnp.tanh(v)
+    return {"h": jnp.stack([v, a], -1)}, jnp.tanh(v)
+
+
+@case(
+    "state",
+    "hidden_group_state_and_another",
+    [R("matmul", "w", "h r")],
+    x=(2, 3),
+    states={"h": lambda draw: brainstate.HiddenGroupState(draw((2, 4, 2))), "r": (2, 4)},
+    groups="h r",
+)
+def _(p, s, x):
+    h = 0.9 * s.h + 0.1 * s.h[..., ::-1] + bt.matmul(x, p.w)[..., None] * jnp.ones(2, x.dtype)[None, None]
+    r = 0.8 * s.r + jnp.tanh(h[..., 0]) * h[..., 1]
+    return {"h": h, "r": r}, jnp.tanh(r)
+
+
+def _tree(draw: Draw) -> brainstate.State:
+    return brainstate.HiddenTreeState({"v": draw(4) * u.mV, "a": draw(4)})
+
+
+@case("state", "hidden_tree_state", [R("matmul", "w", "n")], states={"n": _tree}, groups="n")
+def _(p, s, x):
+    v = 0.9 * s.n.v - 0.2 * s.n.a * u.mV + bt.matmul(x, p.w) * u.mV
+    a = 0.8 * s.n.a + 0.3 * jnp.tanh((v / u.mV))
+    return {"n": {"v": v, "a": a}}, jnp.tanh(v / u.mV)
+
+
+@case(
+    "state",
+    "state_of_two_leaves",
+    [R("matmul", "w", "h.a h.v")],
+    states={"h": lambda draw: brainstate.ShortTermState(draw({"v": 4, "a": 4}))},
+    groups="h.a h.v",
+)
+def _(p, s, x):
+    v = 0.9 * s.h["v"] - 0.2 * s.h["a"] + bt.matmul(x, p.w)
+    a = 0.8 * s.h["a"] + 0.3 * jnp.tanh(v)
+    return {"h": {"v": v, "a": a}}, jnp.tanh(v)
+
+
+@case(
+    "state",
+    "short_term_state",
+    [R("matmul", "w", "h a")],
+    states={"h": lambda draw: brainstate.ShortTermState(draw(4)), "a": 4},
+    groups="h a",
+)
+def _(p, s, x):
+    h = 0.9 * s.h - 0.2 * s.a + bt.matmul(x, p.w)
+    a = 0.8 * s.a + 0.3 * jnp.tanh(h)
+    return {"h": h, "a": a}, jnp.tanh(h)
+
+
+@case("state", "unit", [R("matmul", "w")], states={"h": lambda draw: brainstate.HiddenState(draw(4) * u.mV)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w * u.mV)
+    return {"h": h}, jnp.tanh(h / u.mV)
+
+
+@case(
+    "state",
+    "unit_of_input_and_leak",
+    [R("matmul", "w", "v"), R("element_wise", "tau", "v")],
+    x=(2, 3),
+    params={"w": (3, 4), "tau": 4},
+    states={"v": lambda draw: brainstate.HiddenState(draw((2, 4)) * u.mV)},
+    groups="v",
+    positions={1: Broadcast([[0, 1, 2, 3]] * 2)},
+)
+def _(p, s, x):
+    current = bt.matmul(x * u.mA, p.w * u.ohm)
+    tau = bt.element_wise((2 + jnp.tanh(p.tau)) * u.ms)[None]
+    v = s.v + (current - s.v) * (0.5 * u.ms / tau)
+    return {"v": v}, jnp.tanh(v / u.mV)
+
+
+@case("state", "scalar", [R("matmul", "w")], params={"w": (3, 1)}, states={"h": ()})
+def _(p, s, x):
+    h = jnp.tanh(0.9 * s.h + bt.matmul(x, p.w)[0])
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("state", "copies", [R("matmul", "w", "a b")], states={"a": 4, "b": 4}, groups="a b")
+def _(p, s, x):
+    b = 0.5 * s.b + 0.3 * s.a + bt.matmul(x, p.w)
+    return {"a": b, "b": b}, jnp.tanh(b)
+
+
+@case("state", "swapped", [R("matmul", "w", "b")], states={"a": 4, "b": 4}, groups="a b")
+def _(p, s, x):
+    return {"a": s.b, "b": 0.5 * s.a + bt.matmul(x, p.w)}, jnp.tanh(s.a * s.b)
+
+
+@case("state", "delay_of_two", [R("matmul", "w", "a")], states={"a": 4, "b": 4}, groups="a b")
+def _(p, s, x):
+    return {"a": 0.5 * s.b + bt.matmul(x, p.w), "b": s.a}, jnp.tanh(s.a * s.b)
+
+
+@case(
+    "state",
+    "counter",
+    [R("matmul", "w")],
+    states={"h": 4, "t": lambda draw: brainstate.ShortTermState(jnp.zeros((), int))},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w) / (1 + s.t).astype(x.dtype)
+    return {"h": h, "t": s.t + 1}, jnp.tanh(h)
+
+
+@case(  # the running mean is carried but not traced
+    "state",
+    "running_mean",
+    [R("matmul", "w")],
+    states={"h": 4, "m": lambda draw: brainstate.LongTermState(draw(4))},
+    exact=False,
+)
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h = 0.9 * s.h + y - s.m
+    return {"h": h, "m": 0.9 * s.m + 0.1 * y}, jnp.tanh(h)
+
+
+@case(
+    "state",
+    "two_states_two_shapes",
+    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
+    x=(2, 3),
+    params={"w1": (3, 4), "w2": (3, 2)},
+    states={"a": (2, 4), "b": (2, 2)},
+    groups="a | b",
+)
+def _(p, s, x):
+    a, b = 0.9 * s.a + bt.matmul(x, p.w1), 0.8 * s.b + bt.matmul(x, p.w2)
+    return {"a": a, "b": b}, jnp.tanh(a) * jnp.sin(b.sum(-1, keepdims=True))
+
+
+# -- leaks, gains and thresholds -----------------------------------------------------------------------
+
+
+def _leak(name: str, shape: Any, h: Any, to: Any) -> None:
+    x = 3 if isinstance(h, int) else (*h[:-1], 3)
+    relations = [R("element_wise", "a"), R("matmul", "w")]
+    states = {"h": h}
+
+    @case("leak", name, relations, x=x, params={"a": shape, "w": (3, 4)}, states=states, positions={0: to})
+    def _(p, s, x):
+        a = bt.element_wise(p.a, jax.nn.sigmoid)
+        h = jnp.broadcast_to(a, s.h.shape) * s.h + bt.matmul(x, p.w)
+        return {"h": h}, jnp.tanh(h)
+
+
+_leak("leak_full", 4, 4, "identity")
+_leak("leak_one", 1, 4, Broadcast([0, 0, 0, 0]))
+_leak("leak_scalar", (), 4, Broadcast([0, 0, 0, 0]))
+_leak("leak_full_batched", 4, (2, 4), Broadcast([[0, 1, 2, 3]] * 2))
+_leak("leak_one_batched", 1, (2, 4), Broadcast([[0] * 4] * 2))
+_leak("leak_scalar_batched", (), (2, 4), Broadcast([[0] * 4] * 2))
+_leak("leak_of_state_shape", (2, 4), (2, 4), "identity")
+
+
+@case("leak", "gain", [R("element_wise", "g"), R("matmul", "w")], params={"g": 4, "w": (3, 4)})
+def _(p, s, x):
+    h = jnp.tanh(s.h) + bt.element_wise(p.g, weight_fn=jnp.exp) * bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "leak",
+    "leak_of_scalar_state",
+    [R("element_wise", "a"), R("element_wise", "b")],
+    x=(),
+    params={"a": (), "b": ()},
+    states={"h": ()},
+)
+def _(p, s, x):
+    h = bt.element_wise(p.a, jax.nn.sigmoid) * s.h + x * bt.element_wise(p.b)
+    return {"h": h}, jnp.tanh(h)
+
+
+# -- other operations ----------------------------------------------------------------------------------
+
+
+@case("op", "bias", [R("matmul", "w")], x=(2, 3), params={"w": (3, 4), "b": 4}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = jnp.tanh(0.9 * s.h + bt.matmul(x, p.w, p.b))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("op", "lora", [R("lora_matmul", "B")], x=(2, 3), params={"B": (3, 2), "A": (2, 4)}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.lora_matmul(x, p.B, p.A, alpha=0.5)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "op",
+    "lora_and_frozen",
+    [R("lora_matmul", "B")],
+    params={"B": (3, 1), "A": (1, 4), "b": 4},
+)
+def _(p, s, x):
+    frozen = jnp.asarray(np.arange(12.0).reshape(3, 4) / 12, x.dtype)
+    h = 0.9 * s.h + x @ frozen + bt.lora_matmul(x, p.B, p.A, bias=p.b, a_fn=jnp.tanh)
+    return {"h": h}, jnp.tanh(h)
+
+
+def _conv(name: str, x: Any, kernel: Any, h: Any, bias: int | None = None, **options: Any) -> None:
+    params = {"k": kernel} if bias is None else {"k": kernel, "b": bias}
+
+    @case("op", name, [R("conv", "k")], x=x, params=params, states={"h": h})
+    def _(p, s, x):
+        h = 0.9 * s.h + bt.conv(x, p.k, getattr(p, "b", None), **options)
+        return {"h": h}, jnp.tanh(h)
+
+
+_conv("conv", (2, 1, 5), (2, 1, 3), (2, 2, 5))
+_conv("conv_unbatched", (2, 4), (3, 2, 2), (3, 4))
+_conv("conv_strided", (1, 2, 6), (2, 2, 2), (1, 2, 3), bias=2, strides=(2,), padding="VALID")
+_conv("conv_dilated", (2, 1, 6), (2, 1, 2), (2, 2, 4), rhs_dilation=(2,), padding="VALID")
+_conv("conv_lhs_dilated", (1, 2, 3), (2, 2, 2), (1, 2, 4), lhs_dilation=(2,), padding=((0, 0),))
+_conv("conv_grouped", (2, 4, 3), (4, 2, 2), (2, 4, 2), bias=4, feature_group_count=2, padding="VALID")
+_conv("conv2d", (1, 2, 3, 3), (2, 2, 2, 2), (1, 2, 3, 3), bias=2)
+_conv(
+    "conv2d_channels_last",
+    (2, 3, 3, 1),
+    (2, 2, 1, 2),
+    (2, 2, 2, 2),
+    bias=2,
+    padding="VALID",
+    dimension_numbers=("NHWC", "HWIO", "NHWC"),
+)
+
+
+@case(
+    "op",
+    "conv_pooled",
+    [R("conv", "k")],
+    x=(1, 1, 4),
+    params={"k": (2, 1, 3)},
+    states={"h": 4},
+    positions={0: [[[0, 0, 1, 1], [2, 2, 3, 3]]]},
+)
+def _(p, s, x):
+    y = jax.nn.relu(bt.conv(x, p.k))
+    h = 0.9 * s.h + lax.reduce_window(y, -jnp.inf, lax.max, (1, 1, 2), (1, 1, 2), "VALID").reshape(4)
+    return {"h": h}, jnp.tanh(h)
+
+
+def _indices(*shape: int) -> Callable[[np.random.RandomState], Any]:
+    return lambda rng: jnp.asarray(rng.randint(0, 5, shape))
+
+
+@case("op", "embedding", [R("embedding", "w")], x=_indices(2), params={"w": (5, 4)}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.embedding(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("op", "embedding_of_one", [R("embedding", "w")], x=_indices(), params={"w": (5, 4)})
+def _(p, s, x):
+    h = jnp.tanh(s.h + bt.embedding(x, p.w, weight_fn=jnp.sin))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "op",
+    "embedding_summed",
+    [R("embedding", "w")],
+    x=_indices(2),
+    params={"w": (5, 3)},
+    states={"h": 3},
+    positions={0: [[0, 1, 2], [0, 1, 2]]},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.embedding(x, p.w).sum(0)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("op", "einsum", [R("einsum", "w")], x=(2, 2, 3), params={"w": (2, 3, 4)}, states={"h": (2, 2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.einsum("bhd,hde->bhe", x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "op",
+    "einsum_transposed",
+    [R("einsum", "w")],
+    x=(2, 3),
+    params={"w": (4, 3)},
+    states={"h": (4, 2)},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.einsum("bi,oi->ob", x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "op",
+    "grouped_matmul",
+    [R("grouped_matmul", "w")],
+    x=(2, 2, 3),
+    params={"w": (2, 3, 2), "b": (2, 2)},
+    states={"h": (2, 2, 2)},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.grouped_matmul(x, p.w, p.b)
+    return {"h": h}, jnp.tanh(h)
+
+
+_SPARSE = scipy.sparse.coo_matrix([[1.0, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 1]])
+
+
+@case("op", "sparse", [R("sparse_matmul", "w")], params={"w": 6})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.sparse_matmul(x, p.w, sparse_mat=_SPARSE)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("op", "sparse_batched", [R("sparse_matmul", "w")], x=(2, 3), params={"w": 6, "b": 4}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.sparse_matmul(x, p.w, sparse_mat=_SPARSE, bias=p.b, weight_fn=jnp.tanh)
+    return {"h": h}, jnp.tanh(h)
+
+
+gain_p = bt.register_primitive("etp_gain", lambda x, weight: x * jnp.broadcast_to(weight, x.shape), "...o,o->...o")
+
+
+@case("op", "own_op", [R("gain", "g")], x=(2, 4), params={"g": 4}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + gain_p(x, weights={"weight": p.g})
+    return {"h": h}, jnp.tanh(h)
+
+
+# -- control flow --------------------------------------------------------------------------------------
+
+
+@case("flow", "cond", [R("matmul", "w2"), R("matmul", "w1")], params={"w1": (3, 4), "w2": (3, 4)})
+def _(p, s, x):
+    y = lax.cond(x.sum() > 0, lambda x: bt.matmul(x, p.w1), lambda x: jnp.sin(bt.matmul(x, p.w2)), x)
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "cond_one_weight", [R("matmul", "w"), R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    y = lax.cond(x[0, 0] > 0, lambda: bt.matmul(x, p.w), lambda: bt.matmul(x**2, 2 * p.w))
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "cond_of_state", [R("matmul", "w")])
+def _(p, s, x):
+    h = lax.cond(s.h.sum() > 0, lambda h: 0.5 * h, lambda h: 0.9 * h + bt.matmul(x, p.w), s.h)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "cond_roll",
+    [R("matmul", "w"), R("matmul", "w")],
+    positions={0: [1, 2, 3, 0]},
+)
+def _(p, s, x):
+    y = lax.cond(x.sum() > 0, lambda: bt.matmul(x, p.w), lambda: jnp.roll(bt.matmul(x, p.w), 1))
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(  # one site, and a branch that moves it: where it goes depends on data
+    "flow",
+    "cond_moves",
+    [R("matmul", "w")],
+    exact=False,
+)
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h = 0.9 * s.h + lax.cond(x.sum() > 0, lambda y: y, lambda y: jnp.roll(y, 1), y)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "switch",
+    [R("matmul", "w1"), R("matmul", "w2")],
+    params={"w1": (3, 4), "w2": (3, 4)},
+)
+def _(p, s, x):
+    index = (x[0] > 0).astype(int) + (x[1] > 0).astype(int)
+    branches = [lambda: bt.matmul(x, p.w1), lambda: jnp.zeros_like(s.h), lambda: bt.matmul(x, p.w2) ** 2]
+    h = 0.9 * s.h + lax.switch(index, branches)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "scan_3", [R("matmul", "w")], positions={0: [[0, 1, 2, 3]] * 3})
+def _(p, s, x):
+    h, _ = lax.scan(lambda h, _: (h + 0.1 * (jnp.sin(bt.matmul(x, p.w)) - h), None), s.h, length=3)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "scan_40", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)}, positions={0: np.tile(np.arange(8).reshape(1, 2, 4), (40, 1, 1))})
+def _(p, s, x):
+    h, _ = lax.scan(lambda h, _: (h + 0.1 * (bt.matmul(x, p.w) - h), None), s.h, length=40)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "scan_of_inputs",
+    [R("matmul", "w")],
+    x=(3, 3),
+    positions={0: [[0, 1, 2, 3]] * 3},
+)
+def _(p, s, x):
+    def sub(h, x):
+        h = jnp.tanh(0.9 * h + bt.matmul(x, p.w))
+        return h, jnp.sin(h)
+
+    h, outs = lax.scan(sub, s.h, x, reverse=True)
+    return {"h": h}, outs
+
+
+@case(
+    "flow",
+    "scan_recurrent",
+    [R("matmul", "w", direct="", mixed="h")],
+    x=(3, 2),
+    params={"w": (6, 4)},
+    positions={0: [[0, 1, 2, 3]] * 3},
+    exact=False,
+)
+def _(p, s, x):
+    def sub(h, x):
+        return jnp.tanh(0.9 * h + bt.matmul(jnp.concatenate([x, h]), p.w)), None
+
+    h, _ = lax.scan(sub, s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "scan_after_op", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h, _ = lax.scan(lambda h, _: (h + 0.1 * (y - jnp.tanh(h)), None), s.h, length=3)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "scan_after_op_40", [R("matmul", "w")])
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    h, _ = lax.scan(lambda h, _: (h + 0.05 * (y - jnp.tanh(h)), None), s.h, length=40)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(  # a carry that turns: after four iterations every element is back where it was
+    "flow",
+    "scan_that_turns",
+    [R("matmul", "w")],
+)
+def _(p, s, x):
+    y, _ = lax.scan(lambda y, _: (jnp.sin(jnp.roll(y, 1)), None), bt.matmul(x, p.w), length=4)
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "scan_over_layers", [R("matmul", "w")], params={"w": (3, 3, 2)}, states={"h": (3, 2)})
+def _(p, s, x):
+    _, h = lax.scan(lambda c, wh: (c, jnp.tanh(0.9 * wh[1] + bt.matmul(x, wh[0]))), 0, (p.w, s.h))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "scan_through_layers",
+    [R("matmul", "w", direct="", mixed="h")],
+    x=2,
+    params={"w": (3, 2, 2)},
+    states={"h": (3, 2)},
+    exact=False,
+)
+def _(p, s, x):
+    def layer(x, wh):
+        h = jnp.tanh(0.9 * wh[1] + bt.matmul(x, wh[0]))
+        return h, h
+
+    x, h = lax.scan(layer, x, (p.w, s.h))
+    return {"h": h}, jnp.tanh(x)
+
+
+@case(
+    "flow",
+    "cond_in_scan",
+    [R("matmul", "w2"), R("matmul", "w1")],
+    x=(3, 3),
+    params={"w1": (3, 4), "w2": (3, 4)},
+    positions={0: [[0, 1, 2, 3]] * 3, 1: [[0, 1, 2, 3]] * 3},
+)
+def _(p, s, x):
+    def sub(h, x):
+        y = lax.cond(x[0] > 0, lambda: bt.matmul(x, p.w1), lambda: jnp.sin(bt.matmul(x, p.w2)))
+        return 0.9 * h + y, None
+
+    h, _ = lax.scan(sub, s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "scan_in_cond",
+    [R("matmul", "w")],
+    positions={0: [[0, 1, 2, 3]] * 2},
+)
+def _(p, s, x):
+    def loop(h):
+        return lax.scan(lambda h, _: (0.9 * h + bt.matmul(x, p.w), None), h, length=2)[0]
+
+    h = lax.cond(x.sum() > 0, loop, lambda h: 0.5 * h, s.h)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "scan_in_scan",
+    [R("matmul", "w")],
+    x=(2, 3, 3),
+    positions={0: [[[0, 1, 2, 3]] * 3] * 2},
+)
+def _(p, s, x):
+    def outer(h, x):
+        return lax.scan(lambda h, x: (0.9 * h + bt.matmul(x, p.w), None), jnp.tanh(h), x)
+
+    h, _ = lax.scan(outer, s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "fori_loop", [R("matmul", "w")], x=(3, 3), positions={0: [[0, 1, 2, 3]] * 3})
+def _(p, s, x):
+    h = lax.fori_loop(0, 3, lambda i, h: 0.9 * h + bt.matmul(x[i], p.w), s.h)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "fori_loop_over_units",
+    [R("matmul", "w")],
+    params={"w": (3, 2)},
+    states={"h": 3},
+    positions={0: [[0, 0], [1, 1], [2, 2]]},
+)
+def _(p, s, x):
+    def body(i, h):
+        return h.at[i].set(jnp.tanh(h[i]) + bt.matmul(x, p.w).sum() * (1.0 + i))
+
+    h = lax.fori_loop(0, 3, body, s.h)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "checkpoint", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    h = jax.checkpoint(lambda h, x, w: jnp.tanh(0.9 * h + bt.matmul(x, w)))(s.h, x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "checkpoint_in_scan", [R("matmul", "w")], x=(2, 3), positions={0: [[0, 1, 2, 3]] * 2})
+def _(p, s, x):
+    sub = jax.checkpoint(lambda h, x: (jnp.tanh(0.9 * h + bt.matmul(x, p.w)), None))
+    h, _ = lax.scan(sub, s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "nested_jit", [R("matmul", "w")])
+def _(p, s, x):
+    inner = jax.jit(lambda x, w: jnp.sin(bt.matmul(x, w)))
+    h = jax.jit(lambda h, x, w: 0.9 * h + inner(x, jnp.tanh(w)))(s.h, x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("while", "while_after_op", [R("matmul", "w")])
+def _(p, s, x):
+    y = lax.while_loop(lambda y: jnp.abs(y).max() > 0.5, lambda y: 0.5 * y, bt.matmul(x, p.w))
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("while", "while_of_state", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    h = lax.while_loop(lambda h: jnp.abs(h).max() > 2.0, lambda h: jnp.sin(h) * 1.5, h)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("while", "while_that_rolls", [R("matmul", "w")], exact=False)
+def _(p, s, x):
+    y = bt.matmul(x, p.w)
+    y = lax.while_loop(lambda y: y[0] > 0.0, lambda y: jnp.roll(y, 1) - 0.5, y)
+    h = 0.9 * s.h + y
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "vmap_data", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + jax.vmap(lambda x: jnp.sin(bt.matmul(x, p.w)))(x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "vmap_data_to_columns",
+    [R("matmul", "w")],
+    x=(2, 3),
+    states={"h": (4, 2)},
+    positions={0: [[0, 2, 4, 6], [1, 3, 5, 7]]},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + jax.vmap(lambda x: bt.matmul(x, p.w), out_axes=1)(x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "vmap_weights", [R("matmul", "w")], params={"w": (2, 3, 4)}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + jax.vmap(bt.matmul, (None, 0))(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "vmap_both",
+    [R("matmul", "w")],
+    x=(2, 3),
+    params={"w": {"weight": (2, 3, 4), "bias": (2, 4)}},
+    states={"h": (2, 4)},
+)
+def _(p, s, x):
+    h = 0.9 * s.h + jax.vmap(bt.matmul)(x, p.w["weight"], p.w["bias"])
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "vmap_of_vmap",
+    [R("matmul", "w")],
+    x=(2, 3),
+    params={"w": (2, 3, 4)},
+    states={"h": (2, 2, 4)},
+)
+def _(p, s, x):
+    models = jax.vmap(bt.matmul, (None, 0))
+    h = 0.9 * s.h + jax.vmap(lambda x: models(x, p.w))(x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "vmap_of_cell",
+    [R("element_wise", "a"), R("matmul", "w")],
+    x=(2, 3),
+    params={"a": 4, "w": (3, 4)},
+    states={"h": (2, 4)},
+    positions={0: Broadcast([[0, 1, 2, 3]] * 2)},
+)
+def _(p, s, x):
+    def cell(h, x):
+        return bt.element_wise(p.a, jax.nn.sigmoid) * h + bt.matmul(x, p.w)
+
+    h = jax.vmap(cell)(s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "flow",
+    "vmap_of_scan",
+    [R("matmul", "w")],
+    x=(2, 3, 3),
+    states={"h": (2, 4)},
+    positions={0: [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3},
+)
+def _(p, s, x):
+    def cell(h, x):
+        return lax.scan(lambda h, x: (jnp.tanh(0.9 * h + bt.matmul(x, p.w)), None), h, x)[0]
+
+    h = jax.vmap(cell)(s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "vmap_of_cond", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    def cell(h, x):
+        return lax.cond(x[0] > 0, lambda: 0.9 * h + bt.matmul(x, p.w), lambda: 0.5 * h)
+
+    h = jax.vmap(cell)(s.h, x)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("flow", "grad_inside", [R("matmul", "w")])
+def _(p, s, x):
+    """A model that differentiates itself: one step down the gradient of an energy of `h`."""
+    y = bt.matmul(x, p.w)
+    h = s.h - 0.1 * jax.grad(lambda h: jnp.sum(jnp.sin(h) * y + h**2))(s.h)
+    return {"h": h}, jnp.tanh(h)
+
+
+# -- derivative rules of their own, and spikes ---------------------------------------------------------
+
+
+@jax.custom_jvp
+def jvp_tanh(x):
+    return jnp.tanh(x)
+
+
+jvp_tanh.defjvps(lambda t, ans, x: (1 - ans**2) * t)
+
+
+@jax.custom_vjp
+def vjp_tanh(x):
+    return jnp.tanh(x)
+
+
+vjp_tanh.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: ((1 - jnp.tanh(x) ** 2) * g,))
+
+
+@jax.custom_jvp
+def jvp_spike(x):
+    return (x > 0).astype(x.dtype)
+
+
+jvp_spike.defjvps(lambda t, ans, x: t / (1 + jnp.abs(x)) ** 2)
+
+
+@jax.custom_vjp
+def vjp_spike(x):
+    return (x > 0).astype(x.dtype)
+
+
+vjp_spike.defvjp(lambda x: (vjp_spike(x), x), lambda x, g: (g / (1 + jnp.abs(x)) ** 2,))
+
+
+@case("spike", "custom_jvp", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+def _(p, s, x):
+    h = jvp_tanh(0.9 * s.h + jvp_tanh(bt.matmul(x, p.w)))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("spike", "custom_vjp", [R("matmul", "w")])
+def _(p, s, x):
+    h = vjp_tanh(0.9 * s.h + vjp_tanh(bt.matmul(x, p.w)))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("spike", "relu_and_gelu", [R("matmul", "w")])  # `jax.nn.relu` and `silu` are custom_jvp and jit
+def _(p, s, x):
+    h = jax.nn.silu(0.9 * s.h) + jax.nn.relu(bt.matmul(x, p.w)) + jax.nn.gelu(s.h)
+    return {"h": h}, jnp.tanh(h)
+
+
+def _spikes(name: str, spike: Callable[[Any], Any], x: Any, v: Any) -> None:
+    @case("spike", f"lif_{name}", [R("matmul", "w", "v")], x=x, states={"v": v}, groups="v")
+    def _(p, s, x):
+        v = 0.9 * s.v * (1 - spike(s.v - 0.5)) + bt.matmul(x, p.w)
+        return {"v": v}, spike(v - 0.5)
+
+    @case("spike", f"lif_soft_reset_{name}", [R("matmul", "w", "v")], x=x, states={"v": v}, groups="v")
+    def _(p, s, x):
+        v = 0.9 * s.v + bt.matmul(x, p.w)
+        z = spike(v - 0.5)
+        return {"v": v - 0.5 * z}, z
+
+    @case("spike", f"alif_{name}", [R("matmul", "w", "v")], x=x, states={"v": v, "a": v}, groups="v a")
+    def _(p, s, x):
+        z = spike(s.v - 0.5 - s.a)
+        v = 0.9 * s.v + bt.matmul(x, p.w) - 0.5 * z
+        a = 0.8 * s.a + 0.2 * z
+        return {"v": v, "a": a}, spike(v - 0.5 - a)
+
+
+_spikes("jvp", jvp_spike, 3, 4)
+_spikes("vjp", vjp_spike, (2, 3), (2, 4))
+
+
+@case(
+    "spike",
+    "lif_recurrent",
+    [R("matmul", "w", "v"), R("matmul", "r", "v")],
+    params={"w": (3, 4), "r": (4, 4)},
+    states={"v": 4},
+    groups="v",
+    exact=False,
+)
+def _(p, s, x):
+    z = vjp_spike(s.v - 0.5)
+    v = 0.9 * s.v * (1 - z) + bt.matmul(x, p.w) + bt.matmul(z, p.r)
+    return {"v": v}, vjp_spike(v - 0.5)
+
+
+@case(
+    "spike",
+    "learned_threshold",
+    [R("element_wise", "th", "v"), R("matmul", "w", "v")],
+    params={"th": 4, "w": (3, 4)},
+    states={"v": 4},
+    groups="v",
+)
+def _(p, s, x):
+    z = jvp_spike(s.v - bt.element_wise(p.th, jnp.exp))
+    v = 0.9 * s.v * (1 - z) + bt.matmul(x, p.w)
+    return {"v": v}, jnp.tanh(v)
+
+
+@case(
+    "spike",
+    "lif_and_leaky_readout",
+    [R("matmul", "w", "v"), R("matmul", "o", "r")],
+    x=(2, 3),
+    params={"w": (3, 4), "o": (4, 2)},
+    states={"v": (2, 4), "r": (2, 2)},
+    groups="v | r",
+    exact=False,
+)
+def _(p, s, x):
+    v = 0.9 * s.v * (1 - vjp_spike(s.v - 0.5)) + bt.matmul(x, p.w)
+    r = 0.8 * s.r + bt.matmul(vjp_spike(v - 0.5), p.o)
+    return {"v": v, "r": r}, jnp.tanh(r)
+
+
+# -- readouts and parameters without a mark ------------------------------------------------------------
+
+
+@case("readout", "plain_readout", [R("matmul", "w")], x=(2, 3), params={"w": (3, 4), "o": (4, 2)}, states={"h": (2, 4)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h @ p.o)
+
+
+@case("readout", "marked_readout", [R("matmul", "w")], params={"w": (3, 4), "o": (4, 2), "b": 2})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(bt.matmul(jnp.sin(h), p.o, p.b))
+
+
+@case("readout", "plain_bias_of_output", [R("matmul", "w")], params={"w": (3, 4), "b": 4})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h + p.b)
+
+
+@case("readout", "plain_bias_of_state", [R("matmul", "w")], params={"w": (3, 4), "b": 4}, exact=False)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w) + p.b
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("readout", "plain_input_weight", [R("matmul", "w")], params={"w": (3, 4), "v": (3, 4)}, exact=False)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w) * (x @ p.v)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("readout", "readout_of_old", [R("matmul", "w")], params={"w": (3, 4), "o": (4, 2)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h[:2] + s.h @ p.o)
+
+
+@case("readout", "several_outputs", [R("matmul", "w")], params={"w": (3, 4), "o": (4, 2)})
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.concatenate([jnp.tanh(h @ p.o), jnp.sin(h), s.h * h])
+
+
+# -- positions of the state that reach others ----------------------------------------------------------
+
+
+@case("mixing", "plain_recurrent", [R("matmul", "w")], params={"w": (3, 4), "r": (4, 4)}, exact=False)
+def _(p, s, x):
+    h = jnp.tanh(bt.matmul(x, p.w) + s.h @ p.r)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "roll_of_state", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)}, exact=False)
+def _(p, s, x):
+    h = 0.6 * s.h + 0.3 * jnp.roll(s.h, 1, -1) + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "only_roll_of_state", [R("matmul", "w")], exact=False)
+def _(p, s, x):
+    h = jnp.tanh(jnp.roll(s.h, 1)) + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "mean_of_state", [R("matmul", "w")], exact=False)
+def _(p, s, x):
+    h = 0.9 * s.h - 0.5 * jnp.mean(s.h) + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "layer_norm_of_state", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)}, exact=False)
+def _(p, s, x):
+    m = 0.9 * s.h + bt.matmul(x, p.w)
+    h = (m - m.mean(-1, keepdims=True)) / (m.std(-1, keepdims=True) + 0.1)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "softmax_of_state", [R("matmul", "w")], exact=False)
+def _(p, s, x):
+    h = 0.5 * s.h + jax.nn.softmax(s.h) + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "outer_of_state", [R("matmul", "w")], params={"w": (3, 2)}, states={"h": (2, 2)}, positions={0: Broadcast([[0, 0], [1, 1]])}, exact=False)
+def _(p, s, x):
+    """Fast weights: a state of two axes that decays by what it holds for the input."""
+    k = jnp.tanh(x[:2])
+    h = 0.9 * s.h - 0.1 * jnp.outer(s.h @ k, k) + bt.matmul(x, p.w)[:, None] * k[None]
+    return {"h": h}, jnp.tanh(h @ k)
+
+
+@case("mixing", "conv_of_state", [R("conv", "k")], x=(1, 1, 4), params={"k": (1, 1, 3)}, states={"h": (1, 1, 4)}, exact=False)
+def _(p, s, x):
+    blur = jnp.asarray(np.array([[[0.2, 0.5, 0.2]]]), x.dtype)
+    h = lax.conv_general_dilated(s.h, blur, (1,), "SAME") + bt.conv(x, p.k)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "mixing",
+    "weight_that_changes",  # no trace can follow a weight that depends on the state
+    [],
+    exact=False,
+)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w * jnp.tanh(s.h)[None])
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("mixing", "weight_of_input", [R("matmul", "v")], params={"w": (3, 4), "v": (3, 4)}, exact=False)
+def _(p, s, x):
+    h = 0.9 * s.h + bt.matmul(x, p.w * x[:, None]) + bt.matmul(x, p.v)
+    return {"h": h}, jnp.tanh(h)
