@@ -1,7 +1,9 @@
 """Tests run in float64, and no axis or type is added silently."""
 
+import brainstate  # sets the precision when it is imported, so it comes first
 import jax
 
+brainstate.environ.set(precision=64)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

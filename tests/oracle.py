@@ -238,7 +238,8 @@ class Brute:
             def local(flat: Any, k: int = k) -> Any:
                 return self._flat(k, f.step(params, self._unflat(k, flat, states), x, at_site=detached)[1])
 
-            full = jax.jacfwd(local)(self._flat(k, states)) if self.reverse else jax.jacrev(local)(self._flat(k, states))
+            jacobian = jax.jacfwd if self.forward else jax.jacrev
+            full = jacobian(local)(self._flat(k, states))
             D[k] = jnp.where(places[:, None] == places[None], full, 0)
 
             others = {v: stop(w) for m in range(len(self.groups)) if m != k for v, w in self._pinned(m, raw).items()}
@@ -251,7 +252,7 @@ class Brute:
                     return self._flat(k, f.step(params, states, x, at_site=add, pins=others)[1])
 
                 zero = jnp.zeros(int(np.prod(ys[s].shape, dtype=int)), ys[s].dtype)
-                J[s, k] = jax.jacrev(instant)(zero) if not self.reverse else jax.jacfwd(instant)(zero)
+                J[s, k] = jacobian(instant)(zero)
                 if self.sites[s, k] is not None:
                     J[s, k] = jnp.where(self.sites[s, k], J[s, k], 0)
 
@@ -261,6 +262,16 @@ class Brute:
                 return loss(f.step(params, states, x, pins=pins)[0])
 
             g[k] = jax.grad(signal)(self._flat(k, raw))
+
+        pinned = {v: w for k in range(len(self.groups)) for v, w in self._pinned(k, raw).items()}
+
+        def of_old(flats: Any) -> Any:
+            old = states
+            for k, flat in enumerate(flats):
+                old = self._unflat(k, flat, old)
+            return loss(f.step(params, old, x, pins=pinned)[0])
+
+        old = jax.grad(of_old)([self._flat(k, states) for k in range(len(self.groups))])
 
         def site_outputs(theta: Any, inputs: Any, ones: Any) -> dict[int, Any]:
             """`y` of each site as a function of parameters alone, with its inputs given."""
@@ -286,12 +297,13 @@ class Brute:
             "D": D,
             "J": J,
             "g": g,
+            "old": old,
             "dy": jax.jacrev(lambda t: site_outputs(t, None, 1.0))(theta),
             "within": jax.grad(within)(theta),
             "inputs": {s: v for s, v in inputs.items() if v is not None},
         }
 
-    reverse = False  # set where the step has a loop without reverse mode: then everything goes forward
+    forward = False  # set where the step has a loop without reverse mode: then everything goes forward
 
     def d_rtrl(self, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
         """`sum_t <g[t], M[t]>` plus what the traces do not stand for; or in windows."""
@@ -307,7 +319,7 @@ class Brute:
                 if not window:
                     grad = grad + now["within"]
                     for k, M in enumerate(influence):
-                        grad = grad + (now["g"][k] @ now["D"][k]) @ M
+                        grad = grad + (now["g"][k] @ now["D"][k] + now["old"][k]) @ M
                 influence = [
                     now["D"][k] @ M + sum(now["J"][s, j] @ now["dy"][s] for s, j in self.sites if j == k)
                     for k, M in enumerate(influence)
@@ -337,6 +349,8 @@ class Brute:
                     grad = grad + from_traces(at_start, states, chunk[0], steps)
             for x in chunk:
                 now = self.advance(self.theta, states, x)
+                if not window and steps:
+                    grad = grad + from_traces(now["old"], states, x, steps)
                 for key in self.sites:
                     s, k = key
                     new = (1 - decay) * now["J"][key]

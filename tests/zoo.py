@@ -105,33 +105,45 @@ class Draw:
         return spec
 
 
-def R(op: str, path: str, direct: str = "h", mixed: str = "", through: str = "", order: str = "") -> Relation:
-    """A relation; hidden states by name, as `"c h"`."""
-    kinds = {"all_direct": direct, "mixed": mixed, "all_through_other_etp": through}
-    found = {name: kind for kind, names in kinds.items() for name in names.split()}
-    names = order.split() or list(found)
-    classes = {tuple(n.split(".")): found[n] for n in names}
-    connected = [p for p, kind in classes.items() if kind != "all_through_other_etp"]
-    return (f"etp_{op}", tuple(path.split(".")), connected, classes)
+def _path(name: str) -> Path:
+    return tuple(name.split("."))
+
+
+def relations_of(text: str) -> list[Relation]:
+    """`"matmul w: a b~; ..."`: an op, its weight and the states that it feeds.
+
+    `b~` is reached through another marked op too.
+    """
+    found: list[Relation] = []
+    for part in filter(None, text.split("; ")):
+        head, _, states = part.partition(": ")
+        op, path = head.split()
+        classes = {_path(n.rstrip("~")): "mixed" if n.endswith("~") else "all_direct" for n in states.split()}
+        found.append((f"etp_{op}", _path(path), list(classes), classes))
+    return found
 
 
 def case(
     kind: str,
     name: str,
-    relations: list[Relation],
+    relations: str,
     *,
-    x: Any = 3,
-    params: dict[str, Any] | None = None,
-    states: dict[str, Any] | None = None,
     groups: str = "h",
+    x: Any = 3,
     positions: dict[Any, Any] | None = None,
     exact: bool = True,
+    **shapes: Any,
 ) -> Callable[[Callable[..., Any]], None]:
-    """Register a model; groups as `"c h | r"`, positions by relation, "identity" where not given."""
-    params = {"w": (3, 4)} if params is None else params
-    states = {"h": 4} if states is None else states
+    """Register a model; groups as `"c h | r"`, positions by relation, "identity" where not given.
+
+    `shapes` are those of the parameters and hidden states (`w=(3, 4)`, `h=4` where none is given); a
+    function makes a state of another kind.
+    """
+    hidden = groups.replace("|", " ").split()
+    states = {k: v for k, v in shapes.items() if k in hidden or callable(v)} or {"h": 4}
+    params = {k: v for k, v in shapes.items() if k not in states} or {"w": (3, 4)}
+    found = relations_of(relations)
     maps = {(k if isinstance(k, tuple) else (k, 0)): v for k, v in (positions or {}).items()}
-    full = {(i, 0): "identity" for i in range(len(relations))} | maps
 
     def register(f: Callable[..., Any]) -> None:
         assert name not in CASES
@@ -139,9 +151,9 @@ def case(
             name=name,
             build=lambda: Step(f, params, states),
             x=x if callable(x) else lambda rng: Draw(rng)(x, 1.0),
-            groups=[[tuple(p.split(".")) for p in g.split()] for g in groups.split("|")],
-            relations=relations,
-            positions=full,
+            groups=[[_path(n) for n in group.split()] for group in groups.split("|")],
+            relations=found,
+            positions={(i, 0): "identity" for i in range(len(found))} | maps,
             exact=exact,
             kind=kind,
         )
@@ -149,12 +161,13 @@ def case(
     return register
 
 
-def tail(name: str, fn: Any, *, y: int = 4, h: Any = 4, x: Any = 3, to: Any = "identity", **options: Any) -> None:
-    """`h = 0.8 h + fn(x @ w)`."""
-    relations = options.pop("relations", [R("matmul", "w")])
-    positions = {0: to} if relations else {}
+def tail(
+    name: str, fn: Any, *, y: int = 4, h: Any = 4, x: Any = 3, to: Any = "identity", **options: Any
+) -> None:
+    """`h = 0.8 h + fn(y)` with `y = x @ w`; `to` is where `y` goes (None: nowhere to follow it to)."""
+    relations, positions = ("", {}) if to is None else ("matmul w: h", {0: to})
 
-    @case("tail", name, relations, x=x, params={"w": (3, y)}, states={"h": h}, positions=positions, **options)
+    @case("tail", name, relations, x=x, w=(3, y), h=h, positions=positions, **options)
     def _(p, s, x):
         h = 0.8 * s.h + fn(bt.matmul(x, p.w))
         return {"h": h}, jnp.tanh(h)
@@ -164,7 +177,7 @@ def weight(name: str, fn: Any, path: str = "w", *, batched: bool = False, **para
     """`h = 0.9 h + x @ fn(parameters)`."""
     x, h = ((2, 3), (2, 4)) if batched else (3, 4)
 
-    @case("weight", name, [R("matmul", path)], x=x, params=params or {"w": (3, 4)}, states={"h": h})
+    @case("weight", name, f"matmul {path}: h", x=x, **(params or {"w": (3, 4)}), h=h)
     def _(p, s, x):
         h = 0.9 * s.h + bt.matmul(x, fn(p))
         return {"h": h}, jnp.tanh(h)
@@ -173,63 +186,43 @@ def weight(name: str, fn: Any, path: str = "w", *, batched: bool = False, **para
 # -- plain cells ---------------------------------------------------------------------------------------
 
 
-@case("cell", "leaky", [R("matmul", "w")])
+@case("cell", "leaky", "matmul w: h")
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("cell", "leaky_batched", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("cell", "leaky_batched", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("cell", "leaky_three_axes", [R("matmul", "w")], x=(2, 3, 3), states={"h": (2, 3, 4)})
+@case("cell", "leaky_three_axes", "matmul w: h", x=(2, 3, 3), h=(2, 3, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("cell", "leaky_nonlinear", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("cell", "leaky_nonlinear", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     h = jnp.tanh(0.9 * s.h + jnp.sin(bt.matmul(x, p.w)))
     return {"h": h}, jnp.sin(h) * h
 
 
-@case(
-    "cell",
-    "rnn",
-    [R("matmul", "wi"), R("matmul", "wh")],
-    params={"wi": (3, 4), "wh": (4, 4)},
-    exact=False,
-)
+@case("cell", "rnn", "matmul wi: h; matmul wh: h", wi=(3, 4), wh=(4, 4), exact=False)
 def _(p, s, x):
     h = jnp.tanh(bt.matmul(x, p.wi) + bt.matmul(s.h, p.wh))
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "cell",
-    "rnn_batched",
-    [R("matmul", "w")],
-    x=(2, 3),
-    params={"w": (7, 4)},
-    states={"h": (2, 4)},
-    exact=False,
-)
+@case("cell", "rnn_batched", "matmul w: h", x=(2, 3), w=(7, 4), h=(2, 4), exact=False)
 def _(p, s, x):
     h = 0.5 * s.h + jnp.tanh(bt.matmul(jnp.concatenate([x, s.h], -1), p.w))
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "cell",
-    "gru",
-    [R("matmul", "wz"), R("matmul", "wh")],
-    params={"wz": (7, 4), "wr": (7, 4), "wh": (7, 4)},
-    exact=False,
-)
+@case("cell", "gru", "matmul wz: h; matmul wh: h", wz=(7, 4), wr=(7, 4), wh=(7, 4), exact=False)
 def _(p, s, x):
     xh = jnp.concatenate([x, s.h])
     z, r = jax.nn.sigmoid(bt.matmul(xh, p.wz)), jax.nn.sigmoid(bt.matmul(xh, p.wr))
@@ -241,10 +234,11 @@ def _(p, s, x):
 @case(
     "cell",
     "gru_fused",
-    [R("matmul", "wzr", direct="", mixed="h"), R("matmul", "wh")],
+    "matmul wzr: h~; matmul wh: h",
     x=(2, 3),
-    params={"wzr": (6, 6), "wh": (6, 3)},
-    states={"h": (2, 3)},
+    wzr=(6, 6),
+    wh=(6, 3),
+    h=(2, 3),
     positions={0: [[0, 1, 2, -1, -1, -1], [3, 4, 5, -1, -1, -1]]},
     exact=False,
 )
@@ -259,9 +253,13 @@ def _(p, s, x):
 @case(
     "cell",
     "lstm",
-    [R("matmul", "wi", "c h"), R("matmul", "wf", "c h"), R("matmul", "wg", "c h"), R("matmul", "wo", "h")],
-    params={"wi": (7, 4), "wf": (7, 4), "wg": (7, 4), "wo": (7, 4)},
-    states={"c": 4, "h": 4},
+    "matmul wi: c h; matmul wf: c h; matmul wg: c h; matmul wo: h",
+    wi=(7, 4),
+    wf=(7, 4),
+    wg=(7, 4),
+    wo=(7, 4),
+    c=4,
+    h=4,
     groups="c h",
     exact=False,
 )
@@ -276,10 +274,11 @@ def _(p, s, x):
 @case(
     "cell",
     "lstm_fused",
-    [R("matmul", "w", "c h")],
+    "matmul w: c h",
     x=(2, 3),
-    params={"w": {"weight": (5, 8), "bias": 8}},
-    states={"c": (2, 2), "h": (2, 2)},
+    w={"weight": (5, 8), "bias": 8},
+    c=(2, 2),
+    h=(2, 2),
     groups="c h",
     positions={0: [[0, 1] * 4, [2, 3] * 4]},
     exact=False,
@@ -295,9 +294,10 @@ def _(p, s, x):
 @case(  # `h` is written and never read: an output, not a hidden state
     "cell",
     "lstm_of_input",
-    [R("matmul", "w", "c")],
-    params={"w": (3, 16)},
-    states={"c": 4, "h": 4},
+    "matmul w: c",
+    w=(3, 16),
+    c=4,
+    h=lambda draw: brainstate.HiddenState(draw(4)),
     groups="c",
     positions={0: [0, 1, 2, 3] * 3 + [-1] * 4},
 )
@@ -308,7 +308,7 @@ def _(p, s, x):
     return {"c": c, "h": h}, jnp.tanh(h)
 
 
-@case("cell", "mini_gru", [R("matmul", "wz"), R("matmul", "wh")], params={"wz": (3, 4), "wh": (3, 4)})
+@case("cell", "mini_gru", "matmul wz: h; matmul wh: h", wz=(3, 4), wh=(3, 4))
 def _(p, s, x):
     z = jax.nn.sigmoid(bt.matmul(x, p.wz))
     h = (1 - z) * s.h + z * bt.matmul(x, p.wh)
@@ -318,10 +318,10 @@ def _(p, s, x):
 @case(
     "cell",
     "mini_gru_fused",
-    [R("matmul", "w")],
+    "matmul w: h",
     x=(2, 3),
-    params={"w": (3, 6)},
-    states={"h": (2, 3)},
+    w=(3, 6),
+    h=(2, 3),
     positions={0: [[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5]]},
 )
 def _(p, s, x):
@@ -330,14 +330,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "cell",
-    "rotation",
-    [R("matmul", "wa", "a"), R("matmul", "wb", "b")],
-    params={"wa": (3, 4), "wb": (3, 4)},
-    states={"a": 4, "b": 4},
-    groups="a b",
-)
+@case("cell", "rotation", "matmul wa: a; matmul wb: b", wa=(3, 4), wb=(3, 4), a=4, b=4, groups="a b")
 def _(p, s, x):
     a = 0.6 * s.a - 0.7 * s.b + bt.matmul(x, p.wa)
     b = 0.7 * s.a + 0.6 * s.b + bt.matmul(x, p.wb)
@@ -347,14 +340,13 @@ def _(p, s, x):
 @case(
     "cell",
     "lru",
-    [
-        R("element_wise", "nu", "re im"),
-        R("element_wise", "theta", "re im"),
-        R("matmul", "w", "re im"),
-        R("element_wise", "gamma", "re im"),
-    ],
-    params={"nu": 4, "theta": 4, "w": (3, 8), "gamma": 4},
-    states={"re": 4, "im": 4},
+    "element_wise nu: re im; element_wise theta: re im; matmul w: re im; element_wise gamma: re im",
+    nu=4,
+    theta=4,
+    w=(3, 8),
+    gamma=4,
+    re=4,
+    im=4,
     groups="re im",
     positions={2: [0, 1, 2, 3] * 2},
 )
@@ -371,13 +363,7 @@ def _complex(draw: Draw) -> brainstate.State:
     return brainstate.HiddenState(lax.complex(draw(4), draw(4)))
 
 
-@case(
-    "complex",
-    "lru_complex",
-    [R("element_wise", "nu"), R("matmul", "wre")],
-    params={"nu": 4, "wre": (3, 4), "wim": (3, 4)},
-    states={"h": _complex},
-)
+@case("complex", "lru_complex", "element_wise nu: h; matmul wre: h", nu=4, wre=(3, 4), wim=(3, 4), h=_complex)
 def _(p, s, x):
     r = jnp.exp(-jnp.exp(bt.element_wise(p.nu)))
     a = lax.complex(r * np.cos(0.5), r * np.sin(0.5))
@@ -389,17 +375,13 @@ def _(p, s, x):
 # -- between op and state ------------------------------------------------------------------------------
 
 tail("roll", lambda y: jnp.roll(y, 1), to=[1, 2, 3, 0])
-tail(
-    "roll_batched",
-    lambda y: jnp.roll(y, 2, -1),
-    x=(2, 3),
-    h=(2, 4),
-    to=[[2, 3, 0, 1], [6, 7, 4, 5]],
-)
+tail("roll_batched", lambda y: jnp.roll(y, 2, -1), x=(2, 3), h=(2, 4), to=[[2, 3, 0, 1], [6, 7, 4, 5]])
 tail("reverse", lambda y: y[::-1], to=[3, 2, 1, 0])
 tail("reverse_batch", lambda y: jnp.flip(y, 0), x=(2, 3), h=(2, 4), to=[[4, 5, 6, 7], [0, 1, 2, 3]])
 tail("permute", lambda y: y[np.array([2, 0, 3, 1])], to=[1, 3, 0, 2])
-tail("permute_columns", lambda y: y[:, np.array([2, 0, 1])], y=3, x=(2, 3), h=(2, 3), to=[[1, 2, 0], [4, 5, 3]])
+tail(
+    "permute_columns", lambda y: y[:, np.array([2, 0, 1])], y=3, x=(2, 3), h=(2, 3), to=[[1, 2, 0], [4, 5, 3]]
+)
 tail("reshape", lambda y: y.reshape(2, 3), y=6, h=(2, 3))
 tail("reshape_transpose", lambda y: y.reshape(2, 3).T.reshape(6), y=6, h=6, to=[0, 2, 4, 1, 3, 5])
 tail("transpose", lambda y: y.T, y=4, x=(2, 3), h=(4, 2), to=[[0, 2, 4, 6], [1, 3, 5, 7]])
@@ -413,13 +395,14 @@ tail("concatenate_zeros", lambda y: jnp.concatenate([jnp.zeros(2, y.dtype), y]),
 tail("concatenate_twice", lambda y: jnp.concatenate([y, 2 * y]), y=2, to=Broadcast([0, 1, 0, 1]))
 tail("stack", lambda y: jnp.stack([y, y**2]), y=3, h=(2, 3), to=Broadcast([[0, 1, 2], [0, 1, 2]]))
 tail("gather_twice", lambda y: y[np.array([0, 1, 1, 0])], y=2, to=Broadcast([0, 1, 1, 0]))
+tail("broadcast", lambda y: jnp.broadcast_to(y, (2, 4)), h=(2, 4), to=Broadcast([[0, 1, 2, 3], [0, 1, 2, 3]]))
 tail(
-    "broadcast",
-    lambda y: jnp.broadcast_to(y, (2, 4)),
-    h=(2, 4),
-    to=Broadcast([[0, 1, 2, 3], [0, 1, 2, 3]]),
+    "broadcast_columns",
+    lambda y: jnp.broadcast_to(y[:, None], (2, 3)),
+    y=2,
+    h=(2, 3),
+    to=Broadcast([[0] * 3, [1] * 3]),
 )
-tail("broadcast_columns", lambda y: jnp.broadcast_to(y[:, None], (2, 3)), y=2, h=(2, 3), to=Broadcast([[0] * 3, [1] * 3]))
 tail("broadcast_one", lambda y: jnp.broadcast_to(y, (4,)), y=1, to=Broadcast([0, 0, 0, 0]))
 tail("tile", lambda y: jnp.tile(y, 3), y=2, h=6, to=Broadcast([0, 1] * 3))
 tail("sum", lambda y: y.sum(0), x=(2, 3), to=[[0, 1, 2, 3], [0, 1, 2, 3]])
@@ -458,13 +441,7 @@ tail(
     h=(3, 3),
     to=Broadcast([[0] * 3, [1] * 3, [2] * 3]),
 )
-tail(
-    "batched_product",
-    lambda y: jnp.einsum("bi,bi->b", y, jnp.cos(y)),
-    x=(2, 3),
-    h=2,
-    to=[[0] * 4, [1] * 4],
-)
+tail("batched_product", lambda y: jnp.einsum("bi,bi->b", y, jnp.cos(y)), x=(2, 3), h=2, to=[[0] * 4, [1] * 4])
 
 tail("layer_norm", lambda y: (y - y.mean()) / jnp.sqrt(y.var() + 1e-5), exact=False)
 tail(
@@ -485,19 +462,19 @@ tail(
     "plain_matrix_of_other_shape",
     lambda y: y @ jnp.asarray(np.arange(8.0).reshape(2, 4) / 8, y.dtype),
     y=2,
-    relations=[],
+    to=None,
     exact=False,
 )
 tail(
     "overlapping_pool",
     lambda y: lax.reduce_window(y, -jnp.inf, lax.max, (2,), (1,), "VALID"),
     y=5,
-    relations=[],
+    to=None,
     exact=False,
 )
 
 
-@case("tail", "shift_from_data", [R("matmul", "w")], exact=False)
+@case("tail", "shift_from_data", "matmul w: h", exact=False)
 def _(p, s, x):
     h = 0.8 * s.h + jnp.roll(bt.matmul(x, p.w), (x[0] > 0).astype(int))
     return {"h": h}, jnp.tanh(h)
@@ -506,10 +483,11 @@ def _(p, s, x):
 @case(
     "tail",
     "concatenate_ops",
-    [R("matmul", "w1"), R("matmul", "w2")],
+    "matmul w1: h; matmul w2: h",
     x=(2, 3),
-    params={"w1": (3, 1), "w2": (3, 2)},
-    states={"h": (2, 3)},
+    w1=(3, 1),
+    w2=(3, 2),
+    h=(2, 3),
     positions={0: [[0], [3]], 1: [[1, 2], [4, 5]]},
 )
 def _(p, s, x):
@@ -518,14 +496,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "tail",
-    "two_groups",
-    [R("matmul", "w", "h m")],
-    states={"h": 4, "m": ()},
-    groups="h | m",
-    positions={(0, 1): [0, 0, 0, 0]},
-)
+@case("tail", "two_groups", "matmul w: h m", h=4, m=(), groups="h | m", positions={(0, 1): [0, 0, 0, 0]})
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     h, m = 0.9 * s.h + y, 0.8 * s.m + jnp.mean(y**2)
@@ -557,13 +528,13 @@ weight("weight_of_scan", lambda p: lax.fori_loop(0, 2, lambda i, w: jnp.sin(w), 
 weight("weight_of_jit", lambda p: jax.jit(jax.checkpoint(jnp.tanh))(p.w))
 
 
-@case("weight", "weight_fn", [R("matmul", "w")], params={"w": {"weight": (3, 4), "bias": 4}})
+@case("weight", "weight_fn", "matmul w: h", w={"weight": (3, 4), "bias": 4})
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w["weight"], p.w["bias"], weight_fn=jnp.tanh, bias_fn=jnp.sin)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("weight", "weight_also_plain", [R("matmul", "w")])
+@case("weight", "weight_also_plain", "matmul w: h")
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h) + x @ p.w
@@ -572,34 +543,20 @@ def _(p, s, x):
 # -- one weight, several sites; several sites, one state -----------------------------------------------
 
 
-@case(
-    "shared",
-    "tied",
-    [R("matmul", "w"), R("matmul", "w")],
-    x=(2, 3),
-    params={"w": (3, 3)},
-    states={"h": (2, 3)},
-)
+@case("shared", "tied", "matmul w: h; matmul w: h", x=(2, 3), w=(3, 3), h=(2, 3))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w) * jnp.tanh(bt.matmul(x, p.w.T))
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "shared",
-    "tied_layers",
-    [R("matmul", "w", "a"), R("matmul", "w", "b")],
-    states={"a": 4, "b": 3},
-    groups="a | b",
-    exact=False,
-)
+@case("shared", "tied_layers", "matmul w: a; matmul w: b", a=4, b=3, groups="a | b", exact=False)
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + bt.matmul(jnp.tanh(a), p.w.T)
     return {"a": a, "b": b}, jnp.tanh(b)
 
 
-@case("shared", "two_sites", [R("matmul", "w"), R("matmul", "w")])
+@case("shared", "two_sites", "matmul w: h; matmul w: h")
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w) + jnp.sin(bt.matmul(x**2, p.w))
     return {"h": h}, jnp.tanh(h)
@@ -608,8 +565,9 @@ def _(p, s, x):
 @case(
     "shared",
     "two_sites_two_states",
-    [R("matmul", "w", "a"), R("matmul", "w", "b")],
-    states={"a": 4, "b": (2, 4)},
+    "matmul w: a; matmul w: b",
+    a=4,
+    b=(2, 4),
     groups="a | b",
     positions={1: Broadcast([[0, 1, 2, 3], [0, 1, 2, 3]])},
 )
@@ -619,26 +577,26 @@ def _(p, s, x):
     return {"a": a, "b": b}, jnp.tanh(a)[None] * b
 
 
-@case("shared", "same_call_twice", [R("matmul", "w"), R("matmul", "w")])
+@case("shared", "same_call_twice", "matmul w: h; matmul w: h")
 def _(p, s, x):
     call = jax.jit(bt.matmul)
     h = 0.9 * s.h + call(x, p.w) + jnp.sin(call(x, p.w))
     return {"h": h}, jnp.tanh(h)
 
 
-@case("shared", "gated", [R("matmul", "w1"), R("matmul", "w2")], params={"w1": (3, 4), "w2": (3, 4)})
+@case("shared", "gated", "matmul w1: h; matmul w2: h", w1=(3, 4), w2=(3, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w1) * bt.matmul(x, p.w2)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("shared", "gated_state", [R("matmul", "w1"), R("matmul", "w2")], params={"w1": (3, 4), "w2": (3, 4)})
+@case("shared", "gated_state", "matmul w1: h; matmul w2: h", w1=(3, 4), w2=(3, 4))
 def _(p, s, x):
     h = jax.nn.sigmoid(bt.matmul(x, p.w1)) * jnp.sin(s.h) + bt.matmul(x, p.w2)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("shared", "squared", [R("matmul", "w")])
+@case("shared", "squared", "matmul w: h")
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     h = 0.9 * s.h + y * y + y * s.h
@@ -651,9 +609,11 @@ def _(p, s, x):
 @case(
     "layers",
     "two_layers",
-    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
-    params={"w1": (3, 4), "w2": (4, 2)},
-    states={"a": 4, "b": 2},
+    "matmul w1: a; matmul w2: b",
+    w1=(3, 4),
+    w2=(4, 2),
+    a=4,
+    b=2,
     groups="a | b",
     exact=False,
 )
@@ -666,10 +626,11 @@ def _(p, s, x):
 @case(  # the second layer has no memory, so nothing of the first is lost
     "layers",
     "second_layer_without_memory",
-    [R("matmul", "w1", "a")],
+    "matmul w1: a",
     x=(2, 3),
-    params={"w1": (3, 4), "w2": (4, 2)},
-    states={"a": (2, 4)},
+    w1=(3, 4),
+    w2=(4, 2),
+    a=(2, 4),
     groups="a",
 )
 def _(p, s, x):
@@ -680,10 +641,12 @@ def _(p, s, x):
 @case(
     "layers",
     "two_layers_of_one_shape",
-    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
+    "matmul w1: a; matmul w2: b",
     x=(2, 3),
-    params={"w1": (3, 4), "w2": (4, 4)},
-    states={"a": (2, 4), "b": (2, 4)},
+    w1=(3, 4),
+    w2=(4, 4),
+    a=(2, 4),
+    b=(2, 4),
     groups="a | b",
     exact=False,
 )
@@ -696,9 +659,12 @@ def _(p, s, x):
 @case(
     "layers",
     "skip_of_input",
-    [R("matmul", "w1", "a"), R("matmul", "w2", "b"), R("matmul", "w3", "b")],
-    params={"w1": (3, 4), "w2": (4, 2), "w3": (3, 2)},
-    states={"a": 4, "b": 2},
+    "matmul w1: a; matmul w2: b; matmul w3: b",
+    w1=(3, 4),
+    w2=(4, 2),
+    w3=(3, 2),
+    a=4,
+    b=2,
     groups="a | b",
     exact=False,
 )
@@ -711,9 +677,11 @@ def _(p, s, x):
 @case(
     "layers",
     "residual",
-    [R("matmul", "w1", "a", mixed="b"), R("matmul", "w2", "b")],
-    params={"w1": (3, 4), "w2": (4, 4)},
-    states={"a": 4, "b": 4},
+    "matmul w1: a b~; matmul w2: b",
+    w1=(3, 4),
+    w2=(4, 4),
+    a=4,
+    b=4,
     groups="a b",
     exact=False,
 )
@@ -726,9 +694,13 @@ def _(p, s, x):
 @case(
     "layers",
     "three_layers",
-    [R("matmul", "w1", "a"), R("matmul", "w2", "b"), R("matmul", "w3", "c")],
-    params={"w1": (3, 4), "w2": (4, 2), "w3": (2, 3)},
-    states={"a": 4, "b": 2, "c": 3},
+    "matmul w1: a; matmul w2: b; matmul w3: c",
+    w1=(3, 4),
+    w2=(4, 2),
+    w3=(2, 3),
+    a=4,
+    b=2,
+    c=3,
     groups="a | b | c",
     exact=False,
 )
@@ -739,39 +711,27 @@ def _(p, s, x):
     return {"a": a, "b": b, "c": c}, jnp.tanh(c)
 
 
-@case(
-    "layers",
-    "op_of_op",
-    [R("matmul", "w2")],
-    params={"w1": (3, 2), "w2": (2, 4)},
-    exact=False,
-)
+@case("layers", "op_of_op", "matmul w2: h", w1=(3, 2), w2=(2, 4), exact=False)
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(jnp.tanh(bt.matmul(x, p.w1)), p.w2)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "layers",
-    "op_of_op_and_direct",
-    [R("matmul", "w1", direct="", mixed="h"), R("matmul", "w2")],
-    params={"w1": (3, 4), "w2": (4, 4)},
-    exact=False,
-)
+@case("layers", "op_of_op_and_direct", "matmul w1: h~; matmul w2: h", w1=(3, 4), w2=(4, 4), exact=False)
 def _(p, s, x):
     y = jnp.tanh(bt.matmul(x, p.w1))
     h = 0.9 * s.h + bt.matmul(y, p.w2) + y
     return {"h": h}, jnp.tanh(h)
 
 
-@case("layers", "skip_to_output", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("layers", "skip_to_output", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     h = 0.9 * s.h + y
     return {"h": h}, jnp.tanh(h) * y
 
 
-@case("layers", "skip_to_output_mixed", [R("matmul", "w")])
+@case("layers", "skip_to_output_mixed", "matmul w: h")
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     h = 0.9 * s.h + y
@@ -802,11 +762,7 @@ CASES["nested_modules"] = Case(
     Nested,
     lambda rng: Draw(rng)(3, 1.0),
     [[("cells", "0", "h")], [("cells", "1", "h")], [("out", "h")]],
-    [
-        R("matmul", "cells.0.w", "cells.0.h"),
-        R("matmul", "cells.1.w", "cells.1.h"),
-        R("matmul", "out.w", "out.h"),
-    ],
+    relations_of("matmul cells.0.w: cells.0.h; matmul cells.1.w: cells.1.h; matmul out.w: out.h"),
     {(0, 0): "identity", (1, 0): "identity", (2, 0): "identity"},
     False,
     "layers",
@@ -816,35 +772,21 @@ CASES["nested_modules"] = Case(
 # -- states --------------------------------------------------------------------------------------------
 
 
-@case("state", "cascade", [R("matmul", "w", "a b")], states={"a": 4, "b": 4}, groups="a b")
+@case("state", "cascade", "matmul w: a b", a=4, b=4, groups="a b")
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + jnp.tanh(a)
     return {"a": a, "b": b}, jnp.tanh(b)
 
 
-@case(
-    "state",
-    "cascade_of_old",
-    [R("matmul", "w", "a")],
-    x=(2, 3),
-    states={"a": (2, 4), "b": (2, 4)},
-    groups="a b",
-)
+@case("state", "cascade_of_old", "matmul w: a", x=(2, 3), a=(2, 4), b=(2, 4), groups="a b")
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + jnp.tanh(s.a)
     return {"a": a, "b": b}, jnp.tanh(b) * a
 
 
-@case(
-    "state",
-    "cascade_of_three",
-    [R("matmul", "w", "a b c")],
-    x=(2, 3),
-    states={"a": (2, 4), "b": (2, 4), "c": (2, 4)},
-    groups="a b c",
-)
+@case("state", "cascade_of_three", "matmul w: a b c", x=(2, 3), a=(2, 4), b=(2, 4), c=(2, 4), groups="a b c")
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + jnp.tanh(a)
@@ -852,67 +794,41 @@ def _(p, s, x):
     return {"a": a, "b": b, "c": c}, jnp.tanh(c) + b**2
 
 
-@case(
-    "state",
-    "cascade_rolled",
-    [R("matmul", "w", "a")],
-    states={"a": 4, "b": 4},
-    groups="a | b",
-    exact=False,
-)
+@case("state", "cascade_rolled", "matmul w: a", a=4, b=4, groups="a | b", exact=False)
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + jnp.roll(a, 1)
     return {"a": a, "b": b}, jnp.tanh(b)
 
 
-@case(
-    "state",
-    "cascade_summed",
-    [R("matmul", "w", "a")],
-    states={"a": 4, "b": ()},
-    groups="a | b",
-    exact=False,
-)
+@case("state", "cascade_summed", "matmul w: a", a=4, b=(), groups="a | b", exact=False)
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + jnp.tanh(a).sum()
     return {"a": a, "b": b}, jnp.tanh(a) * b
 
 
-@case("state", "minus", [R("matmul", "w", "h a")], states={"h": 4, "a": 4}, groups="h a")
+@case("state", "minus", "matmul w: h a", h=4, a=4, groups="h a")
 def _(p, s, x):
     h = 0.9 * (s.h - s.a) + bt.matmul(x, p.w)
     a = 0.7 * s.a + 0.1 * jnp.tanh(h)
     return {"h": h, "a": a}, jnp.tanh(h)
 
 
-@case("state", "minus_old", [R("matmul", "w", "h")], x=(2, 3), states={"h": (2, 4), "a": (2, 4)}, groups="h a")
+@case("state", "minus_old", "matmul w: h", x=(2, 3), h=(2, 4), a=(2, 4), groups="h a")
 def _(p, s, x):
     d = s.h - s.a
     h, a = 0.9 * d + bt.matmul(x, p.w), 0.7 * s.a - 0.1 * jnp.sin(d)
     return {"h": h, "a": a}, jnp.tanh(h - a)
 
 
-@case(
-    "state",
-    "apart",
-    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
-    params={"w1": (3, 4), "w2": (3, 4)},
-    states={"a": 4, "b": 4},
-    groups="a | b",
-)
+@case("state", "apart", "matmul w1: a; matmul w2: b", w1=(3, 4), w2=(3, 4), a=4, b=4, groups="a | b")
 def _(p, s, x):
     a, b = 0.9 * s.a + bt.matmul(x, p.w1), 0.8 * s.b + bt.matmul(x, p.w2)
     return {"a": a, "b": b}, jnp.tanh(a * b)
 
 
-@case(
-    "state",
-    "hidden_group_state",
-    [R("matmul", "w")],
-    states={"h": lambda draw: brainstate.HiddenGroupState(draw((4, 2)))},
-)
+@case("state", "hidden_group_state", "matmul w: h", h=lambda draw: brainstate.HiddenGroupState(draw((4, 2))))
 def _(p, s, x):
     v, a = s.h[..., 0], s.h[..., 1]
     v = 0.9 * v - 0.2 * a + bt.matmul(x, p.w)
@@ -923,9 +839,10 @@ def _(p, s, x):
 @case(
     "state",
     "hidden_group_state_and_another",
-    [R("matmul", "w", "h r")],
+    "matmul w: h r",
     x=(2, 3),
-    states={"h": lambda draw: brainstate.HiddenGroupState(draw((2, 4, 2))), "r": (2, 4)},
+    h=lambda draw: brainstate.HiddenGroupState(draw((2, 4, 2))),
+    r=(2, 4),
     groups="h r",
 )
 def _(p, s, x):
@@ -938,18 +855,18 @@ def _tree(draw: Draw) -> brainstate.State:
     return brainstate.HiddenTreeState({"v": draw(4) * u.mV, "a": draw(4)})
 
 
-@case("state", "hidden_tree_state", [R("matmul", "w", "n")], states={"n": _tree}, groups="n")
+@case("state", "hidden_tree_state", "matmul w: n", n=_tree, groups="n")
 def _(p, s, x):
     v = 0.9 * s.n.v - 0.2 * s.n.a * u.mV + bt.matmul(x, p.w) * u.mV
-    a = 0.8 * s.n.a + 0.3 * jnp.tanh((v / u.mV))
+    a = 0.8 * s.n.a + 0.3 * jnp.tanh(v / u.mV)
     return {"n": {"v": v, "a": a}}, jnp.tanh(v / u.mV)
 
 
 @case(
     "state",
     "state_of_two_leaves",
-    [R("matmul", "w", "h.a h.v")],
-    states={"h": lambda draw: brainstate.ShortTermState(draw({"v": 4, "a": 4}))},
+    "matmul w: h.a h.v",
+    h=lambda draw: brainstate.ShortTermState(draw({"v": 4, "a": 4})),
     groups="h.a h.v",
 )
 def _(p, s, x):
@@ -961,8 +878,9 @@ def _(p, s, x):
 @case(
     "state",
     "short_term_state",
-    [R("matmul", "w", "h a")],
-    states={"h": lambda draw: brainstate.ShortTermState(draw(4)), "a": 4},
+    "matmul w: h a",
+    h=lambda draw: brainstate.ShortTermState(draw(4)),
+    a=4,
     groups="h a",
 )
 def _(p, s, x):
@@ -971,7 +889,7 @@ def _(p, s, x):
     return {"h": h, "a": a}, jnp.tanh(h)
 
 
-@case("state", "unit", [R("matmul", "w")], states={"h": lambda draw: brainstate.HiddenState(draw(4) * u.mV)})
+@case("state", "unit", "matmul w: h", h=lambda draw: brainstate.HiddenState(draw(4) * u.mV))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w * u.mV)
     return {"h": h}, jnp.tanh(h / u.mV)
@@ -980,10 +898,11 @@ def _(p, s, x):
 @case(
     "state",
     "unit_of_input_and_leak",
-    [R("matmul", "w", "v"), R("element_wise", "tau", "v")],
+    "matmul w: v; element_wise tau: v",
     x=(2, 3),
-    params={"w": (3, 4), "tau": 4},
-    states={"v": lambda draw: brainstate.HiddenState(draw((2, 4)) * u.mV)},
+    w=(3, 4),
+    tau=4,
+    v=lambda draw: brainstate.HiddenState(draw((2, 4)) * u.mV),
     groups="v",
     positions={1: Broadcast([[0, 1, 2, 3]] * 2)},
 )
@@ -994,45 +913,36 @@ def _(p, s, x):
     return {"v": v}, jnp.tanh(v / u.mV)
 
 
-@case("state", "scalar", [R("matmul", "w")], params={"w": (3, 1)}, states={"h": ()})
+@case("state", "scalar", "matmul w: h", w=(3, 1), h=())
 def _(p, s, x):
     h = jnp.tanh(0.9 * s.h + bt.matmul(x, p.w)[0])
     return {"h": h}, jnp.tanh(h)
 
 
-@case("state", "copies", [R("matmul", "w", "a b")], states={"a": 4, "b": 4}, groups="a b")
+@case("state", "copies", "matmul w: a b", a=4, b=4, groups="a b")
 def _(p, s, x):
     b = 0.5 * s.b + 0.3 * s.a + bt.matmul(x, p.w)
     return {"a": b, "b": b}, jnp.tanh(b)
 
 
-@case("state", "swapped", [R("matmul", "w", "b")], states={"a": 4, "b": 4}, groups="a b")
+@case("state", "swapped", "matmul w: b", a=4, b=4, groups="a b")
 def _(p, s, x):
     return {"a": s.b, "b": 0.5 * s.a + bt.matmul(x, p.w)}, jnp.tanh(s.a * s.b)
 
 
-@case("state", "delay_of_two", [R("matmul", "w", "a")], states={"a": 4, "b": 4}, groups="a b")
+@case("state", "delay_of_two", "matmul w: a", a=4, b=4, groups="a b")
 def _(p, s, x):
     return {"a": 0.5 * s.b + bt.matmul(x, p.w), "b": s.a}, jnp.tanh(s.a * s.b)
 
 
-@case(
-    "state",
-    "counter",
-    [R("matmul", "w")],
-    states={"h": 4, "t": lambda draw: brainstate.ShortTermState(jnp.zeros((), int))},
-)
+@case("state", "counter", "matmul w: h", h=4, t=lambda draw: brainstate.ShortTermState(jnp.zeros((), int)))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w) / (1 + s.t).astype(x.dtype)
     return {"h": h, "t": s.t + 1}, jnp.tanh(h)
 
 
 @case(  # the running mean is carried but not traced
-    "state",
-    "running_mean",
-    [R("matmul", "w")],
-    states={"h": 4, "m": lambda draw: brainstate.LongTermState(draw(4))},
-    exact=False,
+    "state", "running_mean", "matmul w: h", h=4, m=lambda draw: brainstate.LongTermState(draw(4)), exact=False
 )
 def _(p, s, x):
     y = bt.matmul(x, p.w)
@@ -1043,10 +953,12 @@ def _(p, s, x):
 @case(
     "state",
     "two_states_two_shapes",
-    [R("matmul", "w1", "a"), R("matmul", "w2", "b")],
+    "matmul w1: a; matmul w2: b",
     x=(2, 3),
-    params={"w1": (3, 4), "w2": (3, 2)},
-    states={"a": (2, 4), "b": (2, 2)},
+    w1=(3, 4),
+    w2=(3, 2),
+    a=(2, 4),
+    b=(2, 2),
     groups="a | b",
 )
 def _(p, s, x):
@@ -1059,10 +971,9 @@ def _(p, s, x):
 
 def _leak(name: str, shape: Any, h: Any, to: Any) -> None:
     x = 3 if isinstance(h, int) else (*h[:-1], 3)
-    relations = [R("element_wise", "a"), R("matmul", "w")]
-    states = {"h": h}
+    relations = "element_wise a: h; matmul w: h"
 
-    @case("leak", name, relations, x=x, params={"a": shape, "w": (3, 4)}, states=states, positions={0: to})
+    @case("leak", name, relations, x=x, a=shape, w=(3, 4), h=h, positions={0: to})
     def _(p, s, x):
         a = bt.element_wise(p.a, jax.nn.sigmoid)
         h = jnp.broadcast_to(a, s.h.shape) * s.h + bt.matmul(x, p.w)
@@ -1078,20 +989,13 @@ _leak("leak_scalar_batched", (), (2, 4), Broadcast([[0] * 4] * 2))
 _leak("leak_of_state_shape", (2, 4), (2, 4), "identity")
 
 
-@case("leak", "gain", [R("element_wise", "g"), R("matmul", "w")], params={"g": 4, "w": (3, 4)})
+@case("leak", "gain", "element_wise g: h; matmul w: h", g=4, w=(3, 4))
 def _(p, s, x):
     h = jnp.tanh(s.h) + bt.element_wise(p.g, weight_fn=jnp.exp) * bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "leak",
-    "leak_of_scalar_state",
-    [R("element_wise", "a"), R("element_wise", "b")],
-    x=(),
-    params={"a": (), "b": ()},
-    states={"h": ()},
-)
+@case("leak", "leak_of_scalar_state", "element_wise a: h; element_wise b: h", x=(), a=(), b=(), h=())
 def _(p, s, x):
     h = bt.element_wise(p.a, jax.nn.sigmoid) * s.h + x * bt.element_wise(p.b)
     return {"h": h}, jnp.tanh(h)
@@ -1100,24 +1004,19 @@ def _(p, s, x):
 # -- other operations ----------------------------------------------------------------------------------
 
 
-@case("op", "bias", [R("matmul", "w")], x=(2, 3), params={"w": (3, 4), "b": 4}, states={"h": (2, 4)})
+@case("op", "bias", "matmul w: h", x=(2, 3), w=(3, 4), b=4, h=(2, 4))
 def _(p, s, x):
     h = jnp.tanh(0.9 * s.h + bt.matmul(x, p.w, p.b))
     return {"h": h}, jnp.tanh(h)
 
 
-@case("op", "lora", [R("lora_matmul", "B")], x=(2, 3), params={"B": (3, 2), "A": (2, 4)}, states={"h": (2, 4)})
+@case("op", "lora", "lora_matmul B: h", x=(2, 3), B=(3, 2), A=(2, 4), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.lora_matmul(x, p.B, p.A, alpha=0.5)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "op",
-    "lora_and_frozen",
-    [R("lora_matmul", "B")],
-    params={"B": (3, 1), "A": (1, 4), "b": 4},
-)
+@case("op", "lora_and_frozen", "lora_matmul B: h", B=(3, 1), A=(1, 4), b=4)
 def _(p, s, x):
     frozen = jnp.asarray(np.arange(12.0).reshape(3, 4) / 12, x.dtype)
     h = 0.9 * s.h + x @ frozen + bt.lora_matmul(x, p.B, p.A, bias=p.b, a_fn=jnp.tanh)
@@ -1127,7 +1026,7 @@ def _(p, s, x):
 def _conv(name: str, x: Any, kernel: Any, h: Any, bias: int | None = None, **options: Any) -> None:
     params = {"k": kernel} if bias is None else {"k": kernel, "b": bias}
 
-    @case("op", name, [R("conv", "k")], x=x, params=params, states={"h": h})
+    @case("op", name, "conv k: h", x=x, h=h, **params)
     def _(p, s, x):
         h = 0.9 * s.h + bt.conv(x, p.k, getattr(p, "b", None), **options)
         return {"h": h}, jnp.tanh(h)
@@ -1154,10 +1053,10 @@ _conv(
 @case(
     "op",
     "conv_pooled",
-    [R("conv", "k")],
+    "conv k: h",
     x=(1, 1, 4),
-    params={"k": (2, 1, 3)},
-    states={"h": 4},
+    k=(2, 1, 3),
+    h=4,
     positions={0: [[[0, 0, 1, 1], [2, 2, 3, 3]]]},
 )
 def _(p, s, x):
@@ -1170,13 +1069,13 @@ def _indices(*shape: int) -> Callable[[np.random.RandomState], Any]:
     return lambda rng: jnp.asarray(rng.randint(0, 5, shape))
 
 
-@case("op", "embedding", [R("embedding", "w")], x=_indices(2), params={"w": (5, 4)}, states={"h": (2, 4)})
+@case("op", "embedding", "embedding w: h", x=_indices(2), w=(5, 4), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.embedding(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("op", "embedding_of_one", [R("embedding", "w")], x=_indices(), params={"w": (5, 4)})
+@case("op", "embedding_of_one", "embedding w: h", x=_indices(), w=(5, 4))
 def _(p, s, x):
     h = jnp.tanh(s.h + bt.embedding(x, p.w, weight_fn=jnp.sin))
     return {"h": h}, jnp.tanh(h)
@@ -1185,10 +1084,10 @@ def _(p, s, x):
 @case(
     "op",
     "embedding_summed",
-    [R("embedding", "w")],
+    "embedding w: h",
     x=_indices(2),
-    params={"w": (5, 3)},
-    states={"h": 3},
+    w=(5, 3),
+    h=3,
     positions={0: [[0, 1, 2], [0, 1, 2]]},
 )
 def _(p, s, x):
@@ -1196,33 +1095,19 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("op", "einsum", [R("einsum", "w")], x=(2, 2, 3), params={"w": (2, 3, 4)}, states={"h": (2, 2, 4)})
+@case("op", "einsum", "einsum w: h", x=(2, 2, 3), w=(2, 3, 4), h=(2, 2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.einsum("bhd,hde->bhe", x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "op",
-    "einsum_transposed",
-    [R("einsum", "w")],
-    x=(2, 3),
-    params={"w": (4, 3)},
-    states={"h": (4, 2)},
-)
+@case("op", "einsum_transposed", "einsum w: h", x=(2, 3), w=(4, 3), h=(4, 2))
 def _(p, s, x):
     h = 0.9 * s.h + bt.einsum("bi,oi->ob", x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "op",
-    "grouped_matmul",
-    [R("grouped_matmul", "w")],
-    x=(2, 2, 3),
-    params={"w": (2, 3, 2), "b": (2, 2)},
-    states={"h": (2, 2, 2)},
-)
+@case("op", "grouped_matmul", "grouped_matmul w: h", x=(2, 2, 3), w=(2, 3, 2), b=(2, 2), h=(2, 2, 2))
 def _(p, s, x):
     h = 0.9 * s.h + bt.grouped_matmul(x, p.w, p.b)
     return {"h": h}, jnp.tanh(h)
@@ -1231,22 +1116,24 @@ def _(p, s, x):
 _SPARSE = scipy.sparse.coo_matrix([[1.0, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 1]])
 
 
-@case("op", "sparse", [R("sparse_matmul", "w")], params={"w": 6})
+@case("op", "sparse", "sparse_matmul w: h", w=6)
 def _(p, s, x):
     h = 0.9 * s.h + bt.sparse_matmul(x, p.w, sparse_mat=_SPARSE)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("op", "sparse_batched", [R("sparse_matmul", "w")], x=(2, 3), params={"w": 6, "b": 4}, states={"h": (2, 4)})
+@case("op", "sparse_batched", "sparse_matmul w: h", x=(2, 3), w=6, b=4, h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.sparse_matmul(x, p.w, sparse_mat=_SPARSE, bias=p.b, weight_fn=jnp.tanh)
     return {"h": h}, jnp.tanh(h)
 
 
-gain_p = bt.register_primitive("etp_gain", lambda x, weight: x * jnp.broadcast_to(weight, x.shape), "...o,o->...o")
+gain_p = bt.register_primitive(
+    "etp_gain", lambda x, weight: x * jnp.broadcast_to(weight, x.shape), "...o,o->...o"
+)
 
 
-@case("op", "own_op", [R("gain", "g")], x=(2, 4), params={"g": 4}, states={"h": (2, 4)})
+@case("op", "own_op", "gain g: h", x=(2, 4), g=4, h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + gain_p(x, weights={"weight": p.g})
     return {"h": h}, jnp.tanh(h)
@@ -1255,32 +1142,27 @@ def _(p, s, x):
 # -- control flow --------------------------------------------------------------------------------------
 
 
-@case("flow", "cond", [R("matmul", "w2"), R("matmul", "w1")], params={"w1": (3, 4), "w2": (3, 4)})
+@case("flow", "cond", "matmul w2: h; matmul w1: h", w1=(3, 4), w2=(3, 4))
 def _(p, s, x):
     y = lax.cond(x.sum() > 0, lambda x: bt.matmul(x, p.w1), lambda x: jnp.sin(bt.matmul(x, p.w2)), x)
     h = 0.9 * s.h + y
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "cond_one_weight", [R("matmul", "w"), R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("flow", "cond_one_weight", "matmul w: h; matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     y = lax.cond(x[0, 0] > 0, lambda: bt.matmul(x, p.w), lambda: bt.matmul(x**2, 2 * p.w))
     h = 0.9 * s.h + y
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "cond_of_state", [R("matmul", "w")])
+@case("flow", "cond_of_state", "matmul w: h")
 def _(p, s, x):
     h = lax.cond(s.h.sum() > 0, lambda h: 0.5 * h, lambda h: 0.9 * h + bt.matmul(x, p.w), s.h)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "cond_roll",
-    [R("matmul", "w"), R("matmul", "w")],
-    positions={0: [1, 2, 3, 0]},
-)
+@case("flow", "cond_roll", "matmul w: h; matmul w: h", positions={0: [1, 2, 3, 0]})
 def _(p, s, x):
     y = lax.cond(x.sum() > 0, lambda: bt.matmul(x, p.w), lambda: jnp.roll(bt.matmul(x, p.w), 1))
     h = 0.9 * s.h + y
@@ -1288,10 +1170,7 @@ def _(p, s, x):
 
 
 @case(  # one site, and a branch that moves it: where it goes depends on data
-    "flow",
-    "cond_moves",
-    [R("matmul", "w")],
-    exact=False,
+    "flow", "cond_moves", "matmul w: h", exact=False
 )
 def _(p, s, x):
     y = bt.matmul(x, p.w)
@@ -1299,12 +1178,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "switch",
-    [R("matmul", "w1"), R("matmul", "w2")],
-    params={"w1": (3, 4), "w2": (3, 4)},
-)
+@case("flow", "switch", "matmul w1: h; matmul w2: h", w1=(3, 4), w2=(3, 4))
 def _(p, s, x):
     index = (x[0] > 0).astype(int) + (x[1] > 0).astype(int)
     branches = [lambda: bt.matmul(x, p.w1), lambda: jnp.zeros_like(s.h), lambda: bt.matmul(x, p.w2) ** 2]
@@ -1312,25 +1186,26 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "scan_3", [R("matmul", "w")], positions={0: [[0, 1, 2, 3]] * 3})
+@case("flow", "scan_3", "matmul w: h", positions={0: [[0, 1, 2, 3]] * 3})
 def _(p, s, x):
     h, _ = lax.scan(lambda h, _: (h + 0.1 * (jnp.sin(bt.matmul(x, p.w)) - h), None), s.h, length=3)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "scan_40", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)}, positions={0: np.tile(np.arange(8).reshape(1, 2, 4), (40, 1, 1))})
+@case(
+    "flow",
+    "scan_40",
+    "matmul w: h",
+    x=(2, 3),
+    h=(2, 4),
+    positions={0: np.tile(np.arange(8).reshape(1, 2, 4), (40, 1, 1))},
+)
 def _(p, s, x):
     h, _ = lax.scan(lambda h, _: (h + 0.1 * (bt.matmul(x, p.w) - h), None), s.h, length=40)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "scan_of_inputs",
-    [R("matmul", "w")],
-    x=(3, 3),
-    positions={0: [[0, 1, 2, 3]] * 3},
-)
+@case("flow", "scan_of_inputs", "matmul w: h", x=(3, 3), positions={0: [[0, 1, 2, 3]] * 3})
 def _(p, s, x):
     def sub(h, x):
         h = jnp.tanh(0.9 * h + bt.matmul(x, p.w))
@@ -1343,9 +1218,9 @@ def _(p, s, x):
 @case(
     "flow",
     "scan_recurrent",
-    [R("matmul", "w", direct="", mixed="h")],
+    "matmul w: h~",
     x=(3, 2),
-    params={"w": (6, 4)},
+    w=(6, 4),
     positions={0: [[0, 1, 2, 3]] * 3},
     exact=False,
 )
@@ -1357,14 +1232,14 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "scan_after_op", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("flow", "scan_after_op", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     h, _ = lax.scan(lambda h, _: (h + 0.1 * (y - jnp.tanh(h)), None), s.h, length=3)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "scan_after_op_40", [R("matmul", "w")])
+@case("flow", "scan_after_op_40", "matmul w: h")
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     h, _ = lax.scan(lambda h, _: (h + 0.05 * (y - jnp.tanh(h)), None), s.h, length=40)
@@ -1372,9 +1247,7 @@ def _(p, s, x):
 
 
 @case(  # a carry that turns: after four iterations every element is back where it was
-    "flow",
-    "scan_that_turns",
-    [R("matmul", "w")],
+    "flow", "scan_that_turns", "matmul w: h"
 )
 def _(p, s, x):
     y, _ = lax.scan(lambda y, _: (jnp.sin(jnp.roll(y, 1)), None), bt.matmul(x, p.w), length=4)
@@ -1382,21 +1255,13 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "scan_over_layers", [R("matmul", "w")], params={"w": (3, 3, 2)}, states={"h": (3, 2)})
+@case("flow", "scan_over_layers", "matmul w: h", w=(3, 3, 2), h=(3, 2))
 def _(p, s, x):
     _, h = lax.scan(lambda c, wh: (c, jnp.tanh(0.9 * wh[1] + bt.matmul(x, wh[0]))), 0, (p.w, s.h))
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "scan_through_layers",
-    [R("matmul", "w", direct="", mixed="h")],
-    x=2,
-    params={"w": (3, 2, 2)},
-    states={"h": (3, 2)},
-    exact=False,
-)
+@case("flow", "scan_through_layers", "matmul w: h~", x=2, w=(3, 2, 2), h=(3, 2), exact=False)
 def _(p, s, x):
     def layer(x, wh):
         h = jnp.tanh(0.9 * wh[1] + bt.matmul(x, wh[0]))
@@ -1409,9 +1274,10 @@ def _(p, s, x):
 @case(
     "flow",
     "cond_in_scan",
-    [R("matmul", "w2"), R("matmul", "w1")],
+    "matmul w2: h; matmul w1: h",
     x=(3, 3),
-    params={"w1": (3, 4), "w2": (3, 4)},
+    w1=(3, 4),
+    w2=(3, 4),
     positions={0: [[0, 1, 2, 3]] * 3, 1: [[0, 1, 2, 3]] * 3},
 )
 def _(p, s, x):
@@ -1423,12 +1289,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "scan_in_cond",
-    [R("matmul", "w")],
-    positions={0: [[0, 1, 2, 3]] * 2},
-)
+@case("flow", "scan_in_cond", "matmul w: h", positions={0: [[0, 1, 2, 3]] * 2})
 def _(p, s, x):
     def loop(h):
         return lax.scan(lambda h, _: (0.9 * h + bt.matmul(x, p.w), None), h, length=2)[0]
@@ -1437,13 +1298,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "scan_in_scan",
-    [R("matmul", "w")],
-    x=(2, 3, 3),
-    positions={0: [[[0, 1, 2, 3]] * 3] * 2},
-)
+@case("flow", "scan_in_scan", "matmul w: h", x=(2, 3, 3), positions={0: [[[0, 1, 2, 3]] * 3] * 2})
 def _(p, s, x):
     def outer(h, x):
         return lax.scan(lambda h, x: (0.9 * h + bt.matmul(x, p.w), None), jnp.tanh(h), x)
@@ -1452,20 +1307,13 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "fori_loop", [R("matmul", "w")], x=(3, 3), positions={0: [[0, 1, 2, 3]] * 3})
+@case("flow", "fori_loop", "matmul w: h", x=(3, 3), positions={0: [[0, 1, 2, 3]] * 3})
 def _(p, s, x):
     h = lax.fori_loop(0, 3, lambda i, h: 0.9 * h + bt.matmul(x[i], p.w), s.h)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "fori_loop_over_units",
-    [R("matmul", "w")],
-    params={"w": (3, 2)},
-    states={"h": 3},
-    positions={0: [[0, 0], [1, 1], [2, 2]]},
-)
+@case("flow", "fori_loop_over_units", "matmul w: h", w=(3, 2), h=3, positions={0: [[0, 0], [1, 1], [2, 2]]})
 def _(p, s, x):
     def body(i, h):
         return h.at[i].set(jnp.tanh(h[i]) + bt.matmul(x, p.w).sum() * (1.0 + i))
@@ -1474,41 +1322,41 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "checkpoint", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("flow", "checkpoint", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     h = jax.checkpoint(lambda h, x, w: jnp.tanh(0.9 * h + bt.matmul(x, w)))(s.h, x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "checkpoint_in_scan", [R("matmul", "w")], x=(2, 3), positions={0: [[0, 1, 2, 3]] * 2})
+@case("flow", "checkpoint_in_scan", "matmul w: h", x=(2, 3), positions={0: [[0, 1, 2, 3]] * 2})
 def _(p, s, x):
     sub = jax.checkpoint(lambda h, x: (jnp.tanh(0.9 * h + bt.matmul(x, p.w)), None))
     h, _ = lax.scan(sub, s.h, x)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "nested_jit", [R("matmul", "w")])
+@case("flow", "nested_jit", "matmul w: h")
 def _(p, s, x):
     inner = jax.jit(lambda x, w: jnp.sin(bt.matmul(x, w)))
     h = jax.jit(lambda h, x, w: 0.9 * h + inner(x, jnp.tanh(w)))(s.h, x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("while", "while_after_op", [R("matmul", "w")])
+@case("while", "while_after_op", "matmul w: h")
 def _(p, s, x):
     y = lax.while_loop(lambda y: jnp.abs(y).max() > 0.5, lambda y: 0.5 * y, bt.matmul(x, p.w))
     h = 0.9 * s.h + y
     return {"h": h}, jnp.tanh(h)
 
 
-@case("while", "while_of_state", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("while", "while_of_state", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     h = lax.while_loop(lambda h: jnp.abs(h).max() > 2.0, lambda h: jnp.sin(h) * 1.5, h)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("while", "while_that_rolls", [R("matmul", "w")], exact=False)
+@case("while", "while_that_rolls", "matmul w: h", exact=False)
 def _(p, s, x):
     y = bt.matmul(x, p.w)
     y = lax.while_loop(lambda y: y[0] > 0.0, lambda y: jnp.roll(y, 1) - 0.5, y)
@@ -1516,7 +1364,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "vmap_data", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("flow", "vmap_data", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + jax.vmap(lambda x: jnp.sin(bt.matmul(x, p.w)))(x)
     return {"h": h}, jnp.tanh(h)
@@ -1525,9 +1373,9 @@ def _(p, s, x):
 @case(
     "flow",
     "vmap_data_to_columns",
-    [R("matmul", "w")],
+    "matmul w: h",
     x=(2, 3),
-    states={"h": (4, 2)},
+    h=(4, 2),
     positions={0: [[0, 2, 4, 6], [1, 3, 5, 7]]},
 )
 def _(p, s, x):
@@ -1535,33 +1383,19 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "vmap_weights", [R("matmul", "w")], params={"w": (2, 3, 4)}, states={"h": (2, 4)})
+@case("flow", "vmap_weights", "matmul w: h", w=(2, 3, 4), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + jax.vmap(bt.matmul, (None, 0))(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "vmap_both",
-    [R("matmul", "w")],
-    x=(2, 3),
-    params={"w": {"weight": (2, 3, 4), "bias": (2, 4)}},
-    states={"h": (2, 4)},
-)
+@case("flow", "vmap_both", "matmul w: h", x=(2, 3), w={"weight": (2, 3, 4), "bias": (2, 4)}, h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + jax.vmap(bt.matmul)(x, p.w["weight"], p.w["bias"])
     return {"h": h}, jnp.tanh(h)
 
 
-@case(
-    "flow",
-    "vmap_of_vmap",
-    [R("matmul", "w")],
-    x=(2, 3),
-    params={"w": (2, 3, 4)},
-    states={"h": (2, 2, 4)},
-)
+@case("flow", "vmap_of_vmap", "matmul w: h", x=(2, 3), w=(2, 3, 4), h=(2, 2, 4))
 def _(p, s, x):
     models = jax.vmap(bt.matmul, (None, 0))
     h = 0.9 * s.h + jax.vmap(lambda x: models(x, p.w))(x)
@@ -1571,10 +1405,11 @@ def _(p, s, x):
 @case(
     "flow",
     "vmap_of_cell",
-    [R("element_wise", "a"), R("matmul", "w")],
+    "element_wise a: h; matmul w: h",
     x=(2, 3),
-    params={"a": 4, "w": (3, 4)},
-    states={"h": (2, 4)},
+    a=4,
+    w=(3, 4),
+    h=(2, 4),
     positions={0: Broadcast([[0, 1, 2, 3]] * 2)},
 )
 def _(p, s, x):
@@ -1588,9 +1423,9 @@ def _(p, s, x):
 @case(
     "flow",
     "vmap_of_scan",
-    [R("matmul", "w")],
+    "matmul w: h",
     x=(2, 3, 3),
-    states={"h": (2, 4)},
+    h=(2, 4),
     positions={0: [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3},
 )
 def _(p, s, x):
@@ -1601,7 +1436,9 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "vmap_of_cond", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case(  # `vmap` makes the weight inside depend on the predicate
+    "flow", "vmap_of_cond", "", x=(2, 3), h=(2, 4), exact=False
+)
 def _(p, s, x):
     def cell(h, x):
         return lax.cond(x[0] > 0, lambda: 0.9 * h + bt.matmul(x, p.w), lambda: 0.5 * h)
@@ -1610,7 +1447,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("flow", "grad_inside", [R("matmul", "w")])
+@case("flow", "grad_inside", "matmul w: h")
 def _(p, s, x):
     """A model that differentiates itself: one step down the gradient of an energy of `h`."""
     y = bt.matmul(x, p.w)
@@ -1653,37 +1490,37 @@ def vjp_spike(x):
 vjp_spike.defvjp(lambda x: (vjp_spike(x), x), lambda x, g: (g / (1 + jnp.abs(x)) ** 2,))
 
 
-@case("spike", "custom_jvp", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)})
+@case("spike", "custom_jvp", "matmul w: h", x=(2, 3), h=(2, 4))
 def _(p, s, x):
     h = jvp_tanh(0.9 * s.h + jvp_tanh(bt.matmul(x, p.w)))
     return {"h": h}, jnp.tanh(h)
 
 
-@case("spike", "custom_vjp", [R("matmul", "w")])
+@case("spike", "custom_vjp", "matmul w: h")
 def _(p, s, x):
     h = vjp_tanh(0.9 * s.h + vjp_tanh(bt.matmul(x, p.w)))
     return {"h": h}, jnp.tanh(h)
 
 
-@case("spike", "relu_and_gelu", [R("matmul", "w")])  # `jax.nn.relu` and `silu` are custom_jvp and jit
+@case("spike", "relu_and_gelu", "matmul w: h")  # `jax.nn.relu` and `silu` are custom_jvp and jit
 def _(p, s, x):
     h = jax.nn.silu(0.9 * s.h) + jax.nn.relu(bt.matmul(x, p.w)) + jax.nn.gelu(s.h)
     return {"h": h}, jnp.tanh(h)
 
 
 def _spikes(name: str, spike: Callable[[Any], Any], x: Any, v: Any) -> None:
-    @case("spike", f"lif_{name}", [R("matmul", "w", "v")], x=x, states={"v": v}, groups="v")
+    @case("spike", f"lif_{name}", "matmul w: v", x=x, v=v, groups="v")
     def _(p, s, x):
         v = 0.9 * s.v * (1 - spike(s.v - 0.5)) + bt.matmul(x, p.w)
         return {"v": v}, spike(v - 0.5)
 
-    @case("spike", f"lif_soft_reset_{name}", [R("matmul", "w", "v")], x=x, states={"v": v}, groups="v")
+    @case("spike", f"lif_soft_reset_{name}", "matmul w: v", x=x, v=v, groups="v")
     def _(p, s, x):
         v = 0.9 * s.v + bt.matmul(x, p.w)
         z = spike(v - 0.5)
         return {"v": v - 0.5 * z}, z
 
-    @case("spike", f"alif_{name}", [R("matmul", "w", "v")], x=x, states={"v": v, "a": v}, groups="v a")
+    @case("spike", f"alif_{name}", "matmul w: v", x=x, v=v, a=v, groups="v a")
     def _(p, s, x):
         z = spike(s.v - 0.5 - s.a)
         v = 0.9 * s.v + bt.matmul(x, p.w) - 0.5 * z
@@ -1695,29 +1532,14 @@ _spikes("jvp", jvp_spike, 3, 4)
 _spikes("vjp", vjp_spike, (2, 3), (2, 4))
 
 
-@case(
-    "spike",
-    "lif_recurrent",
-    [R("matmul", "w", "v"), R("matmul", "r", "v")],
-    params={"w": (3, 4), "r": (4, 4)},
-    states={"v": 4},
-    groups="v",
-    exact=False,
-)
+@case("spike", "lif_recurrent", "matmul w: v; matmul r: v", w=(3, 4), r=(4, 4), v=4, groups="v", exact=False)
 def _(p, s, x):
     z = vjp_spike(s.v - 0.5)
     v = 0.9 * s.v * (1 - z) + bt.matmul(x, p.w) + bt.matmul(z, p.r)
     return {"v": v}, vjp_spike(v - 0.5)
 
 
-@case(
-    "spike",
-    "learned_threshold",
-    [R("element_wise", "th", "v"), R("matmul", "w", "v")],
-    params={"th": 4, "w": (3, 4)},
-    states={"v": 4},
-    groups="v",
-)
+@case("spike", "learned_threshold", "element_wise th: v; matmul w: v", th=4, w=(3, 4), v=4, groups="v")
 def _(p, s, x):
     z = jvp_spike(s.v - bt.element_wise(p.th, jnp.exp))
     v = 0.9 * s.v * (1 - z) + bt.matmul(x, p.w)
@@ -1727,10 +1549,12 @@ def _(p, s, x):
 @case(
     "spike",
     "lif_and_leaky_readout",
-    [R("matmul", "w", "v"), R("matmul", "o", "r")],
+    "matmul w: v; matmul o: r",
     x=(2, 3),
-    params={"w": (3, 4), "o": (4, 2)},
-    states={"v": (2, 4), "r": (2, 2)},
+    w=(3, 4),
+    o=(4, 2),
+    v=(2, 4),
+    r=(2, 2),
     groups="v | r",
     exact=False,
 )
@@ -1743,43 +1567,43 @@ def _(p, s, x):
 # -- readouts and parameters without a mark ------------------------------------------------------------
 
 
-@case("readout", "plain_readout", [R("matmul", "w")], x=(2, 3), params={"w": (3, 4), "o": (4, 2)}, states={"h": (2, 4)})
+@case("readout", "plain_readout", "matmul w: h", x=(2, 3), w=(3, 4), o=(4, 2), h=(2, 4))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h @ p.o)
 
 
-@case("readout", "marked_readout", [R("matmul", "w")], params={"w": (3, 4), "o": (4, 2), "b": 2})
+@case("readout", "marked_readout", "matmul w: h", w=(3, 4), o=(4, 2), b=2)
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(bt.matmul(jnp.sin(h), p.o, p.b))
 
 
-@case("readout", "plain_bias_of_output", [R("matmul", "w")], params={"w": (3, 4), "b": 4})
+@case("readout", "plain_bias_of_output", "matmul w: h", w=(3, 4), b=4)
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h + p.b)
 
 
-@case("readout", "plain_bias_of_state", [R("matmul", "w")], params={"w": (3, 4), "b": 4}, exact=False)
+@case("readout", "plain_bias_of_state", "matmul w: h", w=(3, 4), b=4, exact=False)
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w) + p.b
     return {"h": h}, jnp.tanh(h)
 
 
-@case("readout", "plain_input_weight", [R("matmul", "w")], params={"w": (3, 4), "v": (3, 4)}, exact=False)
+@case("readout", "plain_input_weight", "matmul w: h", w=(3, 4), v=(3, 4), exact=False)
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w) * (x @ p.v)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("readout", "readout_of_old", [R("matmul", "w")], params={"w": (3, 4), "o": (4, 2)})
+@case("readout", "readout_of_old", "matmul w: h", w=(3, 4), o=(4, 2))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h[:2] + s.h @ p.o)
 
 
-@case("readout", "several_outputs", [R("matmul", "w")], params={"w": (3, 4), "o": (4, 2)})
+@case("readout", "several_outputs", "matmul w: h", w=(3, 4), o=(4, 2))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)
     return {"h": h}, jnp.concatenate([jnp.tanh(h @ p.o), jnp.sin(h), s.h * h])
@@ -1788,44 +1612,52 @@ def _(p, s, x):
 # -- positions of the state that reach others ----------------------------------------------------------
 
 
-@case("mixing", "plain_recurrent", [R("matmul", "w")], params={"w": (3, 4), "r": (4, 4)}, exact=False)
+@case("mixing", "plain_recurrent", "matmul w: h", w=(3, 4), r=(4, 4), exact=False)
 def _(p, s, x):
     h = jnp.tanh(bt.matmul(x, p.w) + s.h @ p.r)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "roll_of_state", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)}, exact=False)
+@case("mixing", "roll_of_state", "matmul w: h", x=(2, 3), h=(2, 4), exact=False)
 def _(p, s, x):
     h = 0.6 * s.h + 0.3 * jnp.roll(s.h, 1, -1) + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "only_roll_of_state", [R("matmul", "w")], exact=False)
+@case("mixing", "only_roll_of_state", "matmul w: h", exact=False)
 def _(p, s, x):
     h = jnp.tanh(jnp.roll(s.h, 1)) + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "mean_of_state", [R("matmul", "w")], exact=False)
+@case("mixing", "mean_of_state", "matmul w: h", exact=False)
 def _(p, s, x):
     h = 0.9 * s.h - 0.5 * jnp.mean(s.h) + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "layer_norm_of_state", [R("matmul", "w")], x=(2, 3), states={"h": (2, 4)}, exact=False)
+@case("mixing", "layer_norm_of_state", "matmul w: h", x=(2, 3), h=(2, 4), exact=False)
 def _(p, s, x):
     m = 0.9 * s.h + bt.matmul(x, p.w)
     h = (m - m.mean(-1, keepdims=True)) / (m.std(-1, keepdims=True) + 0.1)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "softmax_of_state", [R("matmul", "w")], exact=False)
+@case("mixing", "softmax_of_state", "matmul w: h", exact=False)
 def _(p, s, x):
     h = 0.5 * s.h + jax.nn.softmax(s.h) + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "outer_of_state", [R("matmul", "w")], params={"w": (3, 2)}, states={"h": (2, 2)}, positions={0: Broadcast([[0, 0], [1, 1]])}, exact=False)
+@case(
+    "mixing",
+    "outer_of_state",
+    "matmul w: h",
+    w=(3, 2),
+    h=(2, 2),
+    positions={0: Broadcast([[0, 0], [1, 1]])},
+    exact=False,
+)
 def _(p, s, x):
     """Fast weights: a state of two axes that decays by what it holds for the input."""
     k = jnp.tanh(x[:2])
@@ -1833,7 +1665,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h @ k)
 
 
-@case("mixing", "conv_of_state", [R("conv", "k")], x=(1, 1, 4), params={"k": (1, 1, 3)}, states={"h": (1, 1, 4)}, exact=False)
+@case("mixing", "conv_of_state", "conv k: h", x=(1, 1, 4), k=(1, 1, 3), h=(1, 1, 4), exact=False)
 def _(p, s, x):
     blur = jnp.asarray(np.array([[[0.2, 0.5, 0.2]]]), x.dtype)
     h = lax.conv_general_dilated(s.h, blur, (1,), "SAME") + bt.conv(x, p.k)
@@ -1843,7 +1675,7 @@ def _(p, s, x):
 @case(
     "mixing",
     "weight_that_changes",  # no trace can follow a weight that depends on the state
-    [],
+    "",
     exact=False,
 )
 def _(p, s, x):
@@ -1851,7 +1683,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("mixing", "weight_of_input", [R("matmul", "v")], params={"w": (3, 4), "v": (3, 4)}, exact=False)
+@case("mixing", "weight_of_input", "matmul v: h", w=(3, 4), v=(3, 4), exact=False)
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w * x[:, None]) + bt.matmul(x, p.v)
     return {"h": h}, jnp.tanh(h)

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Trace
+from .._executor.traces import Trace, promoted
 from .rule import Gradients, Signals, Values, add_to
 
 
@@ -38,8 +38,9 @@ class DRule:
             weight = local.weights[trace.relation.site.index][trace.name]
             now = trace.instant(factor, J, weight)
             old = values[trace.key]
-            new = now if D is None else trace.decay(D, old.astype(now.dtype)) + now
-            result[trace.key] = new.astype(old.dtype)
+            if D is not None:
+                now = sum(promoted(trace.decay(D, old), now))
+            result[trace.key] = now.astype(old.dtype)
         return result
 
     def gradient(
@@ -49,6 +50,5 @@ class DRule:
         for trace in traces:
             inputs = local.inputs[trace.relation.site.index]
             g = trace.lift(signals[trace.group.index], inputs, 1)
-            stored = values[trace.key]
-            add_to(grads, trace, trace.contract(g, stored.astype(jnp.result_type(g, stored))))
+            add_to(grads, trace, trace.contract(g, values[trace.key]))
         return grads

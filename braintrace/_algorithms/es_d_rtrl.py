@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Trace
+from .._executor.traces import Trace, promoted
 from .rule import Gradients, Signals, Values, add_to
 
 _COUNT = "steps"
@@ -51,8 +51,8 @@ class ESRule:
                 new = (1 - self.out) * J
                 D = local.D[trace.group.index]
                 if D is not None:
-                    D, f = trace.to_site(D, 2), old.astype(J.dtype)
-                    new = new + self.out * jnp.sum(D * f, axis=1)
+                    D, f = promoted(trace.to_site(D, 2), old)
+                    new = sum(promoted(new, self.out * jnp.sum(D * f[None], axis=1)))
                 result[key] = new.astype(old.dtype)
         return result
 
@@ -64,8 +64,7 @@ class ESRule:
         grads: Gradients = {}
         for trace in traces:
             site = trace.relation.site.index
-            g = trace.to_site(signals[trace.group.index], 1)
-            f = values[_state_key(trace)].astype(g.dtype)
+            g, f = promoted(trace.to_site(signals[trace.group.index], 1), values[_state_key(trace)])
             real = jnp.finfo(g.dtype).dtype
             unbias = 1 - jnp.asarray(self.out, real) ** steps
             dy = trace.to_y(jnp.sum(g * f, axis=0)) / unbias
@@ -74,8 +73,8 @@ class ESRule:
                 ones = (1 - jnp.asarray(self.inp, real) ** steps) / (1 - self.inp)
                 value = trace.from_cotangent(None, dy * ones, inputs, weight)
             else:
-                average = values[_input_key(trace)].astype(g.dtype)
-                value = trace.from_cotangent(_factor(trace, average, inputs), dy, inputs, weight)
+                factor = _factor(trace, values[_input_key(trace)], inputs)
+                value = trace.from_cotangent(factor, dy, inputs, weight)
             add_to(grads, trace, value)
         return grads
 

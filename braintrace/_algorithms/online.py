@@ -72,26 +72,31 @@ class Online:
             return self._advance(params, args, consts, rest, values)[:3]
 
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, new, values, local = self._advance(params, args, consts, rest, values)
+            outs, new, after, local = self._advance(params, args, consts, rest, values)
 
-            def differentiable(params: Leaves, args: Leaves, consts: Leaves, deltas: Leaves) -> Leaves:
-                outs, states = self.executor.signals(self._given(params, args, consts, rest), deltas)
+            def differentiable(params: Leaves, args: Leaves, consts: Leaves, *deltas: Leaves) -> Leaves:
+                outs, states = self.executor.signals(self._given(params, args, consts, rest), *deltas)
                 return [*outs, *_flat(self._carried(states))]
 
-            _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas())
+            _, pull = pull_back(differentiable, params, args, consts, *self.executor.zero_deltas())
             partial = not all(t.positions.complete for t in self.traces)
             kept = (local.inputs, local.weights, local.J if partial else {})
-            return (outs, new, values), (pull, values, kept, params, consts)
+            before = values if self.executor.reads_old_states else None
+            return (outs, new, after), (pull, before, after, kept, params, consts)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            pull, values, (inputs, weights, J), params, consts = residuals
+            pull, before, after, (inputs, weights, J), params, consts = residuals
             outs, new, _ = cotangents
-            dparams, dargs, dconsts, deltas = pull([*outs, *_flat(new)])
+            dparams, dargs, dconsts, deltas, old_deltas = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
             signals = self.executor.group_signals(deltas)
-            grads = self.rule.gradient(self.traces, values, signals, local)
+            grads = self.rule.gradient(self.traces, after, signals, local)
             for key, value in self._counted_twice(signals, local).items():
                 grads[key] = grads[key] - value
+            if before is not None:
+                old_signals = self.executor.group_signals(old_deltas)
+                for key, value in self.rule.gradient(self.traces, before, old_signals, local).items():
+                    grads[key] = grads[key] + value
             dparams = _add(dparams, self._to_parameters(params, consts, grads))
             return dparams, dargs, dconsts, None, None
 

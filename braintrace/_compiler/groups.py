@@ -14,11 +14,10 @@ import numpy as np
 
 from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
-from .links import Array
 from .module_info import Hidden, ModuleInfo, Path
 from .positions import Positions, Reach
 from .program import Node, Var
-from .slices import Slice, cut, uses_while
+from .slices import Slice, between, cut, has_while, uses_while
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +126,17 @@ def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
         return i
 
     new = {h.outvar: i for i, h in enumerate(hidden)}
+    number = {**{h.invar: i for i, h in enumerate(hidden)}, **new}
     for i, h in enumerate(hidden):
         start = {h.outvar: Reach.at(h.positions)}
         reached, _ = positions.reaches(start, stop=lambda v, own=h.outvar: v in new and v is not own)  # type: ignore[misc]
-        for j, other in enumerate(hidden):
-            if other.varshape != h.varshape or find(i) == find(j):
+        for var, reach in reached.items():
+            j = number.get(var, i)
+            if find(i) == find(j) or hidden[j].varshape != h.varshape:
                 continue
-            for var in (other.invar, other.outvar):
-                if var in reached and np.any(reached[var].direct == other.positions):
-                    a, b = sorted((find(i), find(j)))
-                    leader[b] = a
+            if np.any(reach.direct == hidden[j].positions):
+                a, b = sorted((find(i), find(j)))
+                leader[b] = a
     produced = {v: k for k, node in enumerate(info.program.nodes) for v in node.outputs}
     members: dict[int, list[Hidden]] = {}
     for i, h in enumerate(hidden):
@@ -175,8 +175,21 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
     return found
 
 
+def _not_complex_linear(group: HiddenGroup, info: ModuleInfo) -> list[Node]:
+    def is_complex(atom: Any) -> bool:
+        return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
+
+    if not any(map(is_complex, group.hidden_invars)):
+        return []
+    nodes = between(info.program, group.hidden_invars, group.hidden_outvars)
+    return [
+        n for n in nodes if n.primitive.name in ("abs", "conj", "imag", "real") and any(map(is_complex, n.inputs))
+    ]
+
+
 def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[CompilationRecord]:
     records = []
+    loops = any(has_while(node) for node in info.program.nodes)
     for group in groups:
         names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
         paths = tuple(group.hidden_paths)
@@ -203,7 +216,20 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                     context={"sources": [n.source for n in group.mixers]},
                 )
             )
-        if uses_while(info.program, group.hidden_invars, group.hidden_outvars):
+        turned = _not_complex_linear(group, info)
+        if turned:
+            records.append(
+                CompilationRecord(
+                    DiagnosticKind.HIDDEN_STATE_MIXED,
+                    DiagnosticLevel.WARNING,
+                    f"The complex states {names} go through `{turned[0].primitive.name}` at {turned[0].source}, which "
+                    "has no complex derivative; traces keep the complex-linear part only.",
+                    primitive=turned[0].primitive,
+                    hidden_paths=paths,
+                    context={"sources": [n.source for n in turned]},
+                )
+            )
+        if loops and uses_while(info.program, group.hidden_invars, group.hidden_outvars):
             records.append(
                 CompilationRecord(
                     DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW,

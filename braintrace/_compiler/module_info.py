@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import brainstate
@@ -81,9 +82,14 @@ class ModuleInfo:
     state_trees: tuple[Any, ...]
     retrace: Callable[..., list[Any]]
 
-    @property
+    @cached_property
     def params(self) -> tuple[StateEntry, ...]:
         return tuple(e for e in self.entries if e.is_param)
+
+    @cached_property
+    def invar_to_leaf(self) -> dict[Var, tuple[Path, int]]:
+        """The parameter of each of its variables, and which of its leaves it is."""
+        return {v: (e.path, i) for e in self.params for i, v in enumerate(e.invars)}
 
     @property
     def invar_to_weight_path(self) -> dict[Var, Path]:

@@ -13,8 +13,10 @@ several. Two that reach a single position each, but not the same, leave none for
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -144,6 +146,21 @@ class Positions:
         self.constants = Constants(program, known or {})
         self._links: dict[Node, Linked | Positions] = {}
         self._inner: dict[tuple[Node, int, Any], Positions] = {}
+        self._producer = {v: i for i, node in enumerate(program.nodes) for v in node.outputs}
+
+    @cached_property
+    def _readers(self) -> dict[Var, list[int]]:
+        found: dict[Var, list[int]] = {}
+        for i, node in enumerate(self.program.nodes):
+            for atom in node.inputs:
+                if isinstance(atom, Var):
+                    found.setdefault(atom, []).append(i)
+        return found
+
+    @cached_property
+    def _holder(self) -> dict[int, int]:
+        """The node at or inside which each site is."""
+        return {s.index: i for i, node in enumerate(self.program.nodes) for s in node.sites}
 
     # -- backwards ---------------------------------------------------------------------------------
 
@@ -153,7 +170,15 @@ class Positions:
         """What every variable, and the output of every site, reaches; paths end at sites and at `stop`."""
         env: dict[Var, Reach] = dict(starts)
         sites: SiteReach = {}
-        for node in reversed(self.program.nodes):
+        # last node first: all readers of a variable come before the node that makes it
+        waiting = [-self._producer[v] for v in env if v in self._producer]
+        heapq.heapify(waiting)
+        done = None
+        while waiting:
+            number = -heapq.heappop(waiting)
+            if number == done:
+                continue
+            done, node = number, self.program.nodes[number]
             outs = [None if stop(v) else env.get(v) for v in node.outputs]
             if all(r is None or r.is_empty for r in outs):
                 continue
@@ -166,6 +191,8 @@ class Positions:
             for atom, reach in zip(node.inputs, ins, strict=True):
                 if isinstance(atom, Var) and reach is not None:
                     env[atom] = env[atom].merge(reach) if atom in env else reach
+                    if atom in self._producer:
+                        heapq.heappush(waiting, -self._producer[atom])
         return env, sites
 
     def _back(
@@ -273,10 +300,20 @@ class Positions:
     ) -> dict[Var, Reach]:
         """Where every variable comes from: `starts`, and the outputs of the sites in `origin`."""
         env: dict[Var, Reach] = dict(starts)
-        for node in self.program.nodes:
+        waiting = [i for v in env for i in self._readers.get(v, ())]
+        waiting += [self._holder[i] for i in origin if i in self._holder]
+        heapq.heapify(waiting)
+        done = None
+        while waiting:
+            number = heapq.heappop(waiting)
+            if number == done:
+                continue
+            done, node = number, self.program.nodes[number]
             if node.site is not None:
                 if node.site.index in origin:
                     env[node.outputs[0]] = origin[node.site.index]
+                    for i in self._readers.get(node.outputs[0], ()):
+                        heapq.heappush(waiting, i)
                 continue
             ins = [env.get(a) if isinstance(a, Var) else None for a in node.inputs]
             here = {s.index: origin[s.index] for s in node.sites if s.index in origin}
@@ -285,6 +322,8 @@ class Positions:
             for var, reach in zip(node.outputs, self._forth(node, ins, here, through), strict=True):
                 if reach is not None and not reach.is_empty and not stop(var):
                     env[var] = reach
+                    for i in self._readers.get(var, ()):
+                        heapq.heappush(waiting, i)
         return env
 
     def _forth(

@@ -66,7 +66,6 @@ class HiddenParamOpRelation:
     trainable_paths: dict[str, Path]
     trainable_leaf_indices: dict[str, int]
     trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all that a weight is made of
-    trainable_processing_chains: dict[str, tuple[Any, ...]]
     varying: tuple[str, ...] = ()
 
     @property
@@ -95,6 +94,17 @@ class HiddenParamOpRelation:
     def trainable_param_states(self) -> dict[str, brainstate.State]:
         states = {e.path: e.state for e in self.info.params}
         return {name: states[path] for name, path in self.trainable_paths.items()}
+
+    @cached_property
+    def trainable_processing_chains(self) -> dict[str, tuple[Any, ...]]:
+        """The primitives that each weight goes through between its parameter and the op."""
+        result = {}
+        for name, leaves in self.trainable_leaves.items():
+            inputs = [v for v, leaf in self.info.invar_to_leaf.items() if leaf in leaves]
+            inside = bool(self.site.context)
+            nodes = [] if inside else between(self.info.program, inputs, [self.site.weights[name]])
+            result[name] = tuple(n.primitive for n in nodes)
+        return result
 
     @property
     def param_paths(self) -> list[Path]:
@@ -161,6 +171,7 @@ def find_relations(
 ) -> tuple[list[HiddenParamOpRelation], list[CompilationRecord]]:
     """One relation for each site that feeds a group and has parameters behind it, in program order."""
     leaves = [(g, h.path) for g in groups for h in g.hidden]
+    bits = {g.index: sum(1 << i for i, (other, _) in enumerate(leaves) if other is g) for g in groups}
     stops = [_others(groups, g) for g in groups]
     reached = [
         positions.reaches({h.outvar: Reach.at(h.positions) for h in g.hidden}, stop)
@@ -197,7 +208,7 @@ def find_relations(
         fed: list[HiddenGroup] = []
         maps: list[PositionMap] = []
         for group, (env, sites), stop in zip(groups, reached, stops, strict=True):
-            if not any(goal.direct >> i & 1 for i, (g, _) in enumerate(leaves) if g is group):
+            if not goal.direct & bits[group.index]:
                 continue
             found = _position_map(site, group, sites.get(site.index), positions, stop)
             if found is None:
@@ -218,7 +229,6 @@ def find_relations(
             trainable_paths=weights.paths,
             trainable_leaf_indices=weights.leaf_indices,
             trainable_leaves={name: tuple(leaves) for name, leaves in weights.behind.items()},
-            trainable_processing_chains=weights.chains(),
             varying=weights.varying,
         )
         relations.append(relation)
@@ -280,9 +290,7 @@ class _Weights:
     def __init__(self, info: ModuleInfo, site: Site, origin: Provenance) -> None:
         self.info, self.site, self.origin = info, site, origin
         self.found = {name: origin.of(atom) for name, atom in site.weights.items()}
-        self.leaf_of = {
-            v: (e.path, i) for e in info.params for i, v in enumerate(e.invars)
-        }
+        self.leaf_of = info.invar_to_leaf
         self.behind = {
             name: [self.leaf_of[v] for v in inputs if v in self.leaf_of]
             for name, (inputs, _, _) in self.found.items()
@@ -304,15 +312,6 @@ class _Weights:
     def label(self) -> str:
         paths = dict.fromkeys(p for leaves in self.behind.values() for p, _ in leaves)
         return "of " + ", ".join(f"`{show_path(p)}`" for p in paths) if paths else "with no parameter"
-
-    def chains(self) -> dict[str, tuple[Any, ...]]:
-        """The primitives that each weight goes through between its parameter and the op."""
-        result = {}
-        for name, atom in self.site.weights.items():
-            inputs = [v for v in self.found[name][0] if v in self.leaf_of]
-            nodes = between(self.info.program, inputs, [atom]) if not self.site.context else []
-            result[name] = tuple(n.primitive for n in nodes)
-        return result
 
     def refuse_integers(self) -> None:
         for leaves in self.behind.values():

@@ -14,7 +14,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.program import Site, Var, run
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
-from .signals import differentiable_step
+from .signals import differentiable_step, reads_old_states
 from .traces import Trace, find_traces
 from .weights import Effective, effective_weights
 
@@ -103,12 +103,21 @@ class ETraceGraphExecutor:
         consts = {v: known[v] for v in info.program.consts}
         return effective_weights(info.program, {**consts, **params}, self.graph.hidden_param_op_relations)
 
-    def signals(self, given: StepInputs, deltas: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+    def signals(
+        self, given: StepInputs, deltas: Sequence[Any], old_deltas: Sequence[Any]
+    ) -> tuple[list[Any], list[list[Any]]]:
         """The differentiable form of the step: its outputs and new states."""
-        return differentiable_step(self.graph, self.known(given), deltas)
+        return differentiable_step(self.graph, self.known(given), deltas, old_deltas)
 
-    def zero_deltas(self) -> list[Any]:
-        return [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in self.graph.module_info.hidden]
+    @cached_property
+    def reads_old_states(self) -> bool:
+        return reads_old_states(self.graph)
+
+    def zero_deltas(self) -> tuple[list[Any], list[Any]]:
+        """Zeros for the new states, and for the old ones where an output reads them."""
+        hidden = self.graph.module_info.hidden
+        zeros = [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in hidden]
+        return zeros, list(zeros) if self.reads_old_states else []
 
     def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
         """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""

@@ -151,8 +151,13 @@ class LocalGroup:
         number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
         masks = jnp.asarray(np.stack([number % n == c for c in range(n)]))
 
-        def one(state: int, mask: Any) -> tuple[Any, Any]:
-            return pull(self._one_state(new, state, mask))  # type: ignore[no-any-return]
+        def one(state: int, mask: Any) -> Any:
+            back = pull(self._one_state(new, state, mask))
+            if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
+                return back
+            # a real source gives the real part of what is pulled back: `-i` brings out the other one
+            turned = pull([c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else c for c in self._one_state(new, state, mask)])
+            return jax.tree.map(lambda a, b: a if jnp.iscomplexobj(a) else jax.lax.complex(a, b), back, turned)
 
         rows: list[list[Any]] = []
         J: dict[int, list[Any]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
@@ -182,7 +187,7 @@ class LocalGroup:
             if 0 <= state < h.num_state:
                 ones = mask.astype(value.dtype)
                 if h.grouped:
-                    ones = ones[..., None] * jnp.asarray(np.eye(h.num_state)[state], value.dtype)
+                    ones = jnp.where(np.arange(h.num_state) == state, ones[..., None], 0)
                 cotangents.append(ones)
             else:
                 cotangents.append(jnp.zeros_like(value))
@@ -243,7 +248,7 @@ class LocalGroup:
                 for c in range(n):
                     ones = jnp.asarray(h.positions % n == c, dtype)
                     if h.grouped:
-                        ones = ones * jnp.asarray(np.eye(h.num_state)[state], dtype)
+                        ones = jnp.where(np.arange(h.num_state) == state, ones, 0)
                     out.append(pushing(("old", k))(ones))
                 number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
                 stacked = jnp.stack(out)

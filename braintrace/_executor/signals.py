@@ -1,11 +1,13 @@
 """The differentiable form of a step: learning signals and within-step gradients from one pull-back.
 
-    step(params, args, consts, delta) -> outputs, new states
+    step(params, args, consts, delta, old delta) -> outputs, new states
 
 `delta` is added to each new state and seen only outside the state's own group, whose coupling is in the
-traces; its derivative is the learning signal. At a site whose trace follows every path to a group, the
-weight is held fixed on the way to that group: the trace stands for it, this step included. Everything
-else is differentiated as it stands.
+traces; its derivative is the learning signal. `old delta` is added to each old state and seen only on paths
+to the outputs that pass no new state: an output may read a state before the step changes it, and the traces
+before the step answer for that. At a site whose trace follows every path to a group, the weight is held
+fixed on the way to that group: the trace stands for it, this step included. Everything else is
+differentiated as it stands.
 """
 
 from __future__ import annotations
@@ -31,16 +33,42 @@ def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
     }
 
 
+_INNER = "inside"  # the world of what groups are made from: no old state varies there
+
+
+def reads_old_states(graph: ETraceGraph) -> bool:
+    """Whether an output depends on an old hidden state along a path that passes no new one."""
+    info = graph.module_info
+    new = {h.outvar for h in info.hidden}
+    wanted = {a for a in (*info.out_atoms, *_others(graph)) if isinstance(a, Var)} - new
+    for node in reversed(info.program.nodes):
+        if any(v in wanted for v in node.outputs):
+            wanted.update(a for a in node.inputs if isinstance(a, Var) and a not in new)
+    return any(h.invar in wanted for h in info.hidden)
+
+
+def _others(graph: ETraceGraph) -> list[Any]:
+    """The new values of states that are not hidden."""
+    info = graph.module_info
+    return [a for e in info.entries for v, a in zip(e.invars, e.outvars, strict=True) if a is not v]
+
+
 def differentiable_step(
-    graph: ETraceGraph, known: Mapping[Var, Any], deltas: Sequence[Any]
+    graph: ETraceGraph, known: Mapping[Var, Any], deltas: Sequence[Any], old_deltas: Sequence[Any]
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The outputs, and the new values of each state's leaves, with `deltas` added to the hidden ones."""
+    """The outputs, and the new values of each state's leaves, with `deltas` added to the hidden ones.
+
+    `old_deltas` may be empty where no output reads an old state.
+    """
     info = graph.module_info
     home = worlds(graph.hidden_groups)
     traced = traced_at(graph)
     added = {h.outvar: d for h, d in zip(info.hidden, deltas, strict=True)}
+    added_before = {h.invar: d for h, d in zip(info.hidden, old_deltas, strict=bool(old_deltas))}
 
     def reads(var: Var, world: World) -> tuple[World, Any]:
+        if world is None and var in added_before:
+            return world, added_before[var]
         if var not in home or home[var] == world:
             return world, None
         return home[var], added[var]
@@ -61,7 +89,7 @@ def differentiable_step(
         known={**info.program.consts, **known},
         at_site=rule,
         reads=reads,
-        operands=lambda site, world: None,
+        operands=lambda site, world: None if world is None else _INNER,
         before=before,
     )
     states = [list(e.outvars) for e in info.entries]

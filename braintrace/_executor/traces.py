@@ -154,6 +154,7 @@ class Trace:
             result = align(summed, tuple(a for a in y if a in w), w)
         else:
             x, have = factor
+            x, dy = promoted(x, dy)
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
             out = [a for a in w if a in number]
             ids = [[number[a] for a in letters] for letters in (have, y, out)]
@@ -168,7 +169,7 @@ class Trace:
         head = q.shape[:lead]
         if self._spread is None:
             size = int(np.prod(self.site_shape, dtype=int))
-            hit = np.arange(size) == self.positions.map.reshape(-1, 1)
+            hit = np.arange(size) == self.positions.map.reshape(*[1] * lead, -1, 1)
             q = q.reshape(*head, -1, 1) * jnp.asarray(hit, q.dtype)
             return self._view(q.reshape(*head, -1, *self.site_shape), inputs, lead + 1)
         extra = self._extra_axes
@@ -201,9 +202,11 @@ class Trace:
             result = _align_states(q, self.at, letters)
         elif not self.dropped:
             x, have = factor
-            result = _align_states(J, y, letters) * align(x, have, letters)
+            x, J = promoted(x, J)
+            result = _align_states(J, y, letters) * align(x, have, letters)[None]
         else:
             x, have = factor
+            x, J = promoted(x, J)
             number = {a: i + 1 for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
             out = [a for a in letters if a in have or a in y]
             result = jnp.einsum(
@@ -218,21 +221,31 @@ class Trace:
         """`D trace`; `D` is lifted, (S, S, *at); None: no memory."""
         if D is None:
             return jnp.zeros_like(trace)
+        D, trace = promoted(D, trace)
         n = self.group.num_state
         D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
         if n == 1:
-            return D[0][0] * trace
+            return D[0][0][None] * trace
         return jnp.stack([sum(D[s][r] * trace[r] for r in range(n)) for s in range(n)])
 
     def contract(self, g: Any, trace: Any) -> Any:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
+        g, trace = promoted(g, trace)
         n = len(self.letters) - len(self.layout.w)
         return jnp.sum(_align_states(g, self.at, self.letters) * trace, axis=tuple(range(n + 1)))
 
     def unview(self, dw: Any, weight: Any) -> Any:
         """A gradient with the letters of the weight, shaped as the effective weight."""
         struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        dw = dw if jnp.iscomplexobj(weight) else dw.real
         return jax.linear_transpose(self.layout.view_w, struct)(dw.astype(weight.dtype))[0]
+
+
+def promoted(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays in the one type that holds them all, whatever JAX is told about promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(*arrays)
+    return tuple(a.astype(dtype) for a in arrays)
 
 
 def _take(q: Any, places: Array, lead: int, size: int) -> Any:

@@ -30,8 +30,8 @@ def element_wise(weight: Any, fn: WeightFn | None = None, *, weight_fn: WeightFn
     another name for it) is applied to the mantissa.
 
     >>> import jax, jax.numpy as jnp
-    >>> element_wise(jnp.zeros(3), jax.nn.sigmoid)
-    Array([0.5, 0.5, 0.5], dtype=float32)
+    >>> print(element_wise(jnp.zeros(3), jax.nn.sigmoid))
+    [0.5 0.5 0.5]
     """
     if fn is not None and weight_fn is not None:
         raise TypeError("`element_wise` takes `fn` or `weight_fn`, which mean the same, not both.")

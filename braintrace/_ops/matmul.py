@@ -111,8 +111,8 @@ def lora_matmul(
     """`alpha * x @ B @ A + bias`, learned online; x is (..., in), B (in, rank), A (rank, out).
 
     >>> import jax.numpy as jnp
-    >>> lora_matmul(jnp.ones(3), jnp.ones((3, 1)), jnp.ones((1, 2)), alpha=0.5)
-    Array([1.5, 1.5], dtype=float32)
+    >>> print(lora_matmul(jnp.ones(3), jnp.ones((3, 1)), jnp.ones((1, 2)), alpha=0.5))
+    [1.5 1.5]
     """
     B, A = on_mantissa(b_fn, B), on_mantissa(a_fn, A)
     _check_rank("lora_matmul", "B", B, 2)
@@ -162,9 +162,9 @@ def embedding(indices: Any, weight: Any, *, weight_fn: WeightFn | None = None) -
     """`weight[indices]`, learned online; indices are integers of any shape, weight (size, features).
 
     >>> import jax.numpy as jnp
-    >>> embedding(jnp.array([0, 2]), jnp.arange(6.0).reshape(3, 2))
-    Array([[0., 1.],
-           [4., 5.]], dtype=float32)
+    >>> print(embedding(jnp.array([0, 2]), jnp.arange(6.0).reshape(3, 2)))
+    [[0. 1.]
+     [4. 5.]]
     """
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):

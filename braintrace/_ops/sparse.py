@@ -68,8 +68,8 @@ def sparse_matmul(
     >>> import jax.numpy as jnp
     >>> from jax.experimental.sparse import BCSR
     >>> M = BCSR.fromdense(jnp.array([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]))
-    >>> sparse_matmul(jnp.ones(3), M.data, sparse_mat=M)
-    Array([4., 2.], dtype=float32)
+    >>> print(sparse_matmul(jnp.ones(3), M.data, sparse_mat=M))
+    [4. 2.]
     """
     row, col = _coordinates(sparse_mat)
     rows, size = sparse_mat.shape

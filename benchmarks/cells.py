@@ -1,0 +1,93 @@
+"""Our GRU and LSTM against `brainstate.nn`'s: the time of a step and of BPTT, as ratios (ours / theirs).
+
+    python benchmarks/cells.py [--quick]
+
+One step is jitted on its own; BPTT is the gradient of a loss over a scan. The two are timed in turns, and
+the best of many repeats counts, so that whatever else runs on the machine hits both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from braintrace import nn
+
+
+def step_of(cell: Any, x: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """A cell as `(params, h, x) -> (h, output)`, its parameters and its hidden state."""
+    brainstate.nn.init_all_states(cell, batch_size=x.shape[0])
+    function = brainstate.transform.StatefulFunction(cell.update, return_only_write=False).make_jaxpr(x)
+    states = function.get_states(x)
+    is_param = [isinstance(s, brainstate.ParamState) for s in states]
+
+    def step(p: Any, h: Any, x: Any) -> Any:
+        params, hidden = iter(p), iter(h)
+        new, out = function.jaxpr_call([next(params if i else hidden) for i in is_param], x)
+        return [v for v, i in zip(new, is_param, strict=True) if not i], out
+
+    values = [[s.value for s, i in zip(states, is_param, strict=True) if i == which] for which in (True, False)]
+    return step, *values
+
+
+def bptt_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(p: Any, h: Any, xs: Any) -> Any:
+        _, outs = jax.lax.scan(lambda h, x: step(p, h, x), h, xs)
+        return jnp.mean(outs**2)
+
+    return jax.grad(loss)
+
+
+def best_of(runs: list[Callable[[], Any]], seconds: float) -> list[float]:
+    """The best time of each, taken in turns for so many seconds."""
+    best, many = [float("inf")] * len(runs), []
+    for run in runs:
+        jax.block_until_ready(run())
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        many.append(max(1, int(2e-3 / (time.perf_counter() - start))))  # clocks are coarse
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            for _ in range(many[i]):
+                out = run()
+            jax.block_until_ready(out)
+            best[i] = min(best[i], (time.perf_counter() - start) / many[i])
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two sizes, one second each")
+    quick = parser.parse_args().quick
+    seconds = 1.0 if quick else 4.0
+    print(f"{'cell':6}{'units':>6}{'batch':>6}{'what':>6}{'ours us':>12}{'theirs us':>12}{'ratio':>8}")
+    for name in ("GRUCell", "LSTMCell"):
+        for units in (64, 256) if quick else (64, 128, 256, 512, 1024):
+            for batch in (1, 32):
+                xs = jax.random.normal(jax.random.key(0), (20, batch, units))
+                steps = [step_of(getattr(m, name)(units, units), xs[0]) for m in (nn, brainstate.nn)]
+                for what in ("step", "bptt"):
+                    runs = []
+                    for step, p, h in steps:
+                        args = (p, h, xs[0]) if what == "step" else (p, h, xs)
+                        function = jax.jit(step if what == "step" else bptt_of(step)).lower(*args).compile()
+                        runs.append(partial(function, *args))
+                    ours, theirs = best_of(runs, seconds)
+                    print(
+                        f"{name[:-4]:6}{units:6}{batch:6}{what:>6}{ours * 1e6:12.1f}{theirs * 1e6:12.1f}"
+                        f"{ours / theirs:8.2f}",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Recurrent cells: one step of a recurrent network, with weights that are learned online.
+
+Gates that share an input share one product, split afterwards. `[x, h]` is a concatenation, `*` is element
+by element, `s` the logistic function.
+
+What a trace cannot follow, and a learner therefore leaves out, is stated with each cell: the influence of
+`h[t-1]` on `h[t]` through a product (that is what makes D-RTRL diagonal), and a gate that acts through
+another product only, which is learned within the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax.numpy as jnp
+from brainstate.nn import init, sigmoid
+
+from .._ops import element_wise, matmul
+from .linear import Linear
+
+
+def _join(*parts: Any) -> Any:
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _split(y: Any, parts: int) -> list[Any]:
+    return list(jnp.split(y, parts, axis=-1))
+
+
+def _as_row(weight: Any, like: Any) -> Any:
+    """A weight for each unit, with the axes of a batch in front."""
+    return jnp.expand_dims(weight, tuple(range(like.ndim - weight.ndim)))
+
+
+class ValinaRNNCell(brainstate.nn.ValinaRNNCell):  # type: ignore[misc]
+    """`h = activation(W [x, h])`. Left out: all of `dh[t]/dh[t-1]`, which is through `W`.
+
+    >>> import jax.numpy as jnp
+    >>> cell = ValinaRNNCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def update(self, x: Any) -> Any:
+        y = matmul(_join(x, self.h.value), **self.W.weight.value)
+        self.h.value = self.activation(y)
+        return self.h.value
+
+
+class MGUCell(brainstate.nn.MGUCell):  # type: ignore[misc]
+    """`f = s(Wf [x, h])`, `h = (1 - f) * h + f * activation(Wh [x, f * h])`.
+
+    Left out: the influence of `h[t-1]` through `Wf` and `Wh`, and that of `Wf` through `Wh`.
+
+    >>> import jax.numpy as jnp
+    >>> cell = MGUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def update(self, x: Any) -> Any:
+        h = self.h.value
+        f = sigmoid(matmul(_join(x, h), **self.Wf.weight.value))
+        new = self.activation(matmul(_join(x, f * h), **self.Wh.weight.value))
+        self.h.value = (1 - f) * h + f * new
+        return self.h.value
+
+
+class LSTMCell(brainstate.nn.LSTMCell):  # type: ignore[misc]
+    """`i, g, f, o = W [x, h]`, `c = s(f + 1) * c + s(i) * activation(g)`, `h = s(o) * activation(c)`.
+
+    One product, one group of two states. Left out: the influence of `h[t-1]`, which is through `W`.
+
+    >>> import jax.numpy as jnp
+    >>> cell = LSTMCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def update(self, x: Any) -> Any:
+        i, g, f, o = _split(matmul(_join(x, self.h.value), **self.W.weight.value), 4)
+        c = sigmoid(f + 1.0) * self.c.value + sigmoid(i) * self.activation(g)
+        h = sigmoid(o) * self.activation(c)
+        self.h.value, self.c.value = h, c
+        return h
+
+
+class URLSTMCell(brainstate.nn.URLSTMCell):  # type: ignore[misc]
+    """An LSTM whose gate `g` is refined: `f, r, n, o = W [x, h]`, `f = s(f + b)`, `r = s(r - b)`,
+
+        g = 2 r * f + (1 - 2 r) * f^2
+        c = g * c + (1 - g) * activation(n)        h = s(o) * activation(c)
+
+    Left out: the influence of `h[t-1]`, which is through `W`.
+
+    >>> import jax.numpy as jnp
+    >>> cell = URLSTMCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def update(self, x: Any) -> Any:
+        f, r, n, o = _split(matmul(_join(x, self.h.value), **self.W.weight.value), 4)
+        b = _as_row(element_wise(self.bias.value), f)
+        f, r = sigmoid(f + b), sigmoid(r - b)
+        g = 2 * r * f + (1 - 2 * r) * f**2
+        c = g * self.c.value + (1 - g) * self.activation(n)
+        h = sigmoid(o) * self.activation(c)
+        self.h.value, self.c.value = h, c
+        return h
+
+
+class _Cell(brainstate.nn.RNNCell):  # type: ignore[misc]
+    """A cell with one state `h` of `num_out` units."""
+
+    def __init__(self, num_in: int, num_out: int, state_init: Any, name: str | None) -> None:
+        super().__init__(name=name)
+        self.num_in, self.num_out = num_in, num_out
+        self.in_size, self.out_size = (num_in,), (num_out,)
+        self._state_initializer = state_init
+
+    def _initial(self, batch_size: int | None) -> Any:
+        return init.param(self._state_initializer, [self.num_out], batch_size)
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        self.h = brainstate.HiddenState(self._initial(batch_size))
+
+    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        self.h.value = self._initial(batch_size)
+
+
+def _function(activation: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return getattr(brainstate.nn, activation) if isinstance(activation, str) else activation
+
+
+class GRUCell(_Cell):
+    """`z = s(Wz [x, h])`, `r = s(Wr [x, h])`, `h = (1 - z) * h + z * activation(Wh [x, r * h])`.
+
+    Left out: the influence of `h[t-1]` through the products, and that of `Wr`, all through `Wh`: it gets the
+    gradient within the step. `Wz` and `Wr` are separate products, so that no trace is kept for `Wr`.
+
+    >>> import jax.numpy as jnp
+    >>> cell = GRUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        w_init: Any = init.Orthogonal(),
+        b_init: Any = init.ZeroInit(),
+        state_init: Any = init.ZeroInit(),
+        activation: str | Callable[[Any], Any] = "tanh",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_in, num_out, state_init, name)
+        self.activation = _function(activation)
+        self.Wz = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
+        self.Wr = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
+        self.Wh = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
+
+    def update(self, x: Any) -> Any:
+        h = self.h.value
+        xh = _join(x, h)
+        z, r = sigmoid(self.Wz(xh)), sigmoid(self.Wr(xh))
+        new = self.activation(self.Wh(_join(x, r * h)))
+        self.h.value = (1 - z) * h + z * new
+        return self.h.value
+
+
+class CFNCell(_Cell):
+    """A chaos-free network: `f, i = s(Wfi [x, h])`, `h = f * activation(h) + i * activation(Wh x)`.
+
+    Left out: the influence of `h[t-1]` through `Wfi`; that through `f * activation(h)` is kept.
+
+    >>> import jax.numpy as jnp
+    >>> cell = CFNCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        w_init: Any = init.XavierNormal(),
+        b_init: Any = init.ZeroInit(),
+        state_init: Any = init.ZeroInit(),
+        activation: str | Callable[[Any], Any] = "tanh",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_in, num_out, state_init, name)
+        self.activation = _function(activation)
+        self.Wfi = Linear(num_in + num_out, 2 * num_out, w_init=w_init, b_init=b_init)
+        self.Wh = Linear(num_in, num_out, w_init=w_init, b_init=b_init)
+
+    def update(self, x: Any) -> Any:
+        h = self.h.value
+        f, i = _split(sigmoid(self.Wfi(_join(x, h))), 2)
+        self.h.value = f * self.activation(h) + i * self.activation(self.Wh(x))
+        return self.h.value
+
+
+class MinimalRNNCell(_Cell):
+    """`n = activation(Wx x)`, `f = s(Wf [n, h])`, `h = f * h + (1 - f) * n`.
+
+    Left out: the influence of `h[t-1]` through `Wf`, and that of `Wx` through `Wf`.
+
+    >>> import jax.numpy as jnp
+    >>> cell = MinimalRNNCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        w_init: Any = init.XavierNormal(),
+        b_init: Any = init.ZeroInit(),
+        state_init: Any = init.ZeroInit(),
+        activation: str | Callable[[Any], Any] = "tanh",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_in, num_out, state_init, name)
+        self.activation = _function(activation)
+        self.Wx = Linear(num_in, num_out, w_init=w_init, b_init=b_init)
+        self.Wf = Linear(2 * num_out, num_out, w_init=w_init, b_init=b_init)
+
+    def update(self, x: Any) -> Any:
+        h = self.h.value
+        n = self.activation(self.Wx(x))
+        f = sigmoid(self.Wf(_join(n, h)))
+        self.h.value = f * h + (1 - f) * n
+        return self.h.value
+
+
+class MiniGRU(_Cell):
+    """A GRU whose gates see the input only: `z, n = W x`, `h = (1 - s(z)) * h + s(z) * n`.
+
+    Nothing is left out: online gradients are those of back-propagation through time.
+
+    >>> import jax.numpy as jnp
+    >>> cell = MiniGRU(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        w_init: Any = init.XavierNormal(),
+        b_init: Any = init.ZeroInit(),
+        state_init: Any = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_in, num_out, state_init, name)
+        self.W = Linear(num_in, 2 * num_out, w_init=w_init, b_init=b_init)
+
+    def update(self, x: Any) -> Any:
+        z, n = _split(self.W(x), 2)
+        z = sigmoid(z)
+        self.h.value = (1 - z) * self.h.value + z * n
+        return self.h.value
+
+
+class MiniLSTM(_Cell):
+    """An LSTM whose gates see the input only: `f, i, n = W x`, `h = (s(f) * h + s(i) * n) / (s(f) + s(i))`.
+
+    Nothing is left out: online gradients are those of back-propagation through time.
+
+    >>> import jax.numpy as jnp
+    >>> cell = MiniLSTM(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        w_init: Any = init.XavierNormal(),
+        b_init: Any = init.ZeroInit(),
+        state_init: Any = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_in, num_out, state_init, name)
+        self.W = Linear(num_in, 3 * num_out, w_init=w_init, b_init=b_init)
+
+    def update(self, x: Any) -> Any:
+        f, i, n = _split(self.W(x), 3)
+        f, i = sigmoid(f), sigmoid(i)
+        self.h.value = (f * self.h.value + i * n) / (f + i)
+        return self.h.value

@@ -1,0 +1,128 @@
+"""Convolutions with kernels that are learned online."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import brainstate
+from brainstate.nn import init
+
+from .._ops import conv
+
+
+class _Conv(brainstate.nn.Module):  # type: ignore[misc]
+    """What the three share; the rest is in the class of `brainstate.nn` that comes next in line."""
+
+    num_spatial_dims: int
+
+    def __init__(
+        self,
+        in_size: int | Sequence[int],
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, int] | Sequence[tuple[int, int]] = "SAME",
+        lhs_dilation: int | tuple[int, ...] = 1,
+        rhs_dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        w_init: Any = init.XavierNormal(),
+        b_init: Any = None,
+        w_mask: Any = None,
+        channel_first: bool = False,
+        name: str | None = None,
+        param_type: type = brainstate.ParamState,
+    ) -> None:
+        any_space = isinstance(in_size, numbers.Integral)
+        if any_space:  # a size on which any such kernel fits, for the constructor's own checks
+            extent = [a * b for a, b in zip(self._each(kernel_size), self._each(rhs_dilation), strict=True)]
+            in_size, channel_first = (in_size, *extent), True  # type: ignore[assignment]
+        super().__init__(
+            in_size=in_size,
+            out_channels=out_channels,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            lhs_dilation=lhs_dilation,
+            rhs_dilation=rhs_dilation,
+            groups=groups,
+            w_init=w_init,
+            b_init=b_init,
+            w_mask=w_mask,
+            channel_first=channel_first,
+            name=name,
+            param_type=param_type,
+        )
+        self.any_space = any_space
+        if any_space:
+            self._in_size = self._out_size = None
+
+    def _each(self, value: Any) -> tuple[int, ...]:
+        values = tuple(value) if isinstance(value, Sequence) else (value,)
+        return values * self.num_spatial_dims if len(values) == 1 else values
+
+    def _check_input_dim(self, x: Any) -> None:
+        if not self.any_space:
+            super()._check_input_dim(x)
+            return
+        n = self.num_spatial_dims
+        if x.ndim not in (n + 1, n + 2) or x.shape[-n - 1] != self.in_channels:
+            space = "height width depth".split()[-n:] if n > 1 else ["length"]
+            raise ValueError(
+                f"Conv{n}d({self.in_channels}, ...) takes ([batch,] {self.in_channels}, {', '.join(space)}), "
+                f"channels first, not {x.shape}."
+            )
+
+    def _conv_op(self, x: Any, params: dict[str, Any]) -> Any:
+        kernel = params["weight"] if self.w_mask is None else params["weight"] * self.w_mask
+        return conv(
+            x,
+            kernel,
+            params.get("bias"),
+            strides=self.stride,
+            padding=self.padding,
+            lhs_dilation=self.lhs_dilation,
+            rhs_dilation=self.rhs_dilation,
+            feature_group_count=self.groups,
+            dimension_numbers=self.dimension_numbers,
+        )
+
+
+class Conv1d(_Conv, brainstate.nn.Conv1d):  # type: ignore[misc]
+    """Convolution over ([batch,] length, channels); given an integer `in_size`, channels come first.
+
+    An integer is the number of input channels; the length is then taken from the input.
+
+    >>> import jax.numpy as jnp
+    >>> Conv1d((28, 3), 8, kernel_size=5)(jnp.ones((2, 28, 3))).shape
+    (2, 28, 8)
+    >>> Conv1d(3, 8, kernel_size=5)(jnp.ones((2, 3, 28))).shape
+    (2, 8, 28)
+    """
+
+
+class Conv2d(_Conv, brainstate.nn.Conv2d):  # type: ignore[misc]
+    """Convolution over ([batch,] height, width, channels); given an integer `in_size`, channels come first.
+
+    An integer is the number of input channels; height and width are then taken from the input.
+
+    >>> import jax.numpy as jnp
+    >>> Conv2d((28, 28, 1), 8, kernel_size=3)(jnp.ones((28, 28, 1))).shape
+    (28, 28, 8)
+    >>> Conv2d(1, 8, kernel_size=3, padding="SAME")(jnp.ones((1, 28, 28))).shape
+    (8, 28, 28)
+    """
+
+
+class Conv3d(_Conv, brainstate.nn.Conv3d):  # type: ignore[misc]
+    """Convolution over ([batch,] three axes, channels); given an integer `in_size`, channels come first.
+
+    An integer is the number of input channels; the other sizes are then taken from the input.
+
+    >>> import jax.numpy as jnp
+    >>> Conv3d((4, 5, 6, 1), 2, kernel_size=3)(jnp.ones((4, 5, 6, 1))).shape
+    (4, 5, 6, 2)
+    >>> Conv3d(1, 2, kernel_size=3)(jnp.ones((1, 4, 5, 6))).shape
+    (2, 4, 5, 6)
+    """

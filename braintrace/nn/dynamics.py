@@ -1,0 +1,49 @@
+"""What neurons, synapses and leaky readouts share: states with initial values, and exact decay over a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax.numpy as jnp
+
+
+class Dynamics(brainstate.nn.Module):  # type: ignore[misc]
+    """A module whose hidden states are its `initial_values`: by name, an initialiser or a value."""
+
+    def __init__(self, in_size: Any, out_size: Any, name: str | None, initial_values: dict[str, Any]) -> None:
+        super().__init__(name=name)
+        self.in_size, self.out_size = in_size, out_size
+        self.initial_values = initial_values
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        for name, value in self.initial_values.items():
+            setattr(self, name, brainstate.HiddenState(initial(value, self.out_size, batch_size)))
+
+    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        for name, value in self.initial_values.items():
+            getattr(self, name).value = initial(value, self.out_size, batch_size)
+
+
+def initial(value: Any, size: tuple[int, ...], batch_size: int | None) -> Any:
+    """What an initialiser gives, or a number or an array for all units."""
+    shape = size if batch_size is None else (batch_size, *size)
+    if callable(value):
+        return value(shape)
+    mantissa = jnp.asarray(u.get_mantissa(value), brainstate.environ.dftype())
+    return with_unit(jnp.broadcast_to(mantissa, shape), value)
+
+
+def zero_like(value: Any) -> Any:
+    """Zero, in the unit of `value`."""
+    return with_unit(0.0, value)
+
+
+def with_unit(number: Any, like: Any) -> Any:
+    return u.maybe_decimal(u.Quantity(number, unit=u.get_unit(like)))
+
+
+def decay(tau: Any) -> Any:
+    """What is left after a step of `dt` (of `brainstate.environ`): `exp(-dt / tau)`."""
+    return u.math.exp(-brainstate.environ.get_dt() / tau)

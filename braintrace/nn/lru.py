@@ -1,0 +1,78 @@
+"""The linear recurrent unit: a diagonal complex recurrence, for which online gradients are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import jax.numpy as jnp
+from brainstate.nn import init
+
+from .._ops import element_wise
+from .cells import _as_row, _join, _split
+from .linear import Linear
+
+
+class LRUCell(brainstate.nn.RNNCell):  # type: ignore[misc]
+    """`h = lambda * h + gamma * (B x)`, `y = Re(C h) + D * x`, with complex `h` of `d_hidden` units.
+
+    `lambda = exp(-exp(nu) + i exp(theta))` lies inside the unit circle; at first its modulus is between
+    `r_min` and `r_max`, its phase between 0 and `max_phase`, and `gamma = sqrt(1 - |lambda|^2)`. Real and
+    imaginary parts are two states, `re` and `im`; the columns of `B` and the rows of `C` are (re, im), with
+    the sign of the imaginary part of `C` turned. x and y are (..., d_model).
+
+    Nothing is left out: online gradients are those of back-propagation through time.
+
+    >>> import jax.numpy as jnp
+    >>> cell = LRUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 3)
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        r_min: float = 0.0,
+        r_max: float = 1.0,
+        max_phase: float = 6.28,
+        state_init: Any = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.d_model, self.d_hidden = d_model, d_hidden
+        self.in_size = self.out_size = (d_model,)
+        self._state_initializer = state_init
+        draw, dtype = brainstate.random.uniform, brainstate.environ.dftype()
+        tiny = jnp.finfo(dtype).tiny  # where r_min is 0 a modulus may be 0, and its logarithm not
+        square = r_min**2 + (r_max**2 - r_min**2) * draw(size=(d_hidden,)).astype(dtype)
+        self.nu = brainstate.ParamState(jnp.log(-0.5 * jnp.log(square + tiny)))
+        self.theta = brainstate.ParamState(jnp.log(max_phase * draw(size=(d_hidden,)).astype(dtype) + tiny))
+        self.gamma = brainstate.ParamState(0.5 * jnp.log1p(-square))
+        self.B = Linear(d_model, 2 * d_hidden, w_init=init.Normal((2 * d_model) ** -0.5), b_init=None)
+        self.C = Linear(2 * d_hidden, d_model, w_init=init.Normal(d_hidden**-0.5), b_init=None)
+        self.D = brainstate.ParamState(init.Normal(1.0)((d_model,)))
+
+    def _initial(self, batch_size: int | None) -> Any:
+        return init.param(self._state_initializer, [self.d_hidden], batch_size)
+
+    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        self.re = brainstate.HiddenState(self._initial(batch_size))
+        self.im = brainstate.HiddenState(self._initial(batch_size))
+
+    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+        self.re.value = self._initial(batch_size)
+        self.im.value = self._initial(batch_size)
+
+    def update(self, x: Any) -> Any:
+        re, im = self.re.value, self.im.value
+        modulus = _as_row(element_wise(self.nu.value, lambda nu: jnp.exp(-jnp.exp(nu))), re)
+        phase = _as_row(element_wise(self.theta.value, jnp.exp), re)
+        gamma = _as_row(element_wise(self.gamma.value, jnp.exp), re)
+        cos, sin = modulus * jnp.cos(phase), modulus * jnp.sin(phase)
+        in_re, in_im = _split(self.B(x), 2)
+        self.re.value = cos * re - sin * im + gamma * in_re
+        self.im.value = sin * re + cos * im + gamma * in_im
+        D = _as_row(element_wise(self.D.value), x)
+        return self.C(_join(self.re.value, self.im.value)) + D * x

@@ -1,0 +1,304 @@
+"""Spiking neurons: integrate and fire, step by step.
+
+A neuron's voltage is kept as it is at the end of a step, before any reset: the spike of a step is a function
+of the state, and is no state itself. The next step begins with the reset, then integrates its equations over
+`dt` (of `brainstate.environ`) with the inputs held, exactly where they are linear:
+
+    tau dV/dt = f - k V        V <- f/k + (V - f/k) exp(-k dt / tau)
+
+Inputs are currents or, from `COBA`, conductances, whose current depends on the voltage; several add up. All
+states of a neuron, and of synapses that feed it, are coupled unit by unit: traces of input weights are exact.
+
+Voltages and times may have units or not, as long as all fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import brainstate
+import brainunit as u
+import jax
+
+from . import surrogate
+from .dynamics import Dynamics, decay, with_unit, zero_like
+
+Spike = Callable[[Any], Any]
+Reset = Callable[[Any, Any, Any, Any], Any]
+
+
+class Conductance(NamedTuple):
+    """An input whose current depends on the voltage: `g (E - V)`."""
+
+    g: Any
+    E: Any
+
+
+def soft_reset(V: Any, z: Any, V_th: Any, V_reset: Any) -> Any:
+    """A spike lowers the voltage by as much as the threshold is above the reset.
+
+    >>> soft_reset(1.5, 1.0, V_th=1.0, V_reset=0.0)
+    0.5
+    """
+    return V - z * (V_th - V_reset)
+
+
+def hard_reset(V: Any, z: Any, V_th: Any, V_reset: Any) -> Any:
+    """A spike sets the voltage to the reset.
+
+    >>> hard_reset(1.5, 1.0, V_th=1.0, V_reset=0.0)
+    0.0
+    """
+    return V - z * (V - V_reset)
+
+
+class Neuron(Dynamics):
+    """How a neuron fires and is reset: what is common to all of them.
+
+    A subclass gives its threshold. The voltage's distance from it is measured, for `spk_fun`, in units of
+    what lies between the reset and the threshold at rest.
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        out_size: Any,
+        V_th: Any,
+        V_reset: Any,
+        spk_fun: Spike,
+        reset: Reset,
+        reset_gradient: bool,
+        name: str | None,
+        initial_values: dict[str, Any],
+    ) -> None:
+        super().__init__(in_size, out_size, name, initial_values)
+        self.V_reset = zero_like(V_th) if V_reset is None else V_reset
+        self.V_range = V_th - self.V_reset
+        self.spk_fun, self.reset, self.reset_gradient = spk_fun, reset, reset_gradient
+
+    def threshold(self) -> Any:
+        raise NotImplementedError
+
+    def get_spike(self) -> Any:
+        """The spikes of the last step."""
+        return self.spk_fun((self.V.value - self.threshold()) / self.V_range)
+
+    def after_reset(self, z: Any, V_th: Any) -> Any:
+        """The voltage at the beginning of a step, after the spikes `z` of the last one."""
+        z = z if self.reset_gradient else jax.lax.stop_gradient(z)
+        return self.reset(self.V.value, z, V_th, self.V_reset)
+
+
+def leaky_step(V: Any, V_rest: Any, R: Any, tau: Any, inputs: Any) -> Any:
+    """`tau dV/dt = V_rest - V + R I(V)` over one step."""
+    f, k = V_rest, 1.0
+    for i in inputs:
+        if isinstance(i, Conductance):
+            f, k = f + R * i.g * i.E, k + R * i.g
+        else:
+            f = f + R * i
+    return f / k + (V - f / k) * decay(tau / k)
+
+
+class IF(Neuron):
+    """Integrate and fire, without a leak: `tau dV/dt = R I(V)`, and a spike where `V >= V_th`.
+
+    None for `V_reset`: zero, in the unit of `V_th`, and likewise for `V_initializer`. `reset` is
+    `soft_reset`, `hard_reset` or a function like them; `reset_gradient=False` holds the spike fixed in it.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     neuron = IF(1, tau=2.0 * u.ms)
+    ...     _ = brainstate.nn.init_all_states(neuron)
+    ...     [float(neuron(jnp.ones(1))[0]) for _ in range(4)]
+    [0.0, 1.0, 0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        R: Any = 1.0,
+        tau: Any = 5.0 * u.ms,
+        V_th: Any = 1.0,
+        V_reset: Any = None,
+        V_initializer: Any = None,
+        spk_fun: Spike = surrogate.sigmoid(),
+        reset: Reset = soft_reset,
+        reset_gradient: bool = True,
+        name: str | None = None,
+    ) -> None:
+        start = zero_like(V_th) if V_initializer is None else V_initializer
+        super().__init__(in_size, in_size, V_th, V_reset, spk_fun, reset, reset_gradient, name, {"V": start})
+        self.R, self.tau, self.V_th = R, tau, V_th
+
+    def threshold(self) -> Any:
+        return self.V_th
+
+    def update(self, *inputs: Any) -> Any:
+        V = self.after_reset(self.get_spike(), self.V_th)
+        f, k = zero_like(V), zero_like(1.0)
+        for i in inputs:
+            if isinstance(i, Conductance):
+                f, k = f + self.R * i.g * (i.E - V), k + self.R * i.g
+            else:
+                f = f + self.R * i
+        steps = brainstate.environ.get_dt() / self.tau
+        self.V.value = V + f * steps * u.math.exprel(-k * steps)
+        return self.get_spike()
+
+
+class LIF(Neuron):
+    """Leaky integrate and fire: `tau dV/dt = V_rest - V + R I(V)`, and a spike where `V >= V_th`.
+
+    None for `V_reset` and `V_rest`: zero, in the unit of `V_th`; for `V_initializer`: at rest. `reset` is
+    `soft_reset`, `hard_reset` or a function like them; `reset_gradient=False` holds the spike fixed in it.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     neuron = LIF(1, tau=2.0 * u.ms, V_th=10.0 * u.mV)
+    ...     _ = brainstate.nn.init_all_states(neuron)
+    ...     [float(neuron(20.0 * u.mV * jnp.ones(1))[0]) for _ in range(4)]
+    [0.0, 1.0, 0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        R: Any = 1.0,
+        tau: Any = 5.0 * u.ms,
+        V_th: Any = 1.0,
+        V_reset: Any = None,
+        V_rest: Any = None,
+        V_initializer: Any = None,
+        spk_fun: Spike = surrogate.sigmoid(),
+        reset: Reset = soft_reset,
+        reset_gradient: bool = True,
+        name: str | None = None,
+    ) -> None:
+        V_rest = zero_like(V_th) if V_rest is None else V_rest
+        start = V_rest if V_initializer is None else V_initializer
+        super().__init__(in_size, in_size, V_th, V_reset, spk_fun, reset, reset_gradient, name, {"V": start})
+        self.R, self.tau, self.V_th, self.V_rest = R, tau, V_th, V_rest
+
+    def threshold(self) -> Any:
+        return self.V_th
+
+    def update(self, *inputs: Any) -> Any:
+        V = self.after_reset(self.get_spike(), self.V_th)
+        self.V.value = leaky_step(V, self.V_rest, self.R, self.tau, inputs)
+        return self.get_spike()
+
+
+class ALIF(Neuron):
+    """A `LIF` neuron with an adaptive threshold: `tau_a da/dt = -a`, and a spike where `V >= V_th + beta a`.
+
+    Each spike adds one to `a`. Options as those of `LIF`; None for `beta`: 0.1, in the unit of `V_th`.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     neuron = ALIF(1, tau=2.0 * u.ms, beta=1.0)
+    ...     _ = brainstate.nn.init_all_states(neuron)
+    ...     [float(neuron(2.0 * jnp.ones(1))[0]) for _ in range(4)]
+    [0.0, 1.0, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        R: Any = 1.0,
+        tau: Any = 5.0 * u.ms,
+        tau_a: Any = 100.0 * u.ms,
+        V_th: Any = 1.0,
+        V_reset: Any = None,
+        V_rest: Any = None,
+        beta: Any = None,
+        V_initializer: Any = None,
+        a_initializer: Any = 0.0,
+        spk_fun: Spike = surrogate.sigmoid(),
+        reset: Reset = soft_reset,
+        reset_gradient: bool = True,
+        name: str | None = None,
+    ) -> None:
+        V_rest = zero_like(V_th) if V_rest is None else V_rest
+        values = {"V": V_rest if V_initializer is None else V_initializer, "a": a_initializer}
+        super().__init__(in_size, in_size, V_th, V_reset, spk_fun, reset, reset_gradient, name, values)
+        self.R, self.tau, self.tau_a, self.V_th, self.V_rest = R, tau, tau_a, V_th, V_rest
+        self.beta = with_unit(0.1, V_th) if beta is None else beta
+
+    def threshold(self) -> Any:
+        return self.V_th + self.beta * self.a.value
+
+    def update(self, *inputs: Any) -> Any:
+        z = self.get_spike()
+        V = self.after_reset(z, self.V_th)
+        self.V.value = leaky_step(V, self.V_rest, self.R, self.tau, inputs)
+        self.a.value = (self.a.value + z) * decay(self.tau_a)
+        return self.get_spike()
+
+
+class GIF(Neuron):
+    """The generalised integrate-and-fire neuron (Mihalas & Niebur, 2009), with a threshold and two currents:
+
+        tau dV/dt = V_rest - V + R (I(V) + I1 + I2)        dIj/dt = -kj Ij
+        dV_th/dt = a (V - V_rest) - b (V_th - V_th_inf)
+
+    It fires where `V >= V_th`; then `Ij <- Rj Ij + Aj`, `V_th <- max(V_th, V_th_reset)`, and `V` is reset.
+    None for a voltage: zero, in the unit of `V_th_inf`, but for `V_th_reset`, which is then `V_th_inf`. None
+    for `A1`, `A2`: no current. The states start at rest.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     neuron = GIF(1, tau=2.0 * u.ms, A2=-1.0)
+    ...     _ = brainstate.nn.init_all_states(neuron)
+    ...     [float(neuron(2.0 * jnp.ones(1))[0]) for _ in range(4)]
+    [0.0, 1.0, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        R: Any = 1.0,
+        tau: Any = 20.0 * u.ms,
+        V_rest: Any = None,
+        V_reset: Any = None,
+        V_th_inf: Any = 1.0,
+        V_th_reset: Any = None,
+        a: Any = 0.0 / u.ms,
+        b: Any = 0.01 / u.ms,
+        k1: Any = 0.2 / u.ms,
+        k2: Any = 0.02 / u.ms,
+        R1: Any = 0.0,
+        R2: Any = 1.0,
+        A1: Any = None,
+        A2: Any = None,
+        spk_fun: Spike = surrogate.sigmoid(),
+        reset: Reset = hard_reset,
+        reset_gradient: bool = True,
+        name: str | None = None,
+    ) -> None:
+        V_rest = zero_like(V_th_inf) if V_rest is None else V_rest
+        none = zero_like(V_th_inf / R)
+        values = {"V": V_rest, "I1": none, "I2": none, "V_th": V_th_inf}
+        super().__init__(in_size, in_size, V_th_inf, V_reset, spk_fun, reset, reset_gradient, name, values)
+        self.R, self.tau, self.V_rest, self.V_th_inf = R, tau, V_rest, V_th_inf
+        self.V_th_reset = V_th_inf if V_th_reset is None else V_th_reset
+        self.a, self.b, self.k1, self.k2, self.R1, self.R2 = a, b, k1, k2, R1, R2
+        self.A1, self.A2 = (none if A is None else A for A in (A1, A2))
+
+    def threshold(self) -> Any:
+        return self.V_th.value
+
+    def update(self, *inputs: Any) -> Any:
+        z, I1, I2, V_th = self.get_spike(), self.I1.value, self.I2.value, self.V_th.value
+        V = self.after_reset(z, V_th)
+        I1 = I1 + z * (self.R1 * I1 + self.A1 - I1)
+        I2 = I2 + z * (self.R2 * I2 + self.A2 - I2)
+        V_th = V_th + z * (u.math.maximum(V_th, self.V_th_reset) - V_th)
+        dt = brainstate.environ.get_dt()
+        slope = self.a * (V - self.V_rest) - self.b * (V_th - self.V_th_inf)
+        self.V.value = leaky_step(V, self.V_rest, self.R, self.tau, (*inputs, I1, I2))
+        self.I1.value = I1 * u.math.exp(-self.k1 * dt)
+        self.I2.value = I2 * u.math.exp(-self.k2 * dt)
+        self.V_th.value = V_th + slope * dt * u.math.exprel(-self.b * dt)
+        return self.get_spike()

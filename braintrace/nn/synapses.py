@@ -1,0 +1,142 @@
+"""Synapses: what a weighted spike becomes over time, and how it drives a neuron.
+
+The input of a synapse is what arrives in the step (weights times spikes), its state has the shape of the
+neurons it drives: `LIF(n)(COBA(E)(Expon(n)(Linear(m, n)(spikes))))` is one group of states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import brainunit as u
+import numpy as np
+from brainstate.nn import init
+
+from .dynamics import Dynamics, decay
+from .neurons import Conductance
+
+
+class Expon(Dynamics):
+    """`tau dg/dt = -g`, and the input adds to `g`: a kernel `exp(-t / tau)`.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     synapse = Expon(1, tau=2.0 * u.ms)
+    ...     _ = brainstate.nn.init_all_states(synapse)
+    ...     [round(float(synapse(jnp.array([x]))[0]), 3) for x in (1.0, 0.0, 0.0)]
+    [1.0, 0.607, 0.368]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        tau: Any = 8.0 * u.ms,
+        g_initializer: Any = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, in_size, name, {"g": g_initializer})
+        self.tau = tau
+
+    def update(self, x: Any) -> Any:
+        self.g.value = self.g.value * decay(self.tau) + x
+        return self.g.value
+
+
+class DualExpon(Dynamics):
+    """A difference of two: `g = A (g_decay - g_rise)`, a kernel `A (exp(-t / tau_decay) - exp(-t / tau_rise))`.
+
+    None for the amplitude `A`: the kernel peaks at one.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     synapse = DualExpon(1, tau_decay=4.0 * u.ms, tau_rise=2.0 * u.ms, amplitude=1.0)
+    ...     _ = brainstate.nn.init_all_states(synapse)
+    ...     [round(float(synapse(jnp.array([x]))[0]), 3) for x in (1.0, 0.0, 0.0)]
+    [0.0, 0.172, 0.239]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        tau_decay: Any = 10.0 * u.ms,
+        tau_rise: Any = 1.0 * u.ms,
+        amplitude: Any = None,
+        g_initializer: Any = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, in_size, name, {"g_decay": g_initializer, "g_rise": g_initializer})
+        self.tau_decay, self.tau_rise = tau_decay, tau_rise
+        self.amplitude = _one_over_peak(tau_decay / tau_rise) if amplitude is None else amplitude
+
+    def update(self, x: Any) -> Any:
+        self.g_decay.value = self.g_decay.value * decay(self.tau_decay) + x
+        self.g_rise.value = self.g_rise.value * decay(self.tau_rise) + x
+        return self.amplitude * (self.g_decay.value - self.g_rise.value)
+
+
+def _one_over_peak(ratio: Any) -> Any:
+    """The kernel peaks at `t = tau_decay log(ratio) / (ratio - 1)`, where `ratio = tau_decay / tau_rise`."""
+    if np.any(np.asarray(ratio) == 1.0):
+        raise ValueError("`tau_decay` and `tau_rise` must differ; with one time constant use `Alpha`.")
+    return ratio ** (ratio / (ratio - 1)) / (ratio - 1)
+
+
+class Alpha(Dynamics):
+    """`tau dg/dt = h - g`, `tau dh/dt = -h`: a kernel `(t / tau) exp(1 - t / tau)`, which peaks at one.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     synapse = Alpha(1, tau=2.0 * u.ms)
+    ...     _ = brainstate.nn.init_all_states(synapse)
+    ...     [round(float(synapse(jnp.array([x]))[0]), 3) for x in (1.0, 0.0, 0.0)]
+    [0.0, 0.824, 1.0]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        tau: Any = 8.0 * u.ms,
+        g_initializer: Any = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, in_size, name, {"g": g_initializer, "h": g_initializer})
+        self.tau = tau
+
+    def update(self, x: Any) -> Any:
+        g, h, kept = self.g.value, self.h.value, decay(self.tau)
+        self.g.value = (g + h * (brainstate.environ.get_dt() / self.tau)) * kept
+        self.h.value = h * kept + np.e * x
+        return self.g.value
+
+
+class CUBA(brainstate.nn.Module):  # type: ignore[misc]
+    """Current-based coupling, `I = scale g`.
+
+    >>> import jax.numpy as jnp
+    >>> CUBA(2.0)(jnp.ones(1)).tolist()
+    [2.0]
+    """
+
+    def __init__(self, scale: Any = 1.0, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.scale = scale
+
+    def update(self, g: Any) -> Any:
+        return self.scale * g
+
+
+class COBA(brainstate.nn.Module):  # type: ignore[misc]
+    """Conductance-based coupling, `I(V) = g (E - V)`, for a neuron to integrate.
+
+    >>> import jax.numpy as jnp
+    >>> COBA(E=3.0)(jnp.ones(1)).E
+    3.0
+    """
+
+    def __init__(self, E: Any, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.E = E
+
+    def update(self, g: Any) -> Conductance:
+        return Conductance(g, self.E)

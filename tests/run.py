@@ -1,0 +1,71 @@
+"""Run a learner over a sequence as a user would, and compare gradients."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import braintrace
+
+from .oracle import loss
+
+
+def sequence(case: Any, length: int = 5, seed: int = 1) -> list[Any]:
+    rng = np.random.RandomState(seed)
+    return [case.x(rng) for _ in range(length)]
+
+
+def as_args(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def compiled(learner: Any, x: Any) -> Any:
+    with warnings.catch_warnings(action="ignore"):
+        learner.compile_graph(*as_args(x))
+    return learner
+
+
+def online(learner: Any, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
+    """The summed online gradients of the losses of all steps, by parameter path."""
+    params = learner.model.states(brainstate.ParamState)
+    compiled(learner, xs[0])
+
+    def one(*x: Any) -> Any:
+        if not window:
+            return loss(jax.tree.leaves(learner(*x)))
+        outs = learner(*[braintrace.MultiStepData(a) for a in x])
+        return jnp.sum(jax.vmap(lambda o: loss(jax.tree.leaves(o)))(outs))
+
+    step = brainstate.transform.jit(lambda *x: brainstate.transform.grad(lambda: one(*x), params)())
+    chunks = [as_args(x) for x in xs]
+    if window:
+        chunks = [
+            tuple(jax.tree.map(lambda *a: jnp.stack(a), *parts) for parts in zip(*chunks[i : i + window], strict=True))
+            for i in range(0, len(xs), window)
+        ]
+    total: Any = None
+    for chunk in chunks:
+        grads = step(*chunk)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+    return {tuple(map(str, k)): v for k, v in total.items()}
+
+
+def difference(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, float]:
+    """The largest difference of each parameter's gradient, relative to its largest entry."""
+    result = {}
+    for path, value in a.items():
+        pairs = list(zip(jax.tree.leaves(value), jax.tree.leaves(b[path]), strict=True))
+        scale = max([float(jnp.max(jnp.abs(x), initial=0.0)) for x, _ in pairs] + [1e-8])
+        result[path] = max(float(jnp.max(jnp.abs(x - y), initial=0.0)) for x, y in pairs) / scale
+    return result
+
+
+def agree(a: dict[Any, Any], b: dict[Any, Any], tolerance: float) -> bool:
+    found = difference(a, b)
+    assert found, "no parameter to compare"
+    return all(np.isfinite(d) and d < tolerance for d in found.values())
