@@ -256,12 +256,28 @@ class Brute:
                 if self.sites[s, k] is not None:
                     J[s, k] = jnp.where(self.sites[s, k], J[s, k], 0)
 
-            def signal(flat: Any, k: int = k) -> Any:
-                new = self._unflat(k, flat, raw)
-                pins = self._pinned(k, new)
-                return loss(f.step(params, states, x, pins=pins)[0])
+            def signal(delta: Any, k: int = k) -> Any:
+                """The loss with `delta` added to the states of group k, for all but their own coupling.
 
-            g[k] = jax.grad(signal)(self._flat(k, raw))
+                What another state of the group gets through a marked op or another group does count, so
+                the pinned values are refined until they hold it.
+                """
+                own = self._flat(k, raw)
+                for _ in range(len(ys) + len(self.groups) + 1):
+                    seen_y: dict[int, Any] = {}
+
+                    def keep(number: int, eqn: Any, vals: Any, seen_y: Any = seen_y) -> Any:
+                        seen_y[number] = eqn.primitive.bind(*vals, **eqn.params)
+                        return seen_y[number]
+
+                    pins = self._pinned(k, self._unflat(k, own + delta, raw))
+                    outs, new = f.step(params, states, x, pins=pins, at_site=keep)
+                    others = {v: w for m in range(len(self.groups)) if m != k for v, w in self._pinned(m, new).items()}
+                    given = lambda number, eqn, vals, seen_y=seen_y: seen_y[number]  # noqa: E731
+                    own = self._flat(k, f.step(params, states, x, pins=others, at_site=given)[1])
+                return loss(outs)
+
+            g[k] = jax.grad(signal)(jnp.zeros_like(self._flat(k, raw)))
 
         pinned = {v: w for k in range(len(self.groups)) for v, w in self._pinned(k, raw).items()}
 

@@ -66,11 +66,11 @@ class ESRule:
             site = trace.relation.site.index
             g, f = promoted(trace.to_site(signals[trace.group.index], 1), values[_state_key(trace)])
             real = jnp.finfo(g.dtype).dtype
-            unbias = 1 - jnp.asarray(self.out, real) ** steps
+            unbias = 1 - jnp.asarray(self.out, real) ** steps.astype(real)
             dy = trace.to_y(jnp.sum(g * f, axis=0)) / unbias
             inputs, weight = local.inputs[site], local.weights[site][trace.name]
             if trace.layout.x is None:
-                ones = (1 - jnp.asarray(self.inp, real) ** steps) / (1 - self.inp)
+                ones = (1 - jnp.asarray(self.inp, real) ** steps.astype(real)) / (1 - self.inp)
                 value = trace.from_cotangent(None, dy * ones, inputs, weight)
             else:
                 factor = _factor(trace, values[_input_key(trace)], inputs)

@@ -27,8 +27,8 @@ from .. import _compat
 from .._compat import primitives
 from . import links as _links
 from .constants import Constants
-from .links import Array, Axes, Link, Linked, Pairs, Same, Shape
-from .program import Node, Program, Var, read_program
+from .links import Array, Link, Linked, Pairs, Same, Shape
+from .program import Atom, Node, Program, Var, read_program
 
 _NONE = np.iinfo(np.int32).max
 _ALL, _DIRECT = 0, 1
@@ -92,8 +92,8 @@ class Reach:
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
         (a, p), (b, q) = ((r.low[_DIRECT] == r.high[_DIRECT], r.low[_DIRECT]) for r in (self, other))
         for keep, single in ((a & ~b & (q != _TORN), p), (b & ~a & (p != _TORN), q)):
-            low[_DIRECT][keep] = high[_DIRECT][keep] = single[keep]
-        low[_DIRECT][a & b & (p != q)] = _TORN
+            low[_DIRECT, ...][keep] = high[_DIRECT, ...][keep] = single[keep]
+        low[_DIRECT, ...][a & b & (p != q)] = _TORN
         return Reach(low, high)
 
     def __getitem__(self, index: int) -> Reach:
@@ -230,7 +230,7 @@ class Positions:
     ) -> tuple[list[Reach | None], SiteReach]:
         ins: list[Reach | None] = [None] * (len(node.inputs) - 1)
         sites: SiteReach = {}
-        known = [self.constants(a) for a in node.inputs[1:]]
+        known = self._known(node.inputs[1:])
         for b in range(len(node.inner)):
             found, inside = self._program(node, b, known).reach_inputs(outs, through)
             sites.update(inside)
@@ -251,10 +251,10 @@ class Positions:
         previous: Any = None
         for step in order:
             given = [*carried, *(y[step] for y in ys)]
-            if previous is None or known[step] is not None or not _all_same(given, previous[0]):
+            if previous is None or known[step] is not previous[0] or not _all_same(given, previous[1]):
                 found, inside = self._program(node, 0, known[step]).reach_inputs(given, through)
-                previous = (given, found, inside)
-            _, found, inside = previous
+                previous = (known[step], given, found, inside)
+            _, _, found, inside = previous
             consts = [_either(a, b) for a, b in zip(consts, found, strict=False)]
             after = [Reach.empty(v.aval.shape) if r is None else r for r, v in zip(found, node.inner[0].inputs, strict=True)]
             carried = after[num_consts:][:num_carry]
@@ -331,7 +331,7 @@ class Positions:
     ) -> list[Reach | None]:
         if node.primitive is primitives.cond_p:
             outs: list[Reach | None] = [None] * len(node.outputs)
-            known = [self.constants(a) for a in node.inputs[1:]]
+            known = self._known(node.inputs[1:])
             for b in range(len(node.inner)):
                 found = self._program(node, b, known).source_outputs(ins[1:], origin, through)
                 outs = [_either(a, b) for a, b in zip(outs, found, strict=True)]
@@ -431,37 +431,38 @@ class Positions:
             self._inner[key] = Positions(program, dict(zip(program.inputs, values, strict=True)))
         return self._inner[key]
 
+    def _known(self, atoms: Sequence[Atom]) -> list[Array | None]:
+        """The integers among the inputs of a program inside, where they do not depend on data."""
+        return [self.constants(a) if jnp.issubdtype(a.aval.dtype, jnp.integer) else None for a in atoms]
+
     def _scan_known(self, node: Node, num_consts: int, num_carry: int) -> list[Any]:
         """What is known of the body's inputs in each iteration: constants and counters."""
         length, body = node.params["length"], node.inner[0]
-        first = [self.constants(a) for a in node.inputs]
-        xs = first[num_consts + num_carry :]
-        carried = first[num_consts:][:num_carry]
-        integer = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in body.inputs]
-        if not any(
-            v is not None and is_int for v, is_int in zip(first, integer, strict=True)
-        ) or length > _UNROLL:
+        if not _has_indices(body):
             return [None] * length
+        first = self._known(node.inputs)
+        consts, carried, xs = first[:num_consts], first[num_consts:][:num_carry], first[num_consts + num_carry :]
+        if length > _UNROLL or all(v is None for v in (*carried, *xs)):
+            return [[*consts, *[None] * (num_carry + len(xs))]] * length
         result: list[Any] = [None] * length
         order = range(length - 1, -1, -1) if node.params["reverse"] else range(length)
         for step in order:
-            values = [
-                *first[:num_consts],
-                *carried,
-                *(None if x is None else np.asarray(x)[step] for x in xs),
-            ]
-            values = [v if is_int else None for v, is_int in zip(values, integer, strict=True)]
-            result[step] = values
-            constants = self._program(node, 0, values).constants
-            carried = [
-                constants(a) if integer[num_consts + c] else None
-                for c, a in enumerate(body.outputs[:num_carry])
-            ]
+            result[step] = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
+            carried = self._program(node, 0, result[step])._known(body.outputs[:num_carry])
         return result
 
 
 _FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix
 _UNROLL = 256  # iterations of a `scan` whose counters are followed one by one
+
+
+def _has_indices(program: Program) -> bool:
+    return any(
+        node.primitive.name in ("gather", "dynamic_slice", "dynamic_update_slice")
+        or node.primitive.name.startswith("scatter")
+        or any(map(_has_indices, node.inner))
+        for node in program.nodes
+    )
 
 
 def _expand(node: Node) -> Program | None:

@@ -55,7 +55,7 @@ class ETPPrimitive(_compat.Primitive):
         if "bias" in given and u.get_unit(given["bias"]) != unit:
             given["bias"] = u.Quantity(given["bias"]).to(unit)
         operands = [jnp.asarray(u.get_mantissa(v)) for v in (*inputs, *given.values())]
-        y = self.bind(*operands, names=tuple(given), levels=(), **options)  # type: ignore[no-untyped-call]
+        y = self.bind(*operands, names=tuple(given), levels=(), **options)
         return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
 
     def plain(self, *operands: Any, names: tuple[str, ...], levels: Levels, **options: Any) -> Any:
