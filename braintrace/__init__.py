@@ -1,5 +1,6 @@
 """Online learning of recurrent and spiking networks, with eligibility traces, in JAX and brainstate."""
 
+from . import nn as nn
 from ._algorithms import D_RTRL as D_RTRL
 from ._algorithms import ES_D_RTRL as ES_D_RTRL
 from ._algorithms import RTRL as RTRL

@@ -89,6 +89,12 @@ def all_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
     return [c for c in calls if c is not None] + inner_jaxprs(eqn)
 
 
+def other_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """The jaxprs among the parameters of an equation that is none of the above."""
+    found = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
+    return [parts(v)[0] for v in found if isinstance(v, ClosedJaxpr | Jaxpr)]
+
+
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a `scan` are constants, and how many are carried."""
     params = eqn.params
@@ -145,11 +151,11 @@ def register_derived_rules(
     """
 
     def abstract(*avals: Any, **params: Any) -> Any:
-        operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
         out = jax.eval_shape(lambda *a: plain(*a, **params), *operands)
         if not isinstance(out, jax.ShapeDtypeStruct):
             raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
-        return jax.core.ShapedArray(out.shape, out.dtype)
+        return jax.core.ShapedArray(out.shape, out.dtype, weak_type=out.weak_type)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]

@@ -9,6 +9,7 @@ leaves out paths, the kept positions) are taken from the graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -149,11 +150,11 @@ def loss(outs: Any) -> Any:
     return sum(jnp.sum(jnp.real(jnp.sin(o) + 0.3 * o**2)) for o in jax.tree.leaves(outs))
 
 
-def bptt(model: Any, xs: list[Any], *, forward: bool = False) -> dict[Any, Any]:
+def bptt(model: Any, xs: list[Any], *, forward: bool = False, jit: Any = jax.jit) -> dict[Any, Any]:
     """The gradient of the summed losses through all steps."""
     f = functional(model, xs[0])
 
-    @jax.jit
+    @jit
     def total(params: Any) -> Any:
         states, value = f.states, 0.0
         for x in xs:
@@ -167,7 +168,8 @@ def bptt(model: Any, xs: list[Any], *, forward: bool = False) -> dict[Any, Any]:
 class Brute:
     """D-RTRL and ES-D-RTRL by their definitions, with dense matrices."""
 
-    def __init__(self, model: Any, x: Any, graph: Any) -> None:
+    def __init__(self, model: Any, x: Any, graph: Any, jit: Any = jax.jit) -> None:
+        self.jit = jit
         self.f = f = functional(model, x)
         self.theta, self.unravel = ravel_pytree(f.params)
         self.groups = []
@@ -194,7 +196,7 @@ class Brute:
                     else:
                         keep = places[:, None] == m.map.ravel()[None]
                 self.sites[r.site.index, g.index] = keep
-        self.advance = jax.jit(self._advance)
+        self.advance = jit(self._advance)
 
     def _pinned(self, group: int, raw: Any, values: Any = None) -> dict[Any, Any]:
         members = self.groups[group][0]
@@ -263,7 +265,7 @@ class Brute:
                 the pinned values are refined until they hold it.
                 """
                 own = self._flat(k, raw)
-                for _ in range(len(ys) + len(self.groups) + 1):
+                for _ in range(len(self.groups[k][0])):
                     seen_y: dict[int, Any] = {}
 
                     def keep(number: int, eqn: Any, vals: Any, seen_y: Any = seen_y) -> Any:
@@ -390,8 +392,8 @@ class Brute:
                 self._advance(self.theta, states, x)
                 return jax.vjp(lambda t: self._site_outputs(t, x_bar, ones)[s], self.theta)[1](dy)[0]
 
-            self._vjp = jax.jit(vjp, static_argnums=0)
-        return self._vjp(s, states, x, dict(x_bar), ones, dy)
+            self._vjp = {n: self.jit(partial(vjp, n)) for n, _ in self.sites}
+        return self._vjp[s](states, x, dict(x_bar), ones, dy)
 
     def _window(self, states: Any, chunk: list[Any]) -> tuple[Any, list[Any]]:
         if not hasattr(self, "_window_fn"):
@@ -408,7 +410,7 @@ class Brute:
 
                 return jax.grad(total, (0, 1))(theta, [self._flat(k, states) for k in range(len(self.groups))])
 
-            self._window_fn = jax.jit(run)
+            self._window_fn = self.jit(run)
         return self._window_fn(self.theta, states, chunk)
 
 

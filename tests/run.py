@@ -30,7 +30,9 @@ def compiled(learner: Any, x: Any) -> Any:
     return learner
 
 
-def online(learner: Any, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
+def online(
+    learner: Any, xs: list[Any], window: int | None = None, jit: Any = brainstate.transform.jit
+) -> dict[Any, Any]:
     """The summed online gradients of the losses of all steps, by parameter path."""
     params = learner.model.states(brainstate.ParamState)
     compiled(learner, xs[0])
@@ -41,7 +43,7 @@ def online(learner: Any, xs: list[Any], window: int | None = None) -> dict[Any, 
         outs = learner(*[braintrace.MultiStepData(a) for a in x])
         return jnp.sum(jax.vmap(lambda o: loss(jax.tree.leaves(o)))(outs))
 
-    step = brainstate.transform.jit(lambda *x: brainstate.transform.grad(lambda: one(*x), params)())
+    step = jit(lambda *x: brainstate.transform.grad(lambda: one(*x), params)())
     chunks = [as_args(x) for x in xs]
     if window:
         chunks = [

@@ -10,12 +10,12 @@ import brainstate
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .errors import CompilationError
 from .groups import HiddenGroup, find_groups, group_records
-from .module_info import ModuleInfo, Path, extract_module_info
+from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
 from .perturbation import HiddenPerturbation
 from .positions import Positions
 from .program import Var
 from .provenance import goals, provenance
-from .relations import HiddenParamOpRelation, find_relations
+from .relations import HiddenParamOpRelation, find_relations, name_site
 
 
 class ETraceGraph(NamedTuple):
@@ -101,7 +101,8 @@ def _check(info: ModuleInfo) -> None:
                 )
     if not info.hidden:
         states = [f"`{show_path(e.path)}` ({type(e.state).__name__})" for e in info.entries if not e.is_param]
-        ops = [f"`{s.primitive.name}` at {s.source}" for s in info.program.sites]
+        origin = provenance(info.program)
+        ops = [name_site(info, s, origin) for s in info.program.sites]
         raise CompilationError(
             "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
             "`ShortTermState` (such as `HiddenState`) that the step both reads and writes. States found: "
@@ -113,7 +114,7 @@ def _check(info: ModuleInfo) -> None:
 def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
     records = []
     if not info.program.sites:
-        names = ", ".join(f"`{show_path(e.path)}`" for e in info.params) or "none"
+        names = ", ".join(f"`{show_path(e.path)}`{_first_use(info, e)}" for e in info.params) or "none"
         records.append(
             CompilationRecord(
                 DiagnosticKind.NO_MARKED_OP,
@@ -134,6 +135,13 @@ def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
             )
         )
     return records
+
+
+def _first_use(info: ModuleInfo, entry: StateEntry) -> str:
+    for node in info.program.nodes:
+        if any(v is a for v in entry.invars for a in node.inputs):
+            return f", used by `{node.primitive.name}` at {node.source}"
+    return ""
 
 
 def _cascades(

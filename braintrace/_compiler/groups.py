@@ -14,6 +14,7 @@ import numpy as np
 
 from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
+from .links import ELEMENT_WISE
 from .module_info import Hidden, ModuleInfo, Path
 from .positions import Positions, Reach
 from .program import Node, Var
@@ -160,7 +161,10 @@ def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: 
 
 
 def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var, Reach]) -> list[Node]:
-    """The nodes at which positions mix: several reach in, and several are reached from there."""
+    """The nodes at which positions mix: several reach in, and several are reached from there.
+
+    Where there is none (`h + roll(h)`), those that move elements.
+    """
     found = []
     for node in info.program.nodes:
         several_in = any(v in sources and sources[v].width > 1 for v in node.outputs)
@@ -172,7 +176,11 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
         )
         if several_in and several_out and begins and any(v in reached for v in node.outputs):
             found.append(node)
-    return found
+    return found or [
+        node
+        for node in info.program.nodes
+        if node.primitive.name not in ELEMENT_WISE and any(v in sources and v in reached for v in node.outputs)
+    ]
 
 
 def _not_complex_linear(group: HiddenGroup, info: ModuleInfo) -> list[Node]:

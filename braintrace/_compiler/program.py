@@ -13,6 +13,7 @@ zeros, a site in a loop gives one application per iteration, stacked.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
 from .._ops.letters import Layout
 from .._ops.primitive import ETPPrimitive
+from .errors import NotSupportedError
 
 AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
 
@@ -53,6 +55,7 @@ class Node:
     loops: tuple[int, ...] = ()  # the length of each enclosing `scan`, outermost first
     inner: tuple[Program, ...] = ()
     site: Site | None = None
+    callers: tuple[JaxprEqn, ...] = ()  # the calls and the control flow that it is inside of, outermost first
 
     @property
     def primitive(self) -> Any:
@@ -71,7 +74,9 @@ class Node:
 
     @property
     def source(self) -> str:
-        return _compat.source_line(self.eqn)
+        # what is inside a function of JAX's own has no line of the user's; the call has
+        lines = map(_compat.source_line, (self.eqn, *reversed(self.callers)))
+        return next(filter(None, lines), "")
 
 
 @dataclass(eq=False)
@@ -140,6 +145,8 @@ class _Reader:
         self.num_vars = 0
         self.sites: list[Site] = []
         self.holds: dict[int, bool] = {}
+        self.callers: tuple[JaxprEqn, ...] = ()
+        self.opened: list[Node] = []
 
     def var(self, aval: Any) -> Var:
         self.num_vars += 1
@@ -148,11 +155,11 @@ class _Reader:
     def program(
         self, jaxpr: Any, consts: Sequence[Any], loops: tuple[int, ...], context: tuple[str, ...]
     ) -> Program:
-        first = len(self.sites)
+        first, first_opened = len(self.sites), len(self.opened)
         program = Program(tuple(self.var(v.aval) for v in jaxpr.invars), (), [], {})
         outs = self.inline(program, jaxpr, consts, program.inputs, loops, context)
         program.outputs = tuple(outs)
-        program.sites = self.sites[first:]
+        program.sites, program.opened = self.sites[first:], self.opened[first_opened:]
         return program
 
     def inline(
@@ -178,14 +185,15 @@ class _Reader:
             custom = _compat.called_jaxpr(eqn, custom=True)
             if call is None and custom is not None and self.holds_site(custom[0]):
                 call = custom
-                program.opened.append(Node(eqn, inputs, ()))
+                self.opened.append(Node(eqn, inputs, (), callers=self.callers))
             if call is not None:
-                outs = self.inline(program, *call, inputs, loops, context)
+                with self.inside(eqn):
+                    outs = self.inline(program, *call, inputs, loops, context)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outputs = tuple(self.var(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            node = Node(eqn, inputs, outputs, loops)
+            node = Node(eqn, inputs, outputs, loops, callers=self.callers)
             if isinstance(eqn.primitive, ETPPrimitive):
                 node.site = Site(
                     index=len(self.sites),
@@ -199,17 +207,34 @@ class _Reader:
                 )
                 self.sites.append(node.site)
             elif custom is not None:
-                node.inner = (self.program(*custom, loops, context),)
+                with self.inside(eqn):
+                    node.inner = (self.program(*custom, loops, context),)
             else:
                 deeper = loops
                 if eqn.primitive is primitives.scan_p:
                     deeper = (*loops, eqn.params["length"])
-                node.inner = tuple(
-                    self.program(*inner, deeper, (*context, eqn.primitive.name))
-                    for inner in _compat.inner_jaxprs(eqn)
-                )
+                with self.inside(eqn):
+                    node.inner = tuple(
+                        self.program(*inner, deeper, (*context, eqn.primitive.name))
+                        for inner in _compat.inner_jaxprs(eqn)
+                    )
+                if not node.inner:
+                    self.refuse_sites(node)
             program.nodes.append(node)
         return [read(a) for a in jaxpr.outvars]
+
+    @contextmanager
+    def inside(self, eqn: JaxprEqn) -> Iterator[None]:
+        self.callers = (*self.callers, eqn)
+        yield
+        self.callers = self.callers[:-1]
+
+    def refuse_sites(self, node: Node) -> None:
+        if any(self.holds_site(jaxpr) for jaxpr in _compat.other_jaxprs(node.eqn)):
+            raise NotSupportedError(
+                f"A marked op is inside `{node.primitive.name}` at {node.source}, which the compiler does not "
+                "read. Move the op out, or use `x @ w` inside to train the weight without a trace."
+            )
 
     def holds_site(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self.holds:

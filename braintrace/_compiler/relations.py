@@ -284,6 +284,11 @@ def _states(reach: Reach | None, grouped: bool) -> list[Reach]:
     return [Reach(reach.low[..., s], reach.high[..., s]) for s in range(reach.shape[-1])]
 
 
+def name_site(info: ModuleInfo, site: Site, origin: Provenance) -> str:
+    """A site in words: its op, the parameters behind it, and where it is."""
+    return f"`{site.primitive.name}` {_Weights(info, site, origin).label} at {site.source}"
+
+
 class _Weights:
     """The weights of a site and what lies behind them."""
 
@@ -403,7 +408,7 @@ def _partial(
     sites: dict[int, Reach],
 ) -> CompilationRecord:
     nodes: list[Node] = mixing_nodes(info, came, {**env, site.output: sites[site.index]})
-    where = f"`{nodes[0].primitive.name}` at {nodes[0].source}" if nodes else "positions that cross"
+    where = f"`{nodes[0].primitive.name}` at {nodes[0].source}" if nodes else "the step"
     names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
     return CompilationRecord(
         DiagnosticKind.RELATION_PARTIAL_PATH,

@@ -41,7 +41,10 @@ class Slice:
             site_ins[self.site.index] = values[0]
 
         def given(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
-            return (site_in, None) if site is self.site else plain_site(site, site_in, operands)
+            if site is self.site:
+                return site_in, None
+            # inside a loop on the way: no derivative goes through it
+            return plain_site(site, site_in, [jax.lax.stop_gradient(v) for v in operands])
 
         view = View(
             known=known,

@@ -100,7 +100,7 @@ def _coordinates(matrix: Any) -> tuple[Any, Any]:
         major = xp.searchsorted(indptr, xp.arange(len(indices), dtype=indptr.dtype), side="right") - 1
         by_column = any(c.__name__.lower().startswith("csc") for c in type(matrix).__mro__)
         return (indices, major) if by_column else (major, indices)
-    if indptr is None and indices is not None and indices.ndim == 2:
+    if getattr(matrix, "n_sparse", 0) == 2 and jnp.ndim(indices) == 2:
         return indices[:, 0], indices[:, 1]
     raise TypeError(
         "`sparse_matmul` takes a CSR, CSC, COO, BCOO or BCSR matrix without batch axes, not "
