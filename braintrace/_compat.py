@@ -83,14 +83,8 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
     return []
 
 
-def all_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
-    """Every jaxpr inside an equation, whatever it is for."""
-    calls = [called_jaxpr(eqn), called_jaxpr(eqn, custom=True)]
-    return [c for c in calls if c is not None] + inner_jaxprs(eqn)
-
-
-def other_jaxprs(eqn: JaxprEqn) -> list[Any]:
-    """The jaxprs among the parameters of an equation that is none of the above."""
+def all_jaxprs(eqn: JaxprEqn) -> list[Any]:
+    """Every jaxpr among the parameters of an equation, whatever it is for."""
     found = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
     return [parts(v)[0] for v in found if isinstance(v, ClosedJaxpr | Jaxpr)]
 

@@ -129,6 +129,12 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
                 f"step's input, after the states are initialised. This call has inputs of shapes {shapes}."
             )
         known = [[s for s, _ in key[:-2]] for key in self._examples]
+        static = split_static(args, kwargs)[2]
+        if shapes in known and all(static != key[-2] for key in self._examples):
+            return (
+                f"The learner is compiled for inputs of shapes {shapes}, but with other static arguments than "
+                f"{[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these too."
+            )
         states = {show_path(h.path): h.invar.aval.shape for h in self.graph.module_info.hidden}
         return (
             f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it is "
@@ -237,8 +243,11 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         """
         one_args, one_kwargs = _one_step(args, kwargs)
         compiled = self._lookup(one_args, one_kwargs)
-        info = compiled.graph.module_info
-        consts = info.retrace(*one_args, **one_kwargs)
+        consts = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
+        if consts is None:  # the same shapes, but another program: the model closes over something else now
+            with warnings.catch_warnings(action="ignore"):
+                compiled = Compiled(self._compile(one_args, one_kwargs))
+            consts = list(compiled.graph.module_info.program.consts.values())
         data, stepped = _time_axes(args, kwargs)
         if not any(stepped):
             outs = self._step(compiled, data, consts)
@@ -247,7 +256,7 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
             if len(lengths) > 1:
                 raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
             outs = self._window(compiled, data, stepped, lengths.pop(), consts)
-        return jax.tree.unflatten(info.out_tree, outs)
+        return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
     def _initial_values(self, compiled: Compiled) -> Values:
         """The rule's arrays at the start, by stable names."""

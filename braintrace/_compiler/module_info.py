@@ -80,7 +80,7 @@ class ModuleInfo:
     out_atoms: tuple[Atom, ...]
     out_tree: Any
     state_trees: tuple[Any, ...]
-    retrace: Callable[..., list[Any]]
+    retrace: Callable[..., list[Any] | None]
 
     @cached_property
     def params(self) -> tuple[StateEntry, ...]:
@@ -160,17 +160,16 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         trees.append(tree)
     entries = _with_own_outputs(program, entries)
 
-    def retrace(*args: Any, **kwargs: Any) -> list[Any]:
-        """The constants of the program as they are now: what the model closes over may have changed."""
+    def retrace(*args: Any, **kwargs: Any) -> list[Any] | None:
+        """Trace again, since what the model closes over may have changed (a time, a step size).
+
+        The constants as they are now, with the program brought up to date; None if it is another program.
+        """
         data, rebuild, _ = split_static(args, kwargs)
         again = read_program(_trace(model, rebuild, data)[0])
-        if [_shape_of(v) for v in again.consts] != [_shape_of(v) for v in program.consts] or [
-            n.primitive for n in again.nodes
-        ] != [n.primitive for n in program.nodes[: len(again.nodes)]]:
-            raise CompilationError(
-                "The model's step is not the one that was compiled: something outside its arguments and "
-                "states has changed its program. Call `compile_graph` again."
-            )
+        if not _same_form(program, again):
+            return None
+        _bring_up_to_date(program, again)
         return list(again.consts.values())
 
     return ModuleInfo(
@@ -187,8 +186,36 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     )
 
 
-def _shape_of(var: Var) -> tuple[Any, ...]:
-    return (var.aval.shape, var.aval.dtype)
+def _same_form(a: Program, b: Program) -> bool:
+    """Whether two programs differ in numbers and functions only, not in what is computed from what."""
+
+    def form(atom: Atom) -> tuple[Any, ...]:
+        name = None if isinstance(atom, Literal) else atom.index
+        return name, atom.aval.shape, atom.aval.dtype
+
+    nodes = a.nodes[: len(b.nodes)]  # `a` may have copies of outputs after them
+    return (
+        [form(v) for v in (*a.inputs, *a.consts)] == [form(v) for v in (*b.inputs, *b.consts)]
+        and len(nodes) == len(b.nodes)
+        and all(
+            n.primitive is m.primitive
+            and [form(v) for v in (*n.inputs, *n.outputs)] == [form(v) for v in (*m.inputs, *m.outputs)]
+            and len(n.inner) == len(m.inner)
+            and all(_same_form(p, q) for p, q in zip(n.inner, m.inner, strict=True))
+            for n, m in zip(nodes, b.nodes, strict=True)
+        )
+    )
+
+
+def _bring_up_to_date(a: Program, b: Program) -> None:
+    """Take over the numbers and functions of a program of the same form."""
+    for n, m in zip(a.nodes, b.nodes, strict=False):
+        n.eqn = m.eqn
+        n.inputs = tuple(new if isinstance(new, Literal) else old for old, new in zip(n.inputs, m.inputs, strict=True))
+        if n.site is not None:
+            n.site.params, n.site.inputs = m.eqn.params, n.inputs
+        for p, q in zip(n.inner, m.inner, strict=True):
+            _bring_up_to_date(p, q)
 
 
 def _as_path(path: Any) -> Path:
@@ -208,9 +235,28 @@ def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[An
             f"The model's step failed while it was traced: {e}. If the missing attribute is a state, "
             "call `brainstate.nn.init_all_states(model)` first."
         ) from e
+    except (TypeError, ValueError) as e:
+        if isinstance(e, CompilationError) or any(_is_traced(st.value) for st in model.states().values()):
+            raise
+        states = {
+            ".".join(map(str, path)): [tuple(leaf.shape) for leaf in jax.tree.leaves(st.value)]
+            for path, st in model.states().items()
+            if isinstance(st, brainstate.ShortTermState)
+        }
+        shapes = [tuple(jnp.shape(d)) for d in data]
+        raise CompilationError(
+            f"The model's step failed while it was traced with arrays of shapes {shapes}: {e} Its states have "
+            f"the shapes {states}. Check the feature size, and that inputs and states agree about a batch axis "
+            "(`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an array, such as "
+            "a string, is passed to the model as it is."
+        ) from e
     closed = function.get_jaxpr(*data)
     out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
     return closed, out_tree, tuple(function.get_states(*data))
+
+
+def _is_traced(value: Any) -> bool:
+    return any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(value))
 
 
 def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:

@@ -230,7 +230,7 @@ class _Reader:
         self.callers = self.callers[:-1]
 
     def refuse_sites(self, node: Node) -> None:
-        if any(self.holds_site(jaxpr) for jaxpr in _compat.other_jaxprs(node.eqn)):
+        if any(map(self.holds_site, _compat.all_jaxprs(node.eqn))):
             raise NotSupportedError(
                 f"A marked op is inside `{node.primitive.name}` at {node.source}, which the compiler does not "
                 "read. Move the op out, or use `x @ w` inside to train the weight without a trace."
@@ -240,7 +240,7 @@ class _Reader:
         if id(jaxpr) not in self.holds:
             self.holds[id(jaxpr)] = any(
                 isinstance(eqn.primitive, ETPPrimitive)
-                or any(self.holds_site(inner) for inner, _ in _compat.all_jaxprs(eqn))
+                or any(map(self.holds_site, _compat.all_jaxprs(eqn)))
                 for eqn in jaxpr.eqns
             )
         return self.holds[id(jaxpr)]

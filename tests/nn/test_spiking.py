@@ -294,23 +294,23 @@ class TwoPopulations(brainstate.nn.Module):
         super().__init__()
         weight = brainstate.nn.init.KaimingNormal(unit=mS)
         zero = brainstate.nn.init.ZeroInit(unit=mS)
-        self.to_e, self.to_i = (nn.SignedWLinear(6, n, w_init=weight) for n in (3, 2))
-        self.from_i = nn.SignedWLinear(2, 5, w_init=weight)
-        self.g_e = nn.Expon(3, tau=5.0 * ms, g_initializer=zero)
-        self.g_i = nn.Expon(2, tau=5.0 * ms, g_initializer=zero)
-        self.g_inh = nn.Alpha(5, tau=10.0 * ms, g_initializer=zero)
+        self.ee, self.ei = (nn.SignedWLinear(6, n, w_init=weight) for n in (3, 2))
+        self.ie, self.ii = (nn.SignedWLinear(2, n, w_init=weight) for n in (3, 2))
+        self.g_ee, self.g_ie = (nn.Expon(3, tau=tau * ms, g_initializer=zero) for tau in (5.0, 10.0))
+        self.g_ei, self.g_ii = (nn.Alpha(2, tau=tau * ms, g_initializer=zero) for tau in (2.0, 4.0))
         options = {"R": 1.0 * u.kohm, "V_th": -50.0 * mV, "V_reset": -65.0 * mV, "V_rest": -60.0 * mV}
-        self.e = nn.ALIF(3, tau=20.0 * ms, **options)
-        self.i = nn.LIF(2, tau=10.0 * ms, reset=nn.hard_reset, **options)
+        start = jnp.asarray([-49.0, -52.0, -55.0]) * mV  # one fires at once
+        self.e = nn.ALIF(3, tau=20.0 * ms, V_initializer=start, **options)
+        self.i = nn.LIF(2, tau=10.0 * ms, V_initializer=start[:2], reset=nn.hard_reset, **options)
         self.exc, self.inh = nn.COBA(E=0.0 * mV), nn.COBA(E=-80.0 * mV)
         self.readout = nn.Linear(3, 2)
 
     def update(self, x: Any) -> Any:
-        spikes = jnp.concatenate([(x > 0).astype(x.dtype), self.e.get_spike()], -1)
-        g = self.g_inh(self.from_i(self.i.get_spike()))
-        out = self.e(self.exc(self.g_e(self.to_e(spikes))), self.inh(g[..., :3]))
-        self.i(self.exc(self.g_i(self.to_i(spikes))), self.inh(g[..., 3:]))
-        return self.readout(out)
+        e = jnp.concatenate([(x > 0).astype(x.dtype), self.e.get_spike()], -1)
+        g = self.g_ei(self.ei(e)), self.g_ii(self.ii(self.i.get_spike()))
+        i = self.i(self.exc(g[0]), self.inh(g[1]))
+        g = self.g_ee(self.ee(e)), self.g_ie(self.ie(i))
+        return self.readout(self.e(self.exc(g[0]), self.inh(g[1])))
 
 
 def mV_weights() -> Any:
@@ -345,14 +345,14 @@ NETS = {
     ),
     "alif": Net(
         lambda: Layer(nn.ALIF(4, tau=4.0, tau_a=20.0, beta=0.5, spk_fun=nn.surrogate.multi_gaussian())),
-        "weights: neuron.V neuron.a",
+        "weights: neuron.V",
         "neuron.V neuron.a",
         exact=True,
         x_scale=3.0,
     ),
     "gif": Net(
         lambda: Layer(nn.GIF(4, tau=4.0, **GIF)),
-        "weights: neuron.I1 neuron.I2 neuron.V neuron.V_th",
+        "weights: neuron.V",
         "neuron.I1 neuron.I2 neuron.V neuron.V_th",
         exact=True,
         x_scale=3.0,
@@ -366,14 +366,14 @@ NETS = {
     ),
     "dual_expon_alif": Net(
         lambda: Layer(nn.ALIF(4, tau=4.0, tau_a=9.0), nn.DualExpon(4, tau_decay=4.0, tau_rise=1.0)),
-        "weights: neuron.V neuron.a synapse.g_decay synapse.g_rise",
+        "weights: neuron.V synapse.g_decay synapse.g_rise",
         "neuron.V neuron.a synapse.g_decay synapse.g_rise",
         exact=True,
         x_scale=2.0,
     ),
     "alpha_lif": Net(
         lambda: Layer(nn.LIF(4, tau=4.0), nn.Alpha(4, tau=2.0)),
-        "weights: neuron.V synapse.g synapse.h",
+        "weights: synapse.h",
         "neuron.V synapse.g synapse.h",
         exact=True,
         x_scale=2.0,
@@ -399,22 +399,22 @@ NETS = {
     # the influence of spikes through the recurrent weights is left out
     "recurrent_alif": Net(
         lambda: Recurrent(nn.ALIF(4, tau=4.0, tau_a=20.0, beta=0.5), nn.Expon(4, tau=3.0)),
-        "weights: neuron.V neuron.a synapse.g",
+        "weights: neuron.V synapse.g",
         "neuron.V neuron.a synapse.g",
         exact=False,
         x_scale=2.0,
     ),
     "ei_dales_law": Net(
         DalesLaw,
-        "inp: neuron.V neuron.a synapse.g, rec: neuron.V neuron.a synapse.g",
+        "inp: neuron.V synapse.g, rec: neuron.V synapse.g",
         "neuron.V neuron.a synapse.g",
         exact=False,
         x_scale=2.0,
     ),
     "ei_two_populations": Net(
         TwoPopulations,
-        "from_i: e.V e.a g_e.g i.V g_i.g g_inh.g g_inh.h, to_e: e.V e.a g_e.g, to_i: g_i.g i.V",
-        "e.V e.a g_e.g | g_i.g i.V | g_inh.g g_inh.h",
+        "ei: g_ei.h, ii: g_ii.h, ee: e.V g_ee.g, ie: e.V g_ie.g",
+        "g_ei.g g_ei.h g_ii.g g_ii.h i.V | e.V e.a g_ee.g g_ie.g",
         exact=False,
         dt=1.0 * ms,
     ),
