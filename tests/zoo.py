@@ -1174,7 +1174,7 @@ def _(p, s, x):
 )
 def _(p, s, x):
     y = bt.matmul(x, p.w)
-    h = 0.9 * s.h + lax.cond(x.sum() > 0, lambda y: y, lambda y: jnp.roll(y, 1), y)
+    h = 0.9 * s.h + lax.cond(x.sum() > 0, lambda y: jnp.roll(y, 1), lambda y: y, y)
     return {"h": h}, jnp.tanh(h)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from .._executor.executor import ETraceGraphExecutor
 from . import pickling
 from .data import MultiStepData, SingleStepData
 from .rule import Values
+from .sequence import Sequence, add_trees, check_choice, check_chunk_size, split_loss, zeros_like_states
 
 
 class EligibilityTrace(brainstate.ShortTermState):  # type: ignore[misc]
@@ -64,6 +65,7 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         self._compiled: dict[Any, Compiled] = {}  # by the shapes of arguments and states
         self._examples: dict[Any, Any] = {}  # what each was compiled with
         self._current: Any = None
+        self._zeros: dict[str, int] = {}
 
     # -- compiling ---------------------------------------------------------------------------------
 
@@ -198,6 +200,7 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
         self.steps.value = jnp.zeros((), jnp.int32)
         values = self._initial_values(self._compiled_now())
+        self._zeros = {k: id(v) for k, v in values.items()}
         for key in [k for k in self.traces if k not in values]:
             del self.traces[key]
         for key, value in values.items():
@@ -205,6 +208,10 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
                 self.traces[key].value = value
             else:
                 self.traces[key] = EligibilityTrace(value)
+
+    def _is_fresh(self) -> bool:
+        """Whether the traces are known to be the zeros that they were set to."""
+        return all(self._zeros.get(k) == id(st.value) for k, st in self.traces.items())
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Reset the model's states, the traces and the step counter."""
@@ -258,6 +265,90 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
             outs = self._window(compiled, data, stepped, lengths.pop(), consts)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
+    def etrace_grad(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        mask: Any = None,
+        chunk_size: int | None = None,
+        weights: Any = None,
+        reduction: str = "mean",
+        loss_output: str = "per_step",
+        has_aux: bool = False,
+        return_value: bool = False,
+        keep_traces: bool = True,
+    ) -> Any:
+        """Drive a whole sequence and return the accumulated online gradient, by parameter.
+
+        `step_fn(*slices)` runs the learner once and returns the loss of that step. `chunk_size` steps are
+        taken at once (None: as many as memory allows): that changes speed and memory, never the numbers.
+        With a multi-step learner it is the window instead: slices have a leading axis of `chunk_size`,
+        `step_fn` wraps them in `MultiStepData` and returns as many losses.
+
+        `mask` (one number a step) weighs the losses; states and traces advance at every step. 'mean'
+        divides by the sum of the mask. `return_value` adds the losses to what is returned: of each step
+        before the mask ('per_step'), after it ('masked'), or as one number ('scalar'); `has_aux` adds
+        what `step_fn` returns beside the loss. Without `keep_traces` the traces are not advanced but set
+        back to zero, which saves computing them where the sequence is all there is.
+        """
+        check_choice("reduction", reduction, ("mean", "sum"))
+        check_choice("loss_output", loss_output, ("per_step", "masked", "scalar"))
+        check_chunk_size(chunk_size)
+        self._compiled_now()
+        sequence = Sequence.check(sequences, mask)
+        weights = self.param_states if weights is None else weights
+        grads, (losses, aux) = self._drive(sequence, step_fn, chunk_size, weights, has_aux, keep_traces)
+        mask = sequence.mask.astype(losses.dtype)
+        scale = 1 / jnp.maximum(mask.sum(), 1) if reduction == "mean" else jnp.ones((), mask.dtype)
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        masked = losses * mask
+        value = {"per_step": losses, "masked": masked, "scalar": masked.sum() * scale}[loss_output]
+        result = (grads, *((value,) if return_value else ()), *((aux,) if has_aux else ()))
+        return result if len(result) > 1 else grads
+
+    def etrace_evolve(
+        self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
+    ) -> Any:
+        """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default."""
+        self._compiled_now()
+        sequence = Sequence.check(sequences, None)
+        call = self if step_fn is None else step_fn
+
+        def step(slices: Any) -> Any:
+            out = call(*slices)
+            return out if return_outputs else None
+
+        return brainstate.transform.for_loop(step, sequence.arrays)
+
+    def _drive(
+        self, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool, keep: bool
+    ) -> tuple[Any, Any]:
+        """The summed gradients of a sequence, and the losses and other outputs of every step."""
+        raise NotImplementedError
+
+    def _drive_steps(
+        self, sequence: Sequence, step_fn: Any, weights: Any, has_aux: bool, keep: bool
+    ) -> tuple[Any, Any]:
+        """`_drive`, one step at a time."""
+
+        def run(total: Any, arrays: Any, mask: Any) -> Any:
+            def step(total: Any, step: Any) -> Any:
+                slices, weight = step
+
+                def loss_of() -> Any:
+                    loss, aux = split_loss(step_fn(*slices), has_aux, ())
+                    return loss * weight.astype(jnp.result_type(loss)), (loss, aux)
+
+                grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
+                return add_trees(total, grads), kept
+
+            return brainstate.transform.scan(step, total, (arrays, mask))
+
+        total, kept = run(zeros_like_states(weights), sequence.arrays, sequence.mask)
+        if not keep:
+            self.init_etrace_state()
+        return total, kept
+
     def _initial_values(self, compiled: Compiled) -> Values:
         """The rule's arrays at the start, by stable names."""
         raise NotImplementedError
@@ -286,7 +377,7 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         return params, rest
 
     def _write(
-        self, compiled: Compiled, leaves: Sequence[Sequence[Any]], values: Values, steps: int
+        self, compiled: Compiled, leaves: list[list[Any]], values: Values, steps: int
     ) -> None:
         """Store the new values of the states that are not parameters, of the traces and the counter."""
         found = {tuple(map(str, p)): st for p, st in self.model.states().items()}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .._executor.executor import Local
 from .._executor.traces import Trace, promoted
+from .chunk import Record, chunk_gradient, chunk_traces, propagated
 from .rule import Gradients, Signals, Values, add_to
 
 
@@ -52,3 +53,12 @@ class DRule:
             g = trace.lift(signals[trace.group.index], inputs, 1)
             add_to(grads, trace, trace.contract(g, values[trace.key]))
         return grads
+
+    def chunk(
+        self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
+    ) -> tuple[Values, Gradients]:
+        before = None if fresh else values
+        signals = {k: propagated(record, k) for k in record.signals}
+        grads = chunk_gradient(traces, before, record, signals)
+        after = chunk_traces(traces, before, record, values) if keep else values
+        return after, grads

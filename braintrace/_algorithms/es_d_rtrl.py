@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local, is_inexact
 from .._executor.traces import Trace, promoted
+from .chunk import TIME, Record, factors
 from .rule import Gradients, Signals, Values, add_to
 
 _COUNT = "steps"
@@ -59,24 +61,57 @@ class ESRule:
     def gradient(
         self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local
     ) -> Gradients:
-        # before the first step the averages are zero, and so is what they say
-        steps = jnp.maximum(values[_COUNT], 1)
         grads: Gradients = {}
         for trace in traces:
             site = trace.relation.site.index
-            g, f = promoted(trace.to_site(signals[trace.group.index], 1), values[_state_key(trace)])
-            real = jnp.finfo(g.dtype).dtype
-            unbias = 1 - jnp.asarray(self.out, real) ** steps.astype(real)
-            dy = trace.to_y(jnp.sum(g * f, axis=0)) / unbias
             inputs, weight = local.inputs[site], local.weights[site][trace.name]
-            if trace.layout.x is None:
-                ones = (1 - jnp.asarray(self.inp, real) ** steps.astype(real)) / (1 - self.inp)
-                value = trace.from_cotangent(None, dy * ones, inputs, weight)
-            else:
-                factor = _factor(trace, values[_input_key(trace)], inputs)
-                value = trace.from_cotangent(factor, dy, inputs, weight)
-            add_to(grads, trace, value)
+            dy = self._cotangent(trace, values, signals)
+            factor = None if trace.layout.x is None else _factor(trace, values[_input_key(trace)], inputs)
+            add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight))
         return grads
+
+    def _cotangent(self, trace: Trace, values: Values, signals: Signals) -> Any:
+        """`g f'` as a cotangent of `y`, with the bias of the start taken out."""
+        g, f = promoted(trace.to_site(signals[trace.group.index], 1), values[_state_key(trace)])
+        real = jnp.finfo(g.dtype).dtype
+        # before the first step the averages are zero, and so is what they say
+        steps = jnp.maximum(values[_COUNT], 1).astype(real)
+        scale = 1 / (1 - jnp.asarray(self.out, real) ** steps)
+        if trace.layout.x is None:
+            scale = scale * (1 - jnp.asarray(self.inp, real) ** steps) / (1 - self.inp)
+        return trace.to_y(jnp.sum(g * f, axis=0)) * scale.astype(g.dtype)
+
+    def chunk(
+        self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
+    ) -> tuple[Values, Gradients]:
+        """The averages step by step, which is cheap; all the products with inputs at once."""
+
+        def averages(values: Values) -> Values:
+            return {_input_key(t): values[_input_key(t)] for t in traces if t.layout.x is not None}
+
+        def cotangents(values: Values, signals: Signals | None) -> Any:
+            return None if signals is None else {t.key: self._cotangent(t, values, signals) for t in traces}
+
+        def body(values: Values, step: Any) -> Any:
+            local, signals, old = record.one(step)
+            before = (averages(values), cotangents(values, old)) if old is not None else None
+            values = self.update(traces, values, local)
+            return values, (before, (averages(values), cotangents(values, signals)))
+
+        after, parts = jax.lax.scan(body, values, record.steps)
+        grads: Gradients = {}
+        for part in parts:
+            if part is None:
+                continue
+            average, dy = part
+            for trace in traces:
+                site = trace.relation.site.index
+                inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
+                factor = None
+                if trace.layout.x is not None:
+                    factor = _factors(trace, average[_input_key(trace)], inputs)
+                add_to(grads, trace, trace.from_cotangent(factor, dy[trace.key], inputs, weight, TIME))
+        return after, grads
 
 
 def _instant(trace: Trace, local: Local) -> Any:
@@ -109,3 +144,12 @@ def _factor(trace: Trace, average: Any, inputs: Sequence[Any]) -> Any:
     factor = trace.factor(inputs)
     assert factor is not None
     return average, factor[1]
+
+
+def _factors(trace: Trace, averages: Any, inputs: Sequence[Any]) -> Any:
+    """`_factor` at every step."""
+    if is_inexact(inputs[0]):
+        return factors(trace, [averages, *inputs[1:]])
+    found = factors(trace, inputs)
+    assert found is not None
+    return averages, found[1]

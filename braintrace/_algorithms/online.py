@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
+from .chunk import Record, over_time, step_by_step
 from .rule import Gradients, Rule, Signals, Values, add_to
+from .sequence import Recorder
 
 Leaves = list[Any]
 
@@ -29,21 +31,25 @@ class Online:
 
     def initial_values(self) -> Values:
         """The rule's arrays at the start."""
-        program = self.info.program
 
         def probe(inputs: Leaves) -> Values:
-            known = dict(zip(program.inputs, inputs, strict=True))
-            given = StepInputs(
-                args=[known[v] for v in self.info.arg_invars],
-                consts=list(program.consts.values()),
-                states=[[known[v] for v in e.invars] for e in self.info.entries],
-            )
-            _, _, env, operands = self.executor.forward(given)
+            _, _, env, operands = self.executor.forward(self._given_all(inputs))
             return self.rule.init(self.traces, self.executor.local(env, operands))
 
-        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
-        shapes = jax.eval_shape(probe, structs)
+        shapes = jax.eval_shape(probe, self._structs())
         return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
+
+    def _structs(self) -> Leaves:
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.info.program.inputs]
+
+    def _given_all(self, inputs: Leaves) -> StepInputs:
+        """What a step is given, from all inputs of the program."""
+        known = dict(zip(self.info.program.inputs, inputs, strict=True))
+        return StepInputs(
+            args=[known[v] for v in self.info.arg_invars],
+            consts=list(self.info.program.consts.values()),
+            states=[[known[v] for v in e.invars] for e in self.info.entries],
+        )
 
     def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
         given, others = iter(params), iter(rest)
@@ -173,6 +179,75 @@ class Online:
         window.defvjp(forward, backward)
         return window(params, args, consts, rest, values)  # type: ignore[no-any-return]
 
+    # -- chunks ------------------------------------------------------------------------------------
+
+    def record(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], recorder: Recorder
+    ) -> tuple[Leaves, list[Leaves]]:
+        """One step in its differentiable form; what the traces need of it goes to the recorder."""
+        if recorder.local is not None:
+            raise ValueError("`step_fn` must call the learner once; it called it twice.")
+        params_now, args_now, consts_now, rest = jax.lax.stop_gradient((params, args, consts, rest))
+        _, _, env, operands = self.executor.forward(self._given(params_now, args_now, consts_now, rest))
+        recorder.local = self.executor.local(env, operands)
+        given = self._given(params, args, consts, rest)
+        outs, states = self.executor.signals(given, recorder.deltas, recorder.old_deltas)
+        return outs, self._carried(states)
+
+    def as_signals(self, deltas: Leaves, old_deltas: Leaves) -> tuple[Signals, Signals | None]:
+        """Derivatives of what was added to the states, by group."""
+        old = self.executor.group_signals(old_deltas) if self.executor.reads_old_states else None
+        return self.executor.group_signals(deltas), old
+
+    def chunk(
+        self,
+        params: Leaves,
+        consts: Leaves,
+        values: Values,
+        arrays: Any,
+        signals: tuple[Signals, Signals | None],
+        *,
+        fresh: bool,
+        keep: bool,
+    ) -> tuple[Values, Leaves]:
+        """The traces after recorded steps, and the gradients that traces give to the parameters."""
+        inputs, D, J = arrays
+        weights = self.executor.weights(self._known_params(params, consts))
+        record = Record(Local(inputs, weights, D, J), *signals)
+        if hasattr(self.rule, "chunk"):
+            values, grads = self.rule.chunk(self.traces, values, record, fresh=fresh, keep=keep)
+        else:
+            values, grads = step_by_step(self.rule, self.traces, values, record)
+        for trace in self.traces:
+            if not trace.positions.complete:
+                key = (trace.relation.site.index, trace.name)
+                twice = over_time(trace, record, weights[key[0]][key[1]], signals[0][trace.group.index])
+                grads[key] = grads[key] - twice.astype(grads[key].dtype)
+        return values, self._to_parameters(params, consts, grads)
+
+    def _known_params(self, params: Leaves, consts: Leaves) -> dict[Any, Any]:
+        known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))
+        known.update(zip(self.info.program.consts, consts, strict=True))
+        return known
+
+    def by_path(self, leaves: Leaves) -> dict[Any, Any]:
+        """The leaves of the parameters as the trees that users know, by path."""
+        items = iter(leaves)
+        trees = zip(self.info.entries, self.info.state_trees, strict=True)
+        return {
+            e.path: jax.tree.unflatten(tree, [next(items) for _ in e.invars]) for e, tree in trees if e.is_param
+        }
+
+    def record_bytes(self) -> int:
+        """How many bytes the record of one step takes."""
+
+        def probe(inputs: Leaves) -> Any:
+            _, _, env, operands = self.executor.forward(self._given_all(inputs))
+            return self.executor.local(env, operands).arrays
+
+        found = jax.tree.leaves(jax.eval_shape(probe, self._structs()))
+        return int(sum(a.size * a.dtype.itemsize for a in found))
+
     def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
         """What a trace that leaves paths out says of this step: there the weight is live as well."""
         grads: Gradients = {}
@@ -190,9 +265,7 @@ class Online:
         shown = {(t.relation.site.index, t.name): t for t in self.traces}
 
         def weights(params: Leaves) -> Leaves:
-            known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))
-            known.update(zip(self.info.program.consts, consts, strict=True))
-            effective = self.executor.weights(known)
+            effective = self.executor.weights(self._known_params(params, consts))
             return [effective[site][name] for site, name in shown]
 
         values, pull = pull_back(weights, params)

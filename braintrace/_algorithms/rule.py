@@ -29,6 +29,19 @@ class Rule(Protocol):
         ...
 
 
+class ChunkRule(Rule, Protocol):
+    """A rule that knows a faster way through many steps with fixed weights than one after the other."""
+
+    def chunk(
+        self, traces: Sequence[Trace], values: Values, record: Any, *, fresh: bool, keep: bool
+    ) -> tuple[Values, Gradients]:
+        """The traces after the steps in `record`, and their summed gradients.
+
+        `fresh`: the traces are known to be zero. Unless `keep`, the traces are not wanted any more.
+        """
+        ...
+
+
 def add_to(grads: Gradients, trace: Trace, value: Any) -> None:
     """Add what one trace gives to the gradient of its effective weight."""
     key = (trace.relation.site.index, trace.name)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import brainstate
+import jax.numpy as jnp
 
 from .._compiler import ETraceGraph, compile_etrace_graph
 from .base import Compiled, ETraceAlgorithm
 from .online import Online
 from .rule import Rule, Values
+from .sequence import (
+    Recorder,
+    Sequence,
+    add_trees,
+    even_chunks,
+    over_chunks,
+    split_loss,
+    zeros_like_states,
+)
 
+MEMORY_BUDGET = 2**30  # bytes that the records of a chunk may take, unless a learner is told otherwise
 VjpMethod = Literal["single-step", "multi-step"]
 
 
@@ -30,6 +42,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
         self.rule = rule
         self.vjp_method = vjp_method
+        self.memory_budget = MEMORY_BUDGET
+        self._recorder: Recorder | None = None
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         return compile_etrace_graph(self.model, *args, **kwargs)
@@ -43,6 +57,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
         params, rest = self._read(compiled)
         online = self._online(compiled)
+        if self._recorder is not None:
+            outs, new = online.record(params, args, consts, rest, self._recorder)
+            self._write(compiled, new, {}, 1)
+            return outs
         outs, new, values = online.step(params, args, consts, rest, self._values())
         self._write(compiled, new, values, 1)
         return outs
@@ -60,3 +78,86 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         outs, new, values = online.window(params, args, stepped, consts, rest, self._values())
         self._write(compiled, new, values, length)
         return outs
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    def _drive(
+        self, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool, keep: bool
+    ) -> tuple[Any, Any]:
+        zeros = zeros_like_states(weights)
+        if self.vjp_method == "multi-step":
+            if chunk_size is None:
+                return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
+            windows = partial(self._windows, step_fn, weights, has_aux)
+            total, kept = over_chunks(windows, zeros, sequence, chunk_size)
+            if not keep:
+                self.init_etrace_state()
+            return total, kept
+        size = min(chunk_size or self._best_chunk(sequence.length), sequence.length)
+        fresh = size == sequence.length and self._is_fresh()
+        run = partial(self._chunk, step_fn, weights, has_aux, fresh, keep or size < sequence.length)
+        total, kept = over_chunks(run, zeros, sequence, size)
+        if not keep:
+            self.init_etrace_state()
+        return total, kept
+
+    def _best_chunk(self, length: int) -> int:
+        """As many steps as the memory budget holds records of, in chunks of about one size."""
+        each = self._online(self._compiled_now()).record_bytes()
+        return even_chunks(length, self.memory_budget // max(1, each))
+
+    def _windows(
+        self, step_fn: Any, weights: Any, has_aux: bool, total: Any, arrays: Any, mask: Any
+    ) -> tuple[Any, Any]:
+        def loss_of() -> Any:
+            losses, aux = split_loss(step_fn(*arrays), has_aux, mask.shape)
+            return jnp.sum(losses * mask.astype(losses.dtype)), (losses, aux)
+
+        grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
+        return add_trees(total, grads), kept
+
+    def _chunk(
+        self,
+        step_fn: Any,
+        weights: Any,
+        has_aux: bool,
+        fresh: bool,
+        keep: bool,
+        total: Any,
+        arrays: Any,
+        mask: Any,
+    ) -> tuple[Any, Any]:
+        """Record the steps of a chunk, then do all that concerns traces at once."""
+        online = self._online(self._compiled_now())
+
+        def step(total: Any, step: Any) -> Any:
+            slices, weight = step
+
+            def loss_of(deltas: Any) -> Any:
+                recorder = Recorder(*deltas)
+                self._recorder = recorder
+                try:
+                    loss, aux = split_loss(step_fn(*slices), has_aux, ())
+                finally:
+                    self._recorder = None
+                if recorder.local is None:
+                    raise ValueError("`step_fn` must call the learner once; it did not call it.")
+                return loss * weight.astype(jnp.result_type(loss)), (loss, aux, recorder.local.arrays)
+
+            zeros = online.executor.zero_deltas()
+            grad = brainstate.transform.grad(loss_of, weights, argnums=0, has_aux=True)
+            (grads, deltas), (loss, aux, arrays) = grad(zeros)
+            return add_trees(total, grads), ((loss, aux), (arrays, online.as_signals(*deltas)))
+
+        total, (kept, (arrays, signals)) = brainstate.transform.scan(step, total, (arrays, mask))
+        params, _ = self._read(self._compiled_now())
+        consts = list(online.info.program.consts.values())
+        values, leaves = online.chunk(params, consts, self._values(), arrays, signals, fresh=fresh, keep=keep)
+        for key, value in values.items():
+            self.traces[key].value = value
+        found = online.by_path(leaves)
+        total = {
+            k: add_trees(v, found[tuple(map(str, k))]) if tuple(map(str, k)) in found else v
+            for k, v in total.items()
+        }
+        return total, kept

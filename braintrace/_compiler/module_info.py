@@ -209,6 +209,9 @@ def _same_form(a: Program, b: Program) -> bool:
 
 def _bring_up_to_date(a: Program, b: Program) -> None:
     """Take over the numbers and functions of a program of the same form."""
+    for var, value in zip(a.consts, b.consts.values(), strict=True):
+        if not _compat.is_tracer(value):
+            a.consts[var] = value
     for n, m in zip(a.nodes, b.nodes, strict=False):
         n.eqn = m.eqn
         n.inputs = tuple(new if isinstance(new, Literal) else old for old, new in zip(n.inputs, m.inputs, strict=True))

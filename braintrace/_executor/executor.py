@@ -37,6 +37,11 @@ class Local:
     D: dict[int, Any]  # of each group
     J: dict[tuple[int, int], Any]  # of each (site, group)
 
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """What changes from step to step."""
+        return self.inputs, self.D, self.J
+
     def at(self, trace: Trace) -> tuple[Any | None, tuple[Any, Letters] | None, Any]:
         """`D` (lifted), the factor and `J` (lifted) of one trace."""
         i, inputs = trace.relation.site.index, self.inputs[trace.relation.site.index]

@@ -146,9 +146,22 @@ class Trace:
         y = jnp.zeros(size, q.dtype).at[places[kept]].add(q.ravel()[kept])
         return y.reshape(self.site_shape)
 
-    def from_cotangent(self, factor: tuple[Any, Letters] | None, dy: Any, inputs: Sequence[Any], weight: Any) -> Any:
-        """`x dy` summed to the letters of the weight: what a cotangent of `y` gives the weight."""
-        dy, y, w = self.layout.view_y(dy, inputs), self.layout.y, self.layout.w
+    def from_cotangent(
+        self,
+        factor: tuple[Any, Letters] | None,
+        dy: Any,
+        inputs: Sequence[Any],
+        weight: Any,
+        over: Letters = (),
+    ) -> Any:
+        """`x dy` summed to the letters of the weight: what a cotangent of `y` gives the weight.
+
+        Letters in `over` stand before all else in `dy` and `inputs` (and in the factor): a sum over time.
+        """
+        view = self.layout.view_y
+        for _ in over:
+            view = jax.vmap(view)
+        dy, y, w = view(dy, inputs), over + self.layout.y, self.layout.w
         if factor is None:
             summed = jnp.sum(dy, axis=tuple(i for i, a in enumerate(y) if a not in w))
             result = align(summed, tuple(a for a in y if a in w), w)
@@ -194,13 +207,18 @@ class Trace:
         """`J` of the site, (S, *positions), with the letters `y`."""
         return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
 
-    def instant(self, factor: tuple[Any, Letters] | None, J: Any, weight: Any) -> Any:
-        """`J x`, shaped as the trace; `J` is lifted, and the letters of `weight` are filled in."""
-        y, letters = self.y, self.letters
+    def instant(
+        self, factor: tuple[Any, Letters] | None, J: Any, weight: Any, over: Letters = ()
+    ) -> Any:
+        """`J x`, shaped as the trace; `J` is lifted, and the letters of `weight` are filled in.
+
+        `over` are letters that stand after the states in `J` and first in the factor: a sum over time.
+        """
+        y, letters, dropped = over + self.y, self.letters, over + self.dropped
         if factor is None:
-            q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in self.dropped))
+            q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in dropped))
             result = _align_states(q, self.at, letters)
-        elif not self.dropped:
+        elif not dropped:
             x, have = factor
             x, J = promoted(x, J)
             result = _align_states(J, y, letters) * align(x, have, letters)[None]

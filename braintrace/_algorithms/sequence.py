@@ -1,0 +1,124 @@
+"""Drive a learner over a whole sequence: the summed online gradient, in chunks, or no gradient at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._executor.executor import Local
+from .data import SingleStepData
+
+StepFn = Callable[..., Any]
+
+
+@dataclass
+class Recorder:
+    """Stands in for the learner's own derivative rule while a chunk is recorded.
+
+    A step is then run in its differentiable form, with `deltas` and `old_deltas` added to its states.
+    """
+
+    deltas: list[Any]
+    old_deltas: list[Any]
+    local: Local | None = None
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Checked arguments of a drive over a sequence."""
+
+    arrays: Any  # a tuple of trees, time first
+    length: int
+    mask: Any
+
+    @staticmethod
+    def check(sequences: tuple[Any, ...], mask: Any) -> Sequence:
+        if not sequences:
+            raise ValueError("Give at least one sequence: arrays with time as their first axis.")
+        if any(isinstance(s, SingleStepData) for s in sequences):
+            raise TypeError("Give plain arrays with time first; wrap slices in `MultiStepData` inside `step_fn`.")
+        lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(sequences)}
+        if len(lengths) != 1 or None in lengths:
+            raise ValueError(f"The sequences must share one length, their first axis; theirs are {lengths}.")
+        (length,) = lengths
+        if length == 0:
+            raise ValueError("The sequences have no steps.")
+        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
+        if mask.shape != (length,):
+            raise ValueError(f"The mask must have one number for each of the {length} steps, not {mask.shape}.")
+        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask)
+
+    def part(self, start: int, stop: int) -> tuple[Any, Any]:
+        return jax.tree.map(lambda a: a[start:stop], self.arrays), self.mask[start:stop]
+
+
+def chunks(length: int, size: int) -> tuple[int, int]:
+    """How many chunks of one size there are, and how many steps are left over."""
+    return length // size, length % size
+
+
+def even_chunks(length: int, most: int) -> int:
+    """The size of about equal chunks of at most `most` steps."""
+    return math.ceil(length / math.ceil(length / max(1, most)))
+
+
+def check_chunk_size(chunk_size: Any) -> None:
+    if chunk_size is None:
+        return
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
+        raise TypeError(f"`chunk_size` is an integer or None, not {chunk_size!r}.")
+    if chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, not {chunk_size}.")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def split_loss(out: Any, has_aux: bool, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The loss that `step_fn` returned, checked, and the rest of what it returned."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError("With `has_aux=True`, `step_fn` returns a pair: the loss, and anything else.")
+    loss, aux = out if has_aux else (out, None)
+    if jnp.shape(loss) != shape:
+        what = "one number, the loss of the step" if shape == () else f"{shape[0]} losses, one for each step"
+        raise ValueError(f"`step_fn` must return {what}; it returned an array of shape {jnp.shape(loss)}.")
+    return loss, aux
+
+
+def add_trees(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)
+
+
+def zeros_like_states(states: Any) -> Any:
+    return {k: jax.tree.map(jnp.zeros_like, st.value) for k, st in states.items()}
+
+
+def over_chunks(
+    run: Callable[[Any, Any, Any], tuple[Any, Any]], carry: Any, sequence: Sequence, size: int
+) -> tuple[Any, Any]:
+    """`carry, outs = run(carry, arrays, mask)` over chunks of a sequence, and over what is left.
+
+    The outputs of `run` have time in front; so have the results.
+    """
+    count, left = chunks(sequence.length, size)
+    outs: list[Any] = []
+    if count == 1:
+        carry, out = run(carry, *sequence.part(0, size))
+        outs.append(out)
+    elif count > 1:
+        arrays, mask = sequence.part(0, count * size)
+        cut = jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), (arrays, mask))
+        carry, out = brainstate.transform.scan(lambda c, x: run(c, *x), carry, cut)
+        outs.append(jax.tree.map(lambda a: a.reshape(count * size, *a.shape[2:]), out))
+    if left:
+        carry, out = run(carry, *sequence.part(count * size, sequence.length))
+        outs.append(out)
+    return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
