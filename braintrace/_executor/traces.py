@@ -248,15 +248,35 @@ class Trace:
 
     def contract(self, g: Any, trace: Any) -> Any:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
-        g, trace = promoted(g, trace)
-        n = len(self.letters) - len(self.layout.w)
-        return jnp.sum(_align_states(g, self.at, self.letters) * trace, axis=tuple(range(n + 1)))
+        g, trace = promoted(_align_states(g, self.at, self.letters), trace)
+        lead = 1 + len(self.letters) - len(self.layout.w)
+        weight = trace.shape[lead:]
+        g, trace = g.reshape(-1, *g.shape[lead:]), trace.reshape(-1, *weight)
+        return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
 
     def unview(self, dw: Any, weight: Any) -> Any:
         """A gradient with the letters of the weight, shaped as the effective weight."""
         struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
         dw = dw if jnp.iscomplexobj(weight) else dw.real
         return jax.linear_transpose(self.layout.view_w, struct)(dw.astype(weight.dtype))[0]
+
+
+def _sum_fused(g: Any, trace: Any) -> Any:
+    """`sum_m g[m] trace[m]`; a GPU does it in the pass that updates the trace."""
+    return jnp.sum(g * trace, axis=0)
+
+
+def _sum_on_cpu(g: Any, trace: Any) -> Any:
+    """The same: XLA's loops over a leading axis are slow there, written out they are not."""
+    if g.shape[0] <= _WRITTEN_OUT:
+        return sum(g[m] * trace[m] for m in range(g.shape[0]))
+    axes = list(range(1, trace.ndim))
+    kept = [a for a in axes if g.shape[a] != 1]
+    small = g.reshape(g.shape[0], *(g.shape[a] for a in kept))
+    return jnp.einsum(small, [0, *kept], trace, [0, *axes], axes)
+
+
+_WRITTEN_OUT = 64
 
 
 def promoted(*arrays: Any) -> tuple[Any, ...]:
