@@ -1,5 +1,6 @@
 # Each target makes the environment that it needs; all it takes is Python 3.11 or newer and make.
 PYTHON ?= python3
+FUZZ ?= 5000
 OLDEST = jax==0.8.0 jaxlib==0.8.0 brainstate==0.5.0 brainunit==0.5.0 brainevent==0.2.0
 
 # Compiling is most of the time of a test, so XLA optimises little, and one thread does for each worker.
@@ -25,7 +26,7 @@ test-oldest: .venv-oldest/ready ## run all tests on the oldest supported version
 	$(TEST_ENV) .venv-oldest/bin/python $(PYTEST)
 
 fuzz: .venv/ready ## test many more random models
-	$(TEST_ENV) BRAINTRACE_FUZZ=5000 .venv/bin/python $(PYTEST) tests/test_random_models.py
+	$(TEST_ENV) BRAINTRACE_FUZZ=$(FUZZ) .venv/bin/python $(PYTEST) tests/test_random_models.py
 
 format: .venv/ready ## format the code and fix what lint can fix
 	.venv/bin/ruff format .

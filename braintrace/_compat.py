@@ -6,19 +6,27 @@ The rest of the package reads jaxprs through these names only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
-from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.extend.core import primitives as primitives
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
+
+if TYPE_CHECKING:
+
+    class Literal:  # JAX's own says of `aval` less than it is
+        aval: Any
+        val: Any
+
+else:
+    from jax.extend.core import Literal
 
 __all__ = [
     "ClosedJaxpr",
@@ -187,10 +195,7 @@ def register_derived_rules(
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
         flags = [d is not None for d in dims]
-        moved = [
-            jax.numpy.moveaxis(a, d, 0) if f else a
-            for a, d, f in zip(args, dims, flags, strict=True)
-        ]
+        moved = [jax.numpy.moveaxis(a, d, 0) if f else a for a, d, f in zip(args, dims, flags, strict=True)]
         return prim.bind(*moved, **vmapped(flags, params)), 0
 
     prim.def_impl(plain)

@@ -132,7 +132,10 @@ def functional(model: Any, x: Any) -> Functional:
         param_trees=[jax.tree.structure(st.value) for st, p in zip(states, is_param, strict=True) if p],
         params=params,
         state_paths=[
-            paths.get(id(st), ("?",)) for st, vs, p in zip(states, leaves, is_param, strict=True) if not p for _ in vs
+            paths.get(id(st), ("?",))
+            for st, vs, p in zip(states, leaves, is_param, strict=True)
+            if not p
+            for _ in vs
         ],
         states=carried,
         grouped=[
@@ -244,7 +247,9 @@ class Brute:
             full = jacobian(local)(self._flat(k, states))
             D[k] = jnp.where(places[:, None] == places[None], full, 0)
 
-            others = {v: stop(w) for m in range(len(self.groups)) if m != k for v, w in self._pinned(m, raw).items()}
+            others = {
+                v: stop(w) for m in range(len(self.groups)) if m != k for v, w in self._pinned(m, raw).items()
+            }
             for s in sites:
                 if (s, k) not in self.sites:
                     continue
@@ -274,7 +279,12 @@ class Brute:
 
                     pins = self._pinned(k, self._unflat(k, own + delta, raw))
                     outs, new = f.step(params, states, x, pins=pins, at_site=keep)
-                    others = {v: w for m in range(len(self.groups)) if m != k for v, w in self._pinned(m, new).items()}
+                    others = {
+                        v: w
+                        for m in range(len(self.groups))
+                        if m != k
+                        for v, w in self._pinned(m, new).items()
+                    }
                     given = lambda number, eqn, vals, seen_y=seen_y: seen_y[number]  # noqa: E731
                     own = self._flat(k, f.step(params, states, x, pins=others, at_site=given)[1])
                 return loss(outs)
@@ -316,7 +326,7 @@ class Brute:
             "J": J,
             "g": g,
             "old": old,
-            "dy": jax.jacrev(lambda t: site_outputs(t, None, 1.0))(theta),
+            "dy": jax.jacrev(lambda t: site_outputs(t, None, 1.0))(theta) if sites else {},
             "within": jax.grad(within)(theta),
             "inputs": {s: v for s, v in inputs.items() if v is not None},
         }
@@ -408,7 +418,9 @@ class Brute:
                         value = value + loss(outs)
                     return value
 
-                return jax.grad(total, (0, 1))(theta, [self._flat(k, states) for k in range(len(self.groups))])
+                return jax.grad(total, (0, 1))(
+                    theta, [self._flat(k, states) for k in range(len(self.groups))]
+                )
 
             self._window_fn = self.jit(run)
         return self._window_fn(self.theta, states, chunk)

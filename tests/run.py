@@ -47,7 +47,10 @@ def online(
     chunks = [as_args(x) for x in xs]
     if window:
         chunks = [
-            tuple(jax.tree.map(lambda *a: jnp.stack(a), *parts) for parts in zip(*chunks[i : i + window], strict=True))
+            tuple(
+                jax.tree.map(lambda *a: jnp.stack(a), *parts)
+                for parts in zip(*chunks[i : i + window], strict=True)
+            )
             for i in range(0, len(xs), window)
         ]
     total: Any = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 from typing import Any
 
 import brainstate
@@ -14,7 +16,23 @@ _LOCAL = ("_trace_state", "_source_info", "_hooks_manager", "_level", "_been_wri
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        return (_state, _parts(obj)) if isinstance(obj, brainstate.State) else NotImplemented
+        if isinstance(obj, brainstate.State):
+            return _state, _parts(obj)
+        if isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj:
+            return _class, _home(obj)
+        return NotImplemented
+
+
+def _home(cls: type) -> tuple[str, str]:
+    """The module that has a class which gives another as its own (`brainstate.nn.ZeroInit` does)."""
+    for name, module in list(sys.modules.items()):
+        if vars(module).get(cls.__qualname__) is cls:
+            return name, cls.__qualname__
+    raise pickle.PicklingError(f"{cls} is not at the top level of a module, so it cannot be pickled.")
+
+
+def _class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _parts(state: Any) -> tuple[type, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """A model's step -> its trace graph: sites, hidden groups, relations and diagnostics."""
 
 import os as _os
+from importlib import import_module as _import_module
 
 import brainstate as _brainstate
 import brainunit as _brainunit
@@ -32,5 +33,5 @@ _compat.hide_from_tracebacks(
     _os.path.dirname(_os.path.dirname(__file__)),
     _os.path.dirname(_brainstate.__file__),
     _os.path.dirname(_brainunit.__file__),
-    _os.path.dirname(_brainunit.Quantity.__module__ and __import__("saiunit").__file__),
+    _os.path.dirname(str(_import_module(_brainunit.Quantity.__module__.partition(".")[0]).__file__)),
 )

@@ -14,9 +14,7 @@ import numpy as np
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, Any]
 
-COPIES = frozenset(
-    "concatenate stack tile pad slice rev gather dynamic_slice dynamic_update_slice".split()
-)
+COPIES = frozenset("concatenate stack tile pad slice rev gather dynamic_slice dynamic_update_slice".split())
 
 
 def copy(name: str, params: dict[str, Any], operands: Sequence[Array], out: Shape, fill: int = 0) -> Array:

@@ -14,7 +14,7 @@ from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
 from .perturbation import HiddenPerturbation
 from .positions import Positions
 from .program import Var
-from .provenance import goals, provenance
+from .provenance import Provenance, goals, provenance
 from .relations import HiddenParamOpRelation, find_relations, name_site
 
 
@@ -64,13 +64,14 @@ def compile_etrace_graph(
 
 def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) -> ETraceGraph:
     """The graph of a traced model."""
-    _check(info)
+    origin = provenance(info.program)
+    _check(info, origin)
     positions = Positions(info.program)
     groups = find_groups(info, positions)
     new = {h.outvar: i for i, h in enumerate(h for g in groups for h in g.hidden)}
     group_of = [g.index for g in groups for _ in g.hidden]
     var_goals, site_goals = goals(info.program, new, group_of)
-    relations, records = find_relations(info, groups, positions, provenance(info.program), site_goals)
+    relations, records = find_relations(info, groups, positions, origin, site_goals)
     records = [
         *_program_records(info),
         *group_records(groups, info),
@@ -87,27 +88,29 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
     )
 
 
-def _check(info: ModuleInfo) -> None:
+def _check(info: ModuleInfo, origin: Provenance) -> None:
     for entry in info.params:
         for invar, atom in zip(entry.invars, entry.outvars, strict=True):
             if atom is not invar:
                 made = [n for n in info.program.nodes if atom in n.outputs]
-                ops = [s for s in info.program.sites if invar in s.inputs]
-                used = f" It is a weight of `{ops[0].primitive.name}` at {ops[0].source}." if ops else ""
+                users = [
+                    s for s in info.program.sites if any(invar in origin.of(w)[0] for w in s.weights.values())
+                ]
+                used = f" It is a weight of {name_site(info, users[0], origin)}." if users else ""
                 raise CompilationError(
                     f"The step assigns the parameter `{show_path(entry.path)}`"
                     f"{f' at {made[0].source}' if made else ''}; a trace needs weights that stay as they are "
-                    f"within a step.{used} Assign it between steps, or keep what changes in a state of its own."
+                    f"within a step.{used} Assign it between steps, or keep what changes in a state of its "
+                    "own."
                 )
     if not info.hidden:
         states = [f"`{show_path(e.path)}` ({type(e.state).__name__})" for e in info.entries if not e.is_param]
-        origin = provenance(info.program)
         ops = [name_site(info, s, origin) for s in info.program.sites]
         raise CompilationError(
             "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
             "`ShortTermState` (such as `HiddenState`) that the step both reads and writes. States found: "
-            f"{', '.join(states) or 'none'}. Marked ops: {', '.join(ops) or 'none'}. Keep the recurrent state "
-            "in a `brainstate.HiddenState`, or train a model without one by ordinary gradients."
+            f"{', '.join(states) or 'none'}. Marked ops: {', '.join(ops) or 'none'}. Keep the recurrent "
+            "state in a `brainstate.HiddenState`, or train a model without one by ordinary gradients."
         )
 
 
@@ -119,9 +122,9 @@ def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
             CompilationRecord(
                 DiagnosticKind.NO_MARKED_OP,
                 DiagnosticLevel.WARNING,
-                f"The model has no marked op, so no weight is learned online (parameters: {names}); each gets the "
-                "gradient within the step only. Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers "
-                "of `braintrace.nn`.",
+                f"The model has no marked op, so no weight is learned online (parameters: {names}); each "
+                "gets the gradient within the step only. Use `braintrace.matmul(x, w)` instead of `x @ w`, "
+                "or the layers of `braintrace.nn`.",
             )
         )
     for node in info.program.opened:
@@ -129,8 +132,9 @@ def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
             CompilationRecord(
                 DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
                 DiagnosticLevel.WARNING,
-                f"A function with a derivative rule of its own (`{node.primitive.name}` at {node.source}) holds a marked "
-                "op; it is read through, and its own rule is not used. Move the op out of the function.",
+                f"A function with a derivative rule of its own (`{node.primitive.name}` at {node.source}) "
+                "holds a marked op; it is read through, and its own rule is not used. Move the op out of the "
+                "function.",
                 primitive=node.primitive,
             )
         )
@@ -160,15 +164,13 @@ def _cascades(
                     reached[g.index] = None
         for index in reached:
             other = groups[index]
-            names, others = (
-                ", ".join(f"`{show_path(p)}`" for p in g.hidden_paths) for g in (group, other)
-            )
+            names, others = (", ".join(f"`{show_path(p)}`" for p in g.hidden_paths) for g in (group, other))
             records.append(
                 CompilationRecord(
                     DiagnosticKind.HIDDEN_STATE_CASCADE,
                     DiagnosticLevel.WARNING,
-                    f"The state {names} reaches {others} without a marked op, and not unit by unit; what is learned "
-                    f"through {names} does not count what {others} remembers of it.",
+                    f"The state {names} reaches {others} without a marked op, and not unit by unit; what is "
+                    f"learned through {names} does not count what {others} remembers of it.",
                     hidden_paths=(*group.hidden_paths, *other.hidden_paths),
                 )
             )

@@ -149,9 +149,7 @@ def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
 def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: Positions) -> HiddenGroup:
     starts = {h.outvar: Reach.at(h.positions) for h in hidden}
     reached, _ = positions.reaches(starts)
-    within = tuple(
-        reached.get(h.invar) or Reach.empty(tuple(h.invar.aval.shape)) for h in hidden
-    )
+    within = tuple(reached.get(h.invar) or Reach.empty(tuple(h.invar.aval.shape)) for h in hidden)
     group = HiddenGroup(index, hidden, info, within)
     if group.is_local:
         return group
@@ -171,15 +169,14 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
         several_out = any(
             isinstance(a, Var) and a in sources and a in reached and reached[a].width > 1 for a in node.inputs
         )
-        begins = all(
-            not (isinstance(a, Var) and a in sources and sources[a].width > 1) for a in node.inputs
-        )
+        begins = all(not (isinstance(a, Var) and a in sources and sources[a].width > 1) for a in node.inputs)
         if several_in and several_out and begins and any(v in reached for v in node.outputs):
             found.append(node)
     return found or [
         node
         for node in info.program.nodes
-        if node.primitive.name not in ELEMENT_WISE and any(v in sources and v in reached for v in node.outputs)
+        if node.primitive.name not in ELEMENT_WISE
+        and any(v in sources and v in reached for v in node.outputs)
     ]
 
 
@@ -191,7 +188,9 @@ def _not_complex_linear(group: HiddenGroup, info: ModuleInfo) -> list[Node]:
         return []
     nodes = between(info.program, group.hidden_invars, group.hidden_outvars)
     return [
-        n for n in nodes if n.primitive.name in ("abs", "conj", "imag", "real") and any(map(is_complex, n.inputs))
+        n
+        for n in nodes
+        if n.primitive.name in ("abs", "conj", "imag", "real") and any(map(is_complex, n.inputs))
     ]
 
 
@@ -230,8 +229,9 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                 CompilationRecord(
                     DiagnosticKind.HIDDEN_STATE_MIXED,
                     DiagnosticLevel.WARNING,
-                    f"The complex states {names} go through `{turned[0].primitive.name}` at {turned[0].source}, which "
-                    "has no complex derivative; traces keep the complex-linear part only.",
+                    f"The complex states {names} go through `{turned[0].primitive.name}` at "
+                    f"{turned[0].source}, which has no complex derivative; traces keep the complex-linear "
+                    "part only.",
                     primitive=turned[0].primitive,
                     hidden_paths=paths,
                     context={"sources": [n.source for n in turned]},

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .copies import COPIES, Array, Shape, copy, scattered
+from .copies import COPIES, copy, scattered
+from .copies import Array as Array
+from .copies import Shape as Shape
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ _CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"
 _INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
 
 
-def links(primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], known: Known) -> Linked | None:
+def links(
+    primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], known: Known
+) -> Linked | None:
     """The links of one primitive, from the shapes and types of its inputs and outputs.
 
     None where nothing is known of the primitive or of the indices it is given.

@@ -131,14 +131,18 @@ def split_static(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any]
 
     def rebuild(data: Sequence[Any]) -> Any:
         rest = iter(data)
-        return jax.tree.unflatten(tree, [next(rest) if d else s for d, s in zip(dynamic, static, strict=True)])
+        return jax.tree.unflatten(
+            tree, [next(rest) if d else s for d, s in zip(dynamic, static, strict=True)]
+        )
 
     return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], rebuild, (tree, static)
 
 
 def _is_data(leaf: Any) -> bool:
     return not isinstance(leaf, bool | str | bytes) and (
-        isinstance(leaf, int | float | complex | np.generic | np.ndarray) or hasattr(leaf, "aval") or hasattr(leaf, "dtype")
+        isinstance(leaf, int | float | complex | np.generic | np.ndarray)
+        or hasattr(leaf, "aval")
+        or hasattr(leaf, "dtype")
     )
 
 
@@ -214,7 +218,9 @@ def _bring_up_to_date(a: Program, b: Program) -> None:
             a.consts[var] = value
     for n, m in zip(a.nodes, b.nodes, strict=False):
         n.eqn = m.eqn
-        n.inputs = tuple(new if isinstance(new, Literal) else old for old, new in zip(n.inputs, m.inputs, strict=True))
+        n.inputs = tuple(
+            new if isinstance(new, Literal) else old for old, new in zip(n.inputs, m.inputs, strict=True)
+        )
         if n.site is not None:
             n.site.params, n.site.inputs = m.eqn.params, n.inputs
         for p, q in zip(n.inner, m.inner, strict=True):
@@ -248,10 +254,10 @@ def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[An
         }
         shapes = [tuple(jnp.shape(d)) for d in data]
         raise CompilationError(
-            f"The model's step failed while it was traced with arrays of shapes {shapes}: {e} Its states have "
-            f"the shapes {states}. Check the feature size, and that inputs and states agree about a batch axis "
-            "(`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an array, such as "
-            "a string, is passed to the model as it is."
+            f"The model's step failed while it was traced with arrays of shapes {shapes}: {e} Its states "
+            f"have the shapes {states}. Check the feature size, and that inputs and states agree about a "
+            "batch axis (`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an "
+            "array, such as a string, is passed to the model as it is."
         ) from e
     closed = function.get_jaxpr(*data)
     out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])

@@ -55,7 +55,7 @@ class Reach:
 
     @property
     def shape(self) -> Shape:
-        return self.low.shape[1:]
+        return tuple(self.low.shape[1:])
 
     @property
     def is_empty(self) -> bool:
@@ -63,11 +63,11 @@ class Reach:
 
     @property
     def lowest(self) -> Array:
-        return self.low[_ALL]
+        return np.asarray(self.low[_ALL])
 
     @property
     def highest(self) -> Array:
-        return self.high[_ALL]
+        return np.asarray(self.high[_ALL])
 
     @property
     def width(self) -> int:
@@ -93,7 +93,8 @@ class Reach:
         (a, p), (b, q) = ((r.low[_DIRECT] == r.high[_DIRECT], r.low[_DIRECT]) for r in (self, other))
         for keep, single in ((a & ~b & (q != _TORN), p), (b & ~a & (p != _TORN), q)):
             low[_DIRECT, ...][keep] = high[_DIRECT, ...][keep] = single[keep]
-        low[_DIRECT, ...][a & b & (p != q)] = _TORN
+        torn = (low[_DIRECT] == _TORN) | (a & b & (p != q))
+        low[_DIRECT, ...][torn], high[_DIRECT, ...][torn] = _TORN, _NONE
         return Reach(low, high)
 
     def __getitem__(self, index: int) -> Reach:
@@ -165,7 +166,10 @@ class Positions:
     # -- backwards ---------------------------------------------------------------------------------
 
     def reaches(
-        self, starts: Mapping[Var, Reach], stop: Callable[[Var], bool] = lambda v: False, through: bool = False
+        self,
+        starts: Mapping[Var, Reach],
+        stop: Callable[[Var], bool] = lambda v: False,
+        through: bool = False,
     ) -> tuple[dict[Var, Reach], SiteReach]:
         """What every variable, and the output of every site, reaches; paths end at sites and at `stop`."""
         env: dict[Var, Reach] = dict(starts)
@@ -185,7 +189,9 @@ class Positions:
             if node.site is not None:
                 sites[node.site.index] = env[node.outputs[0]]
                 continue
-            full = [Reach.empty(v.aval.shape) if r is None else r for r, v in zip(outs, node.outputs, strict=True)]
+            full = [
+                Reach.empty(v.aval.shape) if r is None else r for r, v in zip(outs, node.outputs, strict=True)
+            ]
             ins, inner_sites = self._back(node, full, through)
             sites.update(inner_sites)
             for atom, reach in zip(node.inputs, ins, strict=True):
@@ -195,9 +201,7 @@ class Positions:
                         heapq.heappush(waiting, -self._producer[atom])
         return env, sites
 
-    def _back(
-        self, node: Node, outs: list[Reach], through: bool
-    ) -> tuple[list[Reach | None], SiteReach]:
+    def _back(self, node: Node, outs: list[Reach], through: bool) -> tuple[list[Reach | None], SiteReach]:
         if node.primitive is primitives.cond_p:
             return self._back_cond(node, outs, through)
         if node.primitive is primitives.scan_p:
@@ -256,7 +260,10 @@ class Positions:
                 previous = (known[step], given, found, inside)
             _, _, found, inside = previous
             consts = [_either(a, b) for a, b in zip(consts, found, strict=False)]
-            after = [Reach.empty(v.aval.shape) if r is None else r for r, v in zip(found, node.inner[0].inputs, strict=True)]
+            after = [
+                Reach.empty(v.aval.shape) if r is None else r
+                for r, v in zip(found, node.inner[0].inputs, strict=True)
+            ]
             carried = after[num_consts:][:num_carry]
             for parts, r in zip(xs, after[num_consts + num_carry :], strict=True):
                 parts.append(r)
@@ -272,7 +279,8 @@ class Positions:
     def _back_while(self, node: Node, outs: list[Reach], through: bool) -> list[Reach | None]:
         num_cond, num_body = _compat.while_counts(node.eqn)
         body = self._program(node, 1)
-        carried, found = outs, []
+        carried = outs
+        found: list[Reach | None] = []
         for _ in range(_FIXPOINT):
             found, _ = body.reach_inputs(carried, through)
             after = [r if f is None else r.merge(f) for r, f in zip(carried, found[num_body:], strict=True)]
@@ -342,6 +350,8 @@ class Positions:
             return self._forth_while(node, ins, through)
         if node.inner:
             return self._program(node, 0).source_outputs(ins, origin, True)
+        if not through and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in node.outputs):
+            return [None] * len(node.outputs)
         found_links = self._find_links(node)
         if isinstance(found_links, Positions):
             return found_links.source_outputs(ins, {}, True)
@@ -385,7 +395,10 @@ class Positions:
         for _ in range(_FIXPOINT):
             found = body.source_outputs([*consts, *carried], {}, through)
             after = [_either(a, b) for a, b in zip(carried, found, strict=True)]
-            if all(a is b or (a is not None and b is not None and a.same_as(b)) for a, b in zip(after, carried, strict=True)):
+            if all(
+                a is b or (a is not None and b is not None and a.same_as(b))
+                for a, b in zip(after, carried, strict=True)
+            ):
                 return after
             carried = after
         everything = [*consts, *carried]
@@ -441,7 +454,11 @@ class Positions:
         if not _has_indices(body):
             return [None] * length
         first = self._known(node.inputs)
-        consts, carried, xs = first[:num_consts], first[num_consts:][:num_carry], first[num_consts + num_carry :]
+        consts, carried, xs = (
+            first[:num_consts],
+            first[num_consts:][:num_carry],
+            first[num_consts + num_carry :],
+        )
         if length > _UNROLL or all(v is None for v in (*carried, *xs)):
             return [[*consts, *[None] * (num_carry + len(xs))]] * length
         result: list[Any] = [None] * length

@@ -63,7 +63,7 @@ class Node:
 
     @property
     def params(self) -> dict[str, Any]:
-        return self.eqn.params  # type: ignore[no-any-return]
+        return self.eqn.params
 
     @property
     def sites(self) -> list[Site]:
@@ -232,15 +232,14 @@ class _Reader:
     def refuse_sites(self, node: Node) -> None:
         if any(map(self.holds_site, _compat.all_jaxprs(node.eqn))):
             raise NotSupportedError(
-                f"A marked op is inside `{node.primitive.name}` at {node.source}, which the compiler does not "
-                "read. Move the op out, or use `x @ w` inside to train the weight without a trace."
+                f"A marked op is inside `{node.primitive.name}` at {node.source}, which the compiler does "
+                "not read. Move the op out, or use `x @ w` inside to train the weight without a trace."
             )
 
     def holds_site(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self.holds:
             self.holds[id(jaxpr)] = any(
-                isinstance(eqn.primitive, ETPPrimitive)
-                or any(map(self.holds_site, _compat.all_jaxprs(eqn)))
+                isinstance(eqn.primitive, ETPPrimitive) or any(map(self.holds_site, _compat.all_jaxprs(eqn)))
                 for eqn in jaxpr.eqns
             )
         return self.holds[id(jaxpr)]

@@ -128,9 +128,7 @@ def _backward(
                 env[atom] = env.get(atom, Goal()) | g
 
 
-def _backward_inner(
-    node: Node, env: Mapping[Var, Goal], sites: dict[int, Goal], through: bool
-) -> list[Goal]:
+def _backward_inner(node: Node, env: Mapping[Var, Goal], sites: dict[int, Goal], through: bool) -> list[Goal]:
     outs = [env.get(v, Goal()) for v in node.outputs]
 
     def enter(program: Program, outs: Sequence[Goal], through: bool) -> list[Goal]:

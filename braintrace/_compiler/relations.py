@@ -335,20 +335,22 @@ class _Weights:
             return CompilationRecord(
                 DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
                 DiagnosticLevel.WARNING,
-                f"`{site.primitive.name}` at {site.source} has no `ParamState` behind its weight, so there is "
-                "nothing to learn there.",
+                f"`{site.primitive.name}` at {site.source} has no `ParamState` behind its weight, so there "
+                "is nothing to learn there.",
                 primitive=site.primitive,
             )
         for name, (inputs, carried, _) in self.found.items():
             foreign = [v for v in inputs if v not in self.leaf_of]
             if (foreign or carried) and self.behind[name]:
-                what = ", ".join(dict.fromkeys(self._name(v) for v in foreign)) or "a value that a loop carries"
+                what = (
+                    ", ".join(dict.fromkeys(self._name(v) for v in foreign)) or "a value that a loop carries"
+                )
                 return CompilationRecord(
                     DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
                     DiagnosticLevel.WARNING,
-                    f"The weight {self.label} of `{site.primitive.name}` at {site.source} also depends on {what}, so "
-                    "it changes from step to step and no trace can be kept for it; it gets the gradient "
-                    "within the step only.",
+                    f"The weight {self.label} of `{site.primitive.name}` at {site.source} also depends on "
+                    f"{what}, so it changes from step to step and no trace can be kept for it; it gets the "
+                    "gradient within the step only.",
                     primitive=site.primitive,
                     weight_path=next(iter(self.paths.values())),
                 )
@@ -369,16 +371,16 @@ def _not_reached(site: Site, weights: _Weights, goal: Goal) -> CompilationRecord
         return CompilationRecord(
             DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
             DiagnosticLevel.INFO,
-            f"`{site.primitive.name}` {weights.label} at {site.source} reaches the state only through another "
-            "marked op; it gets the gradient within the step, and no trace.",
+            f"`{site.primitive.name}` {weights.label} at {site.source} reaches the state only through "
+            "another marked op; it gets the gradient within the step, and no trace.",
             primitive=site.primitive,
             weight_path=path,
         )
     return CompilationRecord(
         DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
         DiagnosticLevel.INFO,
-        f"`{site.primitive.name}` {weights.label} at {site.source} feeds no hidden state (a readout, say); the "
-        "gradient within the step is all there is.",
+        f"`{site.primitive.name}` {weights.label} at {site.source} feeds no hidden state (a readout, say); "
+        "the gradient within the step is all there is.",
         primitive=site.primitive,
         weight_path=path,
     )
@@ -389,9 +391,9 @@ def _no_map(site: Site, weights: _Weights, group: HiddenGroup) -> CompilationRec
     return CompilationRecord(
         DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
         DiagnosticLevel.WARNING,
-        f"The output {tuple(site.shape)} of `{site.primitive.name}` {weights.label} at {site.source} is mixed on "
-        f"its way to {names} {tuple(group.varshape)} so that no position of it belongs to one of the state; "
-        "it gets the gradient within the step, and no trace.",
+        f"The output {tuple(site.shape)} of `{site.primitive.name}` {weights.label} at {site.source} is "
+        f"mixed on its way to {names} {tuple(group.varshape)} so that no position of it belongs to one of "
+        "the state; it gets the gradient within the step, and no trace.",
         primitive=site.primitive,
         weight_path=next(iter(weights.paths.values())),
         hidden_paths=tuple(group.hidden_paths),
@@ -446,8 +448,9 @@ def _included(
             CompilationRecord(
                 DiagnosticKind.RELATION_PARTIAL_PATH,
                 DiagnosticLevel.INFO,
-                f"`{site.primitive.name}` {weights.label} at {site.source} also reaches {names} through another marked op; "
-                "the trace does not follow that path, which is learned within the step only.",
+                f"`{site.primitive.name}` {weights.label} at {site.source} also reaches {names} through "
+                "another marked op; the trace does not follow that path, which is learned within the step "
+                "only.",
                 primitive=site.primitive,
                 weight_path=relation.weight_path,
                 hidden_paths=mixed,
@@ -476,8 +479,8 @@ def _context_records(site: Site, weights: _Weights) -> list[CompilationRecord]:
         CompilationRecord(
             DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW,
             DiagnosticLevel.INFO,
-            f"`{site.primitive.name}` {weights.label} at {site.source} is inside `{'`, `'.join(site.context)}`; it is "
-            "followed there.",
+            f"`{site.primitive.name}` {weights.label} at {site.source} is inside "
+            f"`{'`, `'.join(site.context)}`; it is followed there.",
             primitive=site.primitive,
             weight_path=next(iter(weights.paths.values()), None),
             context={"context": site.context, "loops": site.loops},

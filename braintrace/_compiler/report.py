@@ -51,7 +51,9 @@ class CompilationReport:
     def dynamic_states(self) -> list[Path]:
         """States that are carried from step to step but not traced."""
         hidden = {id(h.state) for h in self.graph.module_info.hidden}
-        return [e.path for e in self.graph.module_info.entries if not e.is_param and id(e.state) not in hidden]
+        return [
+            e.path for e in self.graph.module_info.entries if not e.is_param and id(e.state) not in hidden
+        ]
 
     @property
     def diagnostics(self) -> list[CompilationRecord]:
@@ -77,7 +79,9 @@ class CompilationReport:
             for relation in self.graph.hidden_param_op_relations:
                 if group in relation.hidden_groups:
                     names = ", ".join(show_path(p) for p in relation.param_paths)
-                    classes = {str(relation.path_classification.get(p)) for p in group.hidden_paths} - {"None"}
+                    classes = {str(relation.path_classification.get(p)) for p in group.hidden_paths} - {
+                        "None"
+                    }
                     lines.append(
                         f"  {relation.primitive.name} {names} -> y{list(relation.site.shape)}, "
                         f"{'/'.join(sorted(classes))}  ({relation.site.source})"

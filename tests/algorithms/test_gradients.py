@@ -6,13 +6,16 @@ import warnings
 from functools import cache
 from typing import Any
 
+import brainstate
+import jax
+import jax.numpy as jnp
 import pytest
 
 import braintrace
 from braintrace._compat import primitives
 
-from ..oracle import Brute, bptt
-from ..run import agree, difference, online, sequence
+from ..oracle import Brute, bptt, loss
+from ..run import agree, compiled, difference, online, sequence
 from ..zoo import CASES
 
 ROUND_OFF = 1e-10
@@ -47,39 +50,67 @@ def test_d_rtrl_equals_bptt_where_the_recurrence_is_local(name):
     assert agree(truth, found, ROUND_OFF), difference(truth, found)
 
 
+def by_definition() -> list[Any]:
+    """Every model on which a rule is approximate, and a third of the others, each with D-RTRL and one more."""
+    more = [("ES_D_RTRL", None), ("D_RTRL", 2), ("ES_D_RTRL", 2), ("ES_D_RTRL", None), ("D_RTRL", 5)]
+    names = [n for i, (n, c) in enumerate(CASES.items()) if not c.exact or i % 3 == 0]
+    return [(n, *more[i % len(more)]) for i, n in enumerate(names)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_rules_equal_their_definitions(name):
+@pytest.mark.parametrize(("name", "rule", "window"), by_definition())
+def test_rules_equal_their_definitions(name, rule, window):
     case, graph = CASES[name], graph_of(name)
     if not is_flat(graph):
         return  # BPTT speaks for these, above
     xs = sequence(case)
     brute = Brute(case.build(), xs[0], graph)
     brute.forward = loops_forever(graph)
-    truths = {
-        "D_RTRL": lambda window: brute.d_rtrl(xs, window),
-        "ES_D_RTRL": lambda window: brute.es_d_rtrl(xs, 0.7, window),
-    }
-    learners = {
-        "D_RTRL": lambda method: braintrace.D_RTRL(case.build(), vjp_method=method),
-        "ES_D_RTRL": lambda method: braintrace.ES_D_RTRL(case.build(), 0.7, vjp_method=method),
-    }
-    for rule, truth in truths.items():
-        for window in (None, 2) if not brute.forward else (None,):
-            method = "multi-step" if window else "single-step"
-            found = online(learners[rule](method), xs, window)
-            expected = truth(window)
-            assert agree(expected, found, ROUND_OFF), (rule, window, difference(expected, found))
+    for rule, window in (("D_RTRL", None), (rule, None if brute.forward else window)):
+        options: dict[str, Any] = {"vjp_method": "multi-step" if window else "single-step"}
+        if rule == "D_RTRL":
+            expected = brute.d_rtrl(xs, window)
+        else:
+            expected, options["decay_or_rank"] = brute.es_d_rtrl(xs, 0.7, window), 0.7
+        found = online(getattr(braintrace, rule)(case.build(), **options), xs, window)
+        assert agree(expected, found, ROUND_OFF), (rule, window, difference(expected, found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in CASES if not loops_forever(graph_of(n))])
+@pytest.mark.parametrize("name", [n for n in list(CASES)[::5] if not loops_forever(graph_of(n))])
 def test_a_window_over_everything_is_bptt(name):
     case = CASES[name]
     xs = sequence(case)
     truth = bptt(case.build(), xs)
     found = online(braintrace.D_RTRL(case.build(), vjp_method="multi-step"), xs, len(xs))
     assert agree(truth, found, ROUND_OFF), difference(truth, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES)[2::8])
+def test_chunks_change_no_number(name):
+    case = CASES[name]
+    xs = [x if isinstance(x, tuple) else (x,) for x in sequence(case)]
+    stacked = [jnp.stack(parts) for parts in zip(*xs, strict=True)]
+    grads = []
+    for size in (1, 3):
+        learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
+        step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
+        drive = brainstate.transform.jit(
+            lambda *s, learner=learner, step=step, size=size: learner.etrace_grad(*s, step_fn=step, chunk_size=size)
+        )
+        grads.append(drive(*stacked))
+    assert agree(*grads, ROUND_OFF), difference(*grads)
+
+
+@pytest.mark.parametrize("name", EXACT[::9])
+def test_float32_is_as_near_as_it_can_be(name):
+    case = CASES[name]
+    with jax.enable_x64(False):
+        xs = [jax.tree.map(lambda a: jnp.asarray(a, jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, x) for x in sequence(case)]
+        found = online(braintrace.D_RTRL(case.build()), xs)
+        truth = bptt(case.build(), xs, forward=loops_forever(graph_of(name)))
+    assert agree(truth, found, 2e-5), difference(truth, found)
 
 
 def test_approximate_rules_differ_from_bptt_where_paths_are_dropped():

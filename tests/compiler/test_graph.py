@@ -459,7 +459,7 @@ class Rewrites(brainstate.nn.Module):
         self.w, self.h = brainstate.ParamState(jnp.ones((3, 4))), brainstate.HiddenState(jnp.ones(4))
 
     def update(self, x):
-        self.h.value = 0.9 * self.h.value + bt.matmul(x, self.w.value)
+        self.h.value = 0.9 * self.h.value + bt.matmul(x, jnp.tanh(self.w.value))
         self.w.value = 0.9 * self.w.value
         return self.h.value
 
@@ -469,9 +469,9 @@ def test_rewritten_parameter():
         compile_etrace_graph(Rewrites(), jnp.ones(3))
     message = str(found.value)
     assert "`w`" in message
-    assert "`etp_matmul`" in message
+    assert "`etp_matmul` of `w`" in message
     assert points_at(message, "test_graph.py", "self.w.value = 0.9")
-    assert points_at(message, "test_graph.py", "bt.matmul(x, self.w.value)")
+    assert points_at(message, "test_graph.py", "bt.matmul(x, jnp.tanh(self.w.value))")
 
 
 def test_no_hidden_state():
@@ -534,6 +534,33 @@ def test_op_inside_a_function_with_its_own_derivative():
         graph = compile_etrace_graph(Step(f, {"w": (3, 4)}, {"h": 4}), jnp.ones(3))
     assert points_at(str(found[0].message), "test_graph.py", "product(x, p.w)")
     assert len(graph.hidden_param_op_relations) == 1
+
+
+def test_op_inside_such_a_function_inside_a_loop():
+    @jax.custom_vjp
+    def product(x, w):
+        return bt.matmul(x, w)
+
+    product.defvjp(lambda x, w: (bt.matmul(x, w), x), lambda x, g: (g, jnp.outer(x, g)))
+
+    def f(p, s, x):
+        h, _ = lax.scan(lambda h, _: (0.9 * h + product(x, p.w), None), s.h, length=2)
+        return {"h": h}, h
+
+    with pytest.warns(UserWarning, match="derivative rule of its own"):
+        graph = compile_etrace_graph(Step(f, {"w": (3, 4)}, {"h": 4}), jnp.ones(3))
+    assert len(graph.hidden_param_op_relations) == 1
+
+
+def test_op_inside_something_unknown():
+    product = jax.custom_batching.custom_vmap(lambda x, w: bt.matmul(x, w))
+    product.def_vmap(lambda *args: None)
+
+    def f(p, s, x):
+        h = 0.9 * s.h + product(x, p.w)
+        return {"h": h}, h
+
+    assert "custom_vmap_call" in refused(f, NotSupportedError, code="product(x, p.w)")
 
 
 def test_states_that_are_not_initialised():

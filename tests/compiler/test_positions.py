@@ -6,6 +6,7 @@ derivative is negative, so that nothing cancels: a zero in the Jacobian is a pat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,6 +164,16 @@ def gather_points(draw: Any, x: Any) -> Step:
     return lambda x: x.at[indices].get(mode=mode, fill_value=1.0)
 
 
+def gather_each(draw: Any, x: Any) -> Step:
+    """Other indices in each row."""
+    if x.ndim < 2:
+        return lambda x: x
+    indices = np.array([draw(st.integers(0, x.shape[1] - 1)) for _ in range(x.shape[0])])
+    if draw(st.booleans()):
+        return lambda x: jax.vmap(lambda row, i: row[i])(x, indices)[:, None]
+    return lambda x: jax.vmap(lambda row, i: row.at[i].set(squash(row[0])))(x, indices)
+
+
 def scatter(draw: Any, x: Any) -> Step:
     n = x.shape[0]
     indices = np.array(draw(st.lists(st.integers(0, n), min_size=1, max_size=3, unique=True)))
@@ -243,7 +254,18 @@ def fori_loop(draw: Any, x: Any) -> Step:
 
 EXACT = [
     *[element_wise, reshape, transpose, cut, pad, reverse, roll, roll_added, concatenate, stack, tile, split],
-    *[broadcast, reduce, mean_added, gather, gather_points, scatter, scatter_rows, dynamic_slice, matmul],
+    *[
+        broadcast,
+        reduce,
+        mean_added,
+        gather,
+        gather_points,
+        gather_each,
+        scatter,
+        scatter_rows,
+        dynamic_slice,
+        matmul,
+    ],
     *[product_with_itself, batched_product, pool, scan, scan_over, fori_loop],
 ]
 
@@ -405,6 +427,27 @@ def check(reach: Reach, pattern: np.ndarray, exact: bool) -> None:
         assert direct[k] == -1 or low[k] <= direct[k] <= high[k]
         if low[k] == high[k]:
             assert direct[k] == low[k]
+
+
+def direct(low: int, high: int) -> Reach:
+    ends = [np.array([[end], [end]], np.int32) for end in (low, high)]
+    return Reach(*ends)
+
+
+readers = st.one_of(
+    st.just(Reach.empty((1,))),
+    st.integers(0, 3).map(lambda p: direct(p, p)),
+    st.tuples(st.integers(0, 3), st.integers(1, 3)).map(lambda r: direct(r[0], r[0] + r[1])),
+)
+
+
+@given(st.lists(readers, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_the_order_of_readers_does_not_matter(found, random):
+    shuffled = random.sample(found, len(found))
+    in_order, any_order = functools.reduce(Reach.merge, found), functools.reduce(Reach.merge, shuffled)
+    assert in_order.same_as(any_order)
+    single = {int(r.lowest[0]) for r in found if r.lowest[0] == r.highest[0]}
+    assert in_order.direct[0] == (single.pop() if len(single) == 1 else -1)
 
 
 options = settings(

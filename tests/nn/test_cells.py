@@ -70,20 +70,23 @@ def test_training(name: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("name", CELLS)
-def test_states(name: str, batch: int | None) -> None:
-    """`init_state` makes them for a batch, and `reset_state` sets them back, for another if need be."""
-    with jax.numpy_rank_promotion("allow"), brainstate.environ.context(dt=1.0):
+def test_states(name: str) -> None:
+    """`init_state` makes them, with or without a batch, and `reset_state` sets them back."""
+    with jax.numpy_rank_promotion("allow"):
         cell = CELLS[name].build()
+    for batch in (None, 2):
         brainstate.nn.init_all_states(cell, batch_size=batch)
-        first = {k: s.value for k, s in cell.states(brainstate.HiddenState).items()}
-        cell(jnp.ones((3,) if batch is None else (batch, 3)))
+        states = {k[-1]: s for k, s in cell.states(brainstate.HiddenState).items()}
+        first = {k: s.value for k, s in states.items()}
+        assert all(v.shape[: v.ndim - 1] == (() if batch is None else (batch,)) for v in first.values())
+        for state in states.values():
+            state.value = state.value + 1.0
         cell.reset_state(batch_size=batch)
-        for key, state in cell.states(brainstate.HiddenState).items():
-            np.testing.assert_array_equal(state.value, first[key])
-        cell.reset_state(batch_size=5)
-        assert cell(jnp.ones((5, 3))).shape == (5, *cell.out_size)
+        for k, state in states.items():
+            np.testing.assert_array_equal(state.value, first[k])
+    cell.reset_state(batch_size=5)
+    assert all(s.value.shape[0] == 5 for s in states.values())
 
 
 def test_lru_is_a_complex_recurrence() -> None:

@@ -23,6 +23,7 @@ import braintrace as bt
 from braintrace import nn
 from tests.oracle import loss
 
+INITIALISERS = {"w_init", "kernel_init", "embedding_init"}
 rng = np.random.RandomState(0)
 MASK = rng.rand(3, 4) > 0.3
 DENSE = jnp.asarray(np.where(rng.rand(3, 4) > 0.5, rng.randn(3, 4), 0.0))
@@ -41,18 +42,20 @@ class Layer:
     learns: bool = True  # rightly so in brainstate
 
     def build(self, package: Any) -> Any:
-        given = {k: v() if callable(v) and k == "base_module" else v for k, v in self.options.items()}
-        layer = getattr(package, self.name)(*self.args, **given)
+        cls = getattr(package, self.name)
+        zeros = {k: brainstate.nn.init.ZeroInit() for k in INITIALISERS & {*inspect.signature(cls).parameters}}
+        layer = cls(*self.args, **{**zeros, **self.options})
         for i, state in enumerate(layer.states(brainstate.ParamState).values()):
             draw = np.random.RandomState(i)
-            state.value = jax.tree.map(lambda v, draw=draw: v + 0.3 * draw.randn(*v.shape), state.value)
+            state.value = jax.tree.map(lambda v, draw=draw: jnp.asarray(v + draw.randn(*v.shape)), state.value)
         return layer
 
     def inputs(self, batch: int | None) -> list[Any]:
         shape = self.x if batch is None else (batch, *self.x)
+        steps = 3 if self.name.endswith("Cell") else 1
         if self.indices:
-            return [jnp.asarray(rng.randint(0, self.indices, shape)) for _ in range(3)]
-        return [jnp.asarray(rng.randn(*shape)) for _ in range(3)]
+            return [jnp.asarray(rng.randint(0, self.indices, shape)) for _ in range(steps)]
+        return [jnp.asarray(rng.randn(*shape)) for _ in range(steps)]
 
 
 def gates(params: dict[Any, Any]) -> dict[Any, Any]:
@@ -78,7 +81,9 @@ LAYERS = layers(
     scaled_without_gain=Layer("ScaledWSLinear", (3, 4), options={"ws_gain": False, "b_init": None}),
     # the derivative of `x @ M` in brainunit 0.5 has rows for columns; ours is tested against a dense one
     sparse_csr=Layer("SparseLinear", (u.sparse.CSR.fromdense(DENSE),), learns=False),
-    sparse_coo=Layer("SparseLinear", (u.sparse.COO.fromdense(DENSE),), options={"b_init": ones}, learns=False),
+    sparse_coo=Layer(
+        "SparseLinear", (u.sparse.COO.fromdense(DENSE),), options={"b_init": ones}, learns=False
+    ),
     lora=Layer("LoRA", (3, 2, 4)),
     embedding=Layer("Embedding", (5, 4), (), indices=5),
     embedding_of_words=Layer("Embedding", (5, (2, 3)), (4,), indices=5),
@@ -109,7 +114,7 @@ def params_of(layer: Any) -> dict[Any, Any]:
 
 
 def run(layer: Any, xs: list[Any], batch: int | None) -> tuple[Any, Any]:
-    """The outputs of three steps and the gradient through all of them."""
+    """The outputs of all steps and the gradient through all of them."""
     brainstate.nn.init_all_states(layer, batch_size=batch)
 
     def total() -> Any:
@@ -150,14 +155,18 @@ def test_same_as_brainstate(name: str, batch: int | None) -> None:
     if case.learns:
         assert_close(our_grads, case.split(grads))
     if isinstance(ours, brainstate.nn.RNNCell):
-        assert_close(*({k: s.value for k, s in m.states(brainstate.HiddenState).items()} for m in (ours, theirs)))
+        assert_close(
+            *({k: s.value for k, s in m.states(brainstate.HiddenState).items()} for m in (ours, theirs))
+        )
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(case.name for case in LAYERS.values()))
 def test_same_arguments_and_defaults(name: str) -> None:
     def arguments(package: Any) -> list[Any]:
         given = inspect.signature(getattr(package, name).__init__).parameters.values()
-        return [(p.name, p.kind, p.default if isinstance(p.default, DATA) else type(p.default)) for p in given]
+        return [
+            (p.name, p.kind, p.default if isinstance(p.default, DATA) else type(p.default)) for p in given
+        ]
 
     assert arguments(nn) == arguments(brainstate.nn)
 
@@ -304,7 +313,9 @@ def test_conv_of_the_contract() -> None:
 
 
 def test_units_pass_through() -> None:
-    layer = nn.Linear(3, 4, w_init=brainstate.nn.init.KaimingNormal(unit=u.mV), b_init=1.0 * u.mV * np.ones(4))
+    layer = nn.Linear(
+        3, 4, w_init=brainstate.nn.init.KaimingNormal(unit=u.mV), b_init=1.0 * u.mV * np.ones(4)
+    )
     assert u.get_unit(layer(jnp.ones(3))) == u.mV
     assert u.get_unit(nn.SignedWLinear(3, 4, w_init=layer.weight.value["weight"])(jnp.ones(3))) == u.mV
 

@@ -1,0 +1,397 @@
+"""How learners behave: calls, errors, copies, types, transforms and sequences."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace
+from braintrace import nn
+
+from ..oracle import bptt
+from ..run import agree, difference, online
+
+BATCH, LENGTH = 2, 6
+
+
+@pytest.fixture(autouse=True)
+def lenient():
+    """brainstate's own layers add axes and mix types."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+
+class Net(brainstate.nn.Module):
+    """A GRU and a plain readout."""
+
+    def __init__(self, cell=nn.GRUCell, seed=0):
+        super().__init__()
+        brainstate.random.seed(seed)
+        self.cell = cell(3, 4)
+        self.readout = brainstate.nn.Linear(4, 2)
+
+    def update(self, x):
+        return jnp.tanh(self.readout(self.cell(x)))
+
+
+def net(batch_size=BATCH, dtype=float, cell=nn.GRUCell):
+    model = Net(cell)
+    brainstate.nn.init_all_states(model, batch_size=batch_size)
+    for state in model.states().values():
+        state.value = jax.tree.map(lambda a: a.astype(dtype), state.value)
+    return model
+
+
+def data(length=LENGTH, batch_size=BATCH, seed=0):
+    rng = np.random.RandomState(seed)
+    shape = () if batch_size is None else (batch_size,)
+    return jnp.asarray(rng.randn(length, *shape, 3)), jnp.asarray(rng.randn(length, *shape, 2))
+
+
+def learner_of(rule=braintrace.D_RTRL, batch_size=BATCH, **options):
+    learner = rule(net(batch_size), **options)
+    learner.compile_graph(data(1, batch_size)[0][0])
+    return learner
+
+
+def squared(learner):
+    return lambda x, y: jnp.sum((learner(x) - y) ** 2)
+
+
+def gradient_of_step(learner, x, y):
+    params = learner.model.states(brainstate.ParamState)
+    return brainstate.transform.grad(lambda: squared(learner)(x, y), params)()
+
+
+def equal(a, b):
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.all(x == y)), a, b)))
+
+
+# -- mistakes ---------------------------------------------------------------------------------------
+
+
+def unbatched():
+    learner_of(batch_size=None)(jnp.ones((5, 3)))
+
+
+def other_batch():
+    learner_of()(jnp.ones((5, 3)))
+
+
+def wrong_features():
+    braintrace.D_RTRL(net()).compile_graph(jnp.ones((2, 7)))
+
+
+def batched_input_on_unbatched_states():
+    braintrace.D_RTRL(net(None)).compile_graph(jnp.ones((2, 3)))
+
+
+def states_not_initialised():
+    braintrace.D_RTRL(Net()).compile_graph(jnp.ones((2, 3)))
+
+
+def window_in_single_step_mode():
+    learner_of()(braintrace.MultiStepData(data()[0]))
+
+
+def no_hidden_state():
+    braintrace.D_RTRL(nn.Linear(3, 2)).compile_graph(jnp.ones(3))
+
+
+def twice_in_a_step():
+    learner = learner_of()
+    learner.etrace_grad(data()[0], step_fn=lambda x: jnp.sum(learner(x)) + jnp.sum(learner(x)))
+
+
+MISTAKES = {
+    "not compiled": (lambda: braintrace.D_RTRL(net())(jnp.ones((2, 3))), "compile_graph"),
+    "other batch": (other_batch, "batch"),
+    "batched call": (unbatched, "not compiled for inputs"),
+    "wrong features": (wrong_features, "feature size"),
+    "batched input": (batched_input_on_unbatched_states, "batch axis"),
+    "uninitialised": (states_not_initialised, "init_all_states"),
+    "no hidden state": (no_hidden_state, "no hidden state"),
+    "method": (lambda: braintrace.D_RTRL(net(), vjp_method="multi_step"), "'multi-step'"),
+    "decay": (lambda: braintrace.ES_D_RTRL(net(), 1.0), "less than 1"),
+    "rank": (lambda: braintrace.ES_D_RTRL(net(), 0), "at least 1"),
+    "window": (window_in_single_step_mode, "multi-step"),
+    "string": (lambda: braintrace.D_RTRL(net()).compile_graph("x"), "string"),
+    "no model": (lambda: braintrace.D_RTRL(jnp.tanh), "update"),
+    "two calls": (twice_in_a_step, "once"),
+    "no loss": (lambda: learner_of().etrace_grad(data()[0], step_fn=lambda x: jnp.sum(x)), "did not call"),
+    "losses": (lambda: learner_of().etrace_grad(data()[0], step_fn=lambda x: x), "one number"),
+    "lengths": (lambda: learner_of().etrace_grad(jnp.ones((2, 3)), jnp.ones((3, 3)), step_fn=sum), "length"),
+    "mask": (lambda: learner_of().etrace_grad(data()[0], step_fn=sum, mask=jnp.ones(2)), "mask"),
+    "chunk": (lambda: learner_of().etrace_grad(data()[0], step_fn=sum, chunk_size=0), "at least 1"),
+    "reduction": (lambda: learner_of().etrace_grad(data()[0], step_fn=sum, reduction="max"), "'mean'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_an_error_that_says_what_to_do(name):
+    mistake, message = MISTAKES[name]
+    with pytest.raises((braintrace.CompilationError, ValueError, TypeError), match=message):
+        mistake()
+
+
+# -- calls and states -------------------------------------------------------------------------------
+
+
+def test_model_arguments_pass_through():
+    class Scaled(Net):
+        def update(self, x, scale, mode="plain", flag=False):
+            y = super().update(x)
+            return y * scale if mode == "scaled" and flag else y
+
+    model = Scaled()
+    brainstate.nn.init_all_states(model)
+    learner = braintrace.D_RTRL(model)
+    learner.compile_graph(jnp.ones(3, jnp.float32), 2.0, mode="scaled", flag=True)
+    scaled = learner(jnp.ones(3, jnp.float32), 2.0, mode="scaled", flag=True)
+    learner.reset_state()
+    learner.compile_graph(jnp.ones(3, jnp.float32), 2.0)
+    np.testing.assert_allclose(scaled, 2 * learner(jnp.ones(3, jnp.float32), 2.0), rtol=1e-6)
+
+
+def test_what_the_model_closes_over_may_change():
+    class Timed(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = brainstate.ParamState(jnp.ones((3, 4)))
+            self.h = brainstate.HiddenState(jnp.zeros(4))
+
+        def update(self, x):
+            time = brainstate.environ.get("t")
+            self.h.value = 0.5 * self.h.value + braintrace.matmul(x, self.w.value) * time
+            return self.h.value
+
+    learner = braintrace.D_RTRL(Timed())
+    with brainstate.environ.context(t=1.0):
+        learner.compile_graph(jnp.ones(3))
+
+    def step(t, x):
+        with brainstate.environ.context(t=t):
+            return learner(x)
+
+    outs = brainstate.transform.for_loop(step, jnp.arange(3.0), jnp.ones((3, 3)))
+    np.testing.assert_allclose(outs[:, 0], [0.0, 3.0, 7.5])
+    learner.reset_state()
+    learner.model.h.value = jnp.zeros(4)
+    for t, expected in zip((2.0, 4.0), (6.0, 15.0), strict=True):
+        with brainstate.environ.context(t=t):
+            np.testing.assert_allclose(learner(jnp.ones(3))[0], expected)
+
+
+def test_states_are_found_again_and_reset():
+    learner = learner_of()
+    xs, ys = data()
+    first = gradient_of_step(learner, xs[0], ys[0])
+    assert int(learner.running_index) == 1
+    assert any(np.any(st.value) for st in learner.etrace_states.values())
+    learner.reset_state(BATCH)
+    assert int(learner.running_index) == 0
+    assert not any(np.any(st.value) for st in learner.etrace_states.values())
+    for state in learner.model.states(brainstate.HiddenState).values():
+        state.value = state.value.astype(float)
+    assert equal(first, gradient_of_step(learner, xs[0], ys[0]))
+    assert all(isinstance(key, str) for key in learner.etrace_states)
+    assert set(learner.hidden_states) == {("cell", "h")}
+    assert learner.get_etrace_of(learner.model.cell.Wz.weight)
+    with pytest.raises(ValueError, match="no trace"):
+        learner.get_etrace_of("readout.weight")
+
+
+def test_another_batch_size_compiles_anew():
+    learner = learner_of()
+    for size in (4, 2):
+        learner.reset_state(size)
+        x = jnp.ones((size, 3))
+        learner.model.cell.h.value = learner.model.cell.h.value.astype(float)
+        learner.compile_graph(x)
+        assert learner(x).shape == (size, 2)
+
+
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL, braintrace.RTRL])
+def test_copies_and_pickles_continue_bit_for_bit(rule):
+    learner = learner_of(rule)
+    xs, ys = data()
+    gradient_of_step(learner, xs[0], ys[0])
+    copies = [copy.deepcopy(learner), pickle.loads(pickle.dumps(learner))]
+    expected = [gradient_of_step(learner, x, y) for x, y in zip(xs[1:], ys[1:], strict=True)]
+    for other in copies:
+        assert equal(expected, [gradient_of_step(other, x, y) for x, y in zip(xs[1:], ys[1:], strict=True)])
+
+
+def test_a_second_call_compiles_nothing():
+    learner = learner_of()
+    xs, ys = data()
+    traced = []
+
+    @brainstate.transform.jit
+    def step(x, y):
+        traced.append(1)
+        return gradient_of_step(learner, x, y)
+
+    step(xs[0], ys[0])
+    count = len(traced)
+    with jax.log_compiles(False), warnings.catch_warnings(action="error"):
+        step(xs[1], ys[1])
+    assert len(traced) == count
+
+
+# -- modes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL])
+def test_several_calls_in_one_loss_add_up(rule):
+    xs, ys = data()
+    one, many = learner_of(rule), learner_of(rule)
+    params = many.model.states(brainstate.ParamState)
+    total = lambda: sum(squared(many)(x, y) for x, y in zip(xs, ys, strict=True))
+    together = brainstate.transform.grad(total, params)()
+    summed = None
+    for x, y in zip(xs, ys, strict=True):
+        grads = gradient_of_step(one, x, y)
+        summed = grads if summed is None else jax.tree.map(jnp.add, summed, grads)
+    assert agree(summed, together, 1e-12)
+
+
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL])
+def test_batched_and_vmapped_and_summed_samples_agree(rule):
+    xs, _ = data()
+    batched = online(rule(net()), list(xs))
+    summed = None
+    for b in range(BATCH):
+        grads = online(rule(net(None)), list(xs[:, b]))
+        summed = grads if summed is None else jax.tree.map(jnp.add, summed, grads)
+    assert agree(batched, summed, 1e-12), difference(batched, summed)
+
+
+def test_a_loss_may_read_the_state_after_the_call():
+    xs, _ = data()
+    model, plain = net(), net()
+    learner = braintrace.RTRL(model)
+    learner.compile_graph(xs[0])
+    params = model.states(brainstate.ParamState)
+
+    def loss(call, model, x):
+        call(x)
+        return jnp.sum(jnp.sin(model.cell.h.value))
+
+    truth = brainstate.transform.grad(
+        lambda: sum(loss(plain, plain, x) for x in xs), plain.states(brainstate.ParamState)
+    )()
+    total = None
+    for x in xs:
+        grads = brainstate.transform.grad(lambda x=x: loss(learner, model, x), params)()
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+    assert agree(truth, total, 1e-12)
+
+
+def test_rtrl_is_exact_in_steps_and_windows():
+    xs, _ = data()
+    truth = bptt(net(), list(xs))
+    assert agree(truth, online(braintrace.RTRL(net()), list(xs)), 1e-12)
+    assert agree(truth, online(braintrace.RTRL(net()), list(xs), 4), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL])
+def test_small_types_learn_much_the_same(rule, dtype):
+    xs, _ = data()
+    truth = online(rule(net()), list(xs))
+    found = online(rule(net(dtype=dtype)), list(xs.astype(dtype)))
+    assert all(a.dtype == dtype for a in jax.tree.leaves(found))
+    scale = {jnp.float16: 2e-2, jnp.bfloat16: 2e-1, jnp.float32: 1e-5}[dtype]
+    assert agree(truth, jax.tree.map(lambda a: a.astype(float), found), scale)
+
+
+def test_traces_may_be_stored_small():
+    xs, _ = data()
+    learner = braintrace.D_RTRL(net(), trace_dtype=jnp.bfloat16)
+    found = online(learner, list(xs))
+    assert {st.value.dtype for st in learner.traces.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert agree(online(braintrace.D_RTRL(net()), list(xs)), found, 3e-2)
+
+
+def test_rank_is_a_decay():
+    assert braintrace.ES_D_RTRL(net(), 19).rule == braintrace.ES_D_RTRL(net(), 0.9).rule
+    assert braintrace.pp_prop(net(), (0.5, 0.9)).rule.inp == 0.5
+
+
+# -- sequences --------------------------------------------------------------------------------------
+
+CELLS = [nn.GRUCell, nn.LSTMCell, nn.MiniGRU]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL, braintrace.RTRL])
+def test_chunks_change_no_number(rule, cell):
+    xs, ys = data(7)
+    mask = jnp.asarray([1.0, 0.0, 2.0, 1.0, 1.0, 0.5, 1.0])
+
+    def drive(**options):
+        learner = rule(net(cell=cell))
+        learner.compile_graph(xs[0])
+        grads, losses = learner.etrace_grad(
+            xs, ys, step_fn=squared(learner), mask=mask, return_value=True, **options
+        )
+        return grads, losses, {k: st.value for k, st in learner.traces.items()}
+
+    learner = rule(net(cell=cell))
+    learner.compile_graph(xs[0])
+    truth = None
+    for x, y, m in zip(xs, ys, mask, strict=True):
+        grads = jax.tree.map(lambda g, m=m: g * m / mask.sum(), gradient_of_step(learner, x, y))
+        truth = grads if truth is None else jax.tree.map(jnp.add, truth, grads)
+    for size in (None, 1, 3, 7, 20):
+        grads, losses, traces = drive(chunk_size=size)
+        assert agree(truth, grads, 1e-11), (size, difference(truth, grads))
+        assert losses.shape == (7,)
+        for key, state in learner.traces.items():
+            np.testing.assert_allclose(traces[key], state.value, rtol=1e-9, atol=1e-11)
+    grads, _, traces = drive(keep_traces=False)
+    assert agree(truth, grads, 1e-11)
+    assert not any(np.any(t) for t in traces.values())
+
+
+def test_windows_of_a_sequence():
+    xs, ys = data(7)
+    learner = learner_of(vjp_method="multi-step")
+    step = lambda x, y: jnp.sum((learner(braintrace.MultiStepData(x)) - y) ** 2, axis=(1, 2))
+    grads, total = learner.etrace_grad(
+        xs, ys, step_fn=step, chunk_size=7, reduction="sum", return_value=True, loss_output="scalar"
+    )
+    model = net()
+    params = model.states(brainstate.ParamState)
+    loss = lambda: sum(jnp.sum((model(x) - y) ** 2) for x, y in zip(xs, ys, strict=True))
+    truth, value = brainstate.transform.grad(loss, params, return_value=True)()
+    assert agree(truth, grads, 1e-12)
+    np.testing.assert_allclose(total, value)
+
+
+def test_evolving_advances_states_and_traces():
+    xs, _ = data()
+    learner, other = learner_of(), learner_of()
+    outs = learner.etrace_evolve(xs, return_outputs=True)
+    for x, out in zip(xs, outs, strict=True):
+        np.testing.assert_allclose(other(x), out, rtol=1e-12)
+    for key, state in other.traces.items():
+        np.testing.assert_allclose(learner.traces[key].value, state.value, rtol=1e-12)
+    assert int(learner.running_index) == LENGTH
+
+
+def test_grad_expon():
+    average = braintrace.GradExpon({"w": jnp.zeros(2)}, 2.0)
+    decay = np.exp(-0.5)
+    np.testing.assert_allclose(average.update({"w": jnp.ones(2)})["w"], 1 - decay, rtol=1e-6)
+    average.reset_state()
+    assert not np.any(average.average.value["w"])
