@@ -33,7 +33,9 @@ def step_of(cell: Any, x: Any) -> tuple[Callable[..., Any], Any, Any]:
         new, out = function.jaxpr_call([next(params if i else hidden) for i in is_param], x)
         return [v for v, i in zip(new, is_param, strict=True) if not i], out
 
-    values = [[s.value for s, i in zip(states, is_param, strict=True) if i == which] for which in (True, False)]
+    values = [
+        [s.value for s, i in zip(states, is_param, strict=True) if i == which] for which in (True, False)
+    ]
     return step, *values
 
 

@@ -54,7 +54,7 @@ def step_loss(logits: Any, flags: Any, x: Any) -> tuple[Any, Any]:
 
 
 def trainer(learns_online: bool) -> Any:
-    """A function that trains on one batch of sequences and returns the loss and the share of right answers."""
+    """A function that trains on one batch and returns the loss and the share of right answers."""
     brainstate.random.seed(0)
     net = Net()
     brainstate.nn.init_all_states(net, batch_size=BATCH)
@@ -109,10 +109,15 @@ def main() -> None:
             loss, right = train(*batch(jax.random.PRNGKey(i)))
             first = loss if first is None else first
             if i in (0, 9, 24, 49) or i % 100 == 99:
-                line = f"{name:20s} batch {i + 1:4d}  loss {float(loss):7.4f}  right {100 * float(right):5.1f} %"
+                line = (
+                    f"{name:20s} batch {i + 1:4d}  loss {float(loss):7.4f}  right {100 * float(right):5.1f} %"
+                )
                 end = "\r" if sys.stdout.isatty() else "\n"
                 print(line, end=end, flush=True)
-        print(f"{name:20s} loss {float(first):.3f} -> {float(loss):.3f} in {time.time() - start:.0f} s" + " " * 20)
+        print(
+            f"{name:20s} loss {float(first):.3f} -> {float(loss):.3f} in {time.time() - start:.0f} s"
+            + " " * 20
+        )
 
 
 if __name__ == "__main__":

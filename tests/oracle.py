@@ -255,7 +255,7 @@ class Brute:
                     continue
 
                 def instant(p: Any, k: int = k, s: int = s, others: Any = others) -> Any:
-                    add = lambda n, e, v: detached(n, e, v, {s: p.reshape(ys[s].shape)})  # noqa: E731
+                    add = partial(detached, added={s: p.reshape(ys[s].shape)})
                     return self._flat(k, f.step(params, states, x, at_site=add, pins=others)[1])
 
                 zero = jnp.zeros(int(np.prod(ys[s].shape, dtype=int)), ys[s].dtype)
@@ -285,7 +285,7 @@ class Brute:
                         if m != k
                         for v, w in self._pinned(m, new).items()
                     }
-                    given = lambda number, eqn, vals, seen_y=seen_y: seen_y[number]  # noqa: E731
+                    given = lambda number, eqn, vals, seen_y=seen_y: seen_y[number]
                     own = self._flat(k, f.step(params, states, x, pins=others, at_site=given)[1])
                 return loss(outs)
 

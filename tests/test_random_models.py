@@ -122,7 +122,7 @@ def draw_model(rng: np.random.RandomState) -> Any:
             out = out * jnp.cos(old[names[0]]).sum(-1, keepdims=True)
         return new, (out, jnp.sin(ys[-1])) if skip and ys else out
 
-    return Step(f, params, {n: (*lead, N) for n in names}), (*lead, IN)
+    return Step(f, params, dict.fromkeys(names, (*lead, N))), (*lead, IN)
 
 
 @settings(

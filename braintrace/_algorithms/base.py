@@ -27,7 +27,7 @@ from .rule import Values
 from .sequence import Sequence, add_trees, check_choice, check_chunk_size, split_loss, zeros_like_states
 
 
-class EligibilityTrace(brainstate.ShortTermState):  # type: ignore[misc]
+class EligibilityTrace(brainstate.ShortTermState):
     """A state that holds an eligibility trace."""
 
 
@@ -47,7 +47,7 @@ class Compiled:
         return [e for e in self.graph.module_info.entries if not e.is_param]
 
 
-class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
+class ETraceAlgorithm(brainstate.nn.Module):
     """A model that learns online: what every learner has, whatever its rule.
 
     A rule of one's own is a subclass with `_step` (one step) and `init_etrace_state`.
@@ -56,7 +56,9 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
         if not callable(getattr(model, "update", None)):
-            raise TypeError(f"A learner takes a `brainstate.nn.Module` with an `update` method, not {type(model)}.")
+            raise TypeError(
+                f"A learner takes a `brainstate.nn.Module` with an `update` method, not {type(model)}."
+            )
         if name is not None:
             self._name = name
         self.model = model
@@ -95,7 +97,8 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         memo[id(self)] = new
         for state in self.states().values():
             memo[id(state)] = pickling.copy_state(state)
-        vars(new).update(copy.deepcopy({**vars(self), "_compiled": {}}, memo))
+        for name, value in copy.deepcopy({**vars(self), "_compiled": {}}, memo).items():
+            object.__setattr__(new, name, value)
         return new
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
@@ -134,13 +137,13 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         static = split_static(args, kwargs)[2]
         if shapes in known and all(static != key[-2] for key in self._examples):
             return (
-                f"The learner is compiled for inputs of shapes {shapes}, but with other static arguments than "
-                f"{[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these too."
+                f"The learner is compiled for inputs of shapes {shapes}, but with other static arguments "
+                f"than {[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these too."
             )
         states = {show_path(h.path): h.invar.aval.shape for h in self.graph.module_info.hidden}
         return (
-            f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it is "
-            f"compiled for inputs {known}, with states {states}. Check the batch and feature sizes; for "
+            f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it "
+            f"is compiled for inputs {known}, with states {states}. Check the batch and feature sizes; for "
             "another batch size, initialise the states for it and call `learner.compile_graph(x)` again."
         )
 
@@ -215,7 +218,9 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Reset the model's states, the traces and the step counter."""
-        brainstate.nn.reset_all_states(self.model, **({"batch_size": batch_size} if batch_size is not None else {}))
+        brainstate.nn.reset_all_states(
+            self.model, **({"batch_size": batch_size} if batch_size is not None else {})
+        )
         if self._current is not None:
             self.init_etrace_state()
 
@@ -231,13 +236,19 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         chosen = {
             key: st.value
             for key, st in self.traces.items()
-            if any(_belongs(key, t) for t in self.executor.traces if path in t.relation.trainable_paths.values())
+            if any(
+                _belongs(key, t) for t in self.executor.traces if path in t.relation.trainable_paths.values()
+            )
         }
         if not chosen:
             why = self.report.excluded_weights.get(path)
             raise ValueError(
                 f"The parameter `{show_path(path)}` has no trace"
-                + (f": {why}." if why else "; known: " + ", ".join(map(show_path, self.report.etrace_weights)) + ".")
+                + (
+                    f": {why}."
+                    if why
+                    else "; known: " + ", ".join(map(show_path, self.report.etrace_weights)) + "."
+                )
             )
         return chosen
 
@@ -261,7 +272,9 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         else:
             lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
             if len(lengths) > 1:
-                raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
+                raise ValueError(
+                    f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
+                )
             outs = self._window(compiled, data, stepped, lengths.pop(), consts)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
@@ -321,7 +334,13 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
         return brainstate.transform.for_loop(step, sequence.arrays)
 
     def _drive(
-        self, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool, keep: bool
+        self,
+        sequence: Sequence,
+        step_fn: Any,
+        chunk_size: int | None,
+        weights: Any,
+        has_aux: bool,
+        keep: bool,
     ) -> tuple[Any, Any]:
         """The summed gradients of a sequence, and the losses and other outputs of every step."""
         raise NotImplementedError
@@ -376,9 +395,7 @@ class ETraceAlgorithm(brainstate.nn.Module):  # type: ignore[misc]
             params.extend(leaves) if entry.is_param else rest.append(leaves)
         return params, rest
 
-    def _write(
-        self, compiled: Compiled, leaves: list[list[Any]], values: Values, steps: int
-    ) -> None:
+    def _write(self, compiled: Compiled, leaves: list[list[Any]], values: Values, steps: int) -> None:
         """Store the new values of the states that are not parameters, of the traces and the counter."""
         found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
         info = compiled.graph.module_info

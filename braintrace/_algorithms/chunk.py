@@ -42,7 +42,9 @@ class Record:
         return Local(inputs, self.local.weights, D, J), signals, old
 
 
-def step_by_step(rule: Rule, traces: Sequence[Trace], values: Values, record: Record) -> tuple[Values, Gradients]:
+def step_by_step(
+    rule: Rule, traces: Sequence[Trace], values: Values, record: Record
+) -> tuple[Values, Gradients]:
     """The traces after a chunk and its summed gradients, for any rule."""
 
     def body(carry: Any, step: Any) -> Any:
@@ -55,7 +57,9 @@ def step_by_step(rule: Rule, traces: Sequence[Trace], values: Values, record: Re
         return (values, {k: grads[k] + found[k].astype(grads[k].dtype) for k in grads}), None
 
     first = jax.tree.map(lambda a: a[0], record.steps)
-    shapes = jax.eval_shape(lambda v, s: rule.gradient(traces, v, record.one(s)[1], record.one(s)[0]), values, first)
+    shapes = jax.eval_shape(
+        lambda v, s: rule.gradient(traces, v, record.one(s)[1], record.one(s)[0]), values, first
+    )
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (values, grads), _ = jax.lax.scan(body, (values, zeros), record.steps)
     return values, grads
@@ -80,7 +84,9 @@ def propagated(record: Record, group: int) -> tuple[Any, Any]:
 def products(D: Any) -> tuple[Any, Any]:
     """`D[K]..D[s+1]` for every step `s`, and `D[K]..D[1]`."""
     states = D.shape[1]
-    one = jnp.broadcast_to(jnp.eye(states, dtype=D.dtype).reshape(states, states, *[1] * (D.ndim - 3)), D.shape[1:])
+    one = jnp.broadcast_to(
+        jnp.eye(states, dtype=D.dtype).reshape(states, states, *[1] * (D.ndim - 3)), D.shape[1:]
+    )
 
     def body(later: Any, D: Any) -> Any:
         return jnp.einsum("ab...,bc...->ac...", later, D), later

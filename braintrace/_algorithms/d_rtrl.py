@@ -1,6 +1,6 @@
 """D-RTRL: a trace of every weight, advanced by the diagonal of the recurrence.
 
-    trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
+trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class DRule:
             result[trace.key] = now.astype(old.dtype)
         return result
 
-    def gradient(
-        self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local
-    ) -> Gradients:
+    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
         grads: Gradients = {}
         for trace in traces:
             inputs = local.inputs[trace.relation.site.index]

@@ -34,7 +34,10 @@ class ESRule:
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
         values: Values = {_COUNT: jnp.zeros((), jnp.int32)}
         for trace in traces:
-            for key, now in ((_input_key(trace), _input(trace, local)), (_state_key(trace), _instant(trace, local))):
+            for key, now in (
+                (_input_key(trace), _input(trace, local)),
+                (_state_key(trace), _instant(trace, local)),
+            ):
                 if now is not None:
                     values[key] = jnp.zeros(now.shape, self.dtype or now.dtype)
         return values
@@ -58,9 +61,7 @@ class ESRule:
                 result[key] = new.astype(old.dtype)
         return result
 
-    def gradient(
-        self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local
-    ) -> Gradients:
+    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
         grads: Gradients = {}
         for trace in traces:
             site = trace.relation.site.index

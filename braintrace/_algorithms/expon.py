@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .learners import as_decay
 
 
-class GradExpon(brainstate.nn.Module):  # type: ignore[misc]
+class GradExpon(brainstate.nn.Module):
     """`average <- decay * average + (1 - decay) * gradient`, for a tree of gradients.
 
     `tau_or_decay` is a decay in [0, 1), or a time constant of one step or more (`decay = exp(-1/tau)`).

@@ -53,9 +53,7 @@ class Online:
 
     def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
         given, others = iter(params), iter(rest)
-        states = [
-            [next(given) for _ in e.invars] if e.is_param else next(others) for e in self.info.entries
-        ]
+        states = [[next(given) for _ in e.invars] if e.is_param else next(others) for e in self.info.entries]
         return StepInputs(args, consts, states)
 
     def _carried(self, states: list[Leaves]) -> list[Leaves]:
@@ -235,7 +233,9 @@ class Online:
         items = iter(leaves)
         trees = zip(self.info.entries, self.info.state_trees, strict=True)
         return {
-            e.path: jax.tree.unflatten(tree, [next(items) for _ in e.invars]) for e, tree in trees if e.is_param
+            e.path: jax.tree.unflatten(tree, [next(items) for _ in e.invars])
+            for e, tree in trees
+            if e.is_param
         }
 
     def record_bytes(self) -> int:

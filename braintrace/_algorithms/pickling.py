@@ -18,7 +18,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, brainstate.State):
             return _state, _parts(obj)
-        if isinstance(obj, type) and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj:
+        if (
+            isinstance(obj, type)
+            and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj
+        ):
             return _class, _home(obj)
         return NotImplemented
 
@@ -39,7 +42,7 @@ def _parts(state: Any) -> tuple[type, dict[str, Any]]:
     return type(state), {k: v for k, v in vars(state).items() if k not in _LOCAL}
 
 
-def _state(cls: type, attributes: dict[str, Any]) -> Any:
+def _state(cls: Any, attributes: dict[str, Any]) -> Any:
     state = cls.__new__(cls)
     brainstate.State.__init__(state, attributes["_value"])
     vars(state).update(attributes)
@@ -58,7 +61,7 @@ def dumps(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
-def restore(cls: type, data: bytes) -> Any:
+def restore(cls: Any, data: bytes) -> Any:
     """An object of `cls` with the attributes that `dumps` stored."""
     obj = cls.__new__(cls)
     vars(obj).update(pickle.loads(data))

@@ -46,7 +46,9 @@ class RTRL(ETraceAlgorithm):
         }
 
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
-        outs = self._window(compiled, [a[None] for a in map(jnp.asarray, args)], [True] * len(args), 1, consts)
+        outs = self._window(
+            compiled, [a[None] for a in map(jnp.asarray, args)], [True] * len(args), 1, consts
+        )
         return [o[0] for o in outs]
 
     def _window(
@@ -56,10 +58,16 @@ class RTRL(ETraceAlgorithm):
         flow = _Flow(compiled, stepped, length)
         outs, new, values = flow.call(params, args, consts, rest, self._values())
         self._write(compiled, new, values, length)
-        return outs
+        return list(outs)
 
     def _drive(
-        self, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool, keep: bool
+        self,
+        sequence: Sequence,
+        step_fn: Any,
+        chunk_size: int | None,
+        weights: Any,
+        has_aux: bool,
+        keep: bool,
     ) -> tuple[Any, Any]:
         return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
 
@@ -72,7 +80,9 @@ class _Flow:
         self.info = compiled.graph.module_info
         self.forward_only = any(has_while(n) for n in self.info.program.nodes)
 
-    def run(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> tuple[Leaves, list[Leaves]]:
+    def run(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
+    ) -> tuple[Leaves, list[Leaves]]:
         def body(rest: list[Leaves], slices: Leaves) -> Any:
             now, given, others = iter(slices), iter(params), iter(rest)
             one = [next(now) if s else a for a, s in zip(args, self.stepped, strict=True)]
@@ -119,14 +129,18 @@ class _Flow:
                 return [*outs, *(x for xs in new for x in xs)]
 
             _, pull = pull_back(flat, params, args, consts, [x for xs in rest for x in xs])
-            return call(params, args, consts, rest, values), (pull, values, params, rest)
+            return call(params, args, consts, rest, values), (pull, values, rest)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            pull, values, params, rest = residuals
+            pull, values, rest = residuals
             outs, new, _ = cotangents
             dparams, dargs, dconsts, dstart = pull([*outs, *(x for xs in new for x in xs)])
             signal = jnp.concatenate(
-                [_real_cotangent(d, x) for d, x in zip(dstart, (x for xs in rest for x in xs), strict=True) if d is not None]
+                [
+                    _real_cotangent(d, x)
+                    for d, x in zip(dstart, (x for xs in rest for x in xs), strict=True)
+                    if d is not None
+                ]
             )
             past = iter([jnp.tensordot(signal, values[name], 1) for name in self._names()])
             dparams = [None if d is None else d + _cotangent(next(past), d) for d in dparams]
@@ -147,7 +161,9 @@ class _Flow:
 def _real_leaves(leaves: Leaves) -> Leaves:
     """The inexact leaves as real arrays; a complex one as its two parts."""
     return [
-        jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x for x in map(jnp.asarray, leaves) if is_inexact(x)
+        jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+        for x in map(jnp.asarray, leaves)
+        if is_inexact(x)
     ]
 
 

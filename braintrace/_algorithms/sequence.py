@@ -42,16 +42,20 @@ class Sequence:
         if not sequences:
             raise ValueError("Give at least one sequence: arrays with time as their first axis.")
         if any(isinstance(s, SingleStepData) for s in sequences):
-            raise TypeError("Give plain arrays with time first; wrap slices in `MultiStepData` inside `step_fn`.")
+            raise TypeError(
+                "Give plain arrays with time first; wrap slices in `MultiStepData` inside `step_fn`."
+            )
         lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(sequences)}
         if len(lengths) != 1 or None in lengths:
             raise ValueError(f"The sequences must share one length, their first axis; theirs are {lengths}.")
-        (length,) = lengths
+        length = jnp.shape(jax.tree.leaves(sequences)[0])[0]
         if length == 0:
             raise ValueError("The sequences have no steps.")
         mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
         if mask.shape != (length,):
-            raise ValueError(f"The mask must have one number for each of the {length} steps, not {mask.shape}.")
+            raise ValueError(
+                f"The mask must have one number for each of the {length} steps, not {mask.shape}."
+            )
         return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask)
 
     def part(self, start: int, stop: int) -> tuple[Any, Any]:

@@ -82,7 +82,13 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     # -- sequences ---------------------------------------------------------------------------------
 
     def _drive(
-        self, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool, keep: bool
+        self,
+        sequence: Sequence,
+        step_fn: Any,
+        chunk_size: int | None,
+        weights: Any,
+        has_aux: bool,
+        keep: bool,
     ) -> tuple[Any, Any]:
         zeros = zeros_like_states(weights)
         if self.vjp_method == "multi-step":

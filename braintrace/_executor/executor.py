@@ -75,7 +75,9 @@ class ETraceGraphExecutor:
             values.update(zip(entry.invars, leaves, strict=True))
         return values
 
-    def forward(self, given: StepInputs) -> tuple[list[Any], list[list[Any]], dict[Var, Any], dict[int, list[Any]]]:
+    def forward(
+        self, given: StepInputs
+    ) -> tuple[list[Any], list[list[Any]], dict[Var, Any], dict[int, list[Any]]]:
         """The outputs, the new states, every value on the way, and the operands of each site."""
         info = self.graph.module_info
 

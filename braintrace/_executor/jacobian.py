@@ -10,7 +10,7 @@ forwards instead, coloured by their sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -117,7 +117,7 @@ class LocalGroup:
                 known=known,
                 at_site=lambda site, at: at_site,
                 reads=reads,
-                site_ins={i: p for i, p in added.items()},
+                site_ins=added,
                 leaf=leaf,
             )
             return evaluate(program, [(v, world) for v in self.group.hidden_outvars], view)
@@ -131,9 +131,7 @@ class LocalGroup:
         """
         step = self.step(env)
         old = [env[v] for v in self.group.hidden_invars]
-        added = {
-            r.site.index: jnp.zeros(r.site.shape, r.site.output.aval.dtype) for r, _ in self.fed_by
-        }
+        added = {r.site.index: jnp.zeros(r.site.shape, r.site.output.aval.dtype) for r, _ in self.fed_by}
         if self.forward_only:
             return self._pushed(step, old, added)
         new, pull = jax.vjp(step, old, added)
@@ -156,8 +154,15 @@ class LocalGroup:
             if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
                 return back
             # a real source gives the real part of what is pulled back: `-i` brings out the other one
-            turned = pull([c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else c for c in self._one_state(new, state, mask)])
-            return jax.tree.map(lambda a, b: a if jnp.iscomplexobj(a) else jax.lax.complex(a, b), back, turned)
+            turned = pull(
+                [
+                    c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else c
+                    for c in self._one_state(new, state, mask)
+                ]
+            )
+            return jax.tree.map(
+                lambda a, b: a if jnp.iscomplexobj(a) else jax.lax.complex(a, b), back, turned
+            )
 
         rows: list[list[Any]] = []
         J: dict[int, list[Any]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
@@ -166,7 +171,7 @@ class LocalGroup:
                 dh, dp = one(state, masks[0])
                 dh, dp = jax.tree.map(lambda a: a[None], (dh, dp))
             else:
-                dh, dp = jax.vmap(lambda mask, s=state: one(s, mask))(masks)  # type: ignore[misc]
+                dh, dp = jax.vmap(lambda mask, s=state: one(s, mask))(masks)
             rows.append(
                 [
                     part
@@ -196,9 +201,7 @@ class LocalGroup:
 
     # -- forwards ----------------------------------------------------------------------------------
 
-    def _transposed(
-        self, new: list[Any], pull: Callable[..., Any], index: int
-    ) -> Callable[[Any], Any]:
+    def _transposed(self, new: list[Any], pull: Callable[..., Any], index: int) -> Callable[[Any], Any]:
         """Pushing forward what is added at one site, by transposing the pull-back."""
         back = jax.linear_transpose(lambda cts: pull(cts)[1][index], new)
         dtype = self._site_dtype(index)
@@ -267,7 +270,7 @@ class LocalGroup:
         return D, J
 
 
-class _Known:
+class _Known(Mapping[Var, Any]):
     """Values that do not vary, and those given instead of ones that do."""
 
     def __init__(self, env: Mapping[Var, Any], varies: set[Var], given: Mapping[Var, Any]) -> None:
@@ -278,6 +281,12 @@ class _Known:
 
     def __getitem__(self, var: Var) -> Any:
         return self.given[var] if var in self.given else self.env[var]
+
+    def __iter__(self) -> Iterator[Var]:
+        return (v for v in {**self.env, **self.given} if v in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _holds(reach: Reach, positions: Any) -> Any:

@@ -207,9 +207,7 @@ class Trace:
         """`J` of the site, (S, *positions), with the letters `y`."""
         return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
 
-    def instant(
-        self, factor: tuple[Any, Letters] | None, J: Any, weight: Any, over: Letters = ()
-    ) -> Any:
+    def instant(self, factor: tuple[Any, Letters] | None, J: Any, weight: Any, over: Letters = ()) -> Any:
         """`J x`, shaped as the trace; `J` is lifted, and the letters of `weight` are filled in.
 
         `over` are letters that stand after the states in `J` and first in the factor: a sum over time.

@@ -41,9 +41,7 @@ def effective_weights(
     return result
 
 
-def _site_weights(
-    program: Program, known: Mapping[Var, Any], site: Site, varying: set[str]
-) -> list[Any]:
+def _site_weights(program: Program, known: Mapping[Var, Any], site: Site, varying: set[str]) -> list[Any]:
     """The weight operands of a site; those that vary in a loop have its axis in front."""
     (node,) = [n for n in program.nodes if any(s is site for s in n.sites)]
     known = {**program.consts, **known}
@@ -70,7 +68,7 @@ def _site_weights(
             for name, w in zip(site.weight_names, enter(fixed), strict=True)
         ]
     flags = [0 if name in varying else None for name in site.weight_names]
-    return jax.vmap(lambda s: enter({**fixed, **s}), out_axes=flags)(sliced)  # type: ignore[no-any-return]
+    return jax.vmap(lambda s: enter({**fixed, **s}), out_axes=flags)(sliced)
 
 
 def _operands(node: Node) -> list[Atom]:

@@ -1,13 +1,13 @@
 """Marked operations: what a model calls."""
 
-from .conv import conv as conv
-from .element_wise import element_wise as element_wise
+from .convolution import conv as conv
+from .dense import einsum as einsum
+from .dense import embedding as embedding
+from .dense import grouped_matmul as grouped_matmul
+from .dense import lora_matmul as lora_matmul
+from .dense import matmul as matmul
+from .elementwise import element_wise as element_wise
 from .letters import Term as Term
-from .matmul import einsum as einsum
-from .matmul import embedding as embedding
-from .matmul import grouped_matmul as grouped_matmul
-from .matmul import lora_matmul as lora_matmul
-from .matmul import matmul as matmul
 from .primitive import ETPPrimitive as ETPPrimitive
 from .primitive import register_primitive as register_primitive
 from .sparse import sparse_matmul as sparse_matmul

@@ -54,8 +54,8 @@ _UNMARKED = frozenset(
 def __getattr__(name: str) -> Any:
     if name in _UNMARKED:
         raise AttributeError(
-            f"`braintrace.nn` has no `{name}`. `brainstate.nn.{name}` can be used as it is, and is then learned "
-            "within the step only."
+            f"`braintrace.nn` has no `{name}`. `brainstate.nn.{name}` can be used as it is, and is then "
+            "learned within the step only."
         )
     if name in _brainstate.nn.__all__:
         return getattr(_brainstate.nn, name)

@@ -34,7 +34,7 @@ def _as_row(weight: Any, like: Any) -> Any:
     return jnp.expand_dims(weight, tuple(range(like.ndim - weight.ndim)))
 
 
-class ValinaRNNCell(brainstate.nn.ValinaRNNCell):  # type: ignore[misc]
+class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
     """`h = activation(W [x, h])`. Left out: all of `dh[t]/dh[t-1]`, which is through `W`.
 
     >>> import jax.numpy as jnp
@@ -50,7 +50,7 @@ class ValinaRNNCell(brainstate.nn.ValinaRNNCell):  # type: ignore[misc]
         return self.h.value
 
 
-class MGUCell(brainstate.nn.MGUCell):  # type: ignore[misc]
+class MGUCell(brainstate.nn.MGUCell):
     """`f = s(Wf [x, h])`, `h = (1 - f) * h + f * activation(Wh [x, f * h])`.
 
     Left out: the influence of `h[t-1]` through `Wf` and `Wh`, and that of `Wf` through `Wh`.
@@ -70,7 +70,7 @@ class MGUCell(brainstate.nn.MGUCell):  # type: ignore[misc]
         return self.h.value
 
 
-class LSTMCell(brainstate.nn.LSTMCell):  # type: ignore[misc]
+class LSTMCell(brainstate.nn.LSTMCell):
     """`i, g, f, o = W [x, h]`, `c = s(f + 1) * c + s(i) * activation(g)`, `h = s(o) * activation(c)`.
 
     One product, one group of two states. Left out: the influence of `h[t-1]`, which is through `W`.
@@ -90,7 +90,7 @@ class LSTMCell(brainstate.nn.LSTMCell):  # type: ignore[misc]
         return h
 
 
-class URLSTMCell(brainstate.nn.URLSTMCell):  # type: ignore[misc]
+class URLSTMCell(brainstate.nn.URLSTMCell):
     """An LSTM whose gate `g` is refined: `f, r, n, o = W [x, h]`, `f = s(f + b)`, `r = s(r - b)`,
 
         g = 2 r * f + (1 - 2 r) * f^2
@@ -116,7 +116,7 @@ class URLSTMCell(brainstate.nn.URLSTMCell):  # type: ignore[misc]
         return h
 
 
-class _Cell(brainstate.nn.RNNCell):  # type: ignore[misc]
+class _Cell(brainstate.nn.RNNCell):
     """A cell with one state `h` of `num_out` units."""
 
     def __init__(self, num_in: int, num_out: int, state_init: Any, name: str | None) -> None:

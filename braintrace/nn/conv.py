@@ -12,7 +12,7 @@ from brainstate.nn import init
 from .._ops import conv
 
 
-class _Conv(brainstate.nn.Module):  # type: ignore[misc]
+class _Conv(brainstate.nn.Module):
     """What the three share; the rest is in the class of `brainstate.nn` that comes next in line."""
 
     num_spatial_dims: int
@@ -35,9 +35,10 @@ class _Conv(brainstate.nn.Module):  # type: ignore[misc]
         param_type: type = brainstate.ParamState,
     ) -> None:
         any_space = isinstance(in_size, numbers.Integral)
-        if any_space:  # a size on which any such kernel fits, for the constructor's own checks
+        in_size = int(in_size) if isinstance(in_size, numbers.Integral) else in_size
+        if isinstance(in_size, int):  # a size on which any such kernel fits, for the constructor's own checks
             extent = [a * b for a, b in zip(self._each(kernel_size), self._each(rhs_dilation), strict=True)]
-            in_size, channel_first = (in_size, *extent), True  # type: ignore[assignment]
+            in_size, channel_first = (int(in_size), *extent), True
         super().__init__(
             in_size=in_size,
             out_channels=out_channels,
@@ -89,7 +90,7 @@ class _Conv(brainstate.nn.Module):  # type: ignore[misc]
         )
 
 
-class Conv1d(_Conv, brainstate.nn.Conv1d):  # type: ignore[misc]
+class Conv1d(_Conv, brainstate.nn.Conv1d):
     """Convolution over ([batch,] length, channels); given an integer `in_size`, channels come first.
 
     An integer is the number of input channels; the length is then taken from the input.
@@ -102,7 +103,7 @@ class Conv1d(_Conv, brainstate.nn.Conv1d):  # type: ignore[misc]
     """
 
 
-class Conv2d(_Conv, brainstate.nn.Conv2d):  # type: ignore[misc]
+class Conv2d(_Conv, brainstate.nn.Conv2d):
     """Convolution over ([batch,] height, width, channels); given an integer `in_size`, channels come first.
 
     An integer is the number of input channels; height and width are then taken from the input.
@@ -115,7 +116,7 @@ class Conv2d(_Conv, brainstate.nn.Conv2d):  # type: ignore[misc]
     """
 
 
-class Conv3d(_Conv, brainstate.nn.Conv3d):  # type: ignore[misc]
+class Conv3d(_Conv, brainstate.nn.Conv3d):
     """Convolution over ([batch,] three axes, channels); given an integer `in_size`, channels come first.
 
     An integer is the number of input channels; the other sizes are then taken from the input.

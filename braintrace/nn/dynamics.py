@@ -1,4 +1,4 @@
-"""What neurons, synapses and leaky readouts share: states with initial values, and exact decay over a step."""
+"""What neurons, synapses and leaky readouts share: states with initial values, exact decay over a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import brainunit as u
 import jax.numpy as jnp
 
 
-class Dynamics(brainstate.nn.Module):  # type: ignore[misc]
+class Dynamics(brainstate.nn.Module):
     """A module whose hidden states are its `initial_values`: by name, an initialiser or a value."""
 
     def __init__(self, in_size: Any, out_size: Any, name: str | None, initial_values: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._ops import embedding
 
 
-class Embedding(brainstate.nn.Embedding):  # type: ignore[misc]
+class Embedding(brainstate.nn.Embedding):
     """`y = weight[indices]`; indices are integers of any shape, weight (num_embeddings, *embedding_size).
 
     The options shape what the table learns. The row `padding_idx` learns nothing; `scale_grad_by_freq`

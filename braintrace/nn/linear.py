@@ -7,13 +7,12 @@ from typing import Any
 import brainstate
 import brainunit as u
 import jax
-import jax.numpy as jnp
 from brainstate.nn import init
 
 from .._ops import grouped_matmul, lora_matmul, matmul, sparse_matmul
 
 
-class Linear(brainstate.nn.Linear):  # type: ignore[misc]
+class Linear(brainstate.nn.Linear):
     """`y = x @ weight + bias`, with `w_mask` times the weight where one is given.
 
     >>> import jax.numpy as jnp
@@ -27,7 +26,7 @@ class Linear(brainstate.nn.Linear):  # type: ignore[misc]
         return matmul(x, weight, params.get("bias"))
 
 
-class SignedWLinear(brainstate.nn.SignedWLinear):  # type: ignore[misc]
+class SignedWLinear(brainstate.nn.SignedWLinear):
     """`y = x @ (|weight| * w_sign)`: however it is trained, a weight keeps its sign.
 
     `w_sign` broadcasts against the weight (in, out); a column (in, 1) of ones and minus ones makes units
@@ -44,7 +43,7 @@ class SignedWLinear(brainstate.nn.SignedWLinear):  # type: ignore[misc]
         return matmul(x, weight if self.w_sign is None else weight * self.w_sign)
 
 
-class ScaledWSLinear(brainstate.nn.ScaledWSLinear):  # type: ignore[misc]
+class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
     """`y = x @ standardised(weight) * gain + bias`: each unit's weights have mean zero, variance 1/in.
 
     >>> import jax.numpy as jnp
@@ -60,7 +59,7 @@ class ScaledWSLinear(brainstate.nn.ScaledWSLinear):  # type: ignore[misc]
         return matmul(x, weight, params.get("bias"))
 
 
-class SparseLinear(brainstate.nn.Module):  # type: ignore[misc]
+class SparseLinear(brainstate.nn.Module):
     """`y = x @ M + bias`, where only the stored entries of `M` (in, out) are weights.
 
     `spar_mat` is a CSR, CSC, COO, BCOO or BCSR matrix of `brainevent`, `brainunit.sparse` or
@@ -87,7 +86,9 @@ class SparseLinear(brainstate.nn.Module):  # type: ignore[misc]
         self.in_size = spar_mat.shape[0] if in_size is None else in_size
         self.out_size = (*self.in_size[:-1], spar_mat.shape[1])
         if self.in_size[-1] != spar_mat.shape[0]:
-            raise ValueError(f"`in_size` {self.in_size} must end with the rows of the matrix, {spar_mat.shape[0]}.")
+            raise ValueError(
+                f"`in_size` {self.in_size} must end with the rows of the matrix, {spar_mat.shape[0]}."
+            )
         self.spar_mat = spar_mat
         params = {"weight": spar_mat.data}
         if b_init is not None:
@@ -99,7 +100,7 @@ class SparseLinear(brainstate.nn.Module):  # type: ignore[misc]
         return sparse_matmul(x, params["weight"], sparse_mat=self.spar_mat, bias=params.get("bias"))
 
 
-class GroupedLinear(brainstate.nn.Module):  # type: ignore[misc]
+class GroupedLinear(brainstate.nn.Module):
     """One product for each group, `y[..., g, :] = x[..., g, :] @ weight[g] + bias[g]`.
 
     x is (..., groups, in), weight (groups, in, out), bias (groups, out). An initialiser is called once for
@@ -138,7 +139,7 @@ class GroupedLinear(brainstate.nn.Module):  # type: ignore[misc]
         return grouped_matmul(x, **self.weight.value)
 
 
-class LoRA(brainstate.nn.LoRA):  # type: ignore[misc]
+class LoRA(brainstate.nn.LoRA):
     """`y = x @ lora_a @ lora_b + base_module(x)`, the base frozen: its parameters get no gradient.
 
     >>> import jax.numpy as jnp

@@ -13,7 +13,7 @@ from .cells import _as_row, _join, _split
 from .linear import Linear
 
 
-class LRUCell(brainstate.nn.RNNCell):  # type: ignore[misc]
+class LRUCell(brainstate.nn.RNNCell):
     """`h = lambda * h + gamma * (B x)`, `y = Re(C h) + D * x`, with complex `h` of `d_hidden` units.
 
     `lambda = exp(-exp(nu) + i exp(theta))` lies inside the unit circle; at first its modulus is between

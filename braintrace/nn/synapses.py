@@ -44,7 +44,7 @@ class Expon(Dynamics):
 
 
 class DualExpon(Dynamics):
-    """A difference of two: `g = A (g_decay - g_rise)`, a kernel `A (exp(-t / tau_decay) - exp(-t / tau_rise))`.
+    """A difference of two: `g = A (g_decay - g_rise)`, of kernel `A (exp(-t/tau_decay) - exp(-t/tau_rise))`.
 
     None for the amplitude `A`: the kernel peaks at one.
 
@@ -110,7 +110,7 @@ class Alpha(Dynamics):
         return self.g.value
 
 
-class CUBA(brainstate.nn.Module):  # type: ignore[misc]
+class CUBA(brainstate.nn.Module):
     """Current-based coupling, `I = scale g`.
 
     >>> import jax.numpy as jnp
@@ -126,7 +126,7 @@ class CUBA(brainstate.nn.Module):  # type: ignore[misc]
         return self.scale * g
 
 
-class COBA(brainstate.nn.Module):  # type: ignore[misc]
+class COBA(brainstate.nn.Module):
     """Conductance-based coupling, `I(V) = g (E - V)`, for a neuron to integrate.
 
     >>> import jax.numpy as jnp

@@ -51,7 +51,7 @@ def test_d_rtrl_equals_bptt_where_the_recurrence_is_local(name):
 
 
 def by_definition() -> list[Any]:
-    """Every model on which a rule is approximate, and a third of the others, each with D-RTRL and one more."""
+    """Every model on which a rule is approximate and a third of the others, with D-RTRL and one more."""
     more = [("ES_D_RTRL", None), ("D_RTRL", 2), ("ES_D_RTRL", 2), ("ES_D_RTRL", None), ("D_RTRL", 5)]
     names = [n for i, (n, c) in enumerate(CASES.items()) if not c.exact or i % 3 == 0]
     return [(n, *more[i % len(more)]) for i, n in enumerate(names)]
@@ -66,14 +66,14 @@ def test_rules_equal_their_definitions(name, rule, window):
     xs = sequence(case)
     brute = Brute(case.build(), xs[0], graph)
     brute.forward = loops_forever(graph)
-    for rule, window in (("D_RTRL", None), (rule, None if brute.forward else window)):
-        options: dict[str, Any] = {"vjp_method": "multi-step" if window else "single-step"}
-        if rule == "D_RTRL":
-            expected = brute.d_rtrl(xs, window)
+    for kind, size in (("D_RTRL", None), (rule, None if brute.forward else window)):
+        options: dict[str, Any] = {"vjp_method": "multi-step" if size else "single-step"}
+        if kind == "D_RTRL":
+            expected = brute.d_rtrl(xs, size)
         else:
-            expected, options["decay_or_rank"] = brute.es_d_rtrl(xs, 0.7, window), 0.7
-        found = online(getattr(braintrace, rule)(case.build(), **options), xs, window)
-        assert agree(expected, found, ROUND_OFF), (rule, window, difference(expected, found))
+            expected, options["decay_or_rank"] = brute.es_d_rtrl(xs, 0.7, size), 0.7
+        found = online(getattr(braintrace, kind)(case.build(), **options), xs, size)
+        assert agree(expected, found, ROUND_OFF), (kind, size, difference(expected, found))
 
 
 @pytest.mark.slow
@@ -97,7 +97,9 @@ def test_chunks_change_no_number(name):
         learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
         step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
         drive = brainstate.transform.jit(
-            lambda *s, learner=learner, step=step, size=size: learner.etrace_grad(*s, step_fn=step, chunk_size=size)
+            lambda *s, learner=learner, step=step, size=size: learner.etrace_grad(
+                *s, step_fn=step, chunk_size=size
+            )
         )
         grads.append(drive(*stacked))
     assert agree(*grads, ROUND_OFF), difference(*grads)
@@ -107,7 +109,12 @@ def test_chunks_change_no_number(name):
 def test_float32_is_as_near_as_it_can_be(name):
     case = CASES[name]
     with jax.enable_x64(False):
-        xs = [jax.tree.map(lambda a: jnp.asarray(a, jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, x) for x in sequence(case)]
+        xs = [
+            jax.tree.map(
+                lambda a: jnp.asarray(a, jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, x
+            )
+            for x in sequence(case)
+        ]
         found = online(braintrace.D_RTRL(case.build()), xs)
         truth = bptt(case.build(), xs, forward=loops_forever(graph_of(name)))
     assert agree(truth, found, 2e-5), difference(truth, found)

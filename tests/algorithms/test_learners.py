@@ -28,7 +28,6 @@ def lenient():
         yield
 
 
-
 class Net(brainstate.nn.Module):
     """A GRU and a plain readout."""
 

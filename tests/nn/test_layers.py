@@ -43,11 +43,15 @@ class Layer:
 
     def build(self, package: Any) -> Any:
         cls = getattr(package, self.name)
-        zeros = {k: brainstate.nn.init.ZeroInit() for k in INITIALISERS & {*inspect.signature(cls).parameters}}
+        zeros = {
+            k: brainstate.nn.init.ZeroInit() for k in INITIALISERS & {*inspect.signature(cls).parameters}
+        }
         layer = cls(*self.args, **{**zeros, **self.options})
         for i, state in enumerate(layer.states(brainstate.ParamState).values()):
             draw = np.random.RandomState(i)
-            state.value = jax.tree.map(lambda v, draw=draw: jnp.asarray(v + draw.randn(*v.shape)), state.value)
+            state.value = jax.tree.map(
+                lambda v, draw=draw: jnp.asarray(v + draw.randn(*v.shape)), state.value
+            )
         return layer
 
     def inputs(self, batch: int | None) -> list[Any]:
@@ -326,7 +330,7 @@ def test_embedding_refuses_numbers() -> None:
 
 
 def test_the_rest_is_brainstates_own() -> None:
-    from braintrace.nn import BatchNorm0d, Dropout, Flatten, GroupNorm, LayerNorm, MaxPool2d, RMSNorm, ReLU
+    from braintrace.nn import BatchNorm0d, Dropout, Flatten, GroupNorm, LayerNorm, MaxPool2d, ReLU, RMSNorm
 
     for layer in (BatchNorm0d, Dropout, Flatten, GroupNorm, LayerNorm, MaxPool2d, RMSNorm, ReLU):
         assert layer is getattr(brainstate.nn, layer.__name__)
