@@ -138,7 +138,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if shapes in known and all(static != key[-2] for key in self._examples):
             return (
                 f"The learner is compiled for inputs of shapes {shapes}, but with other static arguments "
-                f"than {[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these too."
+                f"than {[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these."
             )
         states = {show_path(h.path): h.invar.aval.shape for h in self.graph.module_info.hidden}
         return (
@@ -236,9 +236,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         chosen = {
             key: st.value
             for key, st in self.traces.items()
-            if any(
-                _belongs(key, t) for t in self.executor.traces if path in t.relation.trainable_paths.values()
-            )
+            if any(_belongs(key, t) for t in self.executor.traces if path in t.relation.param_paths)
         }
         if not chosen:
             why = self.report.excluded_weights.get(path)
