@@ -12,6 +12,7 @@ from ._algorithms import IODimVjpAlgorithm as IODimVjpAlgorithm
 from ._algorithms import MultiStepData as MultiStepData
 from ._algorithms import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from ._algorithms import SingleStepData as SingleStepData
+from ._algorithms import compile as compile
 from ._algorithms import pp_prop as pp_prop
 from ._compiler import CompilationError as CompilationError
 from ._compiler import CompilationRecord as CompilationRecord

@@ -24,6 +24,7 @@ from .run import agree, difference, online
 from .zoo import Step
 
 EXAMPLES = int(os.environ.get("BRAINTRACE_FUZZ", "200"))
+SHARDS = 8  # each is a test of its own, so that they run side by side
 IN, N, BATCH, STEPS = 2, 4, 2, 3
 
 WEIGHTS = {
@@ -125,16 +126,22 @@ def draw_model(rng: np.random.RandomState) -> Any:
     return Step(f, params, dict.fromkeys(names, (*lead, N))), (*lead, IN)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=-(-EXAMPLES // SHARDS),
     deadline=None,
     derandomize=EXAMPLES <= 200,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(seed=st.integers(0, 2**32 - 1))
-@pytest.mark.slow
-def test_rules_equal_their_definitions(seed):
+@given(number=st.integers(0, 2**26 - 1))
+def test_rules_equal_their_definitions(shard, number):
+    check(SHARDS * number + shard)
+
+
+def check(seed: int) -> None:
+    """Compare one random model with brute force."""
     rng = np.random.RandomState(seed)
     model, shape = draw_model(rng)
     xs = [jnp.asarray(rng.randn(*shape)) for _ in range(STEPS)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +68,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._compiled: dict[Any, Compiled] = {}  # by the shapes of arguments and states
         self._examples: dict[Any, Any] = {}  # what each was compiled with
         self._current: Any = None
-        self._zeros: dict[str, int] = {}
+        self._zeros: dict[str, weakref.ref[Any]] = {}
 
     # -- compiling ---------------------------------------------------------------------------------
 
@@ -79,6 +80,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._compiled[key] = Compiled(self._compile(args, kwargs))
             self._examples[key] = jax.tree.map(_struct, (args, kwargs))
         self._current = key
+        self.traces = {}  # new states, so that `vmap_new_states` around this call sees them
         self.init_etrace_state()
 
     def _form(self, key: Any) -> Compiled:
@@ -90,14 +92,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self._compiled[key]
 
     def __reduce__(self) -> Any:
-        return pickling.restore, (type(self), pickling.dumps({**vars(self), "_compiled": {}}))
+        return pickling.restore, (type(self), pickling.dumps({**vars(self), "_compiled": {}, "_zeros": {}}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         for state in self.states().values():
             memo[id(state)] = pickling.copy_state(state)
-        for name, value in copy.deepcopy({**vars(self), "_compiled": {}}, memo).items():
+        for name, value in copy.deepcopy({**vars(self), "_compiled": {}, "_zeros": {}}, memo).items():
             object.__setattr__(new, name, value)
         return new
 
@@ -203,7 +205,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
         self.steps.value = jnp.zeros((), jnp.int32)
         values = self._initial_values(self._compiled_now())
-        self._zeros = {k: id(v) for k, v in values.items()}
+        self._zeros = {k: weakref.ref(v) for k, v in values.items()}
         for key in [k for k in self.traces if k not in values]:
             del self.traces[key]
         for key, value in values.items():
@@ -214,7 +216,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _is_fresh(self) -> bool:
         """Whether the traces are known to be the zeros that they were set to."""
-        return all(self._zeros.get(k) == id(st.value) for k, st in self.traces.items())
+        known = {k: ref() for k, ref in self._zeros.items()}
+        return all(known.get(k) is st.value for k, st in self.traces.items())
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         """Reset the model's states, the traces and the step counter."""

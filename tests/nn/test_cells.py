@@ -10,7 +10,7 @@ import pytest
 
 import braintrace as bt
 from braintrace import nn
-from tests.nn.online import Net, check, train
+from tests.nn.online import Net, check, check_factored, train
 
 # What is not exact leaves out the same everywhere: the influence of h[t-1] through a product.
 CELLS = {
@@ -37,6 +37,12 @@ CELLS = {
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(name: str) -> None:
     check(CELLS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_factored_gradients(name: str) -> None:
+    check_factored(CELLS[name])
 
 
 def test_gru_without_a_trace_for_the_reset_gate() -> None:

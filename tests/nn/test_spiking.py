@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import braintrace as bt
 from braintrace import nn
-from tests.nn.online import Net, check, train
+from tests import oracle
+from tests.nn.online import Net, check, check_factored, distance, train
+from tests.run import online
 
 ms, mV, mS, ohm = u.ms, u.mV, u.mS, u.ohm
 
@@ -450,7 +453,13 @@ NETS = {
 
 @pytest.mark.parametrize("name", NETS)
 def test_gradients(name: str) -> None:
-    check(NETS[name], both=name in ("alif", "expon_lif", "ei_dales_law"))
+    check(NETS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alif", "expon_lif", "ei_dales_law"])
+def test_factored_gradients(name: str) -> None:
+    check_factored(NETS[name])
 
 
 @pytest.mark.parametrize("name", ["alif", "ei_dales_law", "two_layers"])
@@ -468,24 +477,47 @@ def test_training(name: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_neurons_and_synapses_of_brainpy() -> None:
-    """With our layers for the connections, those of `brainpy.state` learn online too."""
+@pytest.mark.parametrize("name", ["IF", "LIF", "ALIF", "Gif", "Expon_CUBA", "DualExpon_COBA"])
+def test_brainpy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our layers for the connections, neurons and synapses of `brainpy.state` learn online too."""
+    monkeypatch.setenv("BRAINPY_STATE_ALLOW_DIRECT_IMPORT", "1")
     state = pytest.importorskip("brainpy_state")
-    unit = brainstate.nn.init.KaimingNormal(scale=100.0, unit=u.mA)
+    zero = brainstate.nn.init.ZeroInit(unit=mS)
 
-    class Net(brainstate.nn.Module):
-        def __init__(self, neuron: Any) -> None:
+    class Direct(brainstate.nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.weights, self.neuron = nn.Linear(3, 4, w_init=unit, b_init=None), neuron
+            weight = brainstate.nn.init.KaimingNormal(unit=u.mA)
+            self.weights, self.neuron = nn.Linear(3, 4, w_init=weight, b_init=None), getattr(state, name)(4)
             self.readout = nn.Linear(4, 2)
 
         def update(self, x: Any) -> Any:
             return self.readout(self.neuron(self.weights(x)))
 
-    for neuron, paths in ((state.LIF(4), "neuron.V"), (state.ALIF(4), "neuron.V neuron.a")):
-        net = Net_of(neuron, Net, paths)
-        check(net)
+    class Projected(brainstate.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            synapse, coupling = (getattr(state, part) for part in name.split("_"))
+            out = coupling.desc(E=5.0 * mV) if coupling is state.COBA else coupling.desc()
+            self.neuron = state.LIF(4, R=1.0 * (u.kohm if coupling is state.COBA else ohm), spk_reset="hard")
+            self.projection = state.AlignPostProj(
+                comm=nn.Linear(3, 4, w_init=brainstate.nn.init.KaimingNormal(unit=mS), b_init=None),
+                syn=synapse.desc(4, g_initializer=zero),
+                out=out,
+                post=self.neuron,
+            )
+            self.readout = nn.Linear(4, 2)
 
+        def update(self, x: Any) -> Any:
+            self.projection(x)
+            return self.readout(self.neuron())
 
-def Net_of(neuron: Any, cls: Any, paths: str) -> Net:
-    return Net(lambda: cls(neuron), f"weights: {paths}", paths, exact=True, dt=1.0 * ms, batch=None)
+    build, scale = (Projected, 1.0) if "_" in name else (Direct, 10.0)
+    net = Net(build, "", "", exact=True, dt=1.0 * ms, batch=None, x_scale=scale)
+    with brainstate.environ.context(dt=net.dt):
+        model, xs = net.make()
+        learner = bt.D_RTRL(model)
+        learner.compile_graph(xs[0])
+        assert len(learner.graph.hidden_groups) == len(learner.graph.hidden_param_op_relations) == 1
+        bptt = oracle.bptt(model, xs)
+        assert distance(online(learner, xs), bptt) < 1e-11

@@ -1,0 +1,65 @@
+"""From a model to a learner that is ready to use, in one call."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import brainstate
+
+from .base import ETraceAlgorithm
+from .learners import D_RTRL, ES_D_RTRL
+from .rtrl import RTRL
+
+NAMES: dict[str, type[ETraceAlgorithm]] = {
+    "d_rtrl": D_RTRL,
+    "es_d_rtrl": ES_D_RTRL,
+    "pp_prop": ES_D_RTRL,
+    "rtrl": RTRL,
+}
+
+
+def compile(
+    model: brainstate.nn.Module,
+    algorithm: type[ETraceAlgorithm] | str,
+    *example_inputs: Any,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    vmap: bool = False,
+    **options: Any,
+) -> Any:
+    """Initialise the model's states, build a learner and compile it for inputs like the given ones.
+
+    `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`) and `options` are its own. With
+    `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size` samples,
+    and the learner is mapped over the first axis of its inputs.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> cell = braintrace.nn.GRUCell(3, 4)
+    >>> learner = braintrace.compile(cell, "d_rtrl", jnp.ones((2, 3)), batch_size=2)
+    >>> learner(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+    if isinstance(algorithm, str):
+        if algorithm.lower() not in NAMES:
+            raise ValueError(f"Unknown algorithm {algorithm!r}; known are {', '.join(map(repr, NAMES))}.")
+        algorithm = NAMES[algorithm.lower()]
+    if not example_inputs:
+        raise ValueError("Give an example of the model's input: an array with the shape of one step.")
+    if vmap and batch_size is None:
+        raise ValueError("With `vmap=True`, `batch_size` says how many samples there are.")
+    learner = algorithm(model, **options)
+    seeded = contextlib.nullcontext() if seed is None else brainstate.random.seed_context(seed)
+    with seeded:
+        if not vmap:
+            brainstate.nn.init_all_states(model, batch_size=batch_size)
+            learner.compile_graph(*example_inputs)
+            return learner
+
+        def init(*inputs: Any) -> None:
+            brainstate.nn.init_all_states(model)
+            learner.compile_graph(*inputs)
+
+        mapped = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
+        mapped(*example_inputs)
+    return brainstate.nn.Vmap(learner, vmap_states="new", vmap_out_states="new")
