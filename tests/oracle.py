@@ -243,8 +243,7 @@ class Brute:
             def local(flat: Any, k: int = k) -> Any:
                 return self._flat(k, f.step(params, self._unflat(k, flat, states), x, at_site=detached)[1])
 
-            jacobian = jax.jacfwd if self.forward else jax.jacrev
-            full = jacobian(local)(self._flat(k, states))
+            full = jax.jacrev(local)(self._flat(k, states))
             D[k] = jnp.where(places[:, None] == places[None], full, 0)
 
             others = {
@@ -259,7 +258,7 @@ class Brute:
                     return self._flat(k, f.step(params, states, x, at_site=add, pins=others)[1])
 
                 zero = jnp.zeros(int(np.prod(ys[s].shape, dtype=int)), ys[s].dtype)
-                J[s, k] = jacobian(instant)(zero)
+                J[s, k] = jax.jacrev(instant)(zero)
                 if self.sites[s, k] is not None:
                     J[s, k] = jnp.where(self.sites[s, k], J[s, k], 0)
 
@@ -330,8 +329,6 @@ class Brute:
             "within": jax.grad(within)(theta),
             "inputs": {s: v for s, v in inputs.items() if v is not None},
         }
-
-    forward = False  # set where the step has a loop without reverse mode: then everything goes forward
 
     def d_rtrl(self, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
         """`sum_t <g[t], M[t]>` plus what the traces do not stand for; or in windows."""
