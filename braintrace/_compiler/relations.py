@@ -201,7 +201,7 @@ def find_relations(
                     if direct
                     else PathClassification.ALL_THROUGH_OTHER_ETP
                 )
-        problem = weights.problem() or _not_reached(site, weights, goal)
+        problem = weights.problem() or _unknown_places(site, weights) or _not_reached(site, weights, goal)
         if problem is not None:
             records.append(problem)
             continue
@@ -361,6 +361,21 @@ class _Weights:
             if var in entry.invars:
                 return f"the state `{show_path(entry.path)}`"
         return "the input"
+
+
+def _unknown_places(site: Site, weights: _Weights) -> CompilationRecord | None:
+    """An op whose trace depends on indices (a sparse one) has none to go by in a branch not taken."""
+    if "cond" not in site.context or site.num_inputs < 2:
+        return None
+    return CompilationRecord(
+        DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+        DiagnosticLevel.WARNING,
+        f"`{site.primitive.name}` {weights.label} at {site.source} is inside a `cond` and takes indices, "
+        "which are not known while the branch is not taken; it gets the gradient within the step, and no trace. Move "
+        "the op out of the `cond`.",
+        primitive=site.primitive,
+        weight_path=next(iter(weights.paths.values())),
+    )
 
 
 def _not_reached(site: Site, weights: _Weights, goal: Goal) -> CompilationRecord | None:
