@@ -371,8 +371,8 @@ def _unknown_places(site: Site, weights: _Weights) -> CompilationRecord | None:
         DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
         DiagnosticLevel.WARNING,
         f"`{site.primitive.name}` {weights.label} at {site.source} is inside a `cond` and takes "
-        "indices, "
-        "which are not known while the branch is not taken; it gets the gradient within the step, and no trace. Move "
+        "indices, which are not known while the branch is not taken; it gets the gradient within the "
+        "step, and no trace. Move "
         "the op out of the `cond`.",
         primitive=site.primitive,
         weight_path=next(iter(weights.paths.values())),

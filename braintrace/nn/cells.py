@@ -69,7 +69,7 @@ class MGUCell(brainstate.nn.MGUCell):
     Left out: the influence of `h[t-1]` through `Wf` and `Wh`, and that of `Wf` through `Wh`.
 
     >>> import jax.numpy as jnp
-    >>> cell = MGUCell(3, 4)
+    >>> cell = MGUCell(3, 4, w_init=init.XavierNormal())
     >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
     >>> cell(jnp.ones((2, 3))).shape
     (2, 4)
@@ -162,7 +162,7 @@ class GRUCell(_Cell):
     gradient within the step. `Wz` and `Wr` are separate products, so that no trace is kept for `Wr`.
 
     >>> import jax.numpy as jnp
-    >>> cell = GRUCell(3, 4)
+    >>> cell = GRUCell(3, 4, w_init=init.XavierNormal())
     >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
     >>> cell(jnp.ones((2, 3))).shape
     (2, 4)
