@@ -49,3 +49,11 @@ from ._ops import lora_matmul as lora_matmul
 from ._ops import matmul as matmul
 from ._ops import register_primitive as register_primitive
 from ._ops import sparse_matmul as sparse_matmul
+
+
+def __getattr__(name: str) -> object:
+    if name == "tasks":  # made when asked for, so that `import braintrace` stays quick
+        import importlib
+
+        return importlib.import_module(".tasks", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,157 @@
+"""What a task is: batches of sequences, a loss, a metric, and the score that counts as learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Batch = tuple[Array, Array, Array]
+Split = Literal["train", "test"]
+Sample = Callable[[np.random.Generator, int], tuple[Array, Array]]
+
+SPLITS: tuple[Split, ...] = ("train", "test")
+TEST_SIZE = 256  # sequences in the test set of a generated task
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sequences to learn from, how to judge outputs, and the score to reach.
+
+    A batch is `(xs, ys, mask)`, with time first: `xs` (length, batch, inputs) float32; `ys` (length, batch)
+    int32 for classes and (length, batch, outputs) float32 for values; `mask` (length,) float32, one where
+    the output counts. A model maps `x` (batch, inputs) to an output (batch, outputs): logits, or values.
+
+    >>> from braintrace import tasks
+    >>> task = tasks.get("copying", delay=5)
+    >>> xs, ys, mask = task.batch(seed=0, index=0, batch_size=2)
+    >>> xs.shape, ys.shape, int(mask.sum())
+    ((26, 2, 10), (26, 2), 10)
+    """
+
+    name: str
+    description: str  # one line
+    inputs: int
+    outputs: int
+    length: int
+    loss: Callable[[Any, Any], jax.Array]  # output and y of one step -> one number, the mean over the batch
+    metric: Callable[[Any, Any, Any], jax.Array]  # outputs, ys and mask of whole sequences -> one number
+    metric_name: str
+    chance: float  # the metric of the best output that ignores the inputs
+    target: float  # the metric that counts as learned
+    higher_is_better: bool
+    test_size: int  # sequences in the test set
+    draw: Callable[[int, int, int, Split], tuple[Array, Array]]  # seed, index, batch size, split -> xs, ys
+    mask: Array
+    spiking: bool = False  # inputs are spikes, 0 or 1
+    reference: str = ""  # where the settings come from
+
+    def batch(self, seed: int, index: int, batch_size: int, split: Split = "train") -> Batch:
+        """Batch number `index`: a function of its arguments alone."""
+        if split not in SPLITS:
+            raise ValueError(f"`split` is 'train' or 'test', not {split!r}.")
+        if batch_size < 1 or index < 0:
+            raise ValueError(f"There is no batch {index} of {batch_size} sequences.")
+        if split == "test" and batch_size > self.test_size:
+            raise ValueError(
+                f"The test set of {self.name!r} has {self.test_size} sequences: no batch of {batch_size}."
+            )
+        xs, ys = self.draw(seed, index, batch_size, split)
+        return xs, ys, self.mask
+
+    def batches(self, seed: int, batch_size: int, split: Split = "train", start: int = 0) -> Iterator[Batch]:
+        """Batches from number `start` on: without end to train, and the test set once, in whole batches."""
+        stop = self.test_size // batch_size if split == "test" else None
+        index = start
+        while stop is None or index < stop:
+            yield self.batch(seed, index, batch_size, split)
+            index += 1
+
+    def reached(self, score: float) -> bool:
+        """Whether a metric is as good as the target."""
+        return score >= self.target if self.higher_is_better else score <= self.target
+
+
+def generated(sample: Sample) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
+    """Batches made afresh by `sample(rng, batch_size)`."""
+
+    def draw(seed: int, index: int, batch_size: int, split: Split) -> tuple[Array, Array]:
+        return sample(np.random.default_rng([seed, SPLITS.index(split), index]), batch_size)
+
+    return draw
+
+
+def drawn(
+    train: tuple[Array, Array],
+    test: tuple[Array, Array],
+    encode: Callable[[np.random.Generator, Array], Array] | None = None,
+) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
+    """Batches out of stored sequences (length, number, ...), shuffled anew in each pass.
+
+    `encode(rng, xs)` turns the inputs of a batch into spikes.
+    """
+
+    def draw(seed: int, index: int, batch_size: int, split: Split) -> tuple[Array, Array]:
+        xs, ys = train if split == "train" else test
+        number = xs.shape[1]
+        if batch_size > number:
+            raise ValueError(f"There are {number} sequences to {split}: no batch of {batch_size}.")
+        turn, place = divmod(index, number // batch_size)
+        order = np.random.default_rng([seed, SPLITS.index(split), turn]).permutation(number)
+        chosen = order[place * batch_size : (place + 1) * batch_size]
+        batch = xs[:, chosen]
+        if encode is not None:
+            batch = encode(np.random.default_rng([seed, 2 + SPLITS.index(split), index]), batch)
+        return batch, ys[:, chosen]
+
+    return draw
+
+
+def cross_entropy(out: Any, y: Any) -> jax.Array:
+    """The mean of `-log softmax(out)[y]` over a batch."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(out), y[..., None], axis=-1))
+
+
+def squared_error(out: Any, y: Any) -> jax.Array:
+    """The mean of `(out - y)^2`."""
+    return jnp.mean((out - y) ** 2)
+
+
+def accuracy(outs: Any, ys: Any, mask: Any) -> jax.Array:
+    """The share of right answers among the steps that count."""
+    return _mean((outs.argmax(-1) == ys).astype(outs.dtype), mask)
+
+
+def decision(outs: Any, ys: Any, mask: Any) -> jax.Array:
+    """The share of sequences whose summed log-probabilities over the steps that count favour the class."""
+    votes = jnp.tensordot(jnp.asarray(mask, outs.dtype), jax.nn.log_softmax(outs), 1)
+    return jnp.mean(votes.argmax(-1) == ys[-1])
+
+
+def bits(outs: Any, ys: Any, mask: Any) -> jax.Array:
+    """Bits per symbol: the cross-entropy, to base 2."""
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(outs), ys[..., None], axis=-1)[..., 0]
+    return _mean(losses, mask) / jnp.log(2.0).astype(outs.dtype)
+
+
+def mse(outs: Any, ys: Any, mask: Any) -> jax.Array:
+    """The mean squared error over the steps that count."""
+    return _mean(((outs - ys) ** 2).mean(-1), mask)
+
+
+def nrmse(outs: Any, ys: Any, mask: Any) -> jax.Array:
+    """The root of the mean squared error, over the standard deviation of the targets: 1 is the mean."""
+    centre = _mean(ys, mask)
+    return jnp.sqrt(_mean((outs - ys) ** 2, mask) / _mean((ys - centre) ** 2, mask))
+
+
+def _mean(values: Any, mask: Any) -> jax.Array:
+    """The mean over the steps that count and all other axes."""
+    values = values.reshape(values.shape[0], -1).mean(1)
+    weights = jnp.asarray(mask, values.dtype)
+    return values @ weights / weights.sum()
