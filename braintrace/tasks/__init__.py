@@ -9,14 +9,42 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .memory import adding, copying
+from .memory import adding, anbn, copying, dms
+from .recordings import (
+    digits_pixels,
+    digits_rows,
+    spiking_digits_pixels,
+    spiking_digits_rows,
+    spoken_digits,
+    vowels,
+)
+from .series import integrator, laser, lorenz, mackey_glass, text
+from .spikes import evidence, randman
 from .task import Batch as Batch
 from .task import Split as Split
 from .task import Task as Task
 
 FACTORIES: dict[str, Callable[..., Task]] = {
-    "copying": copying,
-    "adding": adding,
+    factory.__name__: factory
+    for factory in (
+        copying,
+        adding,
+        anbn,
+        dms,
+        evidence,
+        randman,
+        integrator,
+        mackey_glass,
+        lorenz,
+        digits_rows,
+        digits_pixels,
+        spiking_digits_rows,
+        spiking_digits_pixels,
+        spoken_digits,
+        vowels,
+        laser,
+        text,
+    )
 }
 
 

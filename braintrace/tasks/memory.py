@@ -13,6 +13,7 @@ from .task import (
     accuracy,
     bits,
     cross_entropy,
+    decision,
     generated,
     mse,
     squared_error,
@@ -128,6 +129,44 @@ def anbn(length: int = 140, longest: int = 32) -> Task:
         draw=generated(sample),
         mask=np.ones(length, np.float32),
         reference="Tallec and Ollivier 2017 (UORO), arXiv:1702.05043, section 5",
+    )
+
+
+def dms(delay: int = 30, stimuli: int = 8, show: int = 5, noise: float = 0.1) -> Task:
+    """Say whether a stimulus is the one shown before a delay (delayed match-to-sample).
+
+    `show` steps of one of `stimuli` patterns, `delay` steps of nothing, `show` steps of the same pattern
+    (half of the time) or another, then `show` steps with a cue, where the answer counts. Inputs are noisy.
+    """
+    length = 3 * show + delay
+    inputs = stimuli + 1
+
+    def sample(rng: np.random.Generator, batch_size: int) -> tuple[Array, Array]:
+        first = rng.integers(stimuli, size=batch_size)
+        same = rng.integers(2, size=batch_size)
+        second = np.where(same, first, (first + rng.integers(1, stimuli, size=batch_size)) % stimuli)
+        xs = noise * rng.standard_normal((length, batch_size, inputs), np.float32)
+        xs[:show] += one_hot(first, inputs)
+        xs[show + delay : -show] += one_hot(second, inputs)
+        xs[-show:, :, -1] += 1
+        return xs, np.broadcast_to(same.astype(np.int32), (length, batch_size)).copy()
+
+    return Task(
+        name="dms",
+        description=f"is it the stimulus of {delay} steps ago?",
+        inputs=inputs,
+        outputs=2,
+        length=length,
+        loss=cross_entropy,
+        metric=decision,
+        metric_name="accuracy",
+        chance=0.5,
+        target=0.95,
+        higher_is_better=True,
+        test_size=TEST_SIZE,
+        draw=generated(sample),
+        mask=last(length, show),
+        reference="after Miller et al. 1996, J. Neurosci. 16:5154",
     )
 
 

@@ -119,18 +119,18 @@ def cross_entropy(out: Any, y: Any) -> jax.Array:
 
 def squared_error(out: Any, y: Any) -> jax.Array:
     """The mean of `(out - y)^2`."""
-    return jnp.mean((out - y) ** 2)
+    return jnp.mean((out - jnp.asarray(y, out.dtype)) ** 2)
 
 
 def accuracy(outs: Any, ys: Any, mask: Any) -> jax.Array:
     """The share of right answers among the steps that count."""
-    return _mean((outs.argmax(-1) == ys).astype(outs.dtype), mask)
+    return _mean((outs.argmax(-1) == jnp.asarray(ys, int)).astype(outs.dtype), mask)
 
 
 def decision(outs: Any, ys: Any, mask: Any) -> jax.Array:
     """The share of sequences whose summed log-probabilities over the steps that count favour the class."""
     votes = jnp.tensordot(jnp.asarray(mask, outs.dtype), jax.nn.log_softmax(outs), 1)
-    return jnp.mean(votes.argmax(-1) == ys[-1])
+    return jnp.mean(votes.argmax(-1) == jnp.asarray(ys[-1], int))
 
 
 def bits(outs: Any, ys: Any, mask: Any) -> jax.Array:
@@ -141,11 +141,12 @@ def bits(outs: Any, ys: Any, mask: Any) -> jax.Array:
 
 def mse(outs: Any, ys: Any, mask: Any) -> jax.Array:
     """The mean squared error over the steps that count."""
-    return _mean(((outs - ys) ** 2).mean(-1), mask)
+    return _mean((outs - jnp.asarray(ys, outs.dtype)) ** 2, mask)
 
 
 def nrmse(outs: Any, ys: Any, mask: Any) -> jax.Array:
     """The root of the mean squared error, over the standard deviation of the targets: 1 is the mean."""
+    ys = jnp.asarray(ys, outs.dtype)
     centre = _mean(ys, mask)
     return jnp.sqrt(_mean((outs - ys) ** 2, mask) / _mean((ys - centre) ** 2, mask))
 
@@ -154,4 +155,4 @@ def _mean(values: Any, mask: Any) -> jax.Array:
     """The mean over the steps that count and all other axes."""
     values = values.reshape(values.shape[0], -1).mean(1)
     weights = jnp.asarray(mask, values.dtype)
-    return values @ weights / weights.sum()
+    return jnp.sum(values * weights) / weights.sum()
