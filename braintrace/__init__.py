@@ -1,6 +1,9 @@
 """Online learning of recurrent and spiking networks, with eligibility traces, in JAX and brainstate."""
 
+from typing import TYPE_CHECKING
+
 from . import nn as nn
+from ._algorithms import BPTT as BPTT
 from ._algorithms import D_RTRL as D_RTRL
 from ._algorithms import ES_D_RTRL as ES_D_RTRL
 from ._algorithms import RTRL as RTRL
@@ -50,10 +53,17 @@ from ._ops import matmul as matmul
 from ._ops import register_primitive as register_primitive
 from ._ops import sparse_matmul as sparse_matmul
 
+if TYPE_CHECKING:
+    from ._train import DivergedError as DivergedError
+    from ._train import FitResult as FitResult
+    from ._train import fit as fit
+
 
 def __getattr__(name: str) -> object:
-    if name == "tasks":  # made when asked for, so that `import braintrace` stays quick
-        import importlib
+    import importlib  # made when asked for, so that `import braintrace` stays quick
 
+    if name == "tasks":
         return importlib.import_module(".tasks", __name__)
+    if name in ("fit", "FitResult", "DivergedError"):
+        return getattr(importlib.import_module("._train", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

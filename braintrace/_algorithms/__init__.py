@@ -2,6 +2,7 @@
 
 from .base import EligibilityTrace as EligibilityTrace
 from .base import ETraceAlgorithm as ETraceAlgorithm
+from .bptt import BPTT as BPTT
 from .compile import compile as compile
 from .data import MultiStepData as MultiStepData
 from .data import SingleStepData as SingleStepData

@@ -8,6 +8,7 @@ from typing import Any
 import brainstate
 
 from .base import ETraceAlgorithm
+from .bptt import BPTT
 from .learners import D_RTRL, ES_D_RTRL
 from .rtrl import RTRL
 
@@ -16,6 +17,7 @@ NAMES: dict[str, type[ETraceAlgorithm]] = {
     "es_d_rtrl": ES_D_RTRL,
     "pp_prop": ES_D_RTRL,
     "rtrl": RTRL,
+    "bptt": BPTT,
 }
 
 
@@ -30,9 +32,9 @@ def compile(
 ) -> Any:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
-    `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`) and `options` are its own. With
-    `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size` samples,
-    and the learner is mapped over the first axis of its inputs.
+    `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`) and `options` are its own.
+    With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
+    samples, and the learner is mapped over the first axis of its inputs.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(3, 4)

@@ -1,0 +1,93 @@
+"""BPTT: back-propagation through time, with the interface of a learner, to compare with.
+
+It keeps no traces. What one gradient spans is back-propagated through: a sequence in `etrace_grad`, the steps
+between two updates elsewhere (truncated BPTT). Memory grows with that number of steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._compiler import ETraceGraph
+from .._compiler.graph import graph_from_info
+from .._compiler.module_info import extract_module_info
+from .base import Compiled, ETraceAlgorithm, _one_step
+from .data import MultiStepData, SingleStepData
+from .rule import Values
+from .sequence import Sequence, over_chunks, split_loss
+
+
+class BPTT(ETraceAlgorithm):
+    """Back-propagation through time, on any model.
+
+    `chunk_size` of `etrace_grad` is the number of steps whose values are stored; those of other chunks are
+    computed again on the way back (`jax.checkpoint`), which saves memory and changes no number.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), "bptt", jnp.ones((2, 3)), batch_size=2)
+    >>> grads = learner.etrace_grad(jnp.ones((5, 2, 3)), step_fn=lambda x: jnp.mean(learner(x) ** 2))
+    >>> sorted(".".join(path) for path in grads)
+    ['Wh.weight', 'Wr.weight', 'Wz.weight']
+    """
+
+    def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
+        return graph_from_info(extract_module_info(self.model, *args, **kwargs))
+
+    def _initial_values(self, compiled: Compiled) -> Values:
+        return {}
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Advance the model, as it is: a rematerialised cell, say, stays one."""
+        self._lookup(*_one_step(args, kwargs))
+        windows = [
+            a for a in jax.tree.leaves((args, kwargs), is_leaf=_is_data) if isinstance(a, MultiStepData)
+        ]
+        self.steps.value = self.steps.value + (jax.tree.leaves(windows)[0].shape[0] if windows else 1)
+        return call_model(self.model, *args, **kwargs)
+
+    def _drive(
+        self,
+        sequence: Sequence,
+        step_fn: Any,
+        chunk_size: int | None,
+        weights: Any,
+        has_aux: bool,
+        keep: bool,
+    ) -> tuple[Any, Any]:
+        def step(slices: Any) -> Any:
+            return split_loss(step_fn(*slices), has_aux, ())
+
+        def steps(arrays: Any) -> Any:
+            return brainstate.transform.for_loop(step, arrays)
+
+        def total() -> Any:
+            if chunk_size is None or chunk_size >= sequence.length:
+                losses, aux = steps(sequence.arrays)
+            else:
+                again = brainstate.transform.checkpoint(steps)
+                _, (losses, aux) = over_chunks(lambda c, a, _: (c, again(a)), (), sequence, chunk_size)
+            return jnp.sum(losses * sequence.mask.astype(losses.dtype)), (losses, aux)
+
+        return brainstate.transform.grad(total, weights, has_aux=True)()  # type: ignore[no-any-return]
+
+
+def call_model(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a model with what a learner is called with: one step, or a window of steps."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_data)
+
+    def step(*slices: Any) -> Any:
+        now = iter(slices)
+        one = [next(now) if isinstance(a, MultiStepData) else a.data if _is_data(a) else a for a in leaves]
+        args, kwargs = jax.tree.unflatten(tree, one)
+        return model(*args, **kwargs)
+
+    windows = [a.data for a in leaves if isinstance(a, MultiStepData)]
+    return brainstate.transform.for_loop(step, *windows) if windows else step()
+
+
+def _is_data(arg: Any) -> bool:
+    return isinstance(arg, SingleStepData)

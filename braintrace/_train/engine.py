@@ -1,0 +1,239 @@
+"""What happens to one batch: gradients, updates and metrics in one compiled function; and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+
+from .._algorithms.base import ETraceAlgorithm
+from .._algorithms.bptt import call_model
+from .._algorithms.sequence import Sequence, over_chunks, split_loss
+from .data import Batch, size_of
+
+Metric = Callable[[Any, Any, Any], Any]
+Parameters = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Engine:
+    """A learner, its optimiser and the functions that train and evaluate on a batch."""
+
+    learner: ETraceAlgorithm
+    step_fn: Callable[..., Any]
+    optimizer: Any
+    update_every: int | None  # None: once a sequence
+    chunk_size: int | None
+    metrics: Mapping[str, Metric]
+    reset: bool
+    batched: bool
+    opt_state: Any = field(init=False)
+    _shapes: Any = None  # of the batch that the states are made for
+    _known: dict[Any, Any] = field(default_factory=dict)  # by shapes: the learner's arguments and traces
+
+    def __post_init__(self) -> None:
+        import optax
+
+        self._optimizer = optax.with_extra_args_support(self.optimizer)
+        self.opt_state = brainstate.ShortTermState(self.optimizer.init(self.parameters()))
+        self._train = brainstate.transform.jit(self._train_batch)
+        self._evaluate = brainstate.transform.jit(self._evaluate_batch)
+
+    # -- parameters, as optax sees them ------------------------------------------------------------
+
+    def parameters(self) -> Parameters:
+        """The parameters by name, without units."""
+        return {k: _mantissas(st.value) for k, st in self.named_parameters().items()}
+
+    def named_parameters(self) -> dict[str, brainstate.State]:
+        return {".".join(map(str, path)): st for path, st in self.learner.param_states.items()}
+
+    # -- states that fit a batch -------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> None:
+        """Give the states the shapes that a batch needs, and compile the learner for it, where needed."""
+        xs, ys, _ = batch
+        shapes = tuple((jnp.shape(a)[1:], str(jnp.result_type(a))) for a in jax.tree.leaves((xs, ys)))
+        if shapes == self._shapes:
+            return
+        if not self.reset and self._shapes is not None:
+            raise ValueError(
+                "With `reset=False` the states go on from batch to batch, so all batches must have the same "
+                f"shapes; they changed from {self._shapes} to {shapes}."
+            )
+        model, learner = self.learner.model, self.learner
+        size = {"batch_size": size_of(xs)} if self.batched else {}
+        known = shapes in self._known
+        args, kwargs = self._known[shapes][0] if known else self._arguments(xs, ys)
+        with brainstate.environ.context(fit=True):
+            if not learner.is_compiled:
+                brainstate.nn.init_all_states(model, **size)
+                learner.compile_graph(*args, **kwargs)
+            elif learner._key(args, kwargs) != learner._current:
+                with brainstate.random.seed_context(0):  # so that a resumed run draws the same numbers
+                    brainstate.nn.reset_all_states(model, **size)
+                if known:
+                    learner.traces = self._known[shapes][1]  # the states that this shape was compiled with
+                    learner._lookup(args, kwargs)
+                else:
+                    learner.compile_graph(*args, **kwargs)
+        self._known[shapes] = (args, kwargs), learner.traces
+        self._shapes = shapes
+
+    def _arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
+        """What `step_fn` calls the learner with."""
+        seen: list[Any] = []
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            seen.append((args, kwargs))
+            raise _Called
+
+        first = slice(0, self.chunk_size) if self._in_windows else 0
+        slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
+        with _calling(self.learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
+            self.step_fn(*slices)
+        if not seen:
+            raise ValueError("`step_fn` must call the learner once; it did not call it.")
+        args, kwargs = seen[0]
+        return args, kwargs
+
+    @property
+    def _in_windows(self) -> bool:
+        return self.chunk_size is not None and getattr(self.learner, "vjp_method", None) == "multi-step"
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def train(self, batch: Batch) -> dict[str, Any]:
+        """Learn from a batch: its loss and metrics, and of each step the loss and which gradients are bad."""
+        self.prepare(batch)
+        with brainstate.environ.context(fit=True):
+            return jax.device_get(self._train(*batch))  # type: ignore[no-any-return]
+
+    def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
+        if self.reset:
+            self.learner.reset_state(size_of(xs) if self.batched else None)
+        sequence = Sequence.check((xs, ys), mask)
+        size = self.update_every or sequence.length
+        _, (losses, aux, bad) = over_chunks(lambda c, a, m: (c, self._update(a, m)), (), sequence, size)
+        return {**self._scores(losses, aux, ys, sequence.mask), "losses": losses, "bad": bad}
+
+    def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
+        """One update from some steps: their losses, what else `step_fn` returned, and what is not finite."""
+        learner, params = self.learner, self.parameters()
+        if self.update_every == 1 and not self._in_windows:
+            grads, losses, aux = self._gradient_of_step(arrays, mask)
+        else:
+            grads, losses, aux = learner.etrace_grad(
+                *arrays,
+                step_fn=self._step,
+                mask=mask,
+                chunk_size=self.chunk_size,
+                has_aux=True,
+                return_value=True,
+                keep_traces=not self.reset or self.update_every is not None,
+            )
+        grads = {".".join(map(str, k)): _descent(g) for k, g in grads.items()}
+        loss = self._mean(losses, mask)
+        updates, opt_state = self._optimizer.update(grads, self.opt_state.value, params, value=loss)
+        new = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, updates)
+        bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
+        counts = ~bad.any() & jnp.isfinite(losses).all() & (mask != 0).any()
+        choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(counts, x, y), a, b)
+        for name, state in self.named_parameters().items():
+            state.value = _with_units(choose(new[name], params[name]), state.value)
+        self.opt_state.value = choose(opt_state, self.opt_state.value)
+        return losses, aux, jnp.broadcast_to(bad, (*losses.shape, bad.size))
+
+    def _gradient_of_step(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
+        """The gradient of a single step, in one pass over each trace."""
+        slices = jax.tree.map(lambda a: a[0], arrays)
+
+        def loss_of() -> Any:
+            loss, aux = split_loss(self._step(*slices), True, ())
+            return loss * (mask[0] / jnp.maximum(mask[0], 1)).astype(loss.dtype), (loss, aux)
+
+        grads, kept = brainstate.transform.grad(loss_of, self.learner.param_states, has_aux=True)()
+        return grads, *jax.tree.map(lambda a: jnp.asarray(a)[None], kept)
+
+    def _step(self, *slices: Any) -> tuple[Any, Any]:
+        out = self.step_fn(*slices)
+        return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+
+    @staticmethod
+    def _mean(values: Any, mask: Any) -> Any:
+        weights = mask.astype(jnp.result_type(float))
+        return (values.astype(weights.dtype) * weights).sum() / jnp.maximum(weights.sum(), 1)
+
+    def _scores(self, losses: Any, aux: Any, ys: Any, mask: Any) -> dict[str, Any]:
+        mean = partial(self._mean, mask=mask)
+        scores = {"loss": mean(losses)}
+        if self.metrics:
+            scores |= {name: metric(aux, ys, mask) for name, metric in self.metrics.items()}
+        elif isinstance(aux, Mapping):
+            scores |= {k: mean(v) for k, v in aux.items() if jnp.shape(v) == mask.shape}
+        return scores
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Batch) -> dict[str, Any]:
+        """The loss and metrics of a batch; nothing is learned and no state changes."""
+        with brainstate.environ.context(fit=False):
+            return jax.device_get(self._evaluate(*batch))  # type: ignore[no-any-return]
+
+    def _evaluate_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
+        model = self.learner.model
+        kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
+        sequence = Sequence.check((xs, ys), mask)
+        brainstate.nn.reset_all_states(model, **({"batch_size": size_of(xs)} if self.batched else {}))
+        with _calling(self.learner, partial(call_model, model)):
+            if self._in_windows:
+                run = lambda c, arrays, _: (c, self._step(*arrays))
+                _, (losses, aux) = over_chunks(run, (), sequence, self.chunk_size or 1)
+            else:
+                losses, aux = brainstate.transform.for_loop(self._step, *sequence.arrays)
+        for state, value in kept.values():
+            state.value = value
+        return self._scores(losses, aux, ys, sequence.mask)
+
+
+class _Called(Exception):
+    """The learner was called."""
+
+
+@contextlib.contextmanager
+def _calling(learner: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Have `learner(...)` call something else."""
+    object.__setattr__(learner, "update", function)
+    try:
+        yield
+    finally:
+        object.__delattr__(learner, "update")
+
+
+def _is_quantity(value: Any) -> bool:
+    return isinstance(value, u.Quantity)
+
+
+def _mantissas(tree: Any) -> Any:
+    return jax.tree.map(lambda v: v.mantissa if _is_quantity(v) else v, tree, is_leaf=_is_quantity)
+
+
+def _with_units(tree: Any, like: Any) -> Any:
+    leaves = jax.tree.leaves(tree)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _descent(grads: Any) -> Any:
+    """Gradients to descend along: JAX's are the conjugates where a parameter is complex."""
+    return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, _mantissas(grads))
+
+
+def _all_finite(tree: Any) -> Any:
+    return jnp.stack([jnp.isfinite(a).all() for a in jax.tree.leaves(tree)]).all()

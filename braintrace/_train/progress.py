@@ -1,0 +1,114 @@
+"""How training is going: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .result import COUNTS, Row
+
+LINE_EVERY = 10.0  # seconds between lines, where there is no terminal
+
+
+class Watch:
+    """Shows loss, metrics, time steps per second and memory while a run goes on."""
+
+    def __init__(self, total: int | None, enabled: bool, console: Console | None = None) -> None:
+        self.console = console or Console(quiet=not enabled, highlight=False)
+        self._times: deque[tuple[float, int]] = deque(maxlen=50)
+        self._last_line = time.monotonic()
+        self._total, self._evaluated = total, ""
+        self._bar: Progress | None = None
+        if enabled and self.console.is_terminal:
+            columns = [
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[now]}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("training", total=total, now="compiling ...")
+
+    def __enter__(self) -> Watch:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def trained(self, row: Row, steps: int, seconds: float) -> None:
+        """After a batch of `steps` time steps."""
+        self._times.append((seconds, steps))
+        if self._bar:
+            self._bar.update(self._task, completed=row["batch"], now=self._status(row))
+        elif time.monotonic() - self._last_line > LINE_EVERY:
+            self.say(f"{self._place(row)}  {self._status(row)}")
+
+    def evaluated(self, row: Row) -> None:
+        self._evaluated = show_scores(row)
+        self.say(f"{self._place(row)}  evaluation: {self._evaluated}  {self._speed()}".rstrip())
+
+    def say(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def _place(self, row: Row) -> str:
+        of = f"/{self._total}" if self._total else ""
+        return f"batch {row['batch']:>{len(str(self._total or 99999))}}{of}"
+
+    def _status(self, row: Row) -> str:
+        parts = [show_scores(row), self._speed()]
+        return "  ".join(p for p in parts if p)
+
+    def _speed(self) -> str:
+        times = list(self._times)[len(self._times) < 50 :]  # the first batch compiles
+        if not times:
+            return ""
+        rate = sum(n for _, n in times) / max(sum(t for t, _ in times), 1e-9)
+        return f"{rate:,.0f} steps/s  {show_bytes(memory())}"
+
+
+def show_scores(row: Row) -> str:
+    """Loss and metrics, in a few digits."""
+    return "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in (*COUNTS, "seconds"))
+
+
+def memory() -> int:
+    """The most bytes that the accelerator has held so far, or on a CPU the process."""
+    stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def show_bytes(number: float) -> str:
+    """A number of bytes, for people.
+
+    >>> show_bytes(3_000_000)
+    '3.0 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if number >= 100 or unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"

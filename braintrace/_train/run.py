@@ -1,0 +1,221 @@
+"""A training run: where it is, what is due after each batch, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from .checkpoint import Checkpoints, collect, restore
+from .data import Batch, Batches, read, size_of, steps_of
+from .engine import Engine
+from .errors import DivergedError
+from .progress import Watch
+from .result import FitResult, Log, Row, to_columns, to_rows
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a run ends, evaluates and saves; None: without end, and after each epoch."""
+
+    epochs: int | None
+    max_batches: int | None
+    eval_every: int | None
+    checkpoint_every: int
+    stop_when: Callable[[Row], bool] | None
+
+    def total(self, batches: Batches) -> int | None:
+        """How many batches there will be, where that is known."""
+        each = len(batches) if isinstance(batches, Sized) else None
+        known = [self.max_batches, each * self.epochs if each and self.epochs else None]
+        return min((n for n in known if n is not None), default=None)
+
+
+class Run:
+    """Where a run is, and what it does with each batch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        batches: Batches,
+        eval_batches: Batches | None,
+        schedule: Schedule,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.engine, self.batches, self.eval_batches = engine, batches, eval_batches
+        self.schedule, self.checkpoints = schedule, checkpoints
+        self.epoch = self.index = self.batch = 0  # index: within the epoch; batch: of all
+        self.seconds = 0.0
+        self.result = FitResult()
+        self.log = Log(None, 0)
+        self.watch = Watch(None, False)
+        self.interrupt = Interrupt(print)
+        self._trained = (0, 0)  # epoch and index after the last batch that was learned from
+        self._left: Iterator[Batch] | None = None  # what is left of the epoch
+
+    # -- beginning ---------------------------------------------------------------------------------
+
+    def start(self, resume: bool) -> None:
+        """Go to where the newest checkpoint was made, if there is one."""
+        if self.checkpoints is None:
+            if resume:
+                raise ValueError("To resume, say where the checkpoints are: `checkpoint_dir=...`.")
+            return
+        if (latest := self.checkpoints.latest) is None:
+            return
+        where = self.checkpoints.path(latest)
+        if not resume:
+            raise FileExistsError(
+                f"{where.parent} holds checkpoints of an earlier run. To continue that run pass "
+                "`resume=True`; to start afresh choose another `checkpoint_dir` or remove this one."
+            )
+        arrays, notes = self.checkpoints.load(latest)
+        self.epoch, self.index, self.batch = notes["epoch"], notes["index"], latest
+        self._trained, self.seconds = (self.epoch, self.index), notes["seconds"]
+        self.result = FitResult(
+            to_rows(arrays.pop("history", {})), to_rows(arrays.pop("evaluations", {})), checkpoint=where
+        )
+        self.result.reached = notes["reached"]
+        self._left = read(self.batches, self.epoch)
+        passed = [next(self._left, None) for _ in range(self.index)]
+        if passed[-1] is None:
+            raise ValueError(
+                f"The checkpoint {where} was made after batch {self.index} of epoch {self.epoch}, but "
+                "`batches` now gives fewer in that epoch."
+            )
+        self.engine.prepare(passed[0])  # type: ignore[arg-type]
+        restore(self.engine, arrays, where)
+
+    # -- going on ----------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Train until something ends the run."""
+        while not self._is_over():
+            self._left = read(self.batches, self.epoch) if self._left is None else self._left
+            batch = next(self._left, None)
+            if batch is not None:
+                self._train(batch)
+            elif self.index == 0:
+                raise ValueError(f"`batches` gave no batch in epoch {self.epoch}.")
+            else:
+                if self.schedule.eval_every is None:
+                    self._evaluate()
+                self.epoch, self.index, self._left = self.epoch + 1, 0, None
+        if not self.result.interrupted:
+            self._evaluate()
+        self._save()
+
+    def _is_over(self) -> bool:
+        epochs, batches = self.schedule.epochs, self.schedule.max_batches
+        self.result.interrupted = self.interrupt.asked
+        return (
+            self.interrupt.asked
+            or self.result.reached
+            or (epochs is not None and self.epoch >= epochs)
+            or (batches is not None and self.batch >= batches)
+        )
+
+    def _train(self, batch: Batch) -> None:
+        began = time.perf_counter()
+        found = self.engine.train(batch)
+        passed = time.perf_counter() - began
+        if not self.result.history:
+            self.result.compile_seconds = passed
+        self.seconds += passed
+        self.batch, self.index = self.batch + 1, self.index + 1
+        self._trained = self.epoch, self.index
+        losses, bad = found.pop("losses"), found.pop("bad")
+        row = self._row(found)
+        self._stop_if_diverged(losses, bad, row)
+        self.result.history.append(row)
+        self.log.write("train", row)
+        self.watch.trained(row, steps_of(batch[0]), passed)
+        schedule = self.schedule
+        if schedule.eval_every is not None and self.batch % schedule.eval_every == 0:
+            self._evaluate()
+        if self.eval_batches is None and schedule.stop_when is not None:
+            self.result.reached = bool(schedule.stop_when(row))
+        if self.batch % schedule.checkpoint_every == 0:
+            self._save()
+
+    def _row(self, scores: dict[str, Any]) -> Row:
+        first = {"batch": self.batch, "epoch": self.epoch, "loss": float(scores.pop("loss"))}
+        return {**first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
+
+    def _stop_if_diverged(self, losses: Any, bad: Any, row: Row) -> None:
+        steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
+        if not len(steps):
+            return
+        names = np.array(list(self.engine.named_parameters()))
+        lost = np.flatnonzero(~np.isfinite(losses))
+        step = int(lost[0]) if len(lost) else int(steps[0])
+        parameters = [str(n) for n in names[bad[steps[0]]]]
+        saved = self.result.checkpoint
+        raise DivergedError(self.batch, self.epoch, step, parameters, float(losses[step]), saved, self.result)
+
+    def _evaluate(self) -> None:
+        """Average over the evaluation batches, unless that was done for this batch."""
+        done = self.result.evaluations
+        if self.eval_batches is None or (done and done[-1]["batch"] == self.batch) or not self.batch:
+            return
+        scores: list[Any] = []
+        sizes: list[int] = []
+        for batch in read(self.eval_batches, 0):
+            scores.append(self.engine.evaluate(batch))
+            sizes.append(size_of(batch[0]) if self.engine.batched else 1)
+        if not scores:
+            raise ValueError("`eval_batches` gave no batch; an iterator can be read only once.")
+        row = self._row(jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores))
+        done.append(row)
+        self.log.write("eval", row)
+        self.watch.evaluated(row)
+        if self.schedule.stop_when is not None:
+            self.result.reached = bool(self.schedule.stop_when(row))
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless there is one of this batch."""
+        if self.checkpoints is None or not self.batch or self.checkpoints.latest == self.batch:
+            return
+        arrays = collect(self.engine)
+        for name in ("history", "evaluations"):
+            if rows := getattr(self.result, name):
+                arrays[name] = to_columns(rows)
+        epoch, index = self._trained
+        notes = {"epoch": epoch, "index": index, "seconds": self.seconds, "reached": self.result.reached}
+        self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a wish to stop, so that a batch is never left half done."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked = False
+        self._say = say
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say("Stopping after this batch; press Ctrl-C again to stop at once.")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,349 @@
+"""`fit` does what a loop written by hand does, and stops, saves and goes on as it says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braintrace
+from braintrace._train.result import to_columns, to_rows
+
+from .nets import BATCH, IN, LENGTH, Net, batch, close, epoch, long_run, make
+
+
+def parameters(learner):
+    return {".".join(k): st.value for k, st in learner.param_states.items()}
+
+
+def same(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+def by_hand(rule, update_every, batches):
+    """Online training in a plain loop: the parameters afterwards."""
+    learner, _ = make(rule)
+    brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
+    learner.compile_graph(jnp.zeros((BATCH, IN)))
+    params = learner.param_states
+    optimizer = optax.adam(1e-2)
+    value = lambda: {k: st.value for k, st in params.items()}
+    opt_state = optimizer.init(value())
+    losses = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+    size = LENGTH if update_every == "sequence" else update_every
+
+    @brainstate.transform.jit
+    def gradient(xs, ys):
+        def total():
+            found = [losses(x, y) for x, y in zip(xs, ys, strict=True)]
+            return sum(found) / len(found)
+
+        return brainstate.transform.grad(total, params)()
+
+    for xs, ys, _ in batches:
+        learner.reset_state(BATCH)
+        for at in range(0, LENGTH, size):
+            grads = gradient(xs[at : at + size], ys[at : at + size])
+            updates, opt_state = optimizer.update(dict(grads), opt_state)
+            for key, new in optax.apply_updates(value(), updates).items():
+                params[key].value = new
+    return parameters(learner)
+
+
+@pytest.mark.parametrize(
+    ("rule", "update_every"),
+    [
+        (braintrace.D_RTRL, 4),
+        (braintrace.D_RTRL, 1),
+        (braintrace.BPTT, "sequence"),
+    ],
+)
+def test_equals_a_loop_by_hand(rule, update_every):
+    batches = [batch(0), batch(1)]
+    learner, loss = make(rule)
+    result = braintrace.fit(
+        learner, batches, loss, optax.adam(1e-2), update_every=update_every, progress=False
+    )
+    assert [r["batch"] for r in result.history] == [1, 2]
+    same(parameters(learner), by_hand(rule, update_every, batches), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_bptt_equals_grad_through_a_scan(chunk_size):
+    learner, loss = make(braintrace.BPTT)
+    xs, ys, mask = batch(0)
+    mask = np.array([1, 0, 1, 1, 0, 2], np.float32)
+    brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
+    learner.compile_graph(xs[0])
+    grads, losses, outs = learner.etrace_grad(
+        xs, ys, step_fn=loss, mask=mask, chunk_size=chunk_size, has_aux=True, return_value=True
+    )
+    cell, readout = learner.model.cell, learner.model.readout
+    values = {k: st.value for k, st in learner.param_states.items()}
+
+    def total(values):
+        def linear(name, x):
+            w = values[name]
+            return x @ w["weight"] + w["bias"]
+
+        def step(h, slices):
+            x, y, m = slices
+            both = jnp.concatenate([x, h], -1)
+            z = jax.nn.sigmoid(linear(("cell", "Wz", "weight"), both))
+            r = jax.nn.sigmoid(linear(("cell", "Wr", "weight"), both))
+            new = jnp.tanh(linear(("cell", "Wh", "weight"), jnp.concatenate([x, r * h], -1)))
+            h = (1 - z) * h + z * new
+            out = linear(("readout", "weight"), h)
+            return h, (m * jnp.mean((out - y) ** 2), out)
+
+        _, (losses, outs) = jax.lax.scan(step, jnp.zeros((BATCH, cell.out_size[-1])), (xs, ys, mask))
+        return losses.sum() / mask.sum(), outs
+
+    (value, expected_outs), expected = jax.value_and_grad(total, has_aux=True)(values)
+    same(dict(grads), expected, rtol=1e-4, atol=1e-6)
+    same(outs, expected_outs, rtol=1e-5, atol=1e-6)
+    assert readout is learner.model.readout
+    assert float((losses * mask).sum() / mask.sum()) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_compiles_once_and_again_for_a_last_small_batch():
+    learner, loss = make()
+    traced = []
+
+    def counted(x, y):
+        traced.append(x.shape)
+        return loss(x, y)
+
+    data = [batch(0), batch(1), batch(2, size=2)]
+    braintrace.fit(learner, data, counted, optax.sgd(0.1), epochs=1, progress=False)
+    before = len(traced)
+    learner, loss = make()
+    traced.clear()
+    result = braintrace.fit(learner, data, counted, optax.sgd(0.1), epochs=3, progress=False)
+    assert len(traced) == before
+    assert {BATCH, 2} == {shape[0] for shape in traced}
+    assert learner.model.cell.h.value.shape[0] == 2
+    assert result.batches == 9
+    assert all(np.isfinite(r["loss"]) for r in result.history)
+
+
+def test_masked_windows_make_no_update():
+    learner, loss = make()
+    xs, ys, mask = batch(0)
+    mask[:4] = 0
+    fresh, _ = make()
+    start = parameters(fresh)
+    braintrace.fit(
+        learner, [(xs[:4], ys[:4], mask[:4])], loss, optax.adam(0.1), update_every=2, progress=False
+    )
+    same(parameters(learner), start)
+
+
+def test_evaluation_changes_nothing_and_is_right():
+    plain, watched = [make()[0] for _ in range(2)]
+    data, test = [batch(i) for i in range(4)], [batch(7), batch(8, size=2)]
+
+    def run(learner, **options):
+        def loss(x, y):
+            out = learner(x)
+            return jnp.mean((out - y) ** 2), {"size": jnp.mean(jnp.abs(out))}
+
+        return braintrace.fit(learner, data, loss, optax.adam(1e-2), progress=False, **options)
+
+    a = run(plain)
+    b = run(watched, eval_batches=test, eval_every=1)
+    assert [r["loss"] for r in a.history] == [r["loss"] for r in b.history]
+    assert [r["batch"] for r in b.evaluations] == [1, 2, 3, 4]
+    expected = []
+    for xs, ys, _ in test:
+        brainstate.nn.reset_all_states(watched.model, batch_size=xs.shape[1])
+        outs = brainstate.transform.for_loop(watched.model, xs)
+        expected.append((float(jnp.mean((outs - ys) ** 2)), float(jnp.mean(jnp.abs(outs)))))
+    loss, size = np.average(expected, axis=0, weights=[BATCH, 2])
+    assert b.metrics == pytest.approx({"loss": loss, "size": size}, rel=1e-5)
+
+
+def test_stops_when_asked():
+    learner, loss = make()
+    result = braintrace.fit(
+        learner,
+        epoch,
+        loss,
+        optax.adam(1e-2),
+        max_batches=50,
+        stop_when=lambda r: r["batch"] >= 3,
+        progress=False,
+    )
+    assert result.reached
+    assert result.batches == 3
+
+
+def test_going_on_without_reset_streams():
+    long = batch(3, length=2 * LENGTH)
+    halves = [tuple(a[:LENGTH] for a in long), tuple(a[LENGTH:] for a in long)]
+    once, cut = make(), make()
+    options = {"update_every": 3, "progress": False}
+    braintrace.fit(once[0], [long], once[1], optax.sgd(0.1), **options)
+    braintrace.fit(cut[0], halves, cut[1], optax.sgd(0.1), reset=False, **options)
+    same(parameters(once[0]), parameters(cut[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_stops_at_what_is_not_finite(tmp_path):
+    learner, loss = make()
+    poisoned = batch(12)
+    poisoned[0][4] = np.inf
+    data = [*(batch(i) for i in range(6)), poisoned, batch(13)]
+    with pytest.raises(braintrace.DivergedError) as caught:
+        braintrace.fit(
+            learner, data, loss, optax.adam(1e-2), checkpoint_dir=tmp_path, checkpoint_every=4, progress=False
+        )
+    error = caught.value
+    assert (error.batch, error.step) == (7, 4)
+    assert "cell.Wz.weight" in error.parameters
+    assert error.checkpoint == tmp_path / "4"
+    for word in ("batch 7", "step 4", "cell.Wh.weight", str(tmp_path / "4"), "clip_by_global_norm"):
+        assert word in str(error)
+    assert len(error.result.history) == 6
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(parameters(learner)))
+
+
+def rows(folder):
+    return [
+        {k: v for k, v in json.loads(line).items() if k != "seconds"}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def without_time(result):
+    return [
+        [{k: v for k, v in r.items() if k != "seconds"} for r in rs]
+        for rs in (result.history, result.evaluations)
+    ]
+
+
+@functools.cache
+def whole_run():
+    folder = Path(tempfile.mkdtemp())
+    try:
+        return long_run(folder), rows(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    whole, expected = whole_run()
+    killed = tmp_path / "killed"
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.nets", str(killed)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    deadline = time.monotonic() + 120
+    while not (killed / "checkpoints" / "10").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(rows(killed)) < len(expected)
+    resumed = long_run(killed)
+    assert without_time(resumed) == without_time(whole)
+    assert rows(killed) == expected
+    assert resumed.checkpoint == killed / "checkpoints" / "35"
+    assert sorted(int(p.name) for p in (killed / "checkpoints").iterdir() if p.is_dir()) == [25, 30, 35]
+
+
+def test_ctrl_c_saves_and_the_rest_follows(tmp_path):
+    whole, _ = whole_run()
+
+    def batches(number):
+        for i, found in enumerate(epoch(number)):
+            if (number, i) == (1, 2):
+                signal.raise_signal(signal.SIGINT)
+            yield found
+
+    learner, loss = make(dropout=0.2)
+    handler = signal.getsignal(signal.SIGINT)
+    stopped = braintrace.fit(
+        learner,
+        batches,
+        loss,
+        optax.adam(1e-2),
+        max_batches=35,
+        metrics={"close": close},
+        checkpoint_dir=tmp_path / "c",
+        progress=False,
+    )
+    assert stopped.interrupted
+    assert stopped.checkpoint == tmp_path / "c" / "13"
+    assert signal.getsignal(signal.SIGINT) is handler
+    learner, loss = make(dropout=0.2)
+    rest = braintrace.fit(
+        learner,
+        epoch,
+        loss,
+        optax.adam(1e-2),
+        max_batches=35,
+        metrics={"close": close},
+        checkpoint_dir=tmp_path / "c",
+        resume=True,
+        progress=False,
+    )
+    assert without_time(rest)[0] == without_time(whole)[0]
+
+
+def test_says_what_is_wrong(tmp_path):
+    learner, loss = make()
+    go = lambda data=epoch, learner=learner, **options: braintrace.fit(
+        learner, data, loss, optax.sgd(0.1), **{"max_batches": 1, "progress": False, **options}
+    )
+    with pytest.raises(TypeError, match="trains a learner"):
+        go(learner=Net())
+    with pytest.raises(ValueError, match="'sequence' or a number"):
+        go(update_every=0)
+    with pytest.raises(TypeError, match="A batch is"):
+        go([{"x": 1}])
+    with pytest.raises(ValueError, match="gave no batch"):
+        go([])
+    with pytest.raises(ValueError, match="read only once"):
+        go(iter([batch(0)]), epochs=2, max_batches=None)
+    with pytest.raises(ValueError, match="checkpoint_dir"):
+        go(resume=True)
+    go(checkpoint_dir=tmp_path)
+    with pytest.raises(FileExistsError, match="resume=True"):
+        go(checkpoint_dir=tmp_path)
+    wide, _ = make(units=7)
+    with pytest.raises(
+        ValueError, match=r"does not fit the model: `optimizer`|does not fit the model: `state"
+    ):
+        braintrace.fit(
+            wide,
+            epoch,
+            lambda x, y: jnp.mean((wide(x) - y) ** 2),
+            optax.sgd(0.1),
+            max_batches=2,
+            checkpoint_dir=tmp_path,
+            resume=True,
+            progress=False,
+        )
+
+
+def test_rows_survive_columns():
+    kept = [{"batch": 1, "epoch": 0, "loss": 0.5}, {"batch": 2, "epoch": 0, "loss": 0.25, "extra": 1.0}]
+    assert to_rows(to_columns(kept)) == kept
