@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from .._compiler import CompilationError, CompilationReport, ETraceGraph
 from .._compiler.diagnostics import show_path
+from .._compiler.exactness import RuleKind
 from .._compiler.module_info import Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
@@ -53,6 +54,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     A rule of one's own is a subclass with `_step` (one step) and `init_etrace_state`.
     """
+
+    rule_kind = RuleKind("a rule of one's own", known=False)  # for the verdict on exactness
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
@@ -171,7 +174,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     @property
     def report(self) -> CompilationReport:
-        return CompilationReport(self.graph)
+        return CompilationReport(self.graph, self.rule_kind)
 
     def show_graph(self) -> None:
         """Print what is learned how."""

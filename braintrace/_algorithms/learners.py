@@ -7,6 +7,7 @@ from typing import Any
 
 import brainstate
 
+from .._compiler.exactness import RuleKind
 from .d_rtrl import DRule
 from .es_d_rtrl import ESRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
@@ -24,6 +25,7 @@ class D_RTRL(ETraceVjpAlgorithm):
         name: str | None = None,
     ) -> None:
         super().__init__(model, DRule(trace_dtype), vjp_method=vjp_method, name=name)
+        self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
 
 
 class ES_D_RTRL(ETraceVjpAlgorithm):
@@ -41,6 +43,7 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
         inp, out = map(as_decay, pair)
         super().__init__(model, ESRule(inp, out, trace_dtype), vjp_method=vjp_method, name=name)
+        self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
 
 
 def as_decay(decay_or_rank: Any) -> float:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from .._compiler import ETraceGraph
+from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
 from .._compiler.slices import has_while
@@ -31,6 +32,8 @@ class RTRL(ETraceAlgorithm):
 
     Memory is the number of carried numbers times the number of parameters.
     """
+
+    rule_kind = RuleKind("RTRL", whole=True)
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         return graph_from_info(extract_module_info(self.model, *args, **kwargs))

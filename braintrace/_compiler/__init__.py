@@ -12,6 +12,9 @@ from .diagnostics import DiagnosticKind as DiagnosticKind
 from .diagnostics import DiagnosticLevel as DiagnosticLevel
 from .errors import CompilationError as CompilationError
 from .errors import NotSupportedError as NotSupportedError
+from .exactness import DroppedPath as DroppedPath
+from .exactness import Exactness as Exactness
+from .exactness import RuleKind as RuleKind
 from .graph import ETraceGraph as ETraceGraph
 from .graph import add_hidden_perturbation_from_minfo as add_hidden_perturbation_from_minfo
 from .graph import add_hidden_perturbation_in_module as add_hidden_perturbation_in_module

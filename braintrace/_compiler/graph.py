@@ -9,6 +9,7 @@ import brainstate
 
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .errors import CompilationError
+from .exactness import Exactness, RuleKind, find_exactness
 from .groups import HiddenGroup, find_groups, group_records
 from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
 from .perturbation import HiddenPerturbation
@@ -30,6 +31,10 @@ class ETraceGraph(NamedTuple):
 
     def dict(self) -> dict[str, Any]:
         return self._asdict()
+
+    def exactness(self, rule: RuleKind | None = None) -> Exactness:
+        """Whether the gradient of a rule (D_RTRL where none is given) is that of BPTT, and what it drops."""
+        return find_exactness(self, rule)
 
     def explain(self) -> str:
         """The findings in words, one a line."""

@@ -180,7 +180,9 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
     ]
 
 
-def _not_complex_linear(group: HiddenGroup, info: ModuleInfo) -> list[Node]:
+def not_complex_linear(group: HiddenGroup, info: ModuleInfo) -> list[Node]:
+    """The nodes on the way of a complex state that have no complex derivative."""
+
     def is_complex(atom: Any) -> bool:
         return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
 
@@ -223,7 +225,7 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                     context={"sources": [n.source for n in group.mixers]},
                 )
             )
-        turned = _not_complex_linear(group, info)
+        turned = not_complex_linear(group, info)
         if turned:
             records.append(
                 CompilationRecord(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compat import Literal, primitives
 from .links import FLAT
-from .program import Atom, Node, Program, Var
+from .program import Atom, Node, Program, Site, Var
 
 CARRIED = 1  # changes from one iteration of a loop to the next
 SLICED = 2  # another slice in each iteration of a loop
@@ -94,10 +94,27 @@ def goals(
     `new` numbers the variables of the new states. A path ends at the new state of another group, so the
     bits that pass such a variable are those of its own group only.
     """
-    env: dict[Var, Goal] = {v: Goal(direct=1 << i) for v, i in new.items()}
     masks = {v: sum(1 << j for j, g in enumerate(group_of) if g == group_of[i]) for v, i in new.items()}
-    sites: dict[int, Goal] = {}
-    _backward(program, env, sites, lambda v: masks.get(v, -1), False)
+    return spread(program, {v: Goal(direct=1 << i) for v, i in new.items()}, masks)
+
+
+AtSite = Callable[[Site, Goal], list[Goal]]
+
+
+def cross(site: Site, goal: Goal) -> list[Goal]:
+    """What the operands of a site reach: the same, by crossing it."""
+    return [Goal(0, goal.direct | goal.crossing)] * len(site.inputs)
+
+
+def spread(
+    program: Program, starts: Mapping[Var, Goal], masks: Mapping[Var, int], at_site: AtSite = cross
+) -> tuple[dict[Var, Goal], dict[int, Goal]]:
+    """Carry goals backwards, along derivatives: of every variable, and of every site's output.
+
+    `masks` are the bits that go on beyond a variable, and `at_site` is what a site makes of its goal.
+    """
+    env, sites = dict(starts), dict[int, Goal]()
+    _backward(program, env, sites, lambda v: masks.get(v, -1), False, at_site)
     return env, sites
 
 
@@ -107,6 +124,7 @@ def _backward(
     sites: dict[int, Goal],
     mask: Callable[[Var], int],
     through: bool,
+    at_site: AtSite,
 ) -> None:
     for node in reversed(program.nodes):
         goal = Goal()
@@ -118,9 +136,10 @@ def _backward(
         if node.site is not None:
             i = node.site.index
             sites[i] = sites.get(i, Goal()) | goal
-            ins = [Goal(0, goal.direct | goal.crossing)] * len(node.inputs)
+            ins = at_site(node.site, goal)
         elif node.inner:
-            ins = _backward_inner(node, env, sites, through)
+            outs = [env.get(v, Goal()) & mask(v) for v in node.outputs]
+            ins = _backward_inner(node, outs, sites, through, at_site)
         else:
             ins = [goal] * len(node.inputs)
         for atom, g in zip(node.inputs, ins, strict=True):
@@ -128,15 +147,15 @@ def _backward(
                 env[atom] = env.get(atom, Goal()) | g
 
 
-def _backward_inner(node: Node, env: Mapping[Var, Goal], sites: dict[int, Goal], through: bool) -> list[Goal]:
-    outs = [env.get(v, Goal()) for v in node.outputs]
-
+def _backward_inner(
+    node: Node, outs: list[Goal], sites: dict[int, Goal], through: bool, at_site: AtSite
+) -> list[Goal]:
     def enter(program: Program, outs: Sequence[Goal], through: bool) -> list[Goal]:
         inside: dict[Var, Goal] = {}
         for atom, goal in zip(program.outputs, outs, strict=True):
             if isinstance(atom, Var) and goal:
                 inside[atom] = inside.get(atom, Goal()) | goal
-        _backward(program, inside, sites, lambda v: -1, through)
+        _backward(program, inside, sites, lambda v: -1, through, at_site)
         return [inside.get(v, Goal()) for v in program.inputs]
 
     if node.primitive is primitives.cond_p:

@@ -437,7 +437,7 @@ def _partial(
         primitive=site.primitive,
         weight_path=next(iter(weights.paths.values())),
         hidden_paths=tuple(group.hidden_paths),
-        context={"sources": [n.source for n in nodes]},
+        context={"sources": [n.source for n in nodes], "site": site, "nodes": nodes},
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import brainstate
 
 from .diagnostics import CompilationRecord, DiagnosticLevel, show_path
+from .exactness import Exactness, RuleKind
 from .graph import ETraceGraph
 from .groups import HiddenGroup
 from .module_info import Path
@@ -19,6 +21,12 @@ class CompilationReport:
     """What is learned how: groups, traced weights, weights without a trace and why."""
 
     graph: ETraceGraph
+    rule: RuleKind | None = None  # D_RTRL
+
+    @cached_property
+    def exactness(self) -> Exactness:
+        """Whether the rule's gradient is that of BPTT, and every path that it drops."""
+        return self.graph.exactness(self.rule)
 
     @property
     def hidden_groups(self) -> list[HiddenGroup]:

@@ -1,0 +1,254 @@
+"""What reaches what within one step, as bits: from parameters and states to new states and outputs.
+
+Numbers (bits) are given to the carried arrays (hidden ones first, by group, then other floating states), to
+the outputs, and to the sites. A path is cut where it meets a new state: what comes after is that state's
+affair. `live` are the arrays whose value at the start of a step some loss, then or later, depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from .links import ELEMENT_WISE, FLAT
+from .module_info import Path
+from .program import Node, Program, Site, Var
+from .provenance import Goal, spread
+from .slices import has_while
+
+if TYPE_CHECKING:
+    from .graph import ETraceGraph
+
+_MOVES = frozenset("broadcast_in_dim reshape squeeze transpose convert_element_type copy slice".split())
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One floating array that a step hands to the next."""
+
+    bit: int
+    path: Path
+    group: int | None  # None: not a hidden state
+    old: Var
+    new: Var
+
+
+class Flows:
+    """The paths of one compiled step, found once."""
+
+    def __init__(self, graph: ETraceGraph) -> None:
+        self.graph, self.info = graph, graph.module_info
+        self.program = self.info.program
+        hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
+        known = {old for _, _, old, _ in hidden}
+        others = [
+            (e.path, None, old, new)
+            for e in self.info.entries
+            if not e.is_param
+            for old, new in zip(e.invars, e.outvars, strict=True)
+            if isinstance(new, Var)
+            and new is not old
+            and old not in known
+            and jnp.issubdtype(old.aval.dtype, jnp.inexact)
+        ]
+        self.carried = [Carried(1 << i, *fields) for i, fields in enumerate([*hidden, *others])]
+        self.outputs = 1 << len(self.carried)
+        self._first_site = len(self.carried) + 1
+        self.sites_mask = -(1 << self._first_site)
+
+    def site_bit(self, site: Site) -> int:
+        return 1 << (self._first_site + site.index)
+
+    def group_bits(self, index: int) -> int:
+        return sum(c.bit for c in self.carried if c.group == index)
+
+    def of(self, bits: int) -> list[Carried]:
+        return [c for c in self.carried if c.bit & bits]
+
+    # -- along derivatives, backwards --------------------------------------------------------------
+
+    @cached_property
+    def _starts(self) -> dict[Var, Goal]:
+        return {c.new: Goal(direct=c.bit) for c in self.carried}
+
+    @cached_property
+    def _masks(self) -> dict[Var, int]:
+        return {
+            c.new: self.sites_mask | self.group_bits(c.group) for c in self.carried if c.group is not None
+        }
+
+    @cached_property
+    def whole(self) -> dict[Var, Goal]:
+        """What each variable reaches by any path, the outputs included."""
+        starts = dict(self._starts)
+        for atom in self.info.out_atoms:
+            if isinstance(atom, Var):
+                starts[atom] = starts.get(atom, Goal()) | Goal(direct=self.outputs)
+        return spread(self.program, starts, {})[0]
+
+    @cached_property
+    def from_states(self) -> dict[Var, Goal]:
+        """What each variable reaches before a new state of another group."""
+        return spread(self.program, self._starts, self._masks)[0]
+
+    @cached_property
+    def _by_params(self) -> tuple[dict[Var, Goal], dict[int, Goal]]:
+        def at_site(site: Site, goal: Goal) -> list[Goal]:
+            reached = goal.direct | goal.crossing
+            chain = reached & self.sites_mask  # the output is part of another site's weight
+            data = Goal(chain, reached & ~self.sites_mask)
+            weight = Goal(chain | self.site_bit(site), 0)
+            n = site.num_inputs
+            return [data] * n + [weight] * (len(site.inputs) - n)
+
+        return spread(self.program, self._starts, self._masks, at_site)
+
+    @property
+    def from_params(self) -> dict[Var, Goal]:
+        """The same, except that a parameter's way into a site as its weight ends there, at the site's bit."""
+        return self._by_params[0]
+
+    @cached_property
+    def from_sites(self) -> dict[int, Goal]:
+        """What the output of each site reaches, before a new state of another group."""
+        keep = ~self.sites_mask
+        return {i: goal & keep for i, goal in self._by_params[1].items()}
+
+    def site_params(self, site: Site) -> list[Path]:
+        """The parameters that a site's weights are made of, along derivatives."""
+        bit = self.site_bit(site)
+        return [
+            e.path for e in self.info.params if any(self._goal(self.from_params, v) & bit for v in e.invars)
+        ]
+
+    @staticmethod
+    def _goal(env: Mapping[Any, Goal], of: Any) -> int:
+        goal = env.get(of, Goal())
+        return goal.direct | goal.crossing
+
+    # -- what matters ------------------------------------------------------------------------------
+
+    @cached_property
+    def live(self) -> int:
+        """The arrays whose old value reaches the outputs of this step or of a later one."""
+        found, before = 0, -1
+        while found != before:
+            before = found
+            for c in self.carried:
+                if self._goal(self.whole, c.old) & (self.outputs | found):
+                    found |= c.bit
+        hidden = [c for c in self.carried if c.group is not None]
+        if not any(c.bit & found or self._goal(self.whole, c.new) & self.outputs for c in hidden):
+            # no output tells of the states: a loss must read the states themselves
+            return found | sum(c.bit for c in hidden)
+        return found
+
+    @cached_property
+    def matters(self) -> int:
+        """The arrays whose new value reaches the outputs of this step, or is live in the next."""
+        return self.live | sum(c.bit for c in self.carried if self._goal(self.whole, c.new) & self.outputs)
+
+    # -- which node it is --------------------------------------------------------------------------
+
+    @cached_property
+    def _forward(self) -> dict[Var, int]:
+        """Which old (bit 2i) and new (bit 2i+1) carried arrays and parameters a variable is made of.
+
+        Along paths that cross no site and no other new state.
+        """
+        bits: dict[Var, int] = {c.old: self.tag(c, new=False) for c in self.carried}
+        for i, e in enumerate(self.info.params):
+            bits.update(dict.fromkeys(e.invars, 1 << (2 * len(self.carried) + i)))
+        new = {c.new: c for c in self.carried if c.group is not None}
+        own = {
+            g.index: sum(self.tag(c, new=n) for c in self.of(self.group_bits(g.index)) for n in (False, True))
+            for g in self.graph.hidden_groups
+        }
+        for node in self.program.nodes:
+            union = 0
+            if node.site is None and node.primitive.name not in FLAT:
+                for atom in node.inputs:
+                    if isinstance(atom, Var):
+                        union |= bits.get(atom, 0)
+            for v in node.outputs:
+                if jnp.issubdtype(v.aval.dtype, jnp.inexact):
+                    c = new.get(v)
+                    bits[v] = union if c is None else union & own[c.group or 0] | self.tag(c, new=True)
+        return bits
+
+    def tag(self, carried: Carried, *, new: bool) -> int:
+        """The bit of an array in what `crossed` and `passed` take."""
+        return 1 << (2 * self.carried.index(carried) + new)
+
+    def param_tag(self, path: Path) -> int:
+        return 1 << (
+            2 * len(self.carried) + next(i for i, e in enumerate(self.info.params) if e.path == path)
+        )
+
+    def _made_of(self, node: Node, tags: int) -> bool:
+        return any(isinstance(a, Var) and self._forward.get(a, 0) & tags for a in node.inputs)
+
+    def crossed(self, tags: int, goal: int) -> list[Site]:
+        """The sites that something made of `tags` enters first, on its way to `goal`."""
+        return [
+            site
+            for node in self.program.nodes
+            if node.sites and self._made_of(node, tags)
+            for site in node.sites
+            if self._goal(self.from_sites, site.index) & goal
+        ]
+
+    def passed(self, tags: int, goal: int, env: dict[Var, Goal]) -> Node | None:
+        """The node to name on a way to `goal` that crosses no site: the first that does more than move."""
+        found = [
+            node
+            for node in self.program.nodes
+            if node.site is None
+            and self._made_of(node, tags)
+            and any(self._goal(env, v) & goal for v in node.outputs)
+        ]
+        plain = [n for n in found if n.primitive.name not in _MOVES]
+        mixing = [n for n in plain if n.primitive.name not in ELEMENT_WISE]
+        return next(iter([*mixing, *plain, *found]), None)
+
+    # -- loops without a reverse mode --------------------------------------------------------------
+
+    @cached_property
+    def loops(self) -> list[Node]:
+        return [n for n in self.program.nodes if has_while(n)]
+
+    @cached_property
+    def lost_in_loops(self) -> set[Var]:
+        """What reaches the outputs through a `while`, before any new hidden state."""
+        new = {c.new for c in self.carried if c.group is not None}
+        open_ = {a for a in self.info.out_atoms if isinstance(a, Var)}
+        lost: set[Var] = set()
+        for node in reversed(self.program.nodes):
+            made = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+            if node.primitive.name in FLAT:
+                continue
+            inputs = [a for a in node.inputs if isinstance(a, Var)]
+            if any(v in open_ and v not in new for v in made):
+                (lost if has_while(node) else open_).update(inputs)
+            if any(v in lost and v not in new for v in made):
+                lost.update(inputs)
+        return lost
+
+
+def opened_sites(program: Program) -> Iterator[tuple[Node, Site]]:
+    """Sites inside a function with a derivative rule of its own, which is then not used."""
+    for opened in program.opened:
+        for node in _nodes([program]):
+            if node.site is not None and any(caller is opened.eqn for caller in node.callers):
+                yield opened, node.site
+
+
+def _nodes(programs: Sequence[Program]) -> Iterator[Any]:
+    for program in programs:
+        for node in program.nodes:
+            yield node
+            yield from _nodes(node.inner)

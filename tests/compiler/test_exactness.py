@@ -1,0 +1,161 @@
+"""The verdict: what each rule drops, and where. That it holds on every model is `test_gradients`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import braintrace as bt
+from braintrace._compiler import RuleKind
+
+from ..oracle import bptt
+from ..run import agree, online, sequence
+from ..zoo import CASES, Step
+
+
+def graph_of(model: Any, x: Any) -> Any:
+    with warnings.catch_warnings(action="ignore"):
+        return bt.compile_etrace_graph(model, x)
+
+
+def verdict_of(name: str, rule: RuleKind | None = None) -> Any:
+    case = CASES[name]
+    return graph_of(case.build(), sequence(case, 1)[0]).exactness(rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "primitive", "words"),
+    [
+        ("rnn", "wi", "etp_matmul", "what `h` passes on to itself through `matmul` of `wh`"),
+        ("two_layers", "w1", "etp_matmul", "what `b` keeps of `a` through `matmul` of `w2`"),
+        ("cascade_summed", "w", "reduce_sum", "what `b` keeps of `a` through `reduce_sum`"),
+        ("op_of_op", "w1", "etp_matmul", "acts on `h` beyond the step through `matmul` of `w2`"),
+        ("layer_norm", "w", "reduce_sum", "other units of `h` beyond the step by `reduce_sum`"),
+        ("plain_recurrent", "r", "dot_general", "`r` acts on `h` beyond the step, without a mark by `dot"),
+        ("plain_recurrent", "w", "dot_general", "how units of `h` act on other units by `dot_general`"),
+        ("running_mean", "w", "etp_matmul", "leaves in `m`, which is carried"),
+        ("weight_that_changes", "w", "etp_matmul", "no trace, since the weight depends on more"),
+        ("while_that_rolls", "w", "while", "other units of `h` beyond the step by `while`"),
+    ],
+)
+def test_a_dropped_path_says_from_where_through_what_and_at_which_line(name, weight, primitive, words):
+    verdict = verdict_of(name)
+    found = [d for d in verdict.weights[weight,] if words in d.reason]
+    assert found, str(verdict)
+    assert found[0].primitive.name == primitive
+    assert "zoo.py" in found[0].source
+    assert words in str(verdict)
+
+
+def test_the_words_of_a_verdict():
+    assert str(verdict_of("leaky")) == (
+        "D_RTRL is exact here: its gradient is that of back-propagation through time."
+    )
+    text = str(verdict_of("gru"))
+    assert text.startswith("D_RTRL is approximate here: 3 of 3 parameters miss some of their effect on later")
+    assert "what `h` passes on to itself through `matmul` of `wz`, through `matmul` of `wr`, " in text
+    assert "(missed by `wz`, `wh`)" in text
+
+
+def delayed(p: Any, s: Any, x: Any) -> Any:
+    """A state that does not read its past; the output reads it a step later."""
+    return {"h": bt.matmul(x, p.w)}, jnp.tanh(s.h)
+
+
+def delayed_constant(p: Any, s: Any, x: Any) -> Any:
+    return {"h": jnp.tanh(bt.element_wise(p.w)) * x}, jnp.tanh(s.h)
+
+
+@pytest.mark.parametrize(
+    ("step", "params", "decay", "exact"),
+    [
+        (delayed, {"w": (3, 4)}, 0.5, False),
+        (delayed, {"w": (3, 4)}, 1, True),
+        (delayed_constant, {"w": 4}, 0.5, True),
+        (delayed_constant, {"w": 4}, (0.5, 0.7), False),
+        (CASES["leaky"].build().f, {"w": (3, 4)}, 1, False),
+    ],
+)
+def test_averages_are_exact_where_nothing_is_remembered(step, params, decay, exact):
+    build = lambda: Step(step, params, {"h": 4})
+    x = jnp.arange(4.0 if "w" in params and params["w"] == 4 else 3.0) - 0.5
+    xs = [x * (1 + 0.3 * t) for t in range(4)]
+    learner = bt.ES_D_RTRL(build(), decay)
+    assert agree(bptt(build(), xs), online(learner, xs), 1e-10) == exact
+    verdict = learner.report.exactness
+    assert verdict.exact == exact, str(verdict)
+    assert exact or "averages are kept, not their products" in str(verdict)
+
+
+def test_rtrl_is_exact_and_windows_are_not():
+    model = CASES["gru"].build()
+    learner = bt.RTRL(model)
+    learner.compile_graph(jnp.ones(3))
+    assert learner.report.exactness.exact
+    windows = bt.D_RTRL(model, vjp_method="multi-step")
+    windows.compile_graph(jnp.ones(3))
+    assert "across windows" in str(windows.report.exactness)
+
+
+def test_a_rule_of_ones_own_is_not_vouched_for():
+    learner = bt.ETraceVjpAlgorithm(CASES["leaky"].build(), bt.D_RTRL(CASES["leaky"].build()).rule)
+    learner.compile_graph(jnp.ones(3))
+    assert "whatever the rule a rule of one's own leaves out" in str(learner.report.exactness)
+
+
+def rnn(p: Any, s: Any, x: Any) -> Any:
+    return jnp.tanh(bt.matmul(x, p.w) + bt.matmul(s.h, p.r))
+
+
+@pytest.mark.parametrize(
+    ("step", "exact"),
+    [
+        (lambda p, s, x: ({"h": rnn(p, s, x)}, None), False),  # a loss must read the state itself
+        (lambda p, s, x: ({"h": rnn(p, s, x), "m": 0.9 * s.m + bt.matmul(x, p.w)}, s.m), True),
+        (lambda p, s, x: ({"h": 0.9 * s.h + bt.matmul(x, lax.stop_gradient(p.w)) + s.h @ p.r}, s.h), False),
+        (lambda p, s, x: ({"h": bt.matmul(x, p.w) + bt.matmul(lax.stop_gradient(s.h), p.r)}, s.h), True),
+        (lambda p, s, x: ({"h": 0.9 * s.h + bt.matmul(x, bt.element_wise(p.w))}, s.h), True),
+    ],
+    ids=["no output", "a state that no loss sees", "frozen", "cut recurrence", "op in the weight"],
+)
+def test_only_paths_to_a_loss_count(step, exact):
+    model = Step(step, {"w": (3, 4), "r": (4, 4)}, {"h": 4, "m": 4})
+    verdict = graph_of(model, jnp.ones(3)).exactness()
+    assert verdict.exact == exact, str(verdict)
+
+
+def test_a_frozen_weight_misses_nothing():
+    step = lambda p, s, x: ({"h": bt.matmul(x, lax.stop_gradient(p.w)) + bt.matmul(s.h, p.r)}, s.h)
+    model = Step(step, {"w": (3, 4), "r": (4, 4)}, {"h": 4})
+    assert set(graph_of(model, jnp.ones(3)).exactness().weights) == {("r",)}
+
+
+@jax.custom_jvp
+def doubled(x, w):
+    return bt.matmul(x, w)
+
+
+doubled.defjvp(lambda p, t: (bt.matmul(*p), 2 * (bt.matmul(t[0], p[1]) + bt.matmul(p[0], t[1]))))
+
+
+def test_a_derivative_rule_that_is_not_used_is_said():
+    step = lambda p, s, x: ({"h": 0.9 * s.h + doubled(x, p.w)}, s.h)
+    verdict = graph_of(Step(step, {"w": (3, 4)}, {"h": 4}), jnp.ones(3)).exactness()
+    assert "the derivative rule of a function that holds `matmul` of `w`" in str(verdict)
+
+
+def test_a_stack_of_layers_is_summed_up_in_a_few_lines():
+    with jax.numpy_rank_promotion("allow"):
+        model = brainstate.nn.Sequential(*[bt.nn.GRUCell(4, 4) for _ in range(6)])
+        brainstate.nn.init_all_states(model)
+        verdict = graph_of(model, jnp.ones(4)).exactness()
+    text = str(verdict)
+    assert len(text.splitlines()) == 7
+    assert "more: see `.dropped`" in text
+    assert len(verdict.weights) == 18
