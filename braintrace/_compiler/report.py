@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pathlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import brainstate
-
-from .diagnostics import CompilationRecord, DiagnosticLevel, show_path
+from .diagnostics import CompilationRecord, DiagnosticLevel
 from .exactness import Exactness, RuleKind
 from .graph import ETraceGraph
 from .groups import HiddenGroup
@@ -80,35 +80,58 @@ class CompilationReport:
         }
 
     def to_str(self) -> str:
-        lines = []
-        for group in self.graph.hidden_groups:
-            states = ", ".join(_state_line(h) for h in group.hidden)
-            lines.append(f"group {group.index}: {states}")
-            for relation in self.graph.hidden_param_op_relations:
-                if group in relation.hidden_groups:
-                    names = ", ".join(show_path(p) for p in relation.param_paths)
-                    classes = {str(relation.path_classification.get(p)) for p in group.hidden_paths} - {
-                        "None"
-                    }
-                    lines.append(
-                        f"  {relation.primitive.name} {names} -> y{list(relation.site.shape)}, "
-                        f"{'/'.join(sorted(classes))}  ({relation.site.source})"
-                    )
-        if self.excluded_weights:
-            lines.append("gradient within the step only:")
-            lines += [f"  {show_path(p)}: {why}" for p, why in self.excluded_weights.items()]
-        if self.dynamic_states:
-            lines.append("carried, not traced: " + ", ".join(show_path(p) for p in self.dynamic_states))
-        notes = [r for r in self.graph.diagnostics if r.level >= DiagnosticLevel.WARNING]
-        lines += [str(r) for r in notes]
-        return "\n".join(lines)
+        """A tree of groups, sites and parameters, as plain text."""
+        from rich.console import Console
+
+        from .pictures.tree import make_tree
+
+        text = io.StringIO()
+        Console(file=text, width=_WIDE, color_system=None, force_jupyter=False).print(make_tree(self))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def show(self) -> None:
-        print(self.to_str())
+        """Print the tree, in colour where there is a terminal."""
+        from rich.console import Console
+
+        from .pictures.tree import make_tree
+
+        console = Console()
+        if console.is_terminal or console.is_jupyter:
+            console.print(make_tree(self))
+        else:
+            print(self.to_str())
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """A drawing of what feeds what; written to `path` if one is given."""
+        from .pictures.drawing import to_svg
+
+        return _write(to_svg(self), path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """A page with the drawing, the verdict, what traces cost and every finding.
+
+        It needs no network; written to `path` if one is given.
+        """
+        from .pictures.page import to_html
+
+        return _write(to_html(self), path)
+
+    def to_dot(self) -> str:
+        """The graph in the language of graphviz."""
+        from .pictures.drawing import to_dot
+
+        return to_dot(self)
+
+    def _repr_html_(self) -> str:
+        from .pictures.page import to_frame
+
+        return to_frame(self)
 
 
-def _state_line(hidden: Any) -> str:
-    value = hidden.state.value
-    unit = f" {value.unit}" if hasattr(value, "unit") else ""
-    dtype = brainstate.environ and hidden.invar.aval.str_short()
-    return f"{show_path(hidden.path)} {dtype}{unit}"
+_WIDE = 160
+
+
+def _write(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,248 @@
+"""Boxes with their sizes, and the cards that hold a group together with the sites that feed it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..diagnostics import Path, show_path
+from .flow import Box, Edge, Flow, show_aval, show_unit
+
+TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels
+LINE = 17.0
+PAD = 9.0
+LANE = 12.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of text in a box: what it says, what is said quietly beside it, and how it is set."""
+
+    text: str
+    aside: str = ""
+    style: str = "text"  # title, text, tag, quiet
+
+    @property
+    def width(self) -> float:
+        size = TITLE * 0.7 if self.style == "title" else TEXT * 0.61
+        aside = len(self.aside) * SMALL * 0.61 + 10 if self.aside else 0
+        return len(self.text) * size + aside + (12 if self.style in ("tag", "quiet") else 0)
+
+
+@dataclass(eq=False)
+class Placed:
+    """A box with its text, its size, and where it is within its card (then: in the drawing)."""
+
+    box: Box
+    lines: list[Line]
+    marks: list[str] = field(default_factory=list)
+    x: float = 0.0
+    y: float = 0.0
+    width: float = 0.0
+    height: float = 0.0
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        marks = sum(len(m) * SMALL * 0.61 + 14 for m in self.marks)
+        self.width = max([self.lines[0].width + marks, *(line.width for line in self.lines[1:])]) + 2 * PAD
+        self.height = len(self.lines) * LINE + PAD
+
+
+@dataclass(eq=False)
+class Card:
+    """What is placed as one: a group with its sites, or a single box.
+
+    `ports[key of an edge]` is the height at which an edge from elsewhere comes in.
+    """
+
+    placed: dict[str, Placed]
+    title: str = ""
+    edges: list[Edge] = field(default_factory=list)  # from elsewhere
+    inner: list[Edge] = field(default_factory=list)
+    ports: dict[tuple[str, str, bool], float] = field(default_factory=dict)
+    x: float = 0.0
+    y: float = 0.0
+    width: float = 0.0
+    height: float = 0.0
+    column: int = 0
+    lane: float = 0.0  # inside, on the left: where the recurrence of the group runs
+    steps: bool = True  # whether sites that feed each other stand like steps
+
+    @property
+    def order(self) -> int:
+        return max(p.box.order for p in self.placed.values())
+
+    @property
+    def group(self) -> Placed | None:
+        return next((p for p in self.placed.values() if p.box.kind == "group"), None)
+
+    @property
+    def exit(self) -> float:
+        """The height at which edges leave, from the top of the card."""
+        return self.last.y + self.last.height / 2
+
+    @property
+    def last(self) -> Placed:
+        """The box that edges leave from."""
+        return self.group or next(iter(self.placed.values()))
+
+
+def make_cards(flow: Flow) -> list[Card]:
+    """Every box of a flow in one card, in program order, each with its inside arranged."""
+    home = _homes(flow)
+    cards: dict[str, Card] = {}
+    for key, box in flow.boxes.items():
+        cards.setdefault(home[key], Card({})).placed[key] = _place(box, _prefix(flow.boxes[home[key]]))
+    for edge in flow.edges:
+        card = cards[home[edge.target]]
+        (card.inner if home[edge.source] == home[edge.target] else card.edges).append(edge)
+    for card in cards.values():
+        _arrange(card)
+    return sorted(cards.values(), key=lambda c: c.order)
+
+
+def _homes(flow: Flow) -> dict[str, str]:
+    """The card of each box: a site that works for one group only, and for nothing else, is in its card."""
+    home = {key: key for key in flow.boxes}
+    sites = sorted(flow.of("site"), key=lambda b: -b.order)
+    for box in sites:
+        targets = {home[e.target] for e in flow.edges if e.source == box.key}
+        if len(targets) != 1:
+            continue
+        (target,) = targets
+        reads_own = any(e.past and e.source == target and e.target == box.key for e in flow.edges)
+        if target.startswith("group:") and (box.relation is not None or reads_own):
+            home[box.key] = target
+    return home
+
+
+def _place(box: Box, prefix: Path) -> Placed:
+    marks: list[str] = []
+    if box.kind == "group":
+        assert box.group is not None
+        lines = [
+            Line(_name(h.path, prefix), f"{show_aval(h.invar.aval)} {show_unit(h.state.value)}".strip())
+            for h in box.group.hidden
+        ]
+        if len(lines) > 6:
+            lines = [*lines[:5], Line(f"and {len(lines) - 5} more", style="quiet")]
+    elif box.kind == "site":
+        assert box.site is not None
+        lines = [Line(box.op, box.shape, "title")]
+        if box.site.loops:
+            marks.append("×" + "×".join(map(str, box.site.loops)))
+        if "cond" in box.site.context:
+            marks.append("branch")
+    elif box.kind == "plain":
+        lines = [Line("plain use", "", "title")]
+    else:
+        lines = [Line(shorten(box.label, 24), "", "title"), Line(box.shape, style="text")]
+    style = "tag" if box.relation is not None else "quiet"
+    params = [Line(_name(p, prefix), largest(s), style) for p, s in box.params.items()]
+    if len(params) > 4:
+        params = [*params[:3], Line(f"and {len(params) - 3} more", style="quiet")]
+    return Placed(box, lines + params, marks)
+
+
+def _name(path: Path, prefix: Path) -> str:
+    """A path without what the title of its card says already."""
+    inside = path[: len(prefix)] == prefix
+    return shorten(show_path(path[len(prefix) :] if inside else path), 28)
+
+
+def _prefix(box: Box) -> Path:
+    """What the paths of a group's states begin with."""
+    if box.group is None:
+        return ()
+    first, *rest = box.group.hidden_paths
+    common = first[:-1]
+    for path in rest:
+        while common != path[: len(common)]:
+            common = common[:-1]
+    return common
+
+
+def largest(shapes: str) -> str:
+    """The largest of the shapes of a parameter, for a short label."""
+
+    def size(shape: str) -> int:
+        total = 1
+        for n in shape.partition("[")[2].rstrip("]").split(","):
+            total *= int(n) if n else 1
+        return total
+
+    return "[" + max(shapes.split(", "), key=size).partition("[")[2]
+
+
+def shorten(text: str, length: int) -> str:
+    """
+    >>> shorten("a.long.path.to.weight", 14)
+    '…ath.to.weight'
+    """
+    return text if len(text) <= length else "…" + text[len(text) - length + 1 :]
+
+
+def _arrange(card: Card) -> None:
+    """Sites one below the other, further right the later they come; the group to the right of all."""
+    group = card.group
+    sites = [p for p in card.placed.values() if p is not group]
+    if group is None:
+        (only,) = sites
+        card.width, card.height = only.width, only.height
+        _spread(card, [(e, only) for e in card.edges])
+        return
+    assert group.box.group is not None
+    card.title = _title(group.box)
+    inside = {p.box.key: p for p in sites}
+    for p in sites:
+        before = [inside[e.source] for e in card.inner if e.target == p.box.key and e.source in inside]
+        p.depth = 1 + max((b.depth for b in before), default=-1)
+    past = [e for e in card.inner if e.past]
+    left = PAD + (LANE if past else 0)
+    card.lane = PAD + 1
+    rows = sorted(sites, key=lambda p: p.box.order)
+    card.steps = _are_steps(card, rows)
+    x, depth = left, 0
+    while column := [p for p in sites if p.depth == depth]:
+        for p in column:
+            p.x, p.width = x, max(q.width for q in column)
+        x, depth = x + (44 if card.steps else column[0].width + 28), depth + 1
+    x = max((p.x + p.width for p in sites), default=left) + 28
+    y = 24.0
+    for p in rows:
+        p.y, y = y, y + p.height + 8
+    wires = [e for e in card.edges if e.target == group.box.key]
+    for e in wires:  # straight to the group: a free row for each
+        card.ports[e.source, e.target, e.past] = y + 5
+        y += 12
+    bottom = max(y - 8 if sites else y, 24 + group.height)
+    group.x = x + 4 if sites or wires else left
+    group.y = 24 + (bottom - 24 - group.height) / 2
+    card.width = group.x + group.width + PAD
+    card.height = bottom + (LANE + 4 if past else PAD)
+    _spread(card, [(e, inside[e.target]) for e in (*card.edges, *past) if e.target in inside])
+
+
+def _are_steps(card: Card, rows: list[Placed]) -> bool:
+    """Whether edges between sites can go down and to the right, with nothing in their way."""
+    number = {p.box.key: i for i, p in enumerate(rows)}
+    for e in card.inner:
+        if e.source in number and e.target in number:
+            between = rows[number[e.source] + 1 : number[e.target]]
+            if any(p.depth <= rows[number[e.source]].depth for p in between):
+                return False
+    return True
+
+
+def _spread(card: Card, incoming: list[tuple[Edge, Placed]]) -> None:
+    """A height for each edge that comes in from the left, spread over the side of its box."""
+    for placed in card.placed.values():
+        own = [e for e, p in incoming if p is placed]
+        own.sort(key=lambda e: e.past and e.source in card.placed)
+        for i, e in enumerate(own):
+            card.ports[e.source, e.target, e.past] = placed.y + placed.height * (i + 1) / (len(own) + 1)
+
+
+def _title(box: Box) -> str:
+    assert box.group is not None
+    name, number = show_path(_prefix(box)), f"group {box.group.index}"
+    return f"{shorten(name, 30)} \N{MIDDLE DOT} {number}" if name else number

@@ -1,0 +1,67 @@
+"""What a picture says about a box when one points at it."""
+
+from __future__ import annotations
+
+from ..diagnostics import show_path
+from ..graph import ETraceGraph
+from .flow import Box, Flow, reasons, show_aval, show_unit
+from .sizes import show_bytes
+
+Note = list[tuple[str, str]]
+
+
+def details(flow: Flow, graph: ETraceGraph) -> dict[str, Note]:
+    """For each box, by its key, names and what to say of them."""
+    why = reasons(graph)
+    return {key: _note(box, why) for key, box in flow.boxes.items()}
+
+
+def _note(box: Box, why: dict[int, str]) -> Note:
+    params = [("parameter", f"{show_path(p)}  {shape}") for p, shape in box.params.items()]
+    if box.kind == "group":
+        return _of_group(box, params)
+    if box.kind == "site":
+        return _of_site(box, params, why)
+    if box.kind == "plain":
+        note = [("", "Used without a marked op: gradient within the step only")]
+        return [*note, *params, *([("line", box.label)] if box.label else [])]
+    names = {"input": "Input", "output": "Output", "state": "Carried from step to step, not traced"}
+    return [("", names[box.kind]), ("name", box.label), ("shape", box.shape)]
+
+
+def _of_group(box: Box, params: Note) -> Note:
+    group = box.group
+    assert group is not None
+    states = [
+        ("state", f"{show_path(h.path)}  {show_aval(h.invar.aval)} {show_unit(h.state.value)}".strip())
+        for h in group.hidden
+    ]
+    local = "unit by unit" if group.is_local else "reaches other positions; traces keep the diagonal"
+    note = [("", f"Hidden group {group.index}"), *states]
+    note += [("positions", str(list(group.varshape))), ("states at each", str(group.num_state))]
+    note += [("memory", local)]
+    return [*note, *((f"within-step {name}", text) for name, text in params)]
+
+
+def _of_site(box: Box, params: Note, why: dict[int, str]) -> Note:
+    site = box.site
+    assert site is not None
+    how = "learned online" if box.relation is not None else "gradient within the step only"
+    note = [("", f"{box.op}: {how}"), *params]
+    if site.num_inputs:
+        note.append(("x", ", ".join(show_aval(a.aval) for a in site.inputs[: site.num_inputs])))
+    note.append(("y", box.shape))
+    if site.loops:
+        note.append(("loop", f"{' x '.join(map(str, site.loops))} applications a step"))
+    if site.context:
+        note.append(("inside", ", ".join(site.context)))
+    if box.relation is not None and box.sizes is not None:
+        classes = {str(c) for p, c in box.relation.path_classification.items()}
+        note.append(("path", ", ".join(sorted(classes))))
+        for (name, group), shape in box.sizes.shapes.items():
+            note.append((f"trace of {name}", f"{list(shape)} for group {group}"))
+        note.append(("D_RTRL", show_bytes(box.sizes.d_rtrl)))
+        note.append(("ES_D_RTRL", show_bytes(box.sizes.es_d_rtrl)))
+    elif site.index in why:
+        note.append(("why", why[site.index]))
+    return [*note, *([("line", site.source)] if site.source else [])]

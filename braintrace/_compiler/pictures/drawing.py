@@ -1,0 +1,209 @@
+"""A graph as a drawing: scalable vector graphics, and the language of graphviz."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from ..diagnostics import show_path
+from ..graph import ETraceGraph
+from ..report import CompilationReport
+from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
+from .details import details
+from .flow import Edge, Flow, read_flow
+from .layout import Point, lay_out
+
+STYLE = resources.files(__package__).joinpath("drawing.css").read_text(encoding="utf-8")
+RADIUS = 6.0
+
+
+def to_svg(report: CompilationReport) -> str:
+    """The drawing of a graph, as one document that needs nothing else."""
+    return draw(read_flow(report), report.graph)
+
+
+def draw(flow: Flow, graph: ETraceGraph) -> str:
+    layout = lay_out(make_cards(flow))
+    notes = details(flow, graph)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="etrace" width="{layout.width:.0f}" '
+        f'height="{layout.height:.0f}" viewBox="0 0 {layout.width:.0f} {layout.height:.0f}" role="img" '
+        'aria-label="what feeds what in one step">',
+        f"<style>{STYLE}</style>",
+        '<rect class="sheet" width="100%" height="100%"/>',
+    ]
+    for card in layout.cards:
+        if card.group is not None:
+            parts.append(
+                f'<rect class="card" x="{card.x:.1f}" y="{card.y:.1f}" width="{card.width:.1f}" '
+                f'height="{card.height:.1f}" rx="10"/>'
+                f'<text class="head" x="{card.x + PAD + 2:.1f}" y="{card.y + 16:.1f}">'
+                f"{escape(card.title)}</text>"
+            )
+    # neighbours in another hue, so that lines side by side can be told apart
+    hues = {
+        source: i % 4 for i, source in enumerate(dict.fromkeys(e.source for e in layout.routes if e.past))
+    }
+    parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in layout.routes.items()]
+    for card in layout.cards:
+        parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in _inner(card)]
+        parts += [_box(card, placed, notes[key]) for key, placed in card.placed.items()]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _edge(edge: Edge, points: Sequence[Point], hue: int) -> str:
+    kind = "now"
+    if edge.past:
+        kind = f"past past{hue}"
+    x, y = points[-1]
+    return (
+        f'<g class="edge {kind}{" dropped" * edge.dropped}" data-from="{escape(edge.source)}" '
+        f'data-to="{escape(edge.target)}"><path class="line" d="{_rounded([*points[:-1], (x - 4, y)])}"/>'
+        f'<path class="head" d="M{x - 7:.1f},{y - 3.4:.1f} L{x:.1f},{y:.1f} '
+        f'L{x - 7:.1f},{y + 3.4:.1f} z"/></g>'
+    )
+
+
+def _rounded(points: Sequence[Point]) -> str:
+    """A line through corners, each of them round."""
+    kept = [
+        p
+        for i, p in enumerate(points)
+        if i == 0 or abs(p[0] - points[i - 1][0]) + abs(p[1] - points[i - 1][1]) > 0.5
+    ]
+    out = [f"M{kept[0][0]:.1f},{kept[0][1]:.1f}"]
+    for a, b, c in zip(kept, kept[1:], kept[2:], strict=False):
+        r = min(RADIUS, _distance(a, b) / 2, _distance(b, c) / 2)
+        p, q = _towards(b, a, r), _towards(b, c, r)
+        out.append(f"L{p[0]:.1f},{p[1]:.1f} Q{b[0]:.1f},{b[1]:.1f} {q[0]:.1f},{q[1]:.1f}")
+    return " ".join([*out, f"L{kept[-1][0]:.1f},{kept[-1][1]:.1f}"])
+
+
+def _distance(a: Point, b: Point) -> float:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def _towards(a: Point, b: Point, r: float) -> Point:
+    d = _distance(a, b) or 1.0
+    return a[0] + (b[0] - a[0]) * r / d, a[1] + (b[1] - a[1]) * r / d
+
+
+def _inner(card: Card) -> list[tuple[Edge, list[Point]]]:
+    """The edges inside a card: from sites to the group, between sites, and the group's recurrence."""
+    group = card.group
+    if group is None:
+        return []
+    found: list[tuple[Edge, list[Point]]] = []
+    into = [e for e in card.inner if e.target == group.box.key]
+    wires = [e for e in card.edges if e.target == group.box.key]
+    heights = sorted(
+        [(card.placed[e.source].y + card.placed[e.source].height / 2, e.source) for e in into]
+        + [(card.ports[e.source, e.target, e.past], e.source) for e in wires]
+    )
+    order = [source for _, source in heights]
+    top, bottom = group.y, group.y + group.height
+    for e in into:
+        p = card.placed[e.source]
+        i = order.index(e.source)
+        y0 = card.y + p.y + p.height / 2
+        y1 = card.y + top + (bottom - top) * (i + 1) / (len(order) + 1)
+        if top + 6 < p.y + p.height / 2 < bottom - 6 and len(order) == 1:
+            y1 = y0
+        bend = card.x + group.x - 24 + 12 * _share(i, len(order))
+        found.append((e, [(card.x + p.x + p.width, y0), (bend, y0), (bend, y1), (card.x + group.x, y1)]))
+    for e in card.inner:
+        target = card.placed[e.target]
+        if e.past:
+            y0, x0 = card.y + group.y + group.height, card.x + group.x + group.width / 2
+            low, lane = card.y + card.height - 7, card.x + card.lane
+            y1 = card.y + card.ports[e.source, e.target, e.past]
+            found.append((e, [(x0, y0), (x0, low), (lane, low), (lane, y1), (card.x + target.x, y1)]))
+        elif target is not group:
+            p = card.placed[e.source]
+            y1 = card.y + target.y + target.height * 0.2
+            if card.steps:
+                x0, y0 = card.x + p.x + 22, card.y + p.y + p.height
+                found.append((e, [(x0, y0), (x0, y1), (card.x + target.x, y1)]))
+            else:
+                x0, y0 = card.x + p.x + p.width, card.y + p.y + p.height / 2
+                found.append((e, [(x0, y0), (x0 + 12, y0), (x0 + 12, y1), (card.x + target.x, y1)]))
+    return found
+
+
+def _share(i: int, count: int) -> float:
+    """Lines that bend at different places do not cross: those further out bend later."""
+    middle = (count - 1) / 2
+    return 0.5 if count == 1 else abs(i - middle) / max(middle, 0.5) * 0.9
+
+
+def _box(card: Card, placed: Placed, note: list[tuple[str, str]]) -> str:
+    box = placed.box
+    kind = box.kind + (" online" if box.relation is not None else " within" if box.kind == "site" else "")
+    x, y = card.x + placed.x, card.y + placed.y
+    said = "\n".join(f"{name}: {text}" if name else text for name, text in note)
+    parts = [
+        f'<g class="box {kind}" id="{escape(box.key)}" data-key="{escape(box.key)}" tabindex="0">',
+        f"<title>{escape(said)}</title>",
+        f'<rect class="body" x="{x:.1f}" y="{y:.1f}" width="{placed.width:.1f}" '
+        f'height="{placed.height:.1f}" rx="{6 if box.kind in ("site", "plain", "group") else 12}"/>',
+    ]
+    for i, line in enumerate(placed.lines):
+        parts.append(_line(line, x + PAD, y + PAD / 2 + LINE * i, placed.width - 2 * PAD))
+    at = x + PAD + placed.lines[0].width - (len(placed.lines[0].aside) * SMALL * 0.61 + 10) + 4
+    for mark in placed.marks:
+        width = len(mark) * SMALL * 0.61 + 8
+        parts.append(
+            f'<rect class="mark" x="{at:.1f}" y="{y + PAD / 2 + 2:.1f}" width="{width:.1f}" '
+            'height="13" rx="6"/>'
+            f'<text class="mark mono" x="{at + 4:.1f}" y="{y + PAD / 2 + 12:.1f}">{escape(mark)}</text>'
+        )
+        at += width + 4
+    return "".join([*parts, "</g>"])
+
+
+def _line(line: Line, x: float, y: float, width: float) -> str:
+    indent, tag = 0.0, ""
+    if line.style in ("tag", "quiet"):
+        indent = 6.0
+        tag = (
+            f'<rect class="{line.style}" x="{x:.1f}" y="{y + 1.5:.1f}" '
+            f'width="{len(line.text) * TEXT * 0.61 + 10:.1f}" height="14" rx="4"/>'
+        )
+    style = "title" if line.style == "title" else "mono"
+    text = f'{tag}<text class="{style}" x="{x + indent:.1f}" y="{y + 12.5:.1f}">{escape(line.text)}</text>'
+    if line.aside:
+        text += (
+            f'<text class="aside mono" x="{x + width:.1f}" y="{y + 12.5:.1f}" '
+            f'text-anchor="end">{escape(line.aside)}</text>'
+        )
+    return text
+
+
+def to_dot(report: CompilationReport) -> str:
+    """The graph in the language of graphviz."""
+    flow = read_flow(report)
+    lines = ["digraph etrace {", "  rankdir=LR; node [shape=box, style=rounded, fontname=Helvetica];"]
+    for card in make_cards(flow):
+        inside = []
+        for key, placed in card.placed.items():
+            box = placed.box
+            said = [box.op or card.title, box.shape, *(show_path(p) for p in box.params)]
+            if box.group is not None:
+                said = [card.title, *(show_path(p) for p in box.group.hidden_paths)]
+            label = "\\n".join(_quoted(s) for s in said if s)
+            style = "" if box.relation is not None or box.kind != "site" else ', style="rounded,dashed"'
+            inside.append(f'  "{_quoted(key)}" [label="{label}"{style}];')
+        if card.group is not None and len(inside) > 1:
+            inside = [f'  subgraph "cluster_{card.group.box.key}" {{', *("  " + s for s in inside), "  }"]
+        lines += inside
+    for e in flow.edges:
+        style = " [style=dashed, color=crimson]" if e.dropped else ""
+        if e.past and not e.dropped:
+            style = " [color=darkorange, constraint=false]"
+        lines.append(f'  "{_quoted(e.source)}" -> "{_quoted(e.target)}"{style};')
+    return "\n".join([*lines, "}", ""])
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')

@@ -1,0 +1,327 @@
+"""What feeds what: the boxes of a picture and the edges between them, read off the program.
+
+Every value of the program carries the set of boxes that it comes from; a site, a group or a plain use of
+a parameter takes that set as its edges and stands for itself from there on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from ... import _compat
+from ..._compat import Literal as JaxLiteral
+from ..._compat import primitives
+from ..diagnostics import DiagnosticKind, show_path
+from ..graph import ETraceGraph
+from ..groups import HiddenGroup
+from ..module_info import ModuleInfo, Path
+from ..program import Atom, Node, Program, Site, Var
+from ..provenance import goals, provenance
+from ..relations import HiddenParamOpRelation
+from ..report import CompilationReport
+from .sizes import Sizes, trace_sizes
+
+Kind = Literal["input", "site", "plain", "state", "group", "output"]
+
+
+@dataclass(eq=False)
+class Box:
+    """One thing in the picture; `params` are the parameters that it uses."""
+
+    key: str
+    kind: Kind
+    order: int  # in the program
+    label: str = ""
+    shape: str = ""
+    params: dict[Path, str] = field(default_factory=dict)  # path -> shapes
+    site: Site | None = None
+    relation: HiddenParamOpRelation | None = None
+    group: HiddenGroup | None = None
+    sizes: Sizes | None = None
+
+    @property
+    def op(self) -> str:
+        return op_name(self.site) if self.site is not None else self.label
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that goes from one box to another; `past`: it is the state of the step before."""
+
+    source: str
+    target: str
+    past: bool = False
+    dropped: bool = False  # the traces do not follow all of it
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """The boxes, in program order, and the edges between them."""
+
+    boxes: dict[str, Box]
+    edges: list[Edge]
+
+    def of(self, kind: Kind) -> list[Box]:
+        return [b for b in self.boxes.values() if b.kind == kind]
+
+
+def op_name(site: Site) -> str:
+    """The name of a site's op as users call it."""
+    return site.primitive.name.removeprefix("etp_")
+
+
+def show_aval(aval: Any) -> str:
+    """`f32[16,32]`, as in a jaxpr."""
+    return str(aval.str_short(short_dtypes=True))
+
+
+def show_unit(value: Any) -> str:
+    unit = getattr(value, "unit", None)
+    return "" if unit is None or str(unit) in ("1", "") else str(unit)
+
+
+def read_flow(report: CompilationReport) -> Flow:
+    """Follow every value of a graph's step from box to box."""
+    reader = _Reader(report)
+    reader.read()
+    return Flow(reader.boxes, reader.edges())
+
+
+class _Reader:
+    """Walks the program; `bits` are sets of tokens, one for each box, old state and parameter."""
+
+    def __init__(self, report: CompilationReport) -> None:
+        self.report, self.graph, self.info = report, report.graph, report.graph.module_info
+        graph = self.graph
+        self.tokens: dict[tuple[str, str], int] = {}
+        self.boxes: dict[str, Box] = {}
+        self.into: dict[str, int] = {}
+        self.env: dict[Var, int] = {}
+        self.plain: dict[int, Box] = {}  # by the node that made it
+        self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
+        self.param_bits = 0
+        hidden = [h for g in graph.hidden_groups for h in g.hidden]
+        number = {h.outvar: i for i, h in enumerate(hidden)}
+        self.goals, _ = goals(
+            self.info.program, number, [g.index for g in graph.hidden_groups for _ in g.hidden]
+        )
+        self.new_state = {h.outvar: g for g in graph.hidden_groups for h in g.hidden}
+
+    def token(self, kind: str, key: str) -> int:
+        return self.tokens.setdefault((kind, key), 1 << len(self.tokens))
+
+    def add(self, box: Box, bits: int = 0) -> int:
+        if box.key not in self.boxes:
+            self.boxes[box.key] = box
+        self.into[box.key] = self.into.get(box.key, 0) | bits
+        return self.token("box", box.key)
+
+    def read(self) -> None:
+        info = self.info
+        for i, (var, name) in enumerate(zip(info.arg_invars, _input_names(info), strict=True)):
+            self.env[var] = self.add(Box(f"input:{i}", "input", i, name, show_aval(var.aval)))
+        hidden = {h.invar: g for g in self.graph.hidden_groups for h in g.hidden}
+        self.entries = {show_path(e.path): e for e in info.entries}
+        for entry in info.entries:
+            name = show_path(entry.path)
+            for var in entry.invars:
+                if entry.is_param:
+                    self.env[var] = self.token("param", name)
+                    self.param_bits |= self.env[var]
+                elif var in hidden:
+                    self.env[var] = self.token("old", f"group:{hidden[var].index}")
+                elif entry.written and jnp.issubdtype(var.aval.dtype, jnp.inexact):
+                    self.env[var] = self.token("old", f"state:{name}")
+        self.walk(info.program, None)
+        for entry in info.entries:
+            name = show_path(entry.path)
+            if ("old", f"state:{name}") in self.tokens:
+                bits = self.union(entry.outvars)
+                box = Box(f"state:{name}", "state", 1 << 30, name, show_aval(entry.invars[0].aval))
+                self.add(box, bits & ~self.param_bits)
+        outs = [a for a in info.out_atoms if isinstance(a, Var)]
+        for i, atom in enumerate(outs):
+            label = "output" if len(outs) == 1 else f"output {i}"
+            self.add(Box(f"output:{i}", "output", 1 << 30, label, show_aval(atom.aval)), self.data([atom]))
+
+    def union(self, atoms: Iterable[Atom]) -> int:
+        bits = 0
+        for atom in atoms:
+            bits |= 0 if isinstance(atom, JaxLiteral) else self.env.get(atom, 0)
+        return bits
+
+    def data(self, atoms: Iterable[Atom]) -> int:
+        """What atoms come from; a parameter that nothing has been done with becomes a box."""
+        bits = self.union(atoms)
+        for name in self.names(bits):
+            box = Box(f"plain:{name}", "plain", len(self.boxes))
+            bits |= self.add(self.with_param(box, name))
+        return bits & ~self.param_bits
+
+    def names(self, bits: int) -> list[str]:
+        return [name for (kind, name), bit in self.tokens.items() if kind == "param" and bits & bit]
+
+    def with_param(self, box: Box, name: str) -> Box:
+        entry = self.entries[name]
+        box.params[entry.path] = ", ".join(show_aval(v.aval) for v in entry.invars)
+        return box
+
+    def walk(self, program: Program, outer: Node | None) -> None:
+        for node in program.nodes:
+            if node.site is not None:
+                bits = self.at_site(node.site)
+            elif node.sites:
+                self.inside(node, outer or node)
+                continue
+            else:
+                bits = self.at_plain(node, outer or node)
+            for var in node.outputs:
+                self.env[var] = bits
+                self.at_state(var)
+
+    def at_state(self, var: Var) -> None:
+        group = self.new_state.get(var)
+        if group is None:
+            return
+        bits = self.env[var]
+        key = f"group:{group.index}"
+        box = self.boxes.get(key) or Box(key, "group", var.index, group=group)
+        self.env[var] = self.add(box, bits & ~self.param_bits)
+        for name in self.names(bits):
+            self.with_param(box, name)
+
+    def at_site(self, site: Site) -> int:
+        key = f"site:{site.index}"
+        relation = self.relations.get(site.index)
+        box = self.boxes.get(key) or Box(
+            key,
+            "site",
+            site.output.index,
+            shape=show_aval(site.output.aval),
+            site=site,
+            relation=relation,
+            sizes=trace_sizes(relation) if relation is not None else None,
+        )
+        bits = self.data(site.inputs[: site.num_inputs])
+        weights = self.union(site.weights.values())
+        for name in self.names(weights):
+            self.with_param(box, name)
+        return self.add(box, bits | (weights & ~self.param_bits))
+
+    def at_plain(self, node: Node, outer: Node) -> int:
+        """What a node's outputs come from; a parameter that meets data on its way to no state is a box."""
+        bits = self.union(node.inputs)
+        names, data = self.names(bits), bits & ~self.param_bits
+        reaches = any((goal := self.goals.get(v)) is not None and goal.direct for v in outer.outputs)
+        if not names or not data or reaches:
+            return bits
+        box = self.plain.get(id(node))
+        if box is None:
+            alone = [b for b in self.plain.values() if data == self.token("box", b.key)]
+            box = alone[0] if alone else Box(f"plain:{len(self.plain)}", "plain", node.outputs[0].index)
+            self.plain[id(node)] = box
+        for name in names:
+            self.with_param(box, name)
+        box.label = box.label or node.source
+        return self.add(box, data)
+
+    def inside(self, node: Node, outer: Node) -> None:
+        """Control flow that holds sites."""
+        ins = [self.union([a]) for a in node.inputs]
+        outs = [0] * len(node.outputs)
+        if node.primitive is primitives.cond_p:
+            for branch in node.inner:
+                outs = [a | b for a, b in zip(outs, self.enter(branch, ins[1:], outer), strict=True)]
+        else:
+            num_consts, num_carry = _compat.scan_counts(node.eqn)
+            while True:
+                found = self.enter(node.inner[0], ins, outer)
+                carry = slice(num_consts, num_consts + num_carry)
+                after = [a | b for a, b in zip(ins[carry], found, strict=False)]
+                if after == ins[carry]:
+                    outs = found
+                    break
+                ins[carry] = after
+        for var, bits in zip(node.outputs, outs, strict=True):
+            self.env[var] = bits
+            self.at_state(var)
+
+    def enter(self, program: Program, ins: Sequence[int], outer: Node) -> list[int]:
+        self.env.update(zip(program.inputs, ins, strict=True))
+        self.walk(program, outer)
+        return [self.union([a]) for a in program.outputs]
+
+    def edges(self) -> list[Edge]:
+        for kind, key in list(self.tokens):
+            if kind == "box" and self.boxes[key].kind == "state" and not self.is_read(key):
+                del self.boxes[key], self.into[key]
+        dropped = self.dropped()
+        found = []
+        for target, bits in self.into.items():
+            for (kind, source), bit in self.tokens.items():
+                if not bits & bit or kind == "param" or source == target or source not in self.boxes:
+                    continue
+                found.append(Edge(source, target, kind == "old", (source, target) in dropped))
+        return found
+
+    def dropped(self) -> set[tuple[str, str]]:
+        """The edges along which something is not followed beyond the step."""
+        found = {
+            (f"site:{r.site.index}", f"group:{g.index}")
+            for r in self.relations.values()
+            for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
+            if not m.complete
+        }
+        lost = {(d.primitive, d.source, p) for d in self.report.exactness.dropped for p in d.hidden_paths}
+        for site in self.info.program.sites:
+            for group in self.graph.hidden_groups:
+                if any((site.primitive, site.source, p) in lost for p in group.hidden_paths):
+                    found.add((f"group:{group.index}", f"site:{site.index}"))
+        return found
+
+    def is_read(self, key: str) -> bool:
+        bit = self.tokens["old", key]
+        return any(bits & bit for target, bits in self.into.items() if target != key)
+
+
+def _input_names(info: ModuleInfo) -> list[str]:
+    count = len(info.arg_invars)
+    try:
+        names = list(inspect.signature(info.model.update).parameters)
+    except (TypeError, ValueError):
+        names = []
+    if count == 1 or count > len(names):
+        return names[:1] if count == 1 and names else [f"input {i}" for i in range(count)]
+    return names[:count]
+
+
+def reasons(graph: ETraceGraph) -> dict[int, str]:
+    """Why a site has no trace, by its number."""
+    origin = provenance(graph.module_info.program)
+    leaf = graph.module_info.invar_to_leaf
+    traced = {r.site.index for r in graph.hidden_param_op_relations}
+    found = {}
+    for site in graph.module_info.program.sites:
+        if site.index in traced:
+            continue
+        paths = {leaf[v][0] for w in site.weights.values() for v in origin.of(w)[0] if v in leaf}
+        kinds = [
+            r.kind
+            for r in graph.diagnostics
+            if r.primitive is site.primitive and r.weight_path in paths and r.kind in _WITHOUT
+        ]
+        found[site.index] = (kinds[0] if kinds else DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE).value
+    return found
+
+
+_WITHOUT = {
+    DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
+    DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
+    DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+    DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
+}

@@ -1,0 +1,94 @@
+"""A graph as a tree of text: groups, under each the sites that feed it, then what has no trace and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..diagnostics import DiagnosticLevel, show_path
+from ..groups import HiddenGroup
+from ..relations import HiddenParamOpRelation
+from .flow import op_name, show_aval, show_unit
+from .sizes import show_bytes, trace_sizes
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from ..report import CompilationReport
+
+
+def make_tree(report: CompilationReport) -> Tree:
+    """The tree that `show` prints."""
+    from rich.tree import Tree
+
+    graph = report.graph
+    counts = report.counts
+    root = Tree(
+        _text(
+            (type(graph.module_info.model).__name__, "bold"),
+            f"  {number(counts['hidden_groups'], 'group')}, {counts['etrace_weights']} of "
+            f"{number(len(graph.module_info.params), 'parameter')} learned online",
+        )
+    )
+    for group in graph.hidden_groups:
+        branch = root.add(_group(group))
+        for relation in graph.hidden_param_op_relations:
+            if group in relation.hidden_groups:
+                branch.add(_site(relation, group))
+    if report.excluded_weights:
+        branch = root.add(_text(("gradient within the step only", "bold yellow")))
+        shapes = {e.path: ", ".join(show_aval(v.aval) for v in e.invars) for e in graph.module_info.params}
+        for path, why in report.excluded_weights.items():
+            branch.add(_text((show_path(path), "yellow"), (f"  {shapes[path]}", "dim"), f"  {why}"))
+    if report.dynamic_states:
+        branch = root.add(_text(("carried, not traced", "bold")))
+        for path in report.dynamic_states:
+            branch.add(_text(show_path(path)))
+    notes = [r.message for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING]
+    if notes:
+        branch = root.add(_text(("warnings", "bold red")))
+        for note in notes:
+            branch.add(_text(note))
+    verdict = report.exactness
+    root.add(_text((str(verdict), "green" if verdict.exact else "yellow")))
+    return root
+
+
+def _group(group: HiddenGroup) -> Text:
+    states = "   ".join(
+        f"{show_path(h.path)} {show_aval(h.invar.aval)} {show_unit(h.state.value)}".rstrip()
+        for h in group.hidden
+    )
+    return _text((f"group {group.index}", "bold magenta"), f"  {states}")
+
+
+def _site(relation: HiddenParamOpRelation, group: HiddenGroup) -> Text:
+    site, sizes = relation.site, trace_sizes(relation)
+    names = ", ".join(show_path(p) for p in relation.param_paths)
+    shapes = ", ".join(show_aval(w.aval) for w in site.weights.values())
+    classes = {
+        str(relation.path_classification[p]) for p in group.hidden_paths if p in relation.path_classification
+    }
+    marks = "".join([*(f"  x{n} in a loop" for n in site.loops), "  in a branch" * ("cond" in site.context)])
+    return _text(
+        (op_name(site), "bold blue"),
+        (f" {names}", "cyan"),
+        (f"  {shapes} -> {show_aval(site.output.aval)}", "dim"),
+        f"  {'/'.join(sorted(classes))}{marks}",
+        (f"  trace {show_bytes(sizes.d_rtrl)}", "green"),
+        (f"  {site.source.rpartition('/')[2]}", "dim"),
+    )
+
+
+def number(count: int, noun: str) -> str:
+    """
+    >>> number(2, "group")
+    '2 groups'
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _text(*parts: str | tuple[str, str]) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(*parts)
