@@ -1,6 +1,7 @@
 # Each target makes the environment that it needs; all it takes is Python 3.11 or newer and make.
 PYTHON ?= python3
 FUZZ ?= 5000
+YARDSTICK = braintrace==0.2.6 brainpy.state==0.1.0
 OLDEST = jax==0.8.0 jaxlib==0.8.0 brainstate==0.5.0 brainunit==0.5.0 brainevent==0.2.0
 
 # Compiling is most of the time of a test, so XLA optimises little, and one thread does for each worker.
@@ -31,28 +32,33 @@ fuzz: .venv/ready ## test many more random models
 scores: .venv/data ## train on every task by every rule, beside BPTT
 	.venv/bin/python benchmarks/scores.py
 
+bench: .venv/ready .venv-yardstick/ready ## measure time and memory beside BPTT and release 0.2.6 (BENCH=--quick)
+	.venv/bin/python benchmarks/bench.py $(BENCH)
+
 format: .venv/ready ## format the code and fix what lint can fix
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf .venv .venv-oldest .venv-yardstick .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test check test-oldest fuzz scores format clean
+.PHONY: help demo test check test-oldest fuzz scores bench format clean
 
-.venv-oldest/ready: requirements = $(OLDEST)
-.venv/ready .venv-oldest/ready: pyproject.toml
+.venv/ready: packages = --group dev -e .
+.venv-oldest/ready: packages = --group dev -e . $(OLDEST)
+.venv-yardstick/ready: packages = $(YARDSTICK)
+.venv/ready .venv-oldest/ready .venv-yardstick/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "braintrace needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "Installing into $(@D) ..."
 	@if uv --version >/dev/null 2>&1; then \
 	    uv venv -q --allow-existing --python $(PYTHON) $(@D) && \
-	    uv pip install -q --python $(@D) --group dev -e . $(requirements); \
+	    uv pip install -q --python $(@D) $(packages); \
 	else \
 	    $(PYTHON) -m venv $(@D) && \
 	    $(@D)/bin/python -m pip install -qq --upgrade pip && \
-	    $(@D)/bin/python -m pip install -qq --group dev -e . $(requirements); \
+	    $(@D)/bin/python -m pip install -qq $(packages); \
 	fi
 	@touch $@
 

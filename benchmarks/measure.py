@@ -1,0 +1,137 @@
+"""Compile a function, say what it takes, and time several in turns.
+
+Memory is what XLA's buffer assignment needs beside the arguments (parameters and the input sequence):
+temporary buffers plus outputs. It is known before anything runs, and is defined alike on every device.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import brainstate
+import jax
+import methods
+import nets
+from nets import Case
+
+
+@dataclass
+class Cost:
+    """What a compiled function takes; times in seconds, of the whole sequence."""
+
+    compile_wall: float
+    compile_process: float
+    temp_bytes: int
+    output_bytes: int
+    argument_bytes: int
+    trace_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.temp_bytes + self.output_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "peak_bytes": self.peak_bytes}
+
+
+def build(
+    case: Case, method: str, neuron: nets.Neuron = nets.neuron
+) -> tuple[Callable[[], float], dict[str, Any]]:
+    """A function that runs once and returns its seconds, and what it costs."""
+    run, trace_bytes = methods.make(case, method, neuron)
+    xs, ys = nets.data(case)
+    compiled, values, wall, process = compile_run(run, xs, ys)
+    memory = compiled.memory_analysis()
+    cost = Cost(
+        compile_wall=wall,
+        compile_process=process,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        trace_bytes=trace_bytes,
+    )
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(values, xs, ys))
+        return time.perf_counter() - start
+
+    return once, cost.as_dict()
+
+
+def compile_run(run: methods.Run, xs: Any, ys: Any) -> tuple[Any, Any, float, float]:
+    """Trace and compile, as a pure function of states and data; its states; wall and process time."""
+    wall, process = time.perf_counter(), time.process_time()
+    function = brainstate.transform.StatefulFunction(run, return_only_write=True).make_jaxpr(xs, ys)
+    values = [st.value for st in function.get_states(xs, ys)]
+    pure = jax.jit(lambda values, xs, ys: function.jaxpr_call(values, xs, ys))
+    compiled = pure.lower(values, xs, ys).compile()
+    return compiled, values, time.perf_counter() - wall, time.process_time() - process
+
+
+def interleave(runs: dict[str, Callable[[], float]], seconds: float, slow: float) -> dict[str, list[float]]:
+    """The times of each, in turns for about so many seconds; a run over `slow` seconds is not repeated."""
+    first = {name: run() for name, run in runs.items()}  # warms up
+    times: dict[str, list[float]] = {name: [t] if t > slow else [] for name, t in first.items()}
+    fast = [name for name in runs if not times[name]]
+    rounds = int(seconds / max(1e-6, sum(first[name] for name in fast)))
+    for _ in range(min(50, max(5, rounds))):
+        for name in fast:
+            times[name].append(runs[name]())
+    return times
+
+
+def compile_times(case: Case, names: list[str], repeats: int = 3) -> dict[str, float]:
+    """The best process time of compiling each, taken in turns, with JAX's caches cleared."""
+    xs, ys = nets.data(case)
+    best = dict.fromkeys(names, float("inf"))
+    for _ in range(repeats):
+        for name in names:
+            run, _ = methods.make(case, name)
+            jax.clear_caches()
+            best[name] = min(best[name], compile_run(run, xs, ys)[3])
+            gc.collect()
+    return best
+
+
+def ratio(times: dict[str, list[float]], a: str, b: str) -> float | None:
+    """The median over rounds of a's time by b's."""
+    if not times.get(a) or not times.get(b):
+        return None
+    return statistics.median(x / y for x, y in zip(times[a], times[b], strict=False))
+
+
+def about() -> dict[str, Any]:
+    """The machine and the versions in use."""
+    device = jax.devices()[0]
+    packages = "jax jaxlib brainstate brainunit brainevent braintrace numpy".split()
+    return {
+        "device": _processor() if device.platform == "cpu" else device.device_kind,
+        "platform": device.platform,
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # used from a folder
+        return str(getattr(__import__(name), "__version__", "not installed"))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()

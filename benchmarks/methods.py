@@ -1,0 +1,143 @@
+"""What is measured: ways to the gradient of a whole sequence, as functions `run(xs, ys)`.
+
+Each begins with states and traces reset, so that what one call costs does not depend on the last. This file
+also runs with the yardstick's own package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import nets
+from nets import Case
+
+import braintrace
+
+Run = Callable[[Any, Any], Any]
+SGD = 1e-3
+
+
+def loss_of(out: Any, y: Any) -> Any:
+    return jnp.mean((out - y) ** 2)
+
+
+class Plain:
+    """The network by itself: forwards, or back-propagation through time."""
+
+    def __init__(self, case: Case, neuron: nets.Neuron) -> None:
+        self.case, self.net = case, nets.make(case, neuron)
+        self.params = self.net.states(brainstate.ParamState)
+
+    def losses(self, xs: Any, ys: Any) -> Any:
+        return brainstate.transform.for_loop(lambda x, y: loss_of(self.net(x), y), xs, ys).sum()
+
+    def reset(self) -> None:
+        brainstate.nn.reset_all_states(self.net, batch_size=self.case.batch)
+
+    def forward(self, xs: Any, ys: Any) -> Any:
+        self.reset()
+        return self.losses(xs, ys)
+
+    def bptt(self, xs: Any, ys: Any) -> Any:
+        self.reset()
+        return brainstate.transform.grad(lambda: self.losses(xs, ys), self.params)()
+
+    def checkpointed(self, xs: Any, ys: Any) -> Any:
+        """BPTT that keeps the states at about every square root of T steps and computes the rest again."""
+        self.reset()
+        inner = brainstate.transform.checkpoint(self.losses)
+        size = max(k for k in range(1, math.isqrt(len(xs)) + 1) if len(xs) % k == 0)
+        cut = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (xs, ys))
+        loss = lambda: brainstate.transform.for_loop(inner, *cut).sum()
+        return brainstate.transform.grad(loss, self.params)()
+
+
+class Online:
+    """The network in a learner."""
+
+    def __init__(self, case: Case, neuron: nets.Neuron, rule: Any, **options: Any) -> None:
+        self.case, self.net = case, nets.make(case, neuron)
+        self.params = self.net.states(brainstate.ParamState)
+        self.learner = rule(self.net, **options)
+        self.learner.compile_graph(jnp.zeros((case.batch, case.inputs)))
+
+    @property
+    def trace_bytes(self) -> int:
+        values = [st.value for st in self.learner.states(braintrace.EligibilityTrace).values()]
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(values))
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return loss_of(self.learner(x), y)
+
+    def sequence(self, **options: Any) -> Run:
+        """The summed gradient of the sequence, by `etrace_grad`."""
+
+        def run(xs: Any, ys: Any) -> Any:
+            self.learner.reset_state(self.case.batch)
+            return self.learner.etrace_grad(xs, ys, step_fn=self.loss, reduction="sum", **options)
+
+        return run
+
+    def sgd(self, xs: Any, ys: Any) -> Any:
+        """True online learning: an update of the weights after every step."""
+
+        def step(x: Any, y: Any) -> Any:
+            grads, loss = brainstate.transform.grad(self.loss, self.params, return_value=True)(x, y)
+            for key, state in self.params.items():
+                state.value = jax.tree.map(lambda w, g: w - SGD * g, state.value, grads[key])
+            return loss
+
+        self.learner.reset_state(self.case.batch)
+        return brainstate.transform.for_loop(step, xs, ys).sum()
+
+    def floor(self, xs: Any, ys: Any) -> Any:
+        """Read and write all traces once a step, and nothing else."""
+        traces = [st.value for st in self.learner.states(braintrace.EligibilityTrace).values()]
+        return jax.lax.scan(lambda c, _: (jax.tree.map(lambda a: a * 0.999, c), None), traces, None, len(xs))
+
+
+# of the package that is being developed
+BPTT, CHECKPOINT, FORWARD = "BPTT", "BPTT, checkpoint", "forward"
+D_AUTO, D_DROP, D_CHUNK = "D_RTRL automatic", "D_RTRL automatic, traces dropped", "D_RTRL chunks"
+D_STEP, D_SGD, D_BF16 = "D_RTRL steps", "D_RTRL online SGD", "D_RTRL steps, bfloat16"
+ES_AUTO, ES_DROP, ES_CHUNK = "ES_D_RTRL automatic", "ES_D_RTRL automatic, traces dropped", "ES_D_RTRL chunks"
+ES_STEP, ES_SGD = "ES_D_RTRL steps", "ES_D_RTRL online SGD"
+FLOOR = "byte floor of D_RTRL steps"
+PLAIN = (FORWARD, BPTT, CHECKPOINT)
+D = (D_AUTO, D_DROP, D_CHUNK, D_STEP, D_BF16, D_SGD, FLOOR)
+ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_STEP, ES_SGD)
+OURS = PLAIN + D + ES
+# of the yardstick, which goes step by step
+YARD_D, YARD_ES = "0.2.6 D_RTRL steps", "0.2.6 ES_D_RTRL steps"
+YARD = (YARD_D, YARD_ES)
+
+
+def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Run, int]:
+    """The function of a method, and the bytes of the traces that it carries."""
+    if method in PLAIN:
+        plain = Plain(case, neuron)
+        return {FORWARD: plain.forward, BPTT: plain.bptt, CHECKPOINT: plain.checkpointed}[method], 0
+    dtype = {"trace_dtype": jnp.bfloat16} if method == D_BF16 else {}
+    if "ES_D_RTRL" in method:
+        online = Online(case, neuron, braintrace.ES_D_RTRL, decay_or_rank=0.9)
+    else:
+        online = Online(case, neuron, braintrace.D_RTRL, **dtype)
+    if method == FLOOR:
+        return online.floor, online.trace_bytes
+    if method in (D_SGD, ES_SGD):
+        return online.sgd, online.trace_bytes
+    if method in YARD:
+        return online.sequence(), online.trace_bytes
+    options: dict[str, Any] = {}
+    if method in (D_CHUNK, ES_CHUNK):
+        options["chunk_size"] = case.chunk
+    if method in (D_STEP, D_BF16, ES_STEP):
+        options["chunk_size"] = 1
+    if method in (D_DROP, ES_DROP):
+        options["keep_traces"] = False
+    return online.sequence(**options), online.trace_bytes

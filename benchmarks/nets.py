@@ -1,0 +1,100 @@
+"""The networks that are measured, and data for them.
+
+This file also runs with the yardstick's own package, so it uses only what both have: `braintrace.nn` layers
+and cells, and neurons that the caller hands in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax
+
+import braintrace
+
+OUTPUTS = 10
+LAYERS = 3  # of a spiking net
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its sizes, and the length of the sequence."""
+
+    net: str
+    inputs: int
+    width: int
+    batch: int
+    steps: int
+    chunk: int = 25  # steps in a chunk, where chunks are not chosen automatically
+
+    @property
+    def is_spiking(self) -> bool:
+        return self.net in ("LIF", "ALIF")
+
+    @property
+    def size(self) -> str:
+        width = f"{LAYERS}x{self.width}" if self.is_spiking else f"{self.width}"
+        return f"{self.net} {self.inputs}->{width}, batch {self.batch}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}, T={self.steps}"
+
+
+Neuron = Callable[[str, int], Any]
+
+
+def neuron(name: str, size: int) -> Any:
+    return getattr(braintrace.nn, name)(size)
+
+
+class Recurrent(brainstate.nn.Module):
+    """A cell that learns online, and a readout."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.cell = getattr(braintrace.nn, f"{case.net}Cell")(case.inputs, case.width)
+        self.readout = brainstate.nn.Linear(case.width, OUTPUTS)
+
+    def update(self, x: Any) -> Any:
+        return self.readout(self.cell(x))
+
+
+class Spiking(brainstate.nn.Module):
+    """Layers of spiking neurons, and a readout."""
+
+    def __init__(self, case: Case, neuron: Neuron) -> None:
+        super().__init__()
+        sizes = [case.inputs] + [case.width] * LAYERS
+        self.layers = [
+            brainstate.nn.Sequential(braintrace.nn.Linear(m, n), neuron(case.net, n))
+            for m, n in itertools.pairwise(sizes)
+        ]
+        self.readout = brainstate.nn.Linear(case.width, OUTPUTS)
+
+    def update(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.readout(x)
+
+
+def make(case: Case, neuron: Neuron = neuron) -> Any:
+    """The network of a case, with its states initialised."""
+    brainstate.environ.set(dt=1.0 * u.ms)
+    with brainstate.random.seed_context(0):
+        net = Spiking(case, neuron) if case.is_spiking else Recurrent(case)
+        brainstate.nn.init_all_states(net, batch_size=case.batch)
+    return net
+
+
+def data(case: Case) -> tuple[Any, Any]:
+    """Inputs (spikes or normal numbers) and targets, time first."""
+    kx, ky = jax.random.split(jax.random.key(0))
+    shape = (case.steps, case.batch, case.inputs)
+    xs = jax.random.bernoulli(kx, 0.1, shape) if case.is_spiking else jax.random.normal(kx, shape)
+    return xs.astype(float), jax.random.normal(ky, (case.steps, case.batch, OUTPUTS))
