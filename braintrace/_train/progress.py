@@ -12,6 +12,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .._compiler.pictures.sizes import show_bytes
 from .result import COUNTS, Row
 
 LINE_EVERY = 10.0  # seconds between lines, where there is no terminal
@@ -23,6 +24,7 @@ class Watch:
     def __init__(self, total: int | None, enabled: bool, console: Console | None = None) -> None:
         self.console = console or Console(quiet=not enabled, highlight=False)
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
+        self._warm = False
         self._last_line = time.monotonic()
         self._total, self._evaluated = total, ""
         self._bar: Progress | None = None
@@ -53,7 +55,9 @@ class Watch:
 
     def trained(self, row: Row, steps: int, seconds: float) -> None:
         """After a batch of `steps` time steps."""
-        self._times.append((seconds, steps))
+        if self._warm:  # the first batch compiles
+            self._times.append((seconds, steps))
+        self._warm = True
         if self._bar:
             self._bar.update(self._task, completed=row["batch"], now=self._status(row))
         elif time.monotonic() - self._last_line > LINE_EVERY:
@@ -76,10 +80,9 @@ class Watch:
         return "  ".join(p for p in parts if p)
 
     def _speed(self) -> str:
-        times = list(self._times)[len(self._times) < 50 :]  # the first batch compiles
-        if not times:
+        if not self._times:
             return ""
-        rate = sum(n for _, n in times) / max(sum(t for t, _ in times), 1e-9)
+        rate = sum(n for _, n in self._times) / max(sum(t for t, _ in self._times), 1e-9)
         return f"{rate:,.0f} steps/s  {show_bytes(memory())}"
 
 
@@ -99,16 +102,3 @@ def memory() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def show_bytes(number: float) -> str:
-    """A number of bytes, for people.
-
-    >>> show_bytes(3_000_000)
-    '3.0 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if number >= 100 or unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"

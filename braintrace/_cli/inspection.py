@@ -1,0 +1,146 @@
+"""`braintrace graph`, `check` and `plan`: look at a model before spending a night on it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from . import models
+
+RULES = ("d_rtrl", "es_d_rtrl", "rtrl")
+
+GRAPH = """\
+Show what is learned how: groups of hidden states, the weights that feed them, and what is left out.
+
+examples:
+  braintrace graph my_pkg.my_mod:Model --input 1,28,28
+  braintrace graph my_file.py:Net --input 3 --batch-size 16 --html graph.html
+  braintrace graph 'braintrace.nn:GRUCell(3, 32)' --input 3 --dot graph.dot
+"""
+
+CHECK = """\
+Compare the online gradient with that of back-propagation through time, parameter by parameter.
+
+The inputs and targets are random; the loss is the squared distance of the outputs from the targets.
+Exit code 1 where the two differ for another reason than the rule's, or, with --exact, where they differ.
+
+examples:
+  braintrace check 'braintrace.nn:LRUCell(3, 8)' --input 3
+  braintrace check my_pkg.my_mod:Model --input 28 --batch-size 4 --length 20 --rule es_d_rtrl
+  braintrace check my_pkg.my_mod:Model --input 28 --exact && echo exact
+"""
+
+PLAN = """\
+What each rule and BPTT would need in memory and operations, before anything is allocated.
+
+examples:
+  braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
+"""
+
+
+def add_to(commands: Any) -> None:
+    for name, about, run, short in (
+        ("graph", GRAPH, graph, "show what is learned how in a model"),
+        ("check", CHECK, check, "compare a model's online gradient with that of BPTT"),
+        ("plan", PLAN, plan, "what each rule would need in memory and operations"),
+    ):
+        parser = commands.add_parser(
+            name,
+            help=short,
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        models.add_arguments(parser)
+        parser.set_defaults(run=run)
+        if name != "plan":
+            parser.add_argument("--rule", choices=RULES, default="d_rtrl", help="default: d_rtrl")
+        if name == "graph":
+            for kind, what in (
+                ("html", "an interactive page"),
+                ("svg", "a drawing"),
+                ("dot", "for graphviz"),
+            ):
+                parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {what}")
+        if name != "graph":
+            length = 10 if name == "check" else 100
+            parser.add_argument(
+                "--length",
+                type=models.positive,
+                default=length,
+                help=f"steps of a sequence (default: {length})",
+            )
+        if name == "check":
+            parser.add_argument("--exact", action="store_true", help="fail unless the gradients are equal")
+
+
+def graph(given: argparse.Namespace) -> int:
+    learner, _ = _learner(given)
+    learner.show_graph()
+    for kind in ("html", "svg", "dot"):
+        path: Path | None = getattr(given, kind)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(getattr(learner.report, f"to_{kind}")(), encoding="utf-8")
+            print(f"wrote {path}")
+    return 0
+
+
+def check(given: argparse.Namespace) -> int:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from .._algorithms.check import check_gradients
+
+    learner, inputs = _learner(given)
+    rng = np.random.default_rng(given.seed)
+
+    def draw(like: Any) -> Any:
+        shape = (given.length, *like.shape)
+        if jnp.issubdtype(like.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(2, size=shape), like.dtype)
+        return jnp.asarray(rng.normal(size=shape), like.dtype)
+
+    outs = jax.tree.leaves(_outputs(learner.model, inputs))
+    floating = [i for i, o in enumerate(outs) if jnp.issubdtype(o.dtype, jnp.inexact)]
+    xs, ys = [draw(i) for i in inputs], [draw(outs[i]) for i in floating]
+
+    def step(*slices: Any) -> Any:
+        found = jax.tree.leaves(learner(*slices[: len(xs)]))
+        pairs = zip([found[i] for i in floating], slices[len(xs) :], strict=True)
+        return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in pairs)
+
+    found = check_gradients(learner, *xs, *ys, step_fn=step)
+    found.show()
+    return 0 if (found.equal if given.exact else found.ok) else 1
+
+
+def plan(given: argparse.Namespace) -> int:
+    import jax.numpy as jnp
+
+    from .. import _algorithms as algorithms
+
+    model, inputs = models.build(given)
+    zeros = [jnp.zeros(i.shape, i.dtype) for i in inputs]
+    braintrace.plan(model, *zeros, batch_size=given.batch_size, length=given.length).show()
+    return 0
+
+
+def _learner(given: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """A compiled learner of the model that was asked for."""
+    import jax.numpy as jnp
+
+    from .._algorithms.compile import NAMES
+
+    model, inputs = models.build(given)
+    learner = NAMES[given.rule](model)
+    learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
+    return learner, inputs
+
+
+def _outputs(model: Any, inputs: list[Any]) -> Any:
+    """The shapes of a model's outputs."""
+    import brainstate
+
+    return brainstate.transform.StatefulFunction(model).make_jaxpr(*inputs).get_out_shapes(*inputs)[0]

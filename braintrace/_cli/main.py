@@ -1,0 +1,93 @@
+"""The parser of `braintrace`, and what becomes of errors: 0 done, 1 failed, 2 mistyped, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from . import bench, completion, inspection, tasks, train
+from .errors import UsageError
+
+ABOUT = """\
+Train recurrent and spiking networks online, forward in time, with eligibility traces.
+
+examples:
+  braintrace tasks                                   what there is to learn
+  braintrace train --task copying --rule d_rtrl      learn it; results go to runs/
+  braintrace graph my_pkg.my_mod:Model --input 28    what is learned how in your own model
+  braintrace check my_pkg.my_mod:Model --input 28    is its online gradient that of BPTT?
+  braintrace plan  my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
+
+`braintrace COMMAND --help` says more and has examples.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="braintrace", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="print the versions of all that matters, and exit"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for command in (train, inspection, bench, tasks, completion):
+        command.add_to(commands)
+    for sub in commands.choices.values():
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    parser = make_parser()
+    try:
+        given = parser.parse_args(argv)
+    except SystemExit as stop:  # of argparse: 0 after --help, 2 after a mistake
+        return int(stop.code or 0)
+    if given.version:
+        print(_versions())
+        return 0
+    if given.command is None:
+        parser.print_help()
+        return 2
+    sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
+    try:
+        code: int = given.run(given)
+        return code
+    except KeyboardInterrupt:
+        print("braintrace: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if given.debug:
+            raise
+        return _tell(error, given.command)
+    finally:
+        sys.path.remove(os.getcwd()) if os.getcwd() in sys.path else None
+
+
+def _tell(error: Exception, command: str) -> int:
+    print(f"braintrace {command}: {str(error) or type(error).__name__}", file=sys.stderr)
+    if isinstance(error, UsageError):
+        print(f"`braintrace {command} --help` has examples.", file=sys.stderr)
+        return 2
+    print("(`--debug` shows where this happened.)", file=sys.stderr)
+    return 1
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    def found(name: str) -> Any:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    names = ("braintrace", "jax", "brainstate", "optax", "orbax-checkpoint", "matplotlib")
+    return "\n".join(f"{name} {found(name)}" for name in names)

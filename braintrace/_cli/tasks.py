@@ -1,0 +1,67 @@
+"""`braintrace tasks`: what there is to learn."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+from .errors import UsageError
+
+ABOUT = """\
+List the tasks, or describe one. None needs a download; some read data inside installed packages.
+
+examples:
+  braintrace tasks
+  braintrace tasks copying
+  braintrace train --task copying --set delay=50
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tasks",
+        help="list the tasks, or describe one",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("task", nargs="?", help="describe this one")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    from .. import tasks
+
+    if given.task is None:
+        width = max(map(len, tasks.names()))
+        for name in tasks.names():
+            print(f"{name:{width}}  {tasks.summary(name)}")
+        return 0
+    check_name(given.task)
+    options = inspect.signature(tasks.FACTORIES[given.task]).parameters.values()
+    task = tasks.get(given.task)
+    better = "or more" if task.higher_is_better else "or less"
+    facts = {
+        "sequences": f"{task.length} steps of {task.inputs} inputs{' (spikes)' if task.spiking else ''}",
+        "outputs": f"{task.outputs}",
+        "judged by": f"{task.metric_name}: chance {task.chance:.3g}, target {task.target:.3g} {better}",
+        "test set": f"{task.test_size} sequences",
+        "options": ", ".join(f"{o.name}={o.default}" for o in options) or "none",
+        "reference": task.reference or "none",
+    }
+    print(f"{task.name}: {task.description}\n\n{inspect.getdoc(tasks.FACTORIES[given.task])}\n")
+    for name, value in facts.items():
+        print(f"{name:10}  {value}")
+    return 0
+
+
+def check_name(name: str) -> None:
+    """Say what is near, where a task's name is unknown."""
+    import difflib
+
+    from .. import tasks
+
+    if name not in tasks.names():
+        near = difflib.get_close_matches(name, tasks.names(), 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(tasks.names())}."
+        raise UsageError(f"There is no task {name!r}; {hint}")

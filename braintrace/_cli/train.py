@@ -1,0 +1,255 @@
+"""`braintrace train`: learn a task, and leave curves, a report and checkpoints behind."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+from .models import SPEC, positive
+
+CELLS = (
+    "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
+)  # those of nets.py, which takes long to import
+RULES = ("d_rtrl", "es_d_rtrl", "rtrl", "bptt")
+DEFAULTS: dict[str, Any] = {
+    "task": None,
+    "set": {},
+    "rule": "d_rtrl",
+    "cell": None,
+    "model": None,
+    "hidden": 64,
+    "steps": 1000,
+    "batch_size": 32,
+    "lr": 5e-3,
+    "optimizer": "adam",
+    "clip": 1.0,
+    "update_every": "sequence",
+    "eval_every": 50,
+    "checkpoint_every": 100,
+    "seed": 0,
+    "to_target": False,
+}
+MAY_CHANGE = {"steps", "eval_every", "checkpoint_every", "to_target"}  # when a run goes on
+
+ABOUT = """\
+Learn a task with an online rule, or with BPTT to compare.
+
+--out (default: runs/TASK-CELL-RULE-SEED) gets metrics.jsonl, curves.svg and .png, report.html, config.json
+and checkpoints. Ctrl-C saves; --resume goes on where a run stopped, bit for bit. `braintrace tasks` lists
+the tasks.
+
+examples:
+  braintrace train --task copying
+  braintrace train --task copying --set delay=10 --set symbols=5 --cell lstm --hidden 128 --to-target
+  braintrace train --task evidence --rule es_d_rtrl --cell alif --steps 200
+  braintrace train --task mackey_glass --update-every 1 --lr 1e-3       weights change at every time step
+  braintrace train --task digits_rows --model my_mod:Net                your own model
+  braintrace train --out runs/copying-gru-d_rtrl-0 --resume --steps 2000
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="learn a task with an online rule, or with BPTT",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # what was typed is told from what was not
+    )
+    say = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
+    add = parser.add_argument
+    add("--task", help="what to learn")
+    add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
+    add("--rule", choices=RULES, help=say("rule", "how gradients are made"))
+    add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
+    add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
+    add("--hidden", type=positive, help=say("hidden", "units"))
+    add("--steps", "--batches", type=positive, help=say("steps", "batches to train on"))
+    add("--batch-size", type=positive, help=say("batch_size", "sequences in a batch"))
+    add("--lr", type=float, help=say("lr", "learning rate"))
+    add("--optimizer", help=say("optimizer", "any of optax that takes a learning rate"))
+    add("--clip", type=float, help=say("clip", "largest norm of a gradient; 0 for no limit"))
+    add("--update-every", metavar="K", help=say("update_every", "time steps between updates"))
+    add("--eval-every", type=positive, metavar="N", help=say("eval_every", "batches between tests"))
+    add("--checkpoint-every", type=positive, metavar="N", help=say("checkpoint_every", "batches"))
+    add("--seed", type=int, help=say("seed", "of parameters and data"))
+    add("--to-target", action="store_true", help="stop when the task's target is reached")
+    add("--out", type=Path, metavar="FOLDER", help="where results go")
+    add("--resume", action="store_true", help="go on where the run in --out stopped")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    settings, out, resume = _settings(given)
+    result = train(settings, out, resume)
+    if result.interrupted:
+        shown = "" if out is None else f" --out {out}"
+        print(f"Interrupted after batch {result.batches}. Go on with: braintrace train{shown} --resume")
+        return 130
+    return 0
+
+
+def train(settings: dict[str, Any], out: Path, resume: bool) -> Any:
+    """Train as the settings say, and write what there is to see."""
+    import brainstate
+    import brainunit as u
+    import jax.numpy as jnp
+
+    import braintrace
+
+    from .._algorithms.compile import NAMES
+    from .models import load
+    from .nets import make_net
+
+    task = braintrace.tasks.get(settings["task"], **settings["set"])
+    size, seed = settings["batch_size"], settings["seed"]
+    brainstate.random.seed(seed)
+    brainstate.environ.set(dt=1.0 * u.ms)
+    own = settings["model"]
+    net = load(own) if own else make_net(settings["cell"], task, settings["hidden"])
+    learner = NAMES[settings["rule"]](net)
+    brainstate.nn.init_all_states(net, batch_size=size)
+    learner.compile_graph(jnp.zeros((size, task.inputs)))
+    learner.show_graph()
+    print(f"\n{task.name}: {task.description}. Target: {task.metric_name} {task.target:.3g}.\n")
+
+    def step(x: Any, y: Any) -> tuple[Any, Any]:
+        output = learner(x)
+        return task.loss(output, y), output
+
+    if not resume or not (out / "config.json").exists():
+        if (out / "config.json").exists():
+            raise UsageError(
+                f"{out} holds an earlier run: --resume goes on with it; or choose another --out."
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    every, steps = settings["update_every"], settings["eval_every"]
+    name = task.metric_name.replace(" ", "_")
+    result = braintrace.fit(
+        learner,
+        lambda epoch: (task.batch(seed, epoch * steps + i, size) for i in range(steps)),
+        step,
+        _optimizer(settings),
+        max_batches=settings["steps"],
+        update_every=every if every == "sequence" else int(every),
+        metrics={name: task.metric},
+        eval_batches=lambda _: task.batches(seed, min(size, task.test_size), "test"),
+        eval_every=steps,
+        stop_when=(lambda row: task.reached(row[name])) if settings["to_target"] else None,
+        checkpoint_dir=out / "checkpoints",
+        checkpoint_every=settings["checkpoint_every"],
+        metrics_file=out / "metrics.jsonl",
+        resume=resume,
+    )
+    _write(result, learner, task, name, settings, out)
+    return result
+
+
+def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
+    from .._train.curves import save
+    from .._train.report import Target, write_report
+
+    runs, targets = {type(learner).__name__: result}, {name: task.target}
+    save(runs, out / "curves.svg", targets)
+    if importlib.util.find_spec("matplotlib"):
+        save(runs, out / "curves.png", targets)
+    write_report(
+        out / "report.html",
+        runs,
+        learner,
+        title=f"{task.name}: {task.description}",
+        subtitle=f"Learned with {type(learner).__name__}; {task.reference or 'no reference'}.",
+        target=Target(name, task.target, task.higher_is_better),
+        settings=settings,
+    )
+    score = result.metrics.get(name)
+    if score is not None and not result.interrupted:
+        found = "reached" if task.reached(score) else "not reached"
+        print(
+            f"{task.metric_name} {score:.4g} after {result.batches} batches; target {task.target:.3g} {found}"
+        )
+    print(f"results are in {out}: open {out / 'report.html'}")
+
+
+def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
+    """What was typed, over what a run that goes on was started with, over the defaults."""
+    typed = {k: v for k, v in vars(given).items() if k in DEFAULTS}
+    if "set" in typed:
+        typed["set"] = dict(map(_option, typed["set"]))
+    resume = getattr(given, "resume", False)
+    out: Path | None = getattr(given, "out", None)
+    stored: dict[str, Any] = {}
+    if resume and out is not None:
+        if not (out / "config.json").exists():
+            raise UsageError(f"There is no run in {out} to go on with.")
+        stored = json.loads((out / "config.json").read_text())
+        for name, value in typed.items():
+            if name not in MAY_CHANGE and value != stored[name]:
+                raise UsageError(
+                    f"The run in {out} has {name} {stored[name]!r}; it cannot go on with {value!r}."
+                )
+    settings = {**DEFAULTS, **stored, **typed}
+    if settings["task"] is None:
+        raise UsageError("Say what to learn, with --task; `braintrace tasks` lists what there is.")
+    _check(settings)
+    if out is None:
+        what = "own" if settings["model"] else settings["cell"]
+        out = Path("runs") / "-".join([settings["task"], what, settings["rule"], str(settings["seed"])])
+        if resume:
+            given.out = out
+            return _settings(given)
+    return settings, out, resume
+
+
+def _check(settings: dict[str, Any]) -> None:
+    from .. import tasks
+    from .tasks import check_name
+
+    check_name(settings["task"])
+    if settings["model"] and settings["cell"]:
+        raise UsageError("Give a --cell or a --model, not both.")
+    if settings["cell"] is None and not settings["model"]:
+        try:
+            spiking = tasks.get(settings["task"], **settings["set"]).spiking
+        except (ValueError, TypeError) as error:
+            raise UsageError(str(error)) from error
+        settings["cell"] = "alif" if spiking else "gru"
+    every = settings["update_every"]
+    if every != "sequence" and not (str(every).isdigit() and int(every) >= 1):
+        raise UsageError(f"--update-every is `sequence` or a number of time steps, not {every!r}.")
+    _optimizer(settings)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set takes NAME=VALUE, such as delay=20, not {text!r}.")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def _optimizer(settings: dict[str, Any]) -> Any:
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError("Training needs optax and orbax: pip install 'braintrace[train]'.") from error
+    make = getattr(optax, settings["optimizer"], None)
+    if make is None:
+        raise UsageError(
+            f"optax has no optimiser {settings['optimizer']!r}; adam, adamw, sgd, rmsprop are some."
+        )
+    try:
+        chosen = make(settings["lr"])
+    except TypeError as error:
+        raise UsageError(
+            f"optax.{settings['optimizer']} does not take just a learning rate: {error}."
+        ) from error
+    return optax.chain(optax.clip_by_global_norm(settings["clip"]), chosen) if settings["clip"] else chosen
