@@ -5,6 +5,7 @@ The rest of the package reads jaxprs through these names only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Primitive as Primitive
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import primitives as primitives
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -39,6 +41,7 @@ __all__ = [
     "bind",
     "called_jaxpr",
     "hide_from_tracebacks",
+    "jaxpr_as_fun",
     "mlir",
     "primitives",
     "scan_counts",
@@ -124,6 +127,15 @@ def bind(eqn: JaxprEqn, *vals: Any) -> list[Any]:
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's code that made the equation."""
     return str(source_info_util.summarize(eqn.source_info))
+
+
+def library_line(eqn: JaxprEqn) -> str:
+    """The same in a library's code (ours or another's), for what no line of the user's made."""
+    hidden = (os.path.dirname(jax.__file__), os.path.join(os.path.dirname(__file__), "_"))
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if not frame.file_name.startswith(hidden):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return ""
 
 
 def hide_from_tracebacks(*paths: str) -> None:

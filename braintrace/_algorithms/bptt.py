@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import ETraceGraph
+from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
 from .base import Compiled, ETraceAlgorithm, _one_step
@@ -33,6 +34,8 @@ class BPTT(ETraceAlgorithm):
     >>> sorted(".".join(path) for path in grads)
     ['Wh.weight', 'Wr.weight', 'Wz.weight']
     """
+
+    rule_kind = RuleKind("BPTT", whole=True)
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         return graph_from_info(extract_module_info(self.model, *args, **kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class DiagnosticKind(enum.Enum):
     HIDDEN_STATE_MIXED = "hidden positions reach other positions"
     HIDDEN_STATE_CASCADE = "a state reaches another group's state"
     NO_MARKED_OP = "no marked op in the model"
+    PARAMETER_WITHOUT_MARK = "feeds a hidden state without a marked op"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,48 @@ class CompilationRecord:
 
     def __str__(self) -> str:
         return f"[{self.level.name}] {self.message}"
+
+
+# which findings a warning names first: those that change the most
+_IMPORTANCE = {
+    kind: i
+    for i, kind in enumerate(
+        [
+            DiagnosticKind.NO_MARKED_OP,
+            DiagnosticKind.PARAMETER_WITHOUT_MARK,
+            DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
+            DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+            DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
+            DiagnosticKind.HIDDEN_STATE_MIXED,
+            DiagnosticKind.RELATION_PARTIAL_PATH,
+            DiagnosticKind.HIDDEN_STATE_CASCADE,
+            DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
+        ]
+    )
+}
+
+
+def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -> str | None:
+    """One message with the most important of what the user may well not have meant; None if all is well.
+
+    Of several findings of one kind one is told first, then one of the next kind.
+    """
+    found = [r for r in records if r.level >= DiagnosticLevel.WARNING]
+    if not found:
+        return None
+    turn = Counter[DiagnosticKind]()
+    order = []
+    for r in found:
+        order.append((turn[r.kind], _IMPORTANCE.get(r.kind, len(_IMPORTANCE))))
+        turn[r.kind] += 1
+    chosen = [r for _, r in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+    lines = [f"{name}: {chosen[0].message}"] if len(found) == 1 else [f"{name}, {len(found)} findings:"]
+    if len(found) > 1:
+        lines += [f"{i}. {r.message}" for i, r in enumerate(chosen[:most], 1)]
+    if len(found) > most:
+        lines.append(f"And {len(found) - most} more in `learner.report.diagnostics`.")
+    lines.append("What the gradient misses in all is in `learner.report.exactness`.")
+    return "\n".join(lines)
 
 
 def show_path(path: Iterable[str]) -> str:

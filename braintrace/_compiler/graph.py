@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from typing import Any, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warning_of
 from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
 from .groups import HiddenGroup, find_groups, group_records
+from .links import ELEMENT_WISE
 from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
 from .perturbation import HiddenPerturbation
 from .positions import Positions
 from .program import Var
 from .provenance import Provenance, goals, provenance
 from .relations import HiddenParamOpRelation, find_relations, name_site
+from .slices import between
+
+if TYPE_CHECKING:
+    from .report import CompilationReport
 
 
 class ETraceGraph(NamedTuple):
@@ -37,10 +44,28 @@ class ETraceGraph(NamedTuple):
         return find_exactness(self, rule)
 
     def explain(self) -> str:
-        """The findings in words, one a line."""
+        """A tree of groups, sites and parameters, as plain text."""
+        return self._report().to_str()
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """A drawing of what feeds what; written to `path` if one is given."""
+        return self._report().to_svg(path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """A page that needs no network: the drawing, the verdict, what traces cost and every finding."""
+        return self._report().to_html(path)
+
+    def to_dot(self) -> str:
+        """The graph in the language of graphviz."""
+        return self._report().to_dot()
+
+    def _repr_html_(self) -> str:
+        return self._report()._repr_html_()
+
+    def _report(self) -> CompilationReport:
         from .report import CompilationReport
 
-        return CompilationReport(self).to_str()
+        return CompilationReport(self)
 
 
 def compile_etrace_graph(
@@ -80,7 +105,8 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
     records = [
         *_program_records(info),
         *group_records(groups, info),
-        *_cascades(groups, new, var_goals),
+        *_without_mark(info, groups, var_goals),
+        *_cascades(info, groups, var_goals),
         *records,
     ]
     return ETraceGraph(
@@ -153,8 +179,35 @@ def _first_use(info: ModuleInfo, entry: StateEntry) -> str:
     return ""
 
 
+def _without_mark(
+    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any]
+) -> list[CompilationRecord]:
+    """Parameters that feed a state by ordinary operations, in a model that marks others."""
+    leaves = [h.path for g in groups for h in g.hidden]
+    records = []
+    for entry in info.params if info.program.sites else ():
+        bits = 0
+        for var in entry.invars:
+            bits |= var_goals[var].direct if var in var_goals else 0
+        if bits:
+            paths = tuple(p for i, p in enumerate(leaves) if bits >> i & 1)
+            names = ", ".join(f"`{show_path(p)}`" for p in paths)
+            records.append(
+                CompilationRecord(
+                    DiagnosticKind.PARAMETER_WITHOUT_MARK,
+                    DiagnosticLevel.WARNING,
+                    f"`{show_path(entry.path)}`{_first_use(info, entry)}, feeds {names} without a marked op; "
+                    "it gets the gradient within the step only. Use `braintrace.matmul(x, w, b)`, "
+                    "`braintrace.element_wise(w)` or a layer of `braintrace.nn` to learn it online.",
+                    weight_path=entry.path,
+                    hidden_paths=paths,
+                )
+            )
+    return records
+
+
 def _cascades(
-    groups: list[HiddenGroup], new: dict[Var, int], var_goals: dict[Var, Any]
+    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any]
 ) -> list[CompilationRecord]:
     """States that reach another group's new state without a marked op: a path that no trace follows."""
     leaves = [(g, h.path) for g in groups for h in g.hidden]
@@ -169,14 +222,19 @@ def _cascades(
                     reached[g.index] = None
         for index in reached:
             other = groups[index]
+            ways = between(info.program, [*group.hidden_invars, *group.hidden_outvars], other.hidden_outvars)
+            at = next((n for n in ways if n.primitive.name not in ELEMENT_WISE), ways[0] if ways else None)
+            where = f" (`{at.primitive.name}` at {at.source})" if at else ""
             names, others = (", ".join(f"`{show_path(p)}`" for p in g.hidden_paths) for g in (group, other))
             records.append(
                 CompilationRecord(
                     DiagnosticKind.HIDDEN_STATE_CASCADE,
                     DiagnosticLevel.WARNING,
-                    f"The state {names} reaches {others} without a marked op, and not unit by unit; what is "
-                    f"learned through {names} does not count what {others} remembers of it.",
+                    f"The state {names} reaches {others} without a marked op, and not unit by unit{where}; "
+                    f"what is learned through {names} does not count what {others} remembers of it.",
+                    primitive=at.primitive if at else None,
                     hidden_paths=(*group.hidden_paths, *other.hidden_paths),
+                    context={"sources": [at.source] if at else []},
                 )
             )
     return records
@@ -184,10 +242,15 @@ def _cascades(
 
 def _warn(graph: ETraceGraph) -> None:
     """One warning per model at most, with what the user may well not have meant."""
-    found = [r.message for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING]
-    if found:
-        more = f" And {len(found) - 3} more: see the report's diagnostics." if len(found) > 3 else ""
-        warnings.warn(" ".join(found[:3]) + more, stacklevel=3)
+    model = graph.module_info.model
+    message = warning_of(type(model).__name__, graph.diagnostics)
+    if message is not None and _warned.get(model) != message:
+        _warned[model] = message
+        warnings.warn(message, stacklevel=3)
+
+
+# what was said of a model; it is compiled again for each batch size
+_warned: weakref.WeakKeyDictionary[brainstate.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def find_hidden_groups_from_minfo(info: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:

@@ -14,9 +14,11 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal
-from .errors import CompilationError
+from .diagnostics import show_path
+from .errors import CompilationError, NotSupportedError
 from .links import Array
-from .program import Atom, Node, Program, Var, read_program
+from .program import Atom, Node, Program, UnreadableSite, Var, read_program
+from .provenance import provenance
 
 Path = tuple[str, ...]
 
@@ -150,8 +152,11 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given."""
     data, rebuild, _ = split_static(args, kwargs)
     closed, out_tree, states = _trace(model, rebuild, data)
-    program = read_program(closed)
     paths = {id(st): _as_path(path) for path, st in model.states().items()}
+    try:
+        program = read_program(closed)
+    except UnreadableSite as e:
+        raise _refusal(e, len(data), [(paths.get(id(st), ()), st) for st in states]) from None
     num_out = len(program.outputs) - sum(len(jax.tree.leaves(st.value)) for st in states)
     ins, outs = iter(program.inputs[len(data) :]), iter(program.outputs[num_out:])
     entries, trees = [], []
@@ -187,6 +192,26 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         out_tree=out_tree,
         state_trees=tuple(trees),
         retrace=retrace,
+    )
+
+
+def _refusal(
+    e: UnreadableSite, num_args: int, states: Sequence[tuple[Path, brainstate.State]]
+) -> NotSupportedError:
+    """An op that the compiler cannot get at, with the parameters that go where it is."""
+    owners = [(path, st) for path, st in states for _ in jax.tree.leaves(st.value)]
+    origin = provenance(e.program)
+    behind = {v for atom in e.node.inputs for v in origin.of(atom)[0]}
+    of = dict.fromkeys(
+        f"`{show_path(path)}`"
+        for var, (path, st) in zip(e.program.inputs[num_args:], owners, strict=False)
+        if var in behind and isinstance(st, brainstate.ParamState)
+    )
+    names = f" of {', '.join(of)}" if of else ""
+    return NotSupportedError(
+        f"The marked op `{e.op.name}`{names} is inside `{e.node.primitive.name}` at {e.node.source}, which "
+        "the compiler does not read. Move the op out, or use `x @ w` inside to train the weight without a "
+        "trace."
     )
 
 

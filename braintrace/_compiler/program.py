@@ -24,7 +24,6 @@ from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
 from .._ops.letters import Layout
 from .._ops.primitive import ETPPrimitive
-from .errors import NotSupportedError
 
 AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
 
@@ -75,7 +74,8 @@ class Node:
     @property
     def source(self) -> str:
         # what is inside a function of JAX's own has no line of the user's; the call has
-        lines = map(_compat.source_line, (self.eqn, *reversed(self.callers)))
+        eqns = (self.eqn, *reversed(self.callers))
+        lines = (line(eqn) for line in (_compat.source_line, _compat.library_line) for eqn in eqns)
         return next(filter(None, lines), "")
 
 
@@ -131,6 +131,14 @@ class Program:
     sites: list[Site] = field(default_factory=list)
     # custom_jvp/custom_vjp functions that hold a site, and so lose their own rule
     opened: list[Node] = field(default_factory=list)
+
+
+class UnreadableSite(Exception):
+    """A marked op is inside a primitive that is not read: the program so far, the primitive and the op."""
+
+    def __init__(self, program: Program, node: Node, op: ETPPrimitive) -> None:
+        super().__init__(program, node, op)
+        self.program, self.node, self.op = program, node, op
 
 
 def read_program(closed: _compat.ClosedJaxpr) -> Program:
@@ -219,7 +227,7 @@ class _Reader:
                         for inner in _compat.inner_jaxprs(eqn)
                     )
                 if not node.inner:
-                    self.refuse_sites(node)
+                    self.refuse_sites(program, node)
             program.nodes.append(node)
         return [read(a) for a in jaxpr.outvars]
 
@@ -229,12 +237,17 @@ class _Reader:
         yield
         self.callers = self.callers[:-1]
 
-    def refuse_sites(self, node: Node) -> None:
-        if any(map(self.holds_site, _compat.all_jaxprs(node.eqn))):
-            raise NotSupportedError(
-                f"A marked op is inside `{node.primitive.name}` at {node.source}, which the compiler does "
-                "not read. Move the op out, or use `x @ w` inside to train the weight without a trace."
-            )
+    def refuse_sites(self, program: Program, node: Node) -> None:
+        found = [eqn for jaxpr in _compat.all_jaxprs(node.eqn) for eqn in self.site_eqns(jaxpr)]
+        if found:
+            raise UnreadableSite(program, node, found[0].primitive)
+
+    def site_eqns(self, jaxpr: Any) -> Iterator[JaxprEqn]:
+        for eqn in jaxpr.eqns:
+            if isinstance(eqn.primitive, ETPPrimitive):
+                yield eqn
+            for inner in _compat.all_jaxprs(eqn):
+                yield from self.site_eqns(inner)
 
     def holds_site(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self.holds:

@@ -374,9 +374,9 @@ def test_report():
     report = bt.CompilationReport(graph_of("running_mean"))
     assert report.dynamic_states == [("m",)]
     report = bt.CompilationReport(graph_of("plain_bias_of_state"))
-    assert report.excluded_weights == {("b",): "used by no marked op"}
+    assert report.excluded_weights == {("b",): "feeds a hidden state without a marked op"}
     assert report.counts["relations"] == report.counts["etrace_weights"] == 1
-    assert "etp_matmul w" in report.to_str()
+    assert "matmul w" in report.to_str()
 
 
 def test_a_path_that_is_left_out_is_reported():
@@ -560,7 +560,8 @@ def test_op_inside_something_unknown():
         h = 0.9 * s.h + product(x, p.w)
         return {"h": h}, h
 
-    assert "custom_vmap_call" in refused(f, NotSupportedError, code="product(x, p.w)")
+    message = refused(f, NotSupportedError, code="product(x, p.w)")
+    assert "`etp_matmul` of `w` is inside `custom_vmap_call`" in message
 
 
 def test_states_that_are_not_initialised():
@@ -585,7 +586,36 @@ def test_many_findings_are_one_warning():
     model = Step(f, dict.fromkeys("abcde", (3, 4)), {"h": 4})
     with pytest.warns(UserWarning, match="And 3 more") as found:
         compile_etrace_graph(model, jnp.ones(3))
+    compile_etrace_graph(model, jnp.ones(3))  # would be an error if it warned again
     assert len(found) == 1
+    first, second, third = str(found[0].message).splitlines()[1:4]
+    assert "Positions of `h` reach other positions" in first
+    assert "`a`" in second
+    assert "`b`" in third
+
+
+def test_a_parameter_without_a_mark_is_told_first():
+    def f(p, s, x):
+        h = 0.9 * s.h + jax.nn.softmax(bt.matmul(x, p.w)) + p.b
+        return {"h": h}, h
+
+    with pytest.warns(UserWarning, match=r"1\. `b`, used by `add`.*feeds `h` without a marked op") as found:
+        compile_etrace_graph(Step(f, {"w": (3, 4), "b": 4}, {"h": 4}), jnp.ones(3))
+    assert points_at(str(found[0].message), "test_graph.py", "+ p.b")
+
+
+def test_a_cascade_is_told_with_its_line():
+    graph = graph_of("cascade_summed")
+    (record,) = [r for r in graph.diagnostics if r.kind is DiagnosticKind.HIDDEN_STATE_CASCADE]
+    assert points_at(record.message, "zoo.py", "jnp.tanh(a).sum()")
+
+
+def test_a_cell_of_the_library_has_lines_too():
+    with jax.numpy_rank_promotion("allow"):
+        cell = bt.nn.GRUCell(3, 4)
+        brainstate.nn.init_all_states(cell)
+        graph = compile_etrace_graph(cell, jnp.ones(3))
+    assert all("cells.py:" in r.message for r in graph.diagnostics)
 
 
 # -- the same every time, and quickly ------------------------------------------------------------------
