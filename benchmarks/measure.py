@@ -76,15 +76,23 @@ def compile_run(run: methods.Run, xs: Any, ys: Any) -> tuple[Any, Any, float, fl
     return compiled, values, time.perf_counter() - wall, time.process_time() - process
 
 
-def interleave(runs: dict[str, Callable[[], float]], seconds: float, slow: float) -> dict[str, list[float]]:
-    """The times of each, in turns for about so many seconds; a run over `slow` seconds is not repeated."""
+def interleave(
+    runs: dict[str, Callable[[], float]], seconds: float, slow: float
+) -> dict[str, list[float | None]]:
+    """The times of each by round, in turns for about so many seconds; None: not in this round.
+
+    What takes much longer than most is run in fewer rounds, and only once if it takes over `slow` seconds.
+    """
     first = {name: run() for name, run in runs.items()}  # warms up
-    times: dict[str, list[float]] = {name: [t] if t > slow else [] for name, t in first.items()}
-    fast = [name for name in runs if not times[name]]
-    rounds = int(seconds / max(1e-6, sum(first[name] for name in fast)))
-    for _ in range(min(50, max(5, rounds))):
-        for name in fast:
-            times[name].append(runs[name]())
+    usual = 3 * statistics.median(first.values()) if first else 0.0
+    every = {name: max(1, round(t / usual)) for name, t in first.items()}
+    round_time = sum(t / every[name] for name, t in first.items() if t <= slow)
+    rounds = min(60, max(5, int(seconds / max(1e-6, round_time))))
+    times: dict[str, list[float | None]] = {name: [t] if t > slow else [] for name, t in first.items()}
+    for i in range(rounds):
+        for name, run in runs.items():
+            if first[name] <= slow:
+                times[name].append(run() if i % min(every[name], rounds // 5) == 0 else None)
     return times
 
 
@@ -101,11 +109,10 @@ def compile_times(case: Case, names: list[str], repeats: int = 3) -> dict[str, f
     return best
 
 
-def ratio(times: dict[str, list[float]], a: str, b: str) -> float | None:
-    """The median over rounds of a's time by b's."""
-    if not times.get(a) or not times.get(b):
-        return None
-    return statistics.median(x / y for x, y in zip(times[a], times[b], strict=False))
+def ratio(times: dict[str, list[float | None]], a: str, b: str) -> float | None:
+    """The median of a's time by b's, over the rounds that have both."""
+    pairs = [(x, y) for x, y in zip(times.get(a, []), times.get(b, []), strict=False) if x and y]
+    return statistics.median(x / y for x, y in pairs) if pairs else None
 
 
 def about() -> dict[str, Any]:

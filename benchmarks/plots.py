@@ -52,7 +52,7 @@ def draw(results: Results, folder: Path) -> None:
 def _lines(results: Results, sweep: str, path: Path) -> None:
     """Time per step and memory, side by side, against one size."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     key, title = AXES[sweep]
     entries = sorted((e for e in results["cases"] if sweep in e["sweeps"]), key=lambda e: e["case"][key])
@@ -73,9 +73,10 @@ def _lines(results: Results, sweep: str, path: Path) -> None:
     ):
         panel.set(xscale="log", yscale="log", xlabel=title, ylabel=label)
         panel.set_xticks([e["case"][key] for e in entries])
-        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
+            axis.set_minor_formatter(NullFormatter())
         panel.grid(which="major", color="#dddddd", linewidth=0.7)
     fixed = f"T={case['steps']}" if sweep == "width" else f"{case['inputs']} inputs, {case['width']} units"
     figure.suptitle(
@@ -90,7 +91,7 @@ def _lines(results: Results, sweep: str, path: Path) -> None:
 def _bars(results: Results, path: Path) -> None:
     """Time beside BPTT, for one case of each net: dots on a line."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     chosen = {e["case"]["net"]: e for e in reversed(results["cases"]) if not e["sweeps"]}
     if not chosen:
@@ -112,7 +113,9 @@ def _bars(results: Results, path: Path) -> None:
     panel.axvline(1, color="#000000", linewidth=1)
     panel.set(xscale="log", xlabel="time / BPTT's (less is faster)", ylim=(len(entries) - 0.5, -0.5))
     panel.set_yticks(range(len(entries)), [e["name"].replace(", batch", ",\nbatch") for e in entries])
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
     panel.grid(axis="x", which="both", color="#e5e5e5", linewidth=0.7)
     panel.set_title(results["about"]["device"], fontsize=11)
     figure.legend(loc="outside right center", frameon=False)
