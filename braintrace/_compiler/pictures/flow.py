@@ -277,11 +277,17 @@ class _Reader:
             for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
             if not m.complete
         }
-        lost = {(d.primitive, d.source, p) for d in self.report.exactness.dropped for p in d.hidden_paths}
+        beyond = self.report.exactness.dropped
+        from_state = {(d.primitive, d.source, p) for d in beyond for p in d.hidden_paths}
+        from_weight = {(d.primitive, d.source, d.weight_path) for d in beyond}
         for site in self.info.program.sites:
+            key, op = f"site:{site.index}", (site.primitive, site.source)
             for group in self.graph.hidden_groups:
-                if any((site.primitive, site.source, p) in lost for p in group.hidden_paths):
-                    found.add((f"group:{group.index}", f"site:{site.index}"))
+                if any((*op, p) in from_state for p in group.hidden_paths):
+                    found.add((f"group:{group.index}", key))
+            for box in self.boxes.values():
+                if box.kind == "site" and any((*op, p) in from_weight for p in box.params):
+                    found.add((box.key, key))
         return found
 
     def is_read(self, key: str) -> bool:

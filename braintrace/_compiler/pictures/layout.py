@@ -229,13 +229,10 @@ class _Router:
                 if not e.past and self.home[e.source].column in indices and self.home[e.source].column < i
             ]
             shift = sum(near) / len(near) if near else 0.0
-            tops = [self.columns[j][0].y for j in indices if j < i]
+            tops = [self.columns[j][0].y for j in indices if j < i and self.columns[j][0].group]
             closest = min(tops, key=lambda t: abs(t - shift), default=shift)
-            in_row = any(c.group is not None for c in self.columns[i])
-            if (
-                in_row and abs(closest - shift) < 24
-            ):  # cards in a row look better than lines that are quite straight
-                shift = closest
+            if self.columns[i][0].group and abs(closest - shift) < 24:
+                shift = closest  # a row of cards looks better in line
             for card in self.columns[i]:
                 card.y += shift
         cards = [c for i in indices for c in self.columns[i]]

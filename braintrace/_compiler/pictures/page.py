@@ -30,7 +30,7 @@ def to_html(report: CompilationReport) -> str:
         f"{counts['excluded_weights']} within the step only",
         number(counts["warning"], "warning"),
     ]
-    notes = json.dumps(details(flow, graph)).replace("</", "<\\/")
+    notes = json.dumps(details(flow, graph)).replace("<", "\\u003c")
     template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(type(graph.module_info.model).__name__),
@@ -66,7 +66,7 @@ def _verdict(report: CompilationReport) -> str:
 
 def _code(text: str) -> str:
     """Text in which `marks` become code."""
-    parts = escape(text).split("`")
+    parts = escape(text.replace("`etp_", "`")).split("`")
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(parts))
 
 
