@@ -46,6 +46,9 @@ class Net(brainstate.nn.Module):
     def init_state(self, batch_size: int | None = None, **_: Any) -> None:
         self.h = brainstate.HiddenState(jnp.zeros((batch_size, UNITS)))
 
+    def reset_state(self, batch_size: int | None = None, **_: Any) -> None:
+        self.h.value = jnp.zeros((batch_size, UNITS))
+
     def update(self, x: Any) -> Any:
         h = self.h.value
         drive = self.input(x) + self.recurrent(h)

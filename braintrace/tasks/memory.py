@@ -123,7 +123,7 @@ def anbn(length: int = 140, longest: int = 32) -> Task:
         metric=bits,
         metric_name="bits per letter",
         chance=_anbn_chance(longest),
-        target=1.5 * entropy,
+        target=1.25 * entropy,
         higher_is_better=False,
         test_size=TEST_SIZE,
         draw=generated(sample),
@@ -132,7 +132,7 @@ def anbn(length: int = 140, longest: int = 32) -> Task:
     )
 
 
-def dms(delay: int = 30, stimuli: int = 8, show: int = 5, noise: float = 0.1) -> Task:
+def dms(delay: int = 20, stimuli: int = 2, show: int = 5, noise: float = 0.1) -> Task:
     """Say whether a stimulus is the one shown before a delay (delayed match-to-sample).
 
     `show` steps of one of `stimuli` patterns, `delay` steps of nothing, `show` steps of the same pattern

@@ -1,0 +1,67 @@
+"""Spiking neurons learn to read digits that arrive row by row, as spikes.
+
+The gradient of a spike is a surrogate; traces of the input weights follow the voltages exactly. Memory of
+`ES_D_RTRL` grows with the number of neurons, not of weights: it suits large spiking nets.
+
+    python examples/spiking_digits.py [--quick]        needs the images of scikit-learn
+"""
+
+import sys
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax.numpy as jnp
+import optax
+from brainstate.nn import init
+
+import braintrace
+from braintrace import nn
+
+QUICK = "--quick" in sys.argv
+UNITS = 64
+task = braintrace.tasks.get("spiking_digits_rows")
+
+
+class Net(brainstate.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(task.inputs, UNITS, w_init=init.Normal(scale=0.15))
+        self.recurrent = nn.Linear(UNITS, UNITS, w_init=init.Normal(scale=0.1), b_init=None)
+        self.neurons = nn.LIF(UNITS, R=20.0, tau=20.0 * u.ms)
+        self.filter = nn.Expon(UNITS, tau=20.0 * u.ms)  # of each neuron's spikes: traces follow it
+        self.readout = nn.Linear(UNITS, task.outputs)
+
+    def update(self, x: Any) -> Any:
+        spikes = self.neurons.get_spike()  # of the step before
+        return self.readout(self.filter(self.neurons(self.input(x) + self.recurrent(spikes))))
+
+
+def step(x: Any, y: Any) -> tuple[Any, Any]:
+    out = learner(x)
+    return task.loss(out, y), out
+
+
+brainstate.random.seed(0)
+brainstate.environ.set(dt=1.0 * u.ms)
+learner = braintrace.ES_D_RTRL(Net(), decay_or_rank=0.95)
+result = braintrace.fit(
+    learner,
+    task.batches(seed=0, batch_size=32),
+    step,
+    optax.adam(5e-3),
+    max_batches=10 if QUICK else 600,
+    metrics={"accuracy": task.metric},
+    eval_batches=list(task.batches(seed=0, batch_size=32, split="test")),
+)
+
+spikes = []
+brainstate.nn.reset_all_states(learner.model, batch_size=32)
+for x in task.batch(seed=0, index=0, batch_size=32, split="test")[0]:
+    learner.model(x)
+    spikes.append(learner.model.neurons.get_spike().mean())
+print(f"neurons fire in {float(jnp.array(spikes).mean()):.1%} of the steps")
+accuracy = result.metrics["accuracy"]
+print(f"accuracy {accuracy:.3f} (chance {task.chance:.3f})")
+assert result.metrics["loss"] < result.history[0]["loss"]
+assert QUICK or accuracy > 0.85
