@@ -177,8 +177,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return CompilationReport(self.graph, self.rule_kind)
 
     def show_graph(self) -> None:
-        """Print what is learned how."""
+        """Print what is learned how: a tree of groups, sites and parameters."""
         self.report.show()
+
+    def _repr_html_(self) -> str | None:
+        return self.report._repr_html_() if self.is_compiled else None
 
     # -- states ------------------------------------------------------------------------------------
 
