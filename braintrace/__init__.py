@@ -11,18 +11,24 @@ from ._algorithms import EligibilityTrace as EligibilityTrace
 from ._algorithms import ETraceAlgorithm as ETraceAlgorithm
 from ._algorithms import ETraceVjpAlgorithm as ETraceVjpAlgorithm
 from ._algorithms import GradExpon as GradExpon
+from ._algorithms import GradientCheck as GradientCheck
 from ._algorithms import IODimVjpAlgorithm as IODimVjpAlgorithm
 from ._algorithms import MultiStepData as MultiStepData
 from ._algorithms import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
+from ._algorithms import Plan as Plan
 from ._algorithms import SingleStepData as SingleStepData
+from ._algorithms import check_gradients as check_gradients
 from ._algorithms import compile as compile
+from ._algorithms import plan as plan
 from ._algorithms import pp_prop as pp_prop
 from ._compiler import CompilationError as CompilationError
 from ._compiler import CompilationRecord as CompilationRecord
 from ._compiler import CompilationReport as CompilationReport
 from ._compiler import DiagnosticKind as DiagnosticKind
 from ._compiler import DiagnosticLevel as DiagnosticLevel
+from ._compiler import DroppedPath as DroppedPath
 from ._compiler import ETraceGraph as ETraceGraph
+from ._compiler import Exactness as Exactness
 from ._compiler import HiddenGroup as HiddenGroup
 from ._compiler import HiddenParamOpRelation as HiddenParamOpRelation
 from ._compiler import HiddenPerturbation as HiddenPerturbation
@@ -57,6 +63,9 @@ if TYPE_CHECKING:
     from ._train import DivergedError as DivergedError
     from ._train import FitResult as FitResult
     from ._train import fit as fit
+    from ._train import save_curves as save_curves
+    from ._train import show_curves as show_curves
+    from ._train import write_report as write_report
 
 
 def __getattr__(name: str) -> object:
@@ -64,6 +73,6 @@ def __getattr__(name: str) -> object:
 
     if name == "tasks":
         return importlib.import_module(".tasks", __name__)
-    if name in ("fit", "FitResult", "DivergedError"):
+    if name in ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "write_report"):
         return getattr(importlib.import_module("._train", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -86,6 +86,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.traces = {}  # new states, so that `vmap_new_states` around this call sees them
         self.init_etrace_state()
 
+    def _adopt(self, graph: ETraceGraph, args: Any) -> Compiled:
+        """Take over a graph that was compiled for these arguments; the traces are the caller's affair."""
+        key = self._key(args, {})
+        self._compiled[key], self._examples[key], self._current = Compiled(graph), (args, {}), key
+        return self._compiled[key]
+
     def _form(self, key: Any) -> Compiled:
         """The compiled form for a key; a copy or a restored learner makes its own when it is first used."""
         if key not in self._compiled:
@@ -368,7 +374,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
                 return add_trees(total, grads), kept
 
-            return brainstate.transform.scan(step, total, (arrays, mask))
+            # two steps at a time: a trace goes from one buffer to another and back, and is not copied
+            return brainstate.transform.scan(step, total, (arrays, mask), unroll=2)
 
         total, kept = run(zeros_like_states(weights), sequence.arrays, sequence.mask)
         if not keep:

@@ -136,7 +136,7 @@ class Program:
 class UnreadableSite(Exception):
     """A marked op is inside a primitive that is not read: the program so far, the primitive and the op."""
 
-    def __init__(self, program: Program, node: Node, op: ETPPrimitive) -> None:
+    def __init__(self, program: Program, node: Node, op: Any) -> None:
         super().__init__(program, node, op)
         self.program, self.node, self.op = program, node, op
 

@@ -1,0 +1,275 @@
+"""Compare a learner's gradient with that of back-propagation through time, on any model.
+
+    relative error  |online - bptt| / |bptt|        cosine  <online, bptt> / (|online| |bptt|)
+
+Both gradients are those of the same `step_fn` over the same sequences, from the states as they are now and
+from traces of zero; for the second the learner stands aside and the model itself is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler import Exactness
+from .._compiler.diagnostics import show_path
+from .._compiler.exactness import DroppedPath
+from .._compiler.module_info import Path
+from .base import ETraceAlgorithm
+from .bptt import call_model
+from .pure import Pure
+from .sequence import Sequence, check_choice, check_chunk_size, over_chunks, split_loss
+from .tables import Table
+
+# how far apart two ways of computing one gradient may be: sums of products in another order
+_ROUND_OFF = {8: 1e-9, 4: 1e-4, 2: 3e-2}
+
+
+@dataclass(frozen=True)
+class ParameterCheck:
+    """How one parameter's gradient compares; `cause` is 'equal', 'rule' or 'numerical'."""
+
+    path: Path
+    relative_error: float
+    cosine: float
+    norm: float  # of the gradient of BPTT
+    cause: str
+    dropped: tuple[DroppedPath, ...]
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """A learner's gradient beside that of BPTT, parameter by parameter."""
+
+    rule: str
+    length: int
+    parameters: list[ParameterCheck]
+    relative_error: float  # of all parameters together
+    cosine: float
+    exactness: Exactness
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs by more than round-off and what the rule drops."""
+        return all(p.cause != "numerical" for p in self.parameters)
+
+    @property
+    def equal(self) -> bool:
+        return all(p.cause == "equal" for p in self.parameters)
+
+    @property
+    def explanation(self) -> str:
+        """In words, whose the difference is."""
+        if self.equal:
+            why = "" if self.exactness.exact else " although the rule drops paths: they carry nothing here"
+            return f"{self.rule} gives the gradient of BPTT, to round-off{why}."
+        words = []
+        rule = [p for p in self.parameters if p.cause == "rule"]
+        if rule:
+            words.append(
+                f"The difference of {_names(rule)} is the rule's: {self.rule} does not count all of their "
+                "effect on later losses."
+            )
+            dropped = dict.fromkeys(d.reason for p in rule for d in p.dropped)
+            words += [f"- not counted: {reason}" for reason in list(dropped)[:5]]
+            if len(dropped) > 5:
+                words.append(f"- and {len(dropped) - 5} more in `.exactness.dropped`")
+        rest = [p for p in self.parameters if p.cause == "numerical"]
+        if rest:
+            words.append(
+                f"The difference of {_names(rest)} is numerical: no path is dropped, yet it is larger than "
+                f"{self.tolerance:.0e}. Compare again in float64 (`brainstate.environ.set(precision=64)`): "
+                "round-off shrinks, anything else stays."
+            )
+        return "\n".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "rule": self.rule,
+            "length": self.length,
+            "relative_error": self.relative_error,
+            "cosine": self.cosine,
+            "tolerance": self.tolerance,
+            "exact": self.exactness.exact,
+            "explanation": self.explanation,
+            "parameters": {
+                show_path(p.path): {
+                    "relative_error": p.relative_error,
+                    "cosine": p.cosine,
+                    "norm": p.norm,
+                    "cause": p.cause,
+                    "dropped": [d.reason for d in p.dropped],
+                }
+                for p in self.parameters
+            },
+        }
+
+    @property
+    def table(self) -> Table:
+        rows = [
+            (
+                show_path(p.path),
+                f"{p.relative_error:.1e}",
+                f"{p.cosine:.4f}",
+                f"{p.norm:.2e}",
+                _CAUSES[p.cause],
+            )
+            for p in self.parameters
+        ]
+        rows.append(("all", f"{self.relative_error:.1e}", f"{self.cosine:.4f}", "", ""))
+        return Table(
+            f"{self.rule} against BPTT over {self.length} steps",
+            ("parameter", "relative error", "cosine", "norm", "difference"),
+            rows,
+            self.explanation.splitlines(),
+        )
+
+    def show(self) -> None:
+        self.table.show()
+
+    def __str__(self) -> str:
+        return self.table.to_str()
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html()
+
+
+_CAUSES = {"equal": "round-off", "rule": "the rule's", "numerical": "numerical"}
+
+
+def check_gradients(
+    learner: ETraceAlgorithm,
+    *sequences: Any,
+    step_fn: Callable[..., Any],
+    mask: Any = None,
+    chunk_size: int | None = None,
+    weights: Any = None,
+    reduction: str = "mean",
+    has_aux: bool = False,
+    tolerance: float | None = None,
+) -> GradientCheck:
+    """Compare `learner.etrace_grad(*sequences, step_fn=step_fn, ...)` with BPTT; states stay as they are.
+
+    The arguments are those of `etrace_grad`. `tolerance` is the relative error that counts as round-off; by
+    default it goes by the type of the parameters.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), "d_rtrl", jnp.ones(3))
+    >>> check = check_gradients(learner, jnp.ones((5, 3)), step_fn=lambda x: jnp.sum(learner(x) ** 2))
+    >>> [(p.path[0], p.cause) for p in check.parameters]
+    [('Wh', 'rule'), ('Wr', 'rule'), ('Wz', 'rule')]
+    """
+    check_choice("reduction", reduction, ("mean", "sum"))
+    check_chunk_size(chunk_size)
+    sequence = Sequence.check(sequences, mask)
+    weights = learner.param_states if weights is None else weights
+    exactness = learner.report.exactness
+    options = {"mask": sequence.mask, "chunk_size": chunk_size, "weights": weights, "reduction": reduction}
+
+    def online(*arrays: Any) -> Any:
+        grads = learner.etrace_grad(*arrays, step_fn=step_fn, has_aux=has_aux, **options)
+        return grads[0] if has_aux else grads
+
+    def true(*arrays: Any) -> Any:
+        with _standing_aside(learner):
+            return _bptt(
+                learner,
+                Sequence(arrays, sequence.length, sequence.mask),
+                step_fn,
+                chunk_size,
+                weights,
+                has_aux,
+            )
+
+    found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
+    scale = 1 / max(float(jnp.sum(sequence.mask)), 1.0) if reduction == "mean" else 1.0
+    pairs = {tuple(map(str, k)): (_flat(v), scale * _flat(expected[k])) for k, v in found.items()}
+    tolerance = _tolerance(learner, weights) if tolerance is None else tolerance
+    rows = []
+    for path, (a, b) in pairs.items():
+        error, cosine = _compare(a, b)
+        dropped = tuple(d for d in exactness.dropped if d.weight_path == path)
+        cause = "equal" if error <= tolerance else "rule" if dropped else "numerical"
+        rows.append(ParameterCheck(path, error, cosine, float(np.linalg.norm(b)), cause, dropped))
+    a, b = (np.concatenate([pair[i] for pair in pairs.values()]) for i in (0, 1))
+    return GradientCheck(exactness.rule, sequence.length, rows, *_compare(a, b), exactness, tolerance)
+
+
+@contextmanager
+def _standing_aside(learner: ETraceAlgorithm) -> Iterator[None]:
+    """A call of the learner is one of its model."""
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        return call_model(learner.model, *args, **kwargs)
+
+    object.__setattr__(learner, "update", update)
+    try:
+        yield
+    finally:
+        object.__delattr__(learner, "update")
+
+
+def _bptt(
+    learner: Any, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool
+) -> Any:
+    """The gradient of the summed losses through all steps."""
+    windows = getattr(learner, "vjp_method", None) == "multi-step" and chunk_size is not None
+    chunk_size = chunk_size if windows else None  # it changes no number otherwise
+
+    def losses(carry: Any, arrays: Any, mask: Any) -> Any:
+        if windows:
+            return carry, split_loss(step_fn(*arrays), has_aux, mask.shape)[0]
+        one = lambda slices: split_loss(step_fn(*slices), has_aux, ())[0]
+        return carry, brainstate.transform.for_loop(one, arrays)
+
+    def total() -> Any:
+        _, found = over_chunks(losses, (), sequence, chunk_size or sequence.length)
+        return jnp.sum(found * sequence.mask.astype(found.dtype))
+
+    return brainstate.transform.grad(total, weights)()
+
+
+def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> dict[Any, Any]:
+    """What `function` returns, from traces of zero; no state is written."""
+    pure = Pure.trace(function, *sequence.arrays)
+    fresh = {id(st) for st in (*learner.traces.values(), learner.steps)}
+    values = [
+        [jnp.zeros_like(leaf) for leaf in leaves] if id(state) in fresh else leaves
+        for state, leaves in zip(pure.states, pure.values(), strict=True)
+    ]
+    return jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)  # type: ignore[no-any-return]
+
+
+def _flat(tree: Any) -> np.ndarray[Any, Any]:
+    """The leaves as one vector, in double precision; a complex number as two."""
+    leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
+    parts = [p for v in leaves for p in ((v.real, v.imag) if np.iscomplexobj(v) else (v,))]
+    return np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)])
+
+
+def _compare(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """The relative error of `a` against `b`, and their cosine; two zeros are equal."""
+    na, nb = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    if na == 0 or nb == 0:
+        return (0.0, 1.0) if na == nb else (float("inf") if nb == 0 else 1.0, 0.0)
+    return float(np.linalg.norm(a - b)) / nb, float(a @ b) / (na * nb)
+
+
+def _tolerance(learner: ETraceAlgorithm, weights: Any) -> float:
+    """By the coarsest type among parameters and traces."""
+    values = [*(st.value for st in weights.values()), *(st.value for st in learner.traces.values())]
+    types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
+
+
+def _names(rows: list[ParameterCheck]) -> str:
+    return ", ".join(f"`{show_path(p.path)}`" for p in rows)

@@ -1,0 +1,280 @@
+"""What training will cost, before anything is allocated.
+
+Traces are read off their shapes. Activations are what XLA sets aside for the gradient of the whole sequence:
+that is traced and compiled with shapes alone, for the device in use, and never run. The loss is the mean
+square of the outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._compiler import ETraceGraph
+from .._compiler.graph import graph_from_info
+from .._compiler.module_info import extract_module_info
+from . import pickling
+from .base import EligibilityTrace, ETraceAlgorithm
+from .bptt import BPTT
+from .flops import count_flops
+from .learners import D_RTRL, ES_D_RTRL
+from .pure import Pure
+from .rtrl import RTRL
+from .sequence import even_chunks
+from .tables import Table, show_bytes, show_count
+
+RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
+    "D_RTRL": D_RTRL,
+    "ES_D_RTRL": ES_D_RTRL,
+    "RTRL": RTRL,
+    "BPTT": BPTT,
+}
+
+
+# on a CPU buffers are assigned before machine code is made, so that code need not be good
+_QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The cost of one rule, so many steps at once."""
+
+    rule: str
+    chunk_size: int  # steps whose values are kept at once
+    exact: bool  # whether the gradient is that of BPTT
+    trace_bytes: int  # kept from step to step
+    activation_bytes: int  # set aside while the gradient of the sequence is computed
+    flops_per_step: float
+
+    @property
+    def total_bytes(self) -> int:
+        return self.trace_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The costs of every rule on one model, and which to take."""
+
+    batch_size: int | None
+    length: int
+    parameter_bytes: int
+    state_bytes: int
+    memory_budget: int
+    rows: list[PlanRow]
+    recommendation: str
+    recommended: PlanRow | None
+
+    def row(self, rule: str, chunk_size: int | None = None) -> PlanRow:
+        """One row; without a chunk size, that of the largest chunk."""
+        found = [r for r in self.rows if r.rule == rule and chunk_size in (None, r.chunk_size)]
+        if not found:
+            raise KeyError(f"No row for {rule} with chunks of {chunk_size}.")
+        return max(found, key=lambda r: r.chunk_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return asdict(self)
+
+    @property
+    def table(self) -> Table:
+        rows = [
+            (
+                r.rule + (" *" if r is self.recommended else ""),
+                "all" if r.chunk_size == self.length else str(r.chunk_size),
+                "exact" if r.exact else "approximate",
+                show_bytes(r.trace_bytes),
+                show_bytes(r.activation_bytes),
+                show_bytes(r.total_bytes),
+                show_count(r.flops_per_step),
+            )
+            for r in self.rows
+        ]
+        batch = "" if self.batch_size is None else f", batch of {self.batch_size}"
+        title = (
+            f"{self.length} steps{batch}; parameters {show_bytes(self.parameter_bytes)}, states "
+            f"{show_bytes(self.state_bytes)}"
+        )
+        columns = ("rule", "steps at once", "gradient", "traces", "activations", "together", "flops per step")
+        return Table(title, columns, rows, [f"* {self.recommendation}"])
+
+    def show(self) -> None:
+        self.table.show()
+
+    def __str__(self) -> str:
+        return self.table.to_str()
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html()
+
+
+def plan(
+    model: brainstate.nn.Module,
+    x0: Any,
+    batch_size: int | None = None,
+    length: int = 100,
+    *,
+    rules: Sequence[str] = tuple(RULES),
+    chunk_sizes: Sequence[int] | None = None,
+    memory_budget: int | None = None,
+) -> Plan:
+    """What each rule would cost on a sequence of `length` steps; the model is left as it is.
+
+    `x0` is one step's input (a tuple: several arguments), an array or a `jax.ShapeDtypeStruct`. With a
+    `batch_size` the states are taken as `init_all_states(model, batch_size=batch_size)` would make them, else
+    as they are.
+    Chunks are of one step, of about the square root of the length and of all steps, unless given;
+    `memory_budget` (bytes) is what the recommendation may use: the device's memory, or half of the machine's.
+
+    >>> import braintrace, jax, jax.numpy as jnp
+    >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
+    >>> cell = braintrace.nn.GRUCell(3, 8)
+    >>> costs = plan(cell, x0, batch_size=16, length=20, rules=["D_RTRL"], chunk_sizes=[20])
+    >>> costs.row("D_RTRL").trace_bytes  # two products of 11 inputs and a bias, for each sample and unit
+    12288
+    """
+    for rule in rules:
+        if rule not in RULES:
+            raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
+    if length < 1:
+        raise ValueError(f"`length` must be at least 1, not {length}.")
+    args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
+    twin = _abstract_copy(model, batch_size)
+    graph = graph_from_info(extract_module_info(twin, *args))
+    middle = even_chunks(length, math.isqrt(length))
+    sizes = sorted({min(s, length) for s in (chunk_sizes or (1, middle, length))})
+    rows = []
+    for rule in rules:
+        learner = _abstract_learner(RULES[rule](twin), graph, args)
+        whole = {"RTRL": [1], "BPTT": [s for s in sizes if s > 1] or [length]}
+        rows += [_row(rule, learner, args, length, size) for size in whole.get(rule, sizes)]
+    budget = _memory() if memory_budget is None else memory_budget
+    best, words = _recommend(rows, length, budget)
+    states = [e for e in graph.module_info.entries if not e.is_param]
+    return Plan(
+        batch_size=batch_size,
+        length=length,
+        parameter_bytes=_bytes(v.aval for e in graph.module_info.params for v in e.invars),
+        state_bytes=_bytes(v.aval for e in states for v in e.invars),
+        memory_budget=budget,
+        rows=rows,
+        recommendation=words,
+        recommended=best,
+    )
+
+
+def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
+    """The same model with shapes for values."""
+    memo: dict[int, Any] = {}
+    for state in model.states().values():
+        memo[id(state)] = pickling.copy_state(state)
+        memo.update({id(leaf): leaf for leaf in jax.tree.leaves(state.value)})
+    twin = copy.deepcopy(model, memo)
+    key = brainstate.random.DEFAULT.value
+
+    def init() -> Any:
+        if batch_size is not None:
+            brainstate.nn.init_all_states(twin, batch_size=batch_size)
+        return {path: state.value for path, state in twin.states().items()}
+
+    try:
+        shapes = jax.eval_shape(init)
+    finally:
+        brainstate.random.DEFAULT.value = key
+    for path, state in twin.states().items():
+        state.value = shapes[path]
+    return twin
+
+
+def _abstract_learner(learner: ETraceAlgorithm, graph: ETraceGraph, args: Any) -> ETraceAlgorithm:
+    """A learner compiled for a graph, with shapes for traces."""
+    compiled = learner._adopt(graph, args)
+    shapes = jax.eval_shape(lambda: learner._initial_values(compiled))
+    learner.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
+    learner.steps.value = jax.ShapeDtypeStruct((), jnp.int32)
+    return learner
+
+
+def _row(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int) -> PlanRow:
+    def loss(*x: Any) -> Any:
+        outs = [o for o in jax.tree.leaves(learner(*x)) if jnp.issubdtype(o.dtype, jnp.inexact)]
+        return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
+
+    def gradient(*sequences: Any) -> Any:
+        return learner.etrace_grad(*sequences, step_fn=loss, chunk_size=size)
+
+    sequences = jax.tree.map(lambda a: jax.ShapeDtypeStruct((length, *a.shape), a.dtype), args)
+    with warnings.catch_warnings(action="ignore"):
+        pure = Pure.trace(gradient, *sequences)
+        values = jax.tree.map(_struct, pure.values())
+        lowered = jax.jit(lambda values, *a: pure(values, *a)).lower(values, *sequences)
+        quickly = _QUICKLY if jax.default_backend() == "cpu" else None
+        memory: Any = lowered.compile(compiler_options=quickly).memory_analysis()
+    return PlanRow(
+        rule=rule,
+        chunk_size=size,
+        exact=learner.report.exactness.exact,
+        trace_bytes=_bytes(leaf for st in learner.traces.values() for leaf in jax.tree.leaves(st.value)),
+        activation_bytes=int(memory.temp_size_in_bytes),
+        flops_per_step=count_flops(pure.closed) / length,
+    )
+
+
+def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow | None, str]:
+    """The row to take and why: exact before approximate, then few operations, within the budget."""
+    online = [r for r in rows if r.rule != "BPTT"]
+    fits = [r for r in online if r.total_bytes <= budget]
+    if not online:
+        return None, "No online rule was asked for."
+    if not fits:
+        least = min(online, key=lambda r: r.total_bytes)
+        return None, (
+            f"Nothing fits in {show_bytes(budget)}: the least is {least.rule} with "
+            f"{show_bytes(least.total_bytes)}. Take a smaller batch, or traces of less precision "
+            "(`trace_dtype=jnp.bfloat16`)."
+        )
+    affordable = 8 * min(r.flops_per_step for r in rows)
+    exact = [r for r in fits if r.exact and r.flops_per_step <= affordable]
+    best = min(exact or [r for r in fits if r.rule == "D_RTRL"] or fits, key=lambda r: r.flops_per_step)
+    how = {1: "step by step", length: "the whole sequence at once"}.get(
+        best.chunk_size, f"in chunks of {best.chunk_size}"
+    )
+    words = [
+        f"{best.rule}, {how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
+        + ("exact." if best.exact else "an approximation (`learner.report.exactness` says what it misses).")
+    ]
+    bptt = next((r for r in rows if r.rule == "BPTT" and r.chunk_size == length), None)
+    if bptt is not None:
+        steady = min((r.total_bytes for r in fits if r.chunk_size < length), default=best.total_bytes)
+        longer = math.ceil(length * steady / max(bptt.total_bytes, 1))
+        words.append(
+            f"BPTT takes {show_bytes(bptt.total_bytes)} at this length and grows with it, an online rule in "
+            f"chunks does not: from about {longer} steps on BPTT takes more than the leanest."
+        )
+    return best, " ".join(words)
+
+
+def _memory() -> int:
+    """The memory of the device, or half of the machine's."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
+def _bytes(avals: Any) -> int:
+    return int(sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in avals))
+
+
+def _struct(leaf: Any) -> Any:
+    return (
+        leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    )

@@ -1,0 +1,78 @@
+"""A small table for people: plain text, colours in a terminal, HTML in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, named columns and rows of words, and sentences below; the first column is a name."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def to_str(self) -> str:
+        cells = [list(self.columns), *map(list, self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+
+        def line(row: Sequence[str]) -> str:
+            first, *rest = (
+                c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
+            return "  ".join([first, *rest]).rstrip()
+
+        rule = "  ".join("-" * w for w in widths)
+        return "\n".join([self.title, line(self.columns), rule, *map(line, self.rows), *self.notes])
+
+    def show(self) -> None:
+        """Print it, in colour where there is a terminal."""
+        from rich.console import Console
+        from rich.table import Table as Rich
+
+        console = Console()
+        if not console.is_terminal:
+            print(self.to_str())
+            return
+        table = Rich(title=self.title, title_justify="left", title_style="bold")
+        for i, name in enumerate(self.columns):
+            table.add_column(name, justify="right" if i else "left", style=None if i else "cyan")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False)
+
+    def to_html(self) -> str:
+        def row(tag: str, cells: Sequence[str]) -> str:
+            side = ["left"] + ["right"] * (len(cells) - 1)
+            style = [f'style="text-align:{s};padding:2px 8px"' for s in side]
+            inner = (f"<{tag} {s}>{html.escape(c)}</{tag}>" for s, c in zip(style, cells, strict=True))
+            return f"<tr>{''.join(inner)}</tr>"
+
+        body = "".join(row("td", r) for r in self.rows)
+        notes = "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
+        head = f"<caption style='text-align:left;font-weight:bold'>{html.escape(self.title)}</caption>"
+        return f"<table>{head}<thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>{notes}"
+
+
+def show_bytes(number: float) -> str:
+    """A number of bytes with a unit: `3.1 MB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number < 1000 or unit == "TB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
+        number /= 1000
+    raise AssertionError
+
+
+def show_count(number: float) -> str:
+    """A large number with a letter: `3.1M`."""
+    for letter in ("", "k", "M", "G", "T"):
+        if number < 1000 or letter == "T":
+            return f"{number:.3g}{letter}"
+        number /= 1000
+    raise AssertionError

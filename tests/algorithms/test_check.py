@@ -1,0 +1,97 @@
+"""Gradients beside those of BPTT: numbers, words, and states left as they were."""
+
+from __future__ import annotations
+
+import json
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace as bt
+
+from ..oracle import bptt, loss
+from ..run import compiled, sequence
+from ..zoo import CASES
+
+
+def run(name, rule="D_RTRL", **options):
+    case = CASES[name]
+    xs = sequence(case)
+    learner = compiled(getattr(bt, rule)(case.build()), xs[0])
+    check = bt.check_gradients(
+        learner, jnp.stack(xs), step_fn=lambda x: loss(learner(x)), reduction="sum", **options
+    )
+    return case, xs, learner, check
+
+
+def test_an_exact_model_is_equal():
+    _, _, _, check = run("leaky_batched")
+    assert check.equal
+    assert check.ok
+    assert check.relative_error < 1e-10
+    assert check.explanation == "D_RTRL gives the gradient of BPTT, to round-off."
+
+
+def test_a_difference_of_the_rule_is_told_from_the_paths_it_drops():
+    case, xs, learner, check = run("two_layers")
+    (first, second) = check.parameters
+    assert (first.path, first.cause, second.cause) == (("w1",), "rule", "equal")
+    truth = bptt(case.build(), xs)
+    found = learner.etrace_grad(jnp.stack(xs), step_fn=lambda x: loss(learner(x)), reduction="sum")
+    a, b = (np.ravel(g[("w1",)]) for g in (found, truth))
+    np.testing.assert_allclose(first.relative_error, np.linalg.norm(a - b) / np.linalg.norm(b), rtol=1e-8)
+    np.testing.assert_allclose(first.cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b), rtol=1e-8)
+    assert "`w1` is the rule's" in check.explanation
+    assert "what `b` keeps of `a` through `matmul` of `w2`" in check.explanation
+    for text in (str(check), check._repr_html_(), json.dumps(check.to_dict())):
+        assert "w1" in text
+        assert "relative" in text
+
+
+def test_a_difference_beyond_round_off_on_an_exact_model_is_numerical():
+    _, _, _, check = run("leaky", tolerance=0.0)
+    assert not check.ok
+    assert "is numerical: no path is dropped" in check.explanation
+
+
+def test_states_traces_and_random_numbers_stay_as_they_are():
+    learner = compiled(bt.D_RTRL(CASES["gru"].build()), jnp.ones(3))
+    learner(jnp.ones(3))
+    states = {**learner.states(), "key": brainstate.random.DEFAULT}
+    before = {k: jax.tree.leaves(st.value) for k, st in states.items()}
+    dropout = brainstate.nn.Dropout(0.5)
+
+    def step(x):
+        with brainstate.environ.context(fit=True):
+            return jnp.sum(dropout(learner(x)) ** 2)
+
+    check = bt.check_gradients(learner, jnp.ones((4, 3)), step_fn=step)
+    assert all(
+        a is b for k, st in states.items() for a, b in zip(jax.tree.leaves(st.value), before[k], strict=True)
+    )
+    assert check.cosine > 0.9  # both saw the same units dropped
+    assert learner.update.__func__ is type(learner).update
+
+
+def test_windows_are_compared_window_by_window():
+    case = CASES["gru"]
+    xs = jnp.stack(sequence(case, 6))
+    learner = compiled(bt.D_RTRL(case.build(), vjp_method="multi-step"), xs[0])
+    step = lambda x: jax.vmap(loss)(learner(bt.MultiStepData(x)))
+    assert bt.check_gradients(learner, xs, step_fn=step, chunk_size=6).equal
+    check = bt.check_gradients(learner, xs, step_fn=step, chunk_size=2)
+    assert not check.equal
+    assert check.ok
+
+
+def test_rtrl_is_equal_on_a_recurrent_model():
+    assert run("rnn", "RTRL")[-1].equal
+
+
+def test_a_learner_must_be_compiled():
+    learner = bt.D_RTRL(CASES["rnn"].build())
+    with pytest.raises(bt.CompilationError, match="compile_graph"):
+        bt.check_gradients(learner, jnp.ones((4, 3)), step_fn=lambda x: loss(learner(x)))
