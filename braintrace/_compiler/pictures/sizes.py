@@ -48,14 +48,14 @@ def trace_sizes(relation: HiddenParamOpRelation) -> Sizes:
         for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True):
             shape = _shape(relation, layout, weights[name], inputs, group, positions)
             shapes[name, group.index] = shape
-            d_rtrl += _count(shape) * _promoted(y, factor).itemsize
+            d_rtrl += _count(shape) * _promoted(_of_jacobian(y, group), factor).itemsize
         if factor is not None:
             average = inputs[0] if _is_inexact(inputs[0].dtype) else factor
             kept = average.dtype if _is_inexact(average.dtype) else y
             es_d_rtrl += _count(average.shape) * jnp.dtype(kept).itemsize
     for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True):
         where = group.varshape if positions.on_hidden else site.shape
-        es_d_rtrl += group.num_state * _count(where) * y.itemsize
+        es_d_rtrl += group.num_state * _count(where) * _of_jacobian(y, group).itemsize
     return Sizes(d_rtrl, es_d_rtrl, shapes)
 
 
@@ -132,6 +132,14 @@ def _count(shape: Shape) -> int:
 
 def _is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _of_jacobian(y: Any, group: HiddenGroup) -> Any:
+    """The type of `dh/dy`: that of `y`, made complex where the states are."""
+    if not jnp.issubdtype(group.dtype, jnp.complexfloating):
+        return y
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(y, group.dtype)
 
 
 def _promoted(y: Any, factor: Any) -> Any:
