@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from .. import _compat
 from .._compat import Literal, primitives
@@ -28,7 +29,7 @@ def count_flops(closed: Any) -> float:
 
 def _count(jaxpr: Any, consts: Any = ()) -> float:
     flat = _Flat()
-    return flat.cost(flat.inline(jaxpr, list(map(id, consts)), [object() for _ in jaxpr.invars], None))
+    return flat.cost(flat.inline(jaxpr, list(map(_constant, consts)), [object() for _ in jaxpr.invars], None))
 
 
 class _Flat:
@@ -42,7 +43,7 @@ class _Flat:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Any:
-            return str(atom) if isinstance(atom, Literal) else env[atom]
+            return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
@@ -50,7 +51,7 @@ class _Flat:
             if call is not None:
                 # what is rematerialised is computed again, even if it was before
                 inner = eqn if eqn.primitive is _compat.remat_p else apart
-                outs = self.inline(call[0], list(map(id, call[1])), ins, inner)
+                outs = self.inline(call[0], list(map(_constant, call[1])), ins, inner)
             elif (same := self.unchanged(eqn, ins)) is not None:
                 outs = [same]
             else:
@@ -86,8 +87,16 @@ class _Flat:
 _ZERO = "0.0"
 
 
+def _constant(value: Any) -> Any:
+    """A name for a constant, the same for equal numbers."""
+    number = np.ndim(value) == 0 and not _compat.is_tracer(value)
+    if not number or jax.dtypes.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+        return id(value)
+    return _ZERO if value == 0 else f"{value}"
+
+
 def _is_zero(value: Any) -> bool:
-    return isinstance(value, str) and value.split(":")[0] in ("0", "0.0")
+    return isinstance(value, str) and value == _ZERO
 
 
 def _key(param: Any) -> Any:
