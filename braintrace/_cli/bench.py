@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .models import positive
+from .models import positive, time_step
 from .train import CELLS
 
 ABOUT = """\
@@ -53,14 +53,14 @@ def run(given: argparse.Namespace) -> int:
         return subprocess.run([sys.executable, str(script), *given.rest], check=False).returncode
     if given.rest:
         raise UsageError(f"Unknown argument {given.rest[0]!r}.")
-    compare(given)
+    with time_step():
+        compare(given)
     return 0
 
 
 def compare(given: argparse.Namespace) -> None:
     """Print a table of times for one sequence."""
     import brainstate
-    import brainunit as u
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -72,7 +72,6 @@ def compare(given: argparse.Namespace) -> None:
     from ..tasks.task import squared_error
     from .nets import make_net
 
-    brainstate.environ.set(dt=1.0 * u.ms)
     rng = np.random.default_rng(0)
     shape = (given.length, given.batch_size, given.inputs)
     spiking = given.cell in ("lif", "alif")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def add_to(commands: Any) -> None:
     for name, about, run, short in (
         ("graph", GRAPH, graph, "show what is learned how in a model"),
         ("check", CHECK, check, "compare a model's online gradient with that of BPTT"),
-        ("plan", PLAN, plan, "what each rule would need in memory and operations"),
+        ("plan", PLAN, show_plan, "what each rule would need in memory and operations"),
     ):
         parser = commands.add_parser(
             name,
@@ -75,25 +77,23 @@ def add_to(commands: Any) -> None:
 
 
 def graph(given: argparse.Namespace) -> int:
-    learner, _ = _learner(given)
-    learner.show_graph()
-    for kind in ("html", "svg", "dot"):
-        path: Path | None = getattr(given, kind)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(getattr(learner.report, f"to_{kind}")(), encoding="utf-8")
-            print(f"wrote {path}")
+    with _learner(given) as (learner, _):
+        learner.show_graph()
+        for kind in ("html", "svg", "dot"):
+            path: Path | None = getattr(given, kind)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(getattr(learner.report, f"to_{kind}")(), encoding="utf-8")
+                print(f"wrote {path}")
     return 0
 
 
 def check(given: argparse.Namespace) -> int:
-    import jax
     import jax.numpy as jnp
     import numpy as np
 
     from .._algorithms.check import check_gradients
 
-    learner, inputs = _learner(given)
     rng = np.random.default_rng(given.seed)
 
     def draw(like: Any) -> Any:
@@ -102,41 +102,40 @@ def check(given: argparse.Namespace) -> int:
             return jnp.asarray(rng.integers(2, size=shape), like.dtype)
         return jnp.asarray(rng.normal(size=shape), like.dtype)
 
-    outs = jax.tree.leaves(_outputs(learner.model, inputs))
-    floating = [i for i, o in enumerate(outs) if jnp.issubdtype(o.dtype, jnp.inexact)]
-    xs, ys = [draw(i) for i in inputs], [draw(outs[i]) for i in floating]
+    with _learner(given) as (learner, inputs):
+        outs = _floating(_outputs(learner.model, inputs))
+        xs, ys = [draw(i) for i in inputs], [draw(o) for o in outs]
 
-    def step(*slices: Any) -> Any:
-        found = jax.tree.leaves(learner(*slices[: len(xs)]))
-        pairs = zip([found[i] for i in floating], slices[len(xs) :], strict=True)
-        return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in pairs)
+        def step(*slices: Any) -> Any:
+            found = _floating(learner(*slices[: len(xs)]))
+            return sum(
+                jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, slices[len(xs) :], strict=True)
+            ) / len(found)
 
-    found = check_gradients(learner, *xs, *ys, step_fn=step)
+        found = check_gradients(learner, *xs, *ys, step_fn=step)
     found.show()
     return 0 if (found.equal if given.exact else found.ok) else 1
 
 
-def plan(given: argparse.Namespace) -> int:
-    import jax.numpy as jnp
+def show_plan(given: argparse.Namespace) -> int:
+    from .._algorithms.plan import plan
 
-    from .. import _algorithms as algorithms
-
-    model, inputs = models.build(given)
-    zeros = [jnp.zeros(i.shape, i.dtype) for i in inputs]
-    braintrace.plan(model, *zeros, batch_size=given.batch_size, length=given.length).show()
+    with models.build(given) as (model, inputs):
+        plan(model, tuple(inputs), given.batch_size, given.length).show()
     return 0
 
 
-def _learner(given: argparse.Namespace) -> tuple[Any, list[Any]]:
+@contextmanager
+def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
     """A compiled learner of the model that was asked for."""
     import jax.numpy as jnp
 
     from .._algorithms.compile import NAMES
 
-    model, inputs = models.build(given)
-    learner = NAMES[given.rule](model)
-    learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
-    return learner, inputs
+    with models.build(given) as (model, inputs):
+        learner = NAMES[given.rule](model)
+        learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
+        yield learner, inputs
 
 
 def _outputs(model: Any, inputs: list[Any]) -> Any:
@@ -144,3 +143,11 @@ def _outputs(model: Any, inputs: list[Any]) -> Any:
     import brainstate
 
     return brainstate.transform.StatefulFunction(model).make_jaxpr(*inputs).get_out_shapes(*inputs)[0]
+
+
+def _floating(outputs: Any) -> list[Any]:
+    """The outputs that a loss can be made of, without units."""
+    import jax
+    import jax.numpy as jnp
+
+    return [a for a in jax.tree.leaves(outputs) if jnp.issubdtype(a.dtype, jnp.inexact)]

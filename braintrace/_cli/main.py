@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (train, inspection, bench, tasks, completion):
         command.add_to(commands)
     for sub in commands.choices.values():
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.add_argument("--debug", action="store_true", default=False, help="show the traceback")
     return parser
 
 
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return 2
-    sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
     try:
         code: int = given.run(given)
         return code
@@ -67,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.debug:
             raise
         return _tell(error, given.command)
-    finally:
-        sys.path.remove(os.getcwd()) if os.getcwd() in sys.path else None
 
 
 def _tell(error: Exception, command: str) -> int:

@@ -6,8 +6,11 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=positive, help="how many sequences at once (default: no batch axis)"
     )
-    parser.add_argument("--dt", type=float, default=1.0, help="time step in ms, for neurons (default: 1)")
+    parser.add_argument("--dt", type=float, help="time step in ms, for neurons (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters (default: 0)")
 
 
@@ -44,17 +47,32 @@ def positive(text: str) -> int:
     return value
 
 
-def build(given: argparse.Namespace) -> tuple[Any, list[Any]]:
+@contextmanager
+def build(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
     """The model, its states made, and the shape and type of each input, batch axis included."""
+    import brainstate
+
+    inputs = shapes(given)
+    make = find(given.model)
+    brainstate.random.seed(given.seed)
+    with time_step(given.dt):
+        model = make()
+        size = {"batch_size": given.batch_size} if given.batch_size else {}
+        brainstate.nn.init_all_states(model, **size)
+        yield model, inputs
+
+
+@contextmanager
+def time_step(dt: float | None = None) -> Iterator[None]:
+    """With a time step in ms: that, or what the user's own module has set, or 1."""
     import brainstate
     import brainunit as u
 
-    inputs = shapes(given)
-    brainstate.random.seed(given.seed)
-    brainstate.environ.set(dt=given.dt * u.ms)
-    model = load(given.model)
-    brainstate.nn.init_all_states(model, **({"batch_size": given.batch_size} if given.batch_size else {}))
-    return model, inputs
+    if dt is None and brainstate.environ.get("dt", None) is not None:
+        yield
+    else:
+        with brainstate.environ.context(dt=(1.0 if dt is None else dt) * u.ms):
+            yield
 
 
 def shapes(given: argparse.Namespace) -> list[Any]:
@@ -80,8 +98,8 @@ def shapes(given: argparse.Namespace) -> list[Any]:
     return found
 
 
-def load(spec: str) -> Any:
-    """The model that a name stands for; a class or function is called to make it."""
+def find(spec: str) -> Callable[[], Any]:
+    """What makes the model that a name stands for; the module is imported now."""
     import brainstate
 
     where, colon, what = spec.partition(":")
@@ -92,25 +110,31 @@ def load(spec: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            offered = [n for n, v in vars(found).items() if _is_model(v, module)]
+            offered = [n for n, v in vars(module).items() if _is_model(v, module)]
             hint = f" It has {', '.join(offered[:8])}." if offered else ""
             raise UsageError(f"`{where}` has no `{name}`.{hint}")
         found = getattr(found, part)
-    if isinstance(found, brainstate.nn.Module):
-        return found
     if not callable(found):
         raise UsageError(f"`{spec}` is neither a model nor something that makes one, but {type(found)}.")
-    try:
+
+    def make() -> Any:
+        if isinstance(found, brainstate.nn.Module):
+            return found
+        try:
+            if isinstance(found, type):  # the signature of the class itself is that of its metaclass
+                inspect.signature(found.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
+            else:
+                inspect.signature(found).bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(
+                f"`{what}` cannot be made: {error}. Give arguments in the name: {SPEC}."
+            ) from error
         model = found(*args, **kwargs)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from inside the model's own code
-        raise UsageError(
-            f"`{what}` cannot be made so: {error}. Give arguments in the name: {SPEC}."
-        ) from error
-    if not isinstance(model, brainstate.nn.Module):
-        raise UsageError(f"`{spec}` made {type(model)}, not a `brainstate.nn.Module`.")
-    return model
+        if not isinstance(model, brainstate.nn.Module):
+            raise UsageError(f"`{spec}` made {type(model)}, not a `brainstate.nn.Module`.")
+        return model
+
+    return make
 
 
 def _is_model(value: Any, module: ModuleType) -> bool:

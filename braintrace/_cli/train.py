@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "to_target": False,
 }
+EPOCH = 100  # batches; what counts is that it never changes, so that a run can go on anywhere
 MAY_CHANGE = {"steps", "eval_every", "checkpoint_every", "to_target"}  # when a run goes on
 
 ABOUT = """\
@@ -85,35 +87,36 @@ def add_to(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    from .models import find, time_step
+    from .nets import make_net
+
     settings, out, resume = _settings(given)
-    result = train(settings, out, resume)
+    if not resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        raise UsageError(f"{out} holds an earlier run: --resume goes on with it; or choose another --out.")
+    task = _task(settings)
+    own = settings["model"]
+    make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
+    with time_step():
+        result = train(settings, task, make, out, resume)
     if result.interrupted:
-        shown = "" if out is None else f" --out {out}"
-        print(f"Interrupted after batch {result.batches}. Go on with: braintrace train{shown} --resume")
+        print(f"Interrupted after batch {result.batches}. Go on with: braintrace train --out {out} --resume")
         return 130
     return 0
 
 
-def train(settings: dict[str, Any], out: Path, resume: bool) -> Any:
+def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Path, resume: bool) -> Any:
     """Train as the settings say, and write what there is to see."""
     import brainstate
-    import brainunit as u
     import jax.numpy as jnp
 
     import braintrace
 
     from .._algorithms.compile import NAMES
-    from .models import load
-    from .nets import make_net
 
-    task = braintrace.tasks.get(settings["task"], **settings["set"])
     size, seed = settings["batch_size"], settings["seed"]
     brainstate.random.seed(seed)
-    brainstate.environ.set(dt=1.0 * u.ms)
-    own = settings["model"]
-    net = load(own) if own else make_net(settings["cell"], task, settings["hidden"])
-    learner = NAMES[settings["rule"]](net)
-    brainstate.nn.init_all_states(net, batch_size=size)
+    learner = NAMES[settings["rule"]](make())
+    brainstate.nn.init_all_states(learner.model, batch_size=size)
     learner.compile_graph(jnp.zeros((size, task.inputs)))
     learner.show_graph()
     print(f"\n{task.name}: {task.description}. Target: {task.metric_name} {task.target:.3g}.\n")
@@ -122,25 +125,19 @@ def train(settings: dict[str, Any], out: Path, resume: bool) -> Any:
         output = learner(x)
         return task.loss(output, y), output
 
-    if not resume or not (out / "config.json").exists():
-        if (out / "config.json").exists():
-            raise UsageError(
-                f"{out} holds an earlier run: --resume goes on with it; or choose another --out."
-            )
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    every, steps = settings["update_every"], settings["eval_every"]
-    name = task.metric_name.replace(" ", "_")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
         learner,
-        lambda epoch: (task.batch(seed, epoch * steps + i, size) for i in range(steps)),
+        lambda epoch: (task.batch(seed, epoch * EPOCH + i, size) for i in range(EPOCH)),
         step,
         _optimizer(settings),
         max_batches=settings["steps"],
         update_every=every if every == "sequence" else int(every),
         metrics={name: task.metric},
         eval_batches=lambda _: task.batches(seed, min(size, task.test_size), "test"),
-        eval_every=steps,
+        eval_every=settings["eval_every"],
         stop_when=(lambda row: task.reached(row[name])) if settings["to_target"] else None,
         checkpoint_dir=out / "checkpoints",
         checkpoint_every=settings["checkpoint_every"],
@@ -152,28 +149,28 @@ def train(settings: dict[str, Any], out: Path, resume: bool) -> Any:
 
 
 def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
-    from .._train.curves import save
-    from .._train.report import Target, write_report
+    """Curves, and of a run that came to its end a report and the verdict."""
+    from .._train.curves import save_curves
+    from .._train.report import write_report
 
     runs, targets = {type(learner).__name__: result}, {name: task.target}
-    save(runs, out / "curves.svg", targets)
+    save_curves(runs, out / "curves.svg", targets)
+    if result.interrupted:
+        return
     if importlib.util.find_spec("matplotlib"):
-        save(runs, out / "curves.png", targets)
+        save_curves(runs, out / "curves.png", targets)
     write_report(
         out / "report.html",
         runs,
         learner,
         title=f"{task.name}: {task.description}",
-        subtitle=f"Learned with {type(learner).__name__}; {task.reference or 'no reference'}.",
-        target=Target(name, task.target, task.higher_is_better),
+        subtitle=f"Learned with {type(learner).__name__}. {task.reference}",
+        target=(name, task.target, task.higher_is_better),
         settings=settings,
     )
-    score = result.metrics.get(name)
-    if score is not None and not result.interrupted:
-        found = "reached" if task.reached(score) else "not reached"
-        print(
-            f"{task.metric_name} {score:.4g} after {result.batches} batches; target {task.target:.3g} {found}"
-        )
+    score = result.metrics[name]
+    found = "reached" if task.reached(score) else "not reached"
+    print(f"{task.metric_name} {score:.4g} after {result.batches} batches; target {task.target:.3g} {found}")
     print(f"results are in {out}: open {out / 'report.html'}")
 
 
@@ -208,22 +205,26 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
 
 
 def _check(settings: dict[str, Any]) -> None:
-    from .. import tasks
     from .tasks import check_name
 
     check_name(settings["task"])
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
     if settings["cell"] is None and not settings["model"]:
-        try:
-            spiking = tasks.get(settings["task"], **settings["set"]).spiking
-        except (ValueError, TypeError) as error:
-            raise UsageError(str(error)) from error
-        settings["cell"] = "alif" if spiking else "gru"
+        settings["cell"] = "alif" if _task(settings).spiking else "gru"
     every = settings["update_every"]
     if every != "sequence" and not (str(every).isdigit() and int(every) >= 1):
         raise UsageError(f"--update-every is `sequence` or a number of time steps, not {every!r}.")
     _optimizer(settings)
+
+
+def _task(settings: dict[str, Any]) -> Any:
+    from .. import tasks
+
+    try:
+        return tasks.get(settings["task"], **settings["set"])
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -49,7 +49,7 @@ def lines_of(runs: Runs, metric: str) -> list[Line]:
     return found
 
 
-def save(runs: Runs, path: str | Path, targets: Mapping[str, float] | None = None) -> None:
+def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | None = None) -> None:
     """Write the curves of runs, side by side; the format is that of the file's name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ class Target(NamedTuple):
 
     metric: str
     value: float
-    higher_is_better: bool = True
+    higher_is_better: bool
 
     def reached(self, score: float) -> bool:
         return score >= self.value if self.higher_is_better else score <= self.value
@@ -33,20 +33,22 @@ def write_report(
     *,
     title: str,
     subtitle: str = "",
-    target: Target | None = None,
+    target: tuple[str, float, bool] | None = None,
     memory: Any = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a page about runs, by name, and about the model that a learner has compiled.
 
-    `memory` is anything with `_repr_html_`, such as what `braintrace.plan` returns.
+    `target` is a metric, the value that counts as learned, and whether more is better; `memory` is anything
+    with `_repr_html_`, such as what `braintrace.plan` returns.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    aim = None if target is None else Target(*target)
     parts = [
-        f'<div class="row">{"".join(_card(i, n, r, target) for i, (n, r) in enumerate(runs.items()))}</div>',
+        f'<div class="row">{"".join(_card(i, n, r, aim) for i, (n, r) in enumerate(runs.items()))}</div>',
         "<h2>Learning curves</h2>",
-        f'<div class="row">{"".join(_panel(runs, m, target) for m in names_of(runs))}</div>',
+        f'<div class="row">{"".join(_panel(runs, m, aim) for m in names_of(runs))}</div>',
     ]
     if memory is not None:
         parts += ["<h2>Memory and work</h2>", f'<div class="card">{memory._repr_html_()}</div>']

@@ -47,9 +47,9 @@ class FitResult:
 
     def plot(self, path: str | Path) -> None:
         """Write the learning curves as a picture: PNG, PDF and so on with matplotlib, SVG without."""
-        from .curves import save
+        from .curves import save_curves
 
-        save({"": self}, path)
+        save_curves({"": self}, path)
 
 
 def to_columns(rows: list[Row]) -> dict[str, Any]:

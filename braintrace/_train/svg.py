@@ -49,7 +49,7 @@ def draw_svg(lines: list[Line], title: str, target: float | None = None) -> str:
         out.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(target):.1f}" y2="{py(target):.1f}" '
             'stroke="currentColor" stroke-opacity=".55" stroke-dasharray="5 4"/>'
-            f'<text x="{LEFT + 4}" y="{py(target) - 5:.1f}" opacity=".75">'
+            f'<text x="{LEFT + 4}" y="{py(target) + 13:.1f}" opacity=".75">'
             f"target {target:g}</text>"
         )
     for line in lines:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+from rich.console import Console
 from rich.text import Text
 
-from .curves import Line
+from .curves import Line, Runs, lines_of
 
 COLORS = ("blue", "red", "green", "magenta", "yellow", "white")
+
+
+def show_curves(runs: Runs, metric: str = "loss") -> None:
+    """Print one metric of runs, by name, as curves."""
+    if lines := lines_of(runs, metric):
+        Console(highlight=False).print(draw_text(lines, metric))
 
 
 def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) -> Text:
@@ -28,10 +35,16 @@ def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) 
     for line in lines:
         column = np.arange(2 * width)
         y = np.interp(column * wide / (2 * width - 1), line.x, line.y, left=np.nan)
+        before: int | None = None
         for c in column[np.isfinite(y)]:
             r = round((4 * height - 1) * (1 - (y[c] - low) / ((high - low) or 1)))
-            dots[r, c] = 1
-            owner[r // 4, c // 2] = line.number
+            last = r if before is None else before
+            for row in (
+                range(r, last, 1 if last > r else -1) if last != r else [r]
+            ):  # a steep curve has no gaps
+                dots[row, c] = 1
+                owner[row // 4, c // 2] = line.number
+            before = r
     bits = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
     text = Text(title, style="bold")
     for line in lines:

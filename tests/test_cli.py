@@ -1,0 +1,251 @@
+"""The command line: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+
+import brainstate
+import jax
+import pytest
+
+from braintrace import tasks
+from braintrace._cli import main
+from braintrace._cli.train import CELLS
+
+MODEL = """
+import brainstate, braintrace, jax.numpy as jnp
+
+class Net(brainstate.nn.Module):
+    def __init__(self, units=4):
+        super().__init__()
+        self.conv = braintrace.nn.Conv2d(1, 2, kernel_size=3, padding="SAME")
+        self.cell = braintrace.nn.GRUCell(32, units)
+        self.readout = braintrace.nn.Linear(units, 2)
+
+    def update(self, x):
+        y = self.conv(x)
+        return self.readout(self.cell(y.reshape(*y.shape[:-3], -1)))
+
+class Wide(brainstate.nn.Module):
+    def __init__(self, units):
+        super().__init__()
+
+def make():
+    return Net(units=3)
+
+made = make()
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it(tmp_path, monkeypatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    with (
+        brainstate.environ.context(precision=32),
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+@pytest.fixture
+def model(tmp_path):
+    name = f"model_{tmp_path.name.replace('-', '_')}"  # a module is imported once
+    (tmp_path / f"{name}.py").write_text(MODEL)
+    return name
+
+
+@pytest.mark.parametrize("command", ["", "train", "graph", "check", "plan", "bench", "tasks", "completion"])
+def test_help_teaches(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples:" in shown
+    assert f"braintrace {command}".strip() in shown
+
+
+def test_no_command_and_versions(capsys):
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert "jax" in capsys.readouterr().out
+
+
+def test_tasks(capsys):
+    assert main(["tasks"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == tasks.names()
+    assert main(["tasks", "copying"]) == 0
+    shown = capsys.readouterr().out
+    assert "delay=20" in shown
+    assert "target 0.95" in shown
+    assert main(["tasks", "copyng"]) == 2
+    assert "did you mean 'copying'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["Net", "Net(units=3)", "make", "made"])
+def test_graph_of_ones_own_model(what, model, capsys):
+    assert main(["graph", f"{model}:{what}", "--input", "1,4,4"]) == 0
+    shown = capsys.readouterr().out
+    assert "cell.Wz.weight" in shown
+    assert "readout.weight" in shown
+
+
+def test_graph_writes_files(model, tmp_path, capsys):
+    files = {kind: tmp_path / "sub" / f"graph.{kind}" for kind in ("html", "svg", "dot")}
+    options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert main(["graph", f"{model}.py:Net", "--input", "1,4,4", "--batch-size", "2", *options]) == 0
+    assert "f32[2,4]" in capsys.readouterr().out
+    assert files["html"].read_text().lower().startswith("<!doctype html>")
+    assert "<svg" in files["svg"].read_text()
+    assert "digraph" in files["dot"].read_text()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("nowhere_at_all:Net", "no module `nowhere_at_all`"),
+        ("nowhere.py:Net", "no file nowhere.py"),
+        ("{model}", "does not name a model"),
+        ("{model}:Nett", "has no `Nett`. It has Net, Wide"),
+        ("{model}:Wide", "Give arguments in the name"),
+        ("{model}:Net(", "is not a name"),
+        ("{model}:number", "neither a model"),
+    ],
+)
+def test_graph_says_what_is_wrong(spec, words, model, capsys):
+    assert main(["graph", spec.format(model=model), "--input", "1,4,4"]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert "Traceback" not in shown
+
+
+def test_errors_have_no_traceback_unless_asked_for(model, capsys, tmp_path):
+    assert main(["graph", f"{model}:Net", "--input", "1,4,x"]) == 2
+    assert main(["graph", f"{model}:Net"]) == 2
+    assert main(["graph", f"{model}:Net", "--input", "7"]) == 1  # the model cannot take it
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert "--debug" in shown
+    with pytest.raises(Exception, match=r".+"):
+        main(["graph", f"{model}:Net", "--input", "7", "--debug"])
+    (tmp_path / "broken.py").write_text("x = 1\ny = x / 0\n")
+    assert main(["graph", "broken:Net", "--input", "7"]) == 1
+    assert "broken.py:2" in capsys.readouterr().err
+
+
+def test_check(capsys):
+    exact = ["check", "braintrace.nn:MiniGRU(3, 4)", "--input", "3", "--length", "4", "--exact"]
+    assert main(exact) == 0
+    assert "BPTT" in capsys.readouterr().out
+    near = ["check", "braintrace.nn:GRUCell(3, 4)", "--input", "3", "--length", "4"]
+    assert main(near) == 0
+    assert main([*near, "--exact"]) == 1
+
+
+def test_plan(capsys):
+    assert (
+        main(["plan", "braintrace.nn:MiniGRU(3, 4)", "--input", "3", "--batch-size", "2", "--length", "4"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "D_RTRL" in shown
+    assert "BPTT" in shown
+
+
+def test_bench(capsys):
+    sizes = ["--inputs", "2", "--hidden", "3", "--batch-size", "2", "--length", "3", "--repeats", "1"]
+    assert main(["bench", *sizes]) == 0
+    assert "ES_D_RTRL" in capsys.readouterr().out
+    assert main(["bench", "quick"]) == 2
+
+
+TRAIN = [
+    *"train --task copying --set delay=2 --set symbols=1 --hidden 4 --batch-size 2".split(),
+    *"--eval-every 4 --checkpoint-every 3 --out run".split(),
+]
+
+
+def test_train_and_resume(tmp_path, capsys):
+    assert main([*TRAIN, "--steps", "6"]) == 0
+    found = {p.name for p in (tmp_path / "run").iterdir()}
+    assert found >= {"metrics.jsonl", "config.json", "curves.svg", "report.html", "checkpoints"}
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Learning curves" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "https://" not in page
+    assert main([*TRAIN, "--steps", "6"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(["train", "--out", "run", "--resume", "--hidden", "5"]) == 2
+    assert "cannot go on" in capsys.readouterr().err
+    assert main(["train", "--out", "run", "--resume", "--steps", "8"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    numbers = [line["batch"] for line in lines if line["kind"] == "train"]
+    assert numbers == list(range(1, 9))
+    assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(lines))
+
+
+def test_an_interrupted_run_returns_130(monkeypatch, capsys):
+    made = tasks.Task.batch
+
+    def batch(self, seed, index, *rest):
+        if index == 2:
+            signal.raise_signal(signal.SIGINT)
+        return made(self, seed, index, *rest)
+
+    monkeypatch.setattr(tasks.Task, "batch", batch)
+    assert main([*TRAIN, "--steps", "6"]) == 130
+    assert "--out run --resume" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_returns_1(capsys):
+    assert main([*TRAIN, "--steps", "30", "--optimizer", "sgd", "--lr", "1e38", "--clip", "0"]) == 1
+    shown = capsys.readouterr().err
+    assert "at batch" in shown
+    assert "checkpoint" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "--task"),
+        ("--task nothing", "no task 'nothing'"),
+        ("--task copying --set delay", "NAME=VALUE"),
+        ("--task copying --set dely=3", "no option 'dely'"),
+        ("--task copying --optimizer adm", "no optimiser 'adm'"),
+        ("--task copying --update-every 0", "--update-every"),
+        ("--task copying --cell gru --model a:b", "not both"),
+        ("--out nowhere --resume", "no run in nowhere"),
+    ],
+)
+def test_train_says_what_is_wrong(arguments, words, capsys):
+    assert main(["train", *arguments.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_makes_a_net(cell):
+    from braintrace._cli.models import time_step
+    from braintrace._cli.nets import make_net
+
+    task = tasks.get("copying", delay=2, symbols=1)
+    with time_step():
+        net = make_net(cell, task, 4)
+        brainstate.nn.init_all_states(net, batch_size=2)
+        assert net(jax.numpy.ones((2, task.inputs))).shape == (2, task.outputs)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell, capsys, tmp_path):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("train", "graph", "es_d_rtrl", "mackey_glass", "update-every"):
+        assert word in script
+    if shell == "bash":
+        ask = 'COMP_WORDS=(braintrace train --rule es); COMP_CWORD=3; _braintrace; echo "${COMPREPLY[@]}"'
+        found = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+        assert found.stdout.split() == ["es_d_rtrl"]
