@@ -17,10 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Trace, promoted
+from .._executor.traces import Trace, promoted, sum_states
 from .rule import Gradients, Rule, Signals, Values, add_to
 
 TIME = ("time",)
+
+
+def unroll() -> int:
+    """How many steps of an element-wise loop go together: on a GPU, a launch costs more than its work."""
+    return 1 if jax.default_backend() == "cpu" else 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +35,11 @@ class Record:
     local: Local
     signals: Signals
     old_signals: Signals | None  # of outputs that read old states; None where none does
+
+    @property
+    def length(self) -> int:
+        """How many steps there are."""
+        return int(jax.tree.leaves(self.signals)[0].shape[0])
 
     @property
     def steps(self) -> Any:
@@ -77,7 +87,7 @@ def propagated(record: Record, group: int) -> tuple[Any, Any]:
         q = g + later
         return _apply_transposed(D, q) + old, q
 
-    start, q = jax.lax.scan(body, jnp.zeros_like(g[0]), promoted(g, D, old), reverse=True)
+    start, q = jax.lax.scan(body, jnp.zeros_like(g[0]), promoted(g, D, old), reverse=True, unroll=unroll())
     return q, start
 
 
@@ -89,14 +99,14 @@ def products(D: Any) -> tuple[Any, Any]:
     )
 
     def body(later: Any, D: Any) -> Any:
-        return jnp.einsum("ab...,bc...->ac...", later, D), later
+        return sum_states(later[:, :, None] * D[None], 1), later
 
-    total, each = jax.lax.scan(body, one, D, reverse=True)
+    total, each = jax.lax.scan(body, one, D, reverse=True, unroll=unroll())
     return each, total
 
 
 def _apply_transposed(D: Any, q: Any) -> Any:
-    return jnp.sum(D * q[:, None], axis=0)
+    return sum_states(D * q[:, None], 0)
 
 
 def chunk_gradient(
@@ -120,7 +130,7 @@ def over_time(trace: Trace, record: Record, weight: Any, signal: Any) -> Any:
     site = trace.relation.site.index
     inputs = record.local.inputs[site]
     J, s = promoted(record.local.J[site, trace.group.index], trace.to_site(signal, 2))
-    dy = jax.vmap(trace.to_y)(jnp.sum(J * s, axis=1))
+    dy = jax.vmap(trace.to_y)(sum_states(J * s, 1))
     return trace.from_cotangent(factors(trace, inputs), dy, inputs, weight, TIME)
 
 
@@ -152,7 +162,7 @@ def chunk_traces(traces: Sequence[Trace], values: Values | None, record: Record,
             new = trace.instant(trace.factor(last), trace.lift_instant(J[-1], last), weight)
         else:
             each, J = promoted(trace.to_site(power[0], 3), J)
-            carried = jnp.sum(each * J[:, None], axis=2)
+            carried = sum_states(each * J[:, None], 2)
             lifted = jnp.moveaxis(jax.vmap(trace.lift_instant)(carried, list(inputs)), 0, 1)
             new = trace.instant(factors(trace, inputs), lifted, weight, TIME)
             if values is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
@@ -34,6 +35,8 @@ class DRule:
 
     def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
         result = {}
+        # where a loop takes two steps at a time, XLA would fuse their updates and read the traces once more
+        values = jax.lax.optimization_barrier(values)
         for trace in traces:
             D, factor, J = local.at(trace)
             weight = local.weights[trace.relation.site.index][trace.name]

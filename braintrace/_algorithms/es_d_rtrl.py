@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Trace, promoted
-from .chunk import TIME, Record, factors
+from .._executor.traces import Trace, promoted, sum_states
+from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, Values, add_to
 
 _COUNT = "steps"
@@ -50,6 +52,12 @@ class ESRule:
             if now is not None and key not in result:
                 old = values[key]
                 result[key] = (self.inp * old.astype(now.dtype) + now).astype(old.dtype)
+        return result | self._states(traces, values, local)
+
+    def _states(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+        """The averages of state Jacobians after a step."""
+        result: Values = {}
+        for trace in traces:
             key = _state_key(trace)
             if key not in result:
                 old, J = values[key], _instant(trace, local)
@@ -57,7 +65,7 @@ class ESRule:
                 D = local.D[trace.group.index]
                 if D is not None:
                     D, f = promoted(trace.to_site(D, 2), old)
-                    new = sum(promoted(new, self.out * jnp.sum(D * f[None], axis=1)))
+                    new = sum(promoted(new, self.out * sum_states(D * f[None], 1)))
                 result[key] = new.astype(old.dtype)
         return result
 
@@ -66,53 +74,84 @@ class ESRule:
         for trace in traces:
             site = trace.relation.site.index
             inputs, weight = local.inputs[site], local.weights[site][trace.name]
-            dy = self._cotangent(trace, values, signals)
+            dy = _cotangent(trace, values[_state_key(trace)], signals[trace.group.index])
+            dy = dy * self._scale(trace, values[_COUNT], dy.dtype)
             factor = None if trace.layout.x is None else _factor(trace, values[_input_key(trace)], inputs)
             add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight))
         return grads
 
-    def _cotangent(self, trace: Trace, values: Values, signals: Signals) -> Any:
-        """`g f'` as a cotangent of `y`, with the bias of the start taken out."""
-        g, f = promoted(trace.to_site(signals[trace.group.index], 1), values[_state_key(trace)])
-        real = jnp.finfo(g.dtype).dtype
+    def _scale(self, trace: Trace, count: Any, dtype: Any) -> Any:
+        """What takes the bias of the start out, after `count` steps."""
+        real = jnp.finfo(dtype).dtype
         # before the first step the averages are zero, and so is what they say
-        steps = jnp.maximum(values[_COUNT], 1).astype(real)
+        steps = jnp.maximum(count, 1).astype(real)
         scale = 1 / (1 - jnp.asarray(self.out, real) ** steps)
         if trace.layout.x is None:
             scale = scale * (1 - jnp.asarray(self.inp, real) ** steps) / (1 - self.inp)
-        return trace.to_y(jnp.sum(g * f, axis=0)) * scale.astype(g.dtype)
+        return scale.astype(dtype)
 
     def chunk(
         self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
     ) -> tuple[Values, Gradients]:
-        """The averages step by step, which is cheap; all the products with inputs at once."""
-
-        def averages(values: Values) -> Values:
-            return {_input_key(t): values[_input_key(t)] for t in traces if t.layout.x is not None}
-
-        def cotangents(values: Values, signals: Signals | None) -> Any:
-            return None if signals is None else {t.key: self._cotangent(t, values, signals) for t in traces}
+        """The averages of Jacobians step by step, which is cheap; all the products with inputs at once."""
+        each: Values = {_COUNT: values[_COUNT] + 1 + jnp.arange(record.length)}
+        for trace in traces:
+            key = _input_key(trace)
+            if trace.layout.x is not None and key not in each:
+                each[key] = filtered(self.inp, values[key], _inputs(trace, record.local))
 
         def body(values: Values, step: Any) -> Any:
-            local, signals, old = record.one(step)
-            before = (averages(values), cotangents(values, old)) if old is not None else None
-            values = self.update(traces, values, local)
-            return values, (before, (averages(values), cotangents(values, signals)))
+            values = self._states(traces, values, record.one(step)[0])
+            return values, values
 
-        after, parts = jax.lax.scan(body, values, record.steps)
+        states = {k: values[k] for k in map(_state_key, traces)}
+        each |= jax.lax.scan(body, states, record.steps, unroll=unroll())[1]
+        parts = [(each, record.signals)]
+        if record.old_signals is not None:  # of the averages before each step
+            old = {k: jnp.concatenate([values[k][None], v[:-1]]) for k, v in each.items()}
+            parts.append((old, record.old_signals))
         grads: Gradients = {}
-        for part in parts:
-            if part is None:
-                continue
-            average, dy = part
+        for average, signals in parts:
             for trace in traces:
                 site = trace.relation.site.index
                 inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
+                f, g = average[_state_key(trace)], signals[trace.group.index]
+                dy = jax.vmap(partial(_cotangent, trace))(f, g)
+                scale = self._scale(trace, average[_COUNT], dy.dtype)
+                dy = dy * scale.reshape(-1, *[1] * (dy.ndim - 1))
                 factor = None
                 if trace.layout.x is not None:
                     factor = _factors(trace, average[_input_key(trace)], inputs)
-                add_to(grads, trace, trace.from_cotangent(factor, dy[trace.key], inputs, weight, TIME))
-        return after, grads
+                add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight, TIME))
+        return {k: v[-1].astype(values[k].dtype) for k, v in each.items()}, grads
+
+
+_BLOCK = 64
+
+
+def filtered(decay: float, start: Any, x: Any) -> Any:
+    """`y[t] = decay y[t-1] + x[t]` with `y[-1] = start`: a product with powers of `decay`, block by block."""
+    length, block = x.shape[0], min(x.shape[0], _BLOCK)
+    start, x = promoted(start, x)
+    count = -(-length // block)
+    padded = jnp.pad(x.reshape(length, -1), ((0, count * block - length), (0, 0))).reshape(count, block, -1)
+    lags = np.arange(block)[:, None] - np.arange(block)
+    powers = jnp.asarray(np.where(lags >= 0, float(decay) ** np.maximum(lags, 0), 0), x.dtype)
+    own = jnp.einsum("ts,nsf->ntf", powers, padded, precision="highest")
+    rise = jnp.asarray(float(decay) ** np.arange(1, block + 1), x.dtype)[:, None]
+
+    def body(before: Any, own: Any) -> Any:
+        y = own + rise * before
+        return y[-1], y
+
+    _, y = jax.lax.scan(body, start.reshape(-1), own)
+    return y.reshape(count * block, *x.shape[1:])[:length]
+
+
+def _cotangent(trace: Trace, f: Any, g: Any) -> Any:
+    """`g f'` as a cotangent of `y`."""
+    g, f = promoted(trace.to_site(g, 1), f)
+    return trace.to_y(sum_states(g * f, 0))
 
 
 def _instant(trace: Trace, local: Local) -> Any:
@@ -137,6 +176,14 @@ def _input(trace: Trace, local: Local) -> Any | None:
     factor = trace.factor(local.inputs[trace.relation.site.index])
     assert factor is not None
     return factor[0]
+
+
+def _inputs(trace: Trace, local: Local) -> Any:
+    """`_input` at every step."""
+    inputs = local.inputs[trace.relation.site.index]
+    found = (inputs[0],) if is_inexact(inputs[0]) else factors(trace, inputs)
+    assert found is not None
+    return found[0]
 
 
 def _factor(trace: Trace, average: Any, inputs: Sequence[Any]) -> Any:

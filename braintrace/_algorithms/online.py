@@ -15,11 +15,12 @@ from typing import Any
 import jax
 
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
+from .._executor.traces import sum_states
 from .chunk import Record, over_time, step_by_step
 from .rule import Gradients, Rule, Signals, Values, add_to
-from .sequence import Recorder
 
 Leaves = list[Any]
+Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
 
 
 class Online:
@@ -78,8 +79,10 @@ class Online:
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, after, local = self._advance(params, args, consts, rest, values)
 
-            def differentiable(params: Leaves, args: Leaves, consts: Leaves, *deltas: Leaves) -> Leaves:
-                outs, states = self.executor.signals(self._given(params, args, consts, rest), *deltas)
+            def differentiable(
+                params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves
+            ) -> Leaves:
+                outs, states = self.executor.signals(self._given(params, args, consts, rest), (new, old))
                 return [*outs, *_flat(self._carried(states))]
 
             _, pull = pull_back(differentiable, params, args, consts, *self.executor.zero_deltas())
@@ -179,18 +182,30 @@ class Online:
 
     # -- chunks ------------------------------------------------------------------------------------
 
-    def record(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], recorder: Recorder
-    ) -> tuple[Leaves, list[Leaves]]:
-        """One step in its differentiable form; what the traces need of it goes to the recorder."""
-        if recorder.local is not None:
-            raise ValueError("`step_fn` must call the learner once; it called it twice.")
+    def outputs(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
+    ) -> tuple[Leaves, list[Leaves], dict[int, Any]]:
+        """One step forward, and the outputs of the sites that feed a state."""
+        outs, states, ys = self.executor.outputs(self._given(params, args, consts, rest))
+        return outs, self._carried(states), ys
+
+    def differentiable(
+        self,
+        params: Leaves,
+        args: Leaves,
+        consts: Leaves,
+        rest: list[Leaves],
+        added: Added,
+        ys: dict[int, Any],
+    ) -> tuple[Leaves, list[Leaves], Local]:
+        """One step in its differentiable form, deltas added to its states, and what traces need of it."""
         params_now, args_now, consts_now, rest = jax.lax.stop_gradient((params, args, consts, rest))
-        _, _, env, operands = self.executor.forward(self._given(params_now, args_now, consts_now, rest))
-        recorder.local = self.executor.local(env, operands)
+        given = self._given(params_now, args_now, consts_now, rest)
+        _, _, env, operands = self.executor.forward(given, ys)
+        local = self.executor.local(env, operands)
         given = self._given(params, args, consts, rest)
-        outs, states = self.executor.signals(given, recorder.deltas, recorder.old_deltas)
-        return outs, self._carried(states)
+        outs, states = self.executor.signals(given, added, ys)
+        return outs, self._carried(states), local
 
     def as_signals(self, deltas: Leaves, old_deltas: Leaves) -> tuple[Signals, Signals | None]:
         """Derivatives of what was added to the states, by group."""
@@ -256,7 +271,7 @@ class Online:
                 site = trace.relation.site.index
                 inputs, weight = local.inputs[site], local.weights[site][trace.name]
                 g = trace.to_site(signals[trace.group.index], 1)
-                dy = trace.to_y((g * local.J[site, trace.group.index]).sum(0))
+                dy = trace.to_y(sum_states(g * local.J[site, trace.group.index], 0))
                 add_to(grads, trace, trace.from_cotangent(trace.factor(inputs), dy, inputs, weight))
         return grads
 

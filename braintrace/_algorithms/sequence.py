@@ -11,22 +11,9 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .._executor.executor import Local
 from .data import SingleStepData
 
 StepFn = Callable[..., Any]
-
-
-@dataclass
-class Recorder:
-    """Stands in for the learner's own derivative rule while a chunk is recorded.
-
-    A step is then run in its differentiable form, with `deltas` and `old_deltas` added to its states.
-    """
-
-    deltas: list[Any]
-    old_deltas: list[Any]
-    local: Local | None = None
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ from functools import partial
 from typing import Any, Literal
 
 import brainstate
+import jax
 import jax.numpy as jnp
 
 from .._compiler import ETraceGraph, compile_etrace_graph
 from .base import Compiled, ETraceAlgorithm
 from .online import Online
+from .recording import Recorder, Steps
 from .rule import Rule, Values
 from .sequence import (
-    Recorder,
     Sequence,
     add_trees,
     even_chunks,
@@ -58,7 +59,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         params, rest = self._read(compiled)
         online = self._online(compiled)
         if self._recorder is not None:
-            outs, new = online.record(params, args, consts, rest, self._recorder)
+            outs, new = self._recorder.record(online, params, args, consts, rest)
             self._write(compiled, new, {}, 1)
             return outs
         outs, new, values = online.step(params, args, consts, rest, self._values())
@@ -99,9 +100,14 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             if not keep:
                 self.init_etrace_state()
             return total, kept
+        if chunk_size == 1:
+            return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
+        steps = self._record(sequence, step_fn, has_aux)
+        if steps.must_go_in_turn(weights):
+            return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
         size = min(chunk_size or self._best_chunk(sequence.length), sequence.length)
         fresh = size == sequence.length and self._is_fresh()
-        run = partial(self._chunk, step_fn, weights, has_aux, fresh, keep or size < sequence.length)
+        run = partial(self._chunk, steps, weights, fresh, keep or size < sequence.length)
         total, kept = over_chunks(run, zeros, sequence, size)
         if not keep:
             self.init_etrace_state()
@@ -122,48 +128,36 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
         return add_trees(total, grads), kept
 
+    def _record(self, sequence: Sequence, step_fn: Any, has_aux: bool) -> Steps:
+        """`step_fn` as pure functions, with its call of the learner recorded."""
+
+        def run(recorder: Recorder, slices: Any) -> Recorder:
+            self._recorder = recorder
+            try:
+                recorder.out = split_loss(step_fn(*slices), has_aux, ())
+            finally:
+                self._recorder = None
+            return recorder.check()
+
+        first = jax.tree.map(lambda a: a[0], sequence.arrays)
+        return Steps.trace(run, self._online(self._compiled_now()).executor.zero_deltas(), first)
+
     def _chunk(
-        self,
-        step_fn: Any,
-        weights: Any,
-        has_aux: bool,
-        fresh: bool,
-        keep: bool,
-        total: Any,
-        arrays: Any,
-        mask: Any,
+        self, steps: Steps, weights: Any, fresh: bool, keep: bool, total: Any, arrays: Any, mask: Any
     ) -> tuple[Any, Any]:
         """Record the steps of a chunk, then do all that concerns traces at once."""
         online = self._online(self._compiled_now())
-
-        def step(total: Any, step: Any) -> Any:
-            slices, weight = step
-
-            def loss_of(deltas: Any) -> Any:
-                recorder = Recorder(*deltas)
-                self._recorder = recorder
-                try:
-                    loss, aux = split_loss(step_fn(*slices), has_aux, ())
-                finally:
-                    self._recorder = None
-                if recorder.local is None:
-                    raise ValueError("`step_fn` must call the learner once; it did not call it.")
-                return loss * weight.astype(jnp.result_type(loss)), (loss, aux, recorder.local.arrays)
-
-            zeros = online.executor.zero_deltas()
-            grad = brainstate.transform.grad(loss_of, weights, argnums=0, has_aux=True)
-            (grads, deltas), (loss, aux, arrays) = grad(zeros)
-            return add_trees(total, grads), ((loss, aux), (arrays, online.as_signals(*deltas)))
-
-        total, (kept, (arrays, signals)) = brainstate.transform.scan(step, total, (arrays, mask))
+        grads, deltas, (kept, local), after = steps.at_once(weights, arrays, mask)
         params, _ = self._read(self._compiled_now())
         consts = list(online.info.program.consts.values())
-        values, leaves = online.chunk(params, consts, self._values(), arrays, signals, fresh=fresh, keep=keep)
-        for key, value in values.items():
-            self.traces[key].value = value
+        signals = jax.vmap(online.as_signals)(*deltas)
+        values, leaves = online.chunk(params, consts, self._values(), local, signals, fresh=fresh, keep=keep)
         found = online.by_path(leaves)
         total = {
             k: add_trees(v, found[tuple(map(str, k))]) if tuple(map(str, k)) in found else v
-            for k, v in total.items()
+            for k, v in add_trees(total, grads).items()
         }
+        steps.advance.assign(after)
+        for key, value in values.items():
+            self.traces[key].value = value
         return total, kept

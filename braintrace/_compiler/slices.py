@@ -74,6 +74,17 @@ def dependents(program: Program, sources: Sequence[Var]) -> set[Var]:
     return found
 
 
+def needed(program: Program, targets: Sequence[Atom]) -> list[Node]:
+    """The nodes that `targets` depend on."""
+    wanted = {a for a in targets if isinstance(a, Var)}
+    nodes = []
+    for node in reversed(program.nodes):
+        if any(v in wanted for v in node.outputs):
+            nodes.append(node)
+            wanted.update(a for a in node.inputs if isinstance(a, Var))
+    return nodes[::-1]
+
+
 def between(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> list[Node]:
     """The nodes on paths from `sources` to `targets` that cross no site."""
     after = dependents(program, sources)

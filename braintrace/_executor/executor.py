@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.program import Site, Var, run
+from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
-from .signals import differentiable_step, reads_old_states
+from .signals import differentiable_step, output, reads_old_states
 from .traces import Trace, find_traces
 from .weights import Effective, effective_weights
 
@@ -76,20 +77,45 @@ class ETraceGraphExecutor:
         return values
 
     def forward(
-        self, given: StepInputs
+        self, given: StepInputs, ys: Mapping[int, Any] | None = None
     ) -> tuple[list[Any], list[list[Any]], dict[Var, Any], dict[int, list[Any]]]:
-        """The outputs, the new states, every value on the way, and the operands of each site."""
+        """The outputs, the new states, every value on the way, and the operands of each site.
+
+        `ys` are outputs of sites that are known already.
+        """
         info = self.graph.module_info
 
-        def at_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
-            return site.primitive.bind(*operands, **site.params), operands
+        def at_site(site: Site, y: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
+            return output(site, y, operands), operands
 
         known = self.known(given)
         program = info.program
-        _, operands, env = run(program, [known[v] for v in program.inputs], at_site, consts=known)
+        _, operands, env = run(program, [known[v] for v in program.inputs], at_site, ys, consts=known)
         outs = [_read(env, a) for a in info.out_atoms]
         states = [[_read(env, a) for a in e.outvars] for e in info.entries]
         return outs, states, env, operands
+
+    def outputs(self, given: StepInputs) -> tuple[list[Any], list[list[Any]], dict[int, Any]]:
+        """The outputs, the new states, and the outputs of the sites on the way to them."""
+        info, program = self.graph.module_info, self.graph.module_info.program
+        kept = self._sites_of_states
+
+        def at_site(site: Site, y: Any, operands: list[Any]) -> tuple[Any, Any]:
+            out = output(site, None, operands)
+            return out, out if site.index in kept else None
+
+        known = self.known(given)
+        _, ys, env = run(program, [known[v] for v in program.inputs], at_site, consts=known)
+        outs = [_read(env, a) for a in info.out_atoms]
+        states = [[_read(env, a) for a in e.outvars] for e in info.entries]
+        return outs, states, {i: y for i, y in ys.items() if i in kept}
+
+    @cached_property
+    def _sites_of_states(self) -> set[int]:
+        """The sites with an input that a new state depends on."""
+        info = self.graph.module_info
+        nodes = needed(info.program, [a for e in info.entries for a in e.outvars])
+        return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
     def local(self, env: Mapping[Var, Any], operands: Mapping[int, list[Any]]) -> Local:
         """The local Jacobians of a step whose values are known."""
@@ -111,10 +137,13 @@ class ETraceGraphExecutor:
         return effective_weights(info.program, {**consts, **params}, self.graph.hidden_param_op_relations)
 
     def signals(
-        self, given: StepInputs, deltas: Sequence[Any], old_deltas: Sequence[Any]
+        self,
+        given: StepInputs,
+        deltas: tuple[Sequence[Any], Sequence[Any]],
+        ys: Mapping[int, Any] | None = None,
     ) -> tuple[list[Any], list[list[Any]]]:
-        """The differentiable form of the step: its outputs and new states."""
-        return differentiable_step(self.graph, self.known(given), deltas, old_deltas)
+        """The differentiable form of the step, with deltas added to new and old states: its results."""
+        return differentiable_step(self.graph, self.known(given), *deltas, ys or {})
 
     @cached_property
     def reads_old_states(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
@@ -54,11 +55,15 @@ def _others(graph: ETraceGraph) -> list[Any]:
 
 
 def differentiable_step(
-    graph: ETraceGraph, known: Mapping[Var, Any], deltas: Sequence[Any], old_deltas: Sequence[Any]
+    graph: ETraceGraph,
+    known: Mapping[Var, Any],
+    deltas: Sequence[Any],
+    old_deltas: Sequence[Any],
+    ys: Mapping[int, Any],
 ) -> tuple[list[Any], list[list[Any]]]:
     """The outputs, and the new values of each state's leaves, with `deltas` added to the hidden ones.
 
-    `old_deltas` may be empty where no output reads an old state.
+    `old_deltas` may be empty where no output reads an old state; `ys` are outputs of sites known already.
     """
     info = graph.module_info
     home = worlds(graph.hidden_groups)
@@ -74,11 +79,11 @@ def differentiable_step(
         return home[var], added[var]
 
     def rule(site: Site, world: World) -> Any:
-        def at_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+        def at_site(site: Site, y: Any, operands: list[Any]) -> tuple[Any, None]:
             if (site.index, world) in traced:
                 n = site.num_inputs
                 operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-            return site.primitive.bind(*operands, **site.params), None
+            return output(site, y, operands), None
 
         return at_site
 
@@ -91,8 +96,41 @@ def differentiable_step(
         reads=reads,
         operands=lambda site, world: None if world is None else _INNER,
         before=before,
+        site_ins=ys,
     )
     states = [list(e.outvars) for e in info.entries]
     targets = [*info.out_atoms, *(a for outs in states for a in outs)]
     values = iter(evaluate(info.program, [(a, None) for a in targets], view))
     return [next(values) for _ in info.out_atoms], [[next(values) for _ in outs] for outs in states]
+
+
+def output(site: Site, y: Any, operands: list[Any]) -> Any:
+    """The output of a site; `y` if it is known, with the derivative of the op."""
+
+    def op(*operands: Any) -> Any:
+        return site.primitive.bind(*operands, **site.params)
+
+    if y is None:
+        return op(*operands)
+
+    @jax.custom_jvp
+    def known(y: Any, *operands: Any) -> Any:
+        return y
+
+    def tangent(primals: Any, tangents: Any) -> Any:
+        _, *operands = primals
+        live = [i for i, t in enumerate(tangents[1:]) if not _is_zero(t)]
+
+        def over_live(*some: Any) -> Any:
+            now = dict(zip(live, some, strict=True))
+            return op(*(now.get(i, x) for i, x in enumerate(operands)))
+
+        given = [operands[i] for i in live], [tangents[1 + i] for i in live]
+        return primals[0], jax.jvp(over_live, *given)[1] if live else jnp.zeros_like(primals[0])
+
+    known.defjvp(tangent, symbolic_zeros=True)
+    return known(y, *operands)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero) or tangent.dtype == jax.dtypes.float0

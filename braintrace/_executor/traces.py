@@ -223,12 +223,12 @@ class Trace:
         else:
             x, have = factor
             x, J = promoted(x, J)
-            number = {a: i + 1 for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
+            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
             out = [a for a in letters if a in have or a in y]
-            result = jnp.einsum(
-                x, [number[a] for a in have], J, [0, *(number[a] for a in y)], [0, *(number[a] for a in out)]
-            )
-            result = _align_states(result, tuple(out), letters)
+            ids = [[number[a] for a in some] for some in (have, y, out)]
+            # state by state: with the states as one more index, XLA transposes the whole trace
+            each = [jnp.einsum(x, ids[0], one, ids[1], ids[2]) for one in J]
+            result = _align_states(jnp.stack(each), tuple(out), letters)
         sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
         full = tuple(sizes.get(a, n) for a, n in zip(letters, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
@@ -248,8 +248,9 @@ class Trace:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
         g, trace = promoted(_align_states(g, self.at, self.letters), trace)
         lead = 1 + len(self.letters) - len(self.layout.w)
-        weight = trace.shape[lead:]
-        g, trace = g.reshape(-1, *g.shape[lead:]), trace.reshape(-1, *weight)
+        states = self.group.num_state
+        g = g.reshape(states, -1, *g.shape[lead:])
+        trace = trace.reshape(states, -1, *trace.shape[lead:])
         return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
 
     def unview(self, dw: Any, weight: Any) -> Any:
@@ -260,12 +261,16 @@ class Trace:
 
 
 def _sum_fused(g: Any, trace: Any) -> Any:
-    """`sum_m g[m] trace[m]`; a GPU does it in the pass that updates the trace."""
-    return jnp.sum(g * trace, axis=0)
+    """`sum_sm g[s, m] trace[s, m]`; a GPU does it in the pass that updates the trace.
+
+    State by state: over both axes at once, XLA transposes the whole product first.
+    """
+    return sum(jnp.sum(g[s] * trace[s], axis=0) for s in range(g.shape[0]))
 
 
 def _sum_on_cpu(g: Any, trace: Any) -> Any:
     """The same: XLA's loops over a leading axis are slow there, written out they are not."""
+    g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
     if g.shape[0] <= _WRITTEN_OUT:
         return sum(g[m] * trace[m] for m in range(g.shape[0]))
     axes = list(range(1, trace.ndim))
@@ -275,6 +280,11 @@ def _sum_on_cpu(g: Any, trace: Any) -> Any:
 
 
 _WRITTEN_OUT = 64
+
+
+def sum_states(terms: Any, axis: int) -> Any:
+    """The sum over an axis of states: XLA reduces a short axis slowly on a CPU, and adds quickly."""
+    return sum(jax.lax.index_in_dim(terms, s, axis, keepdims=False) for s in range(terms.shape[axis]))
 
 
 def promoted(*arrays: Any) -> tuple[Any, ...]:

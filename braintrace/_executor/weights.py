@@ -17,7 +17,7 @@ from .. import _compat
 from .._compat import primitives
 from .._compiler.program import Atom, Node, Program, Site, Var, View, evaluate
 from .._compiler.relations import HiddenParamOpRelation
-from .._compiler.slices import plain_site
+from .._compiler.slices import needed, plain_site
 from .._ops.letters import over_levels
 
 Effective = dict[int, dict[str, Any]]  # by site, by name
@@ -91,7 +91,6 @@ def _needs(program: Program, site: Site) -> set[Var]:
         below = _needs(inner, site)
         pairs = zip(_operands(holder), inner.inputs, strict=True)
         wanted = {a for a, v in pairs if v in below and isinstance(a, Var)}
-    for node in reversed(program.nodes):
-        if any(v in wanted for v in node.outputs):
-            wanted.update(a for a in node.inputs if isinstance(a, Var))
+    for node in needed(program, list(wanted)):
+        wanted.update(a for a in node.inputs if isinstance(a, Var))
     return wanted

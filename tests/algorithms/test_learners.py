@@ -289,7 +289,7 @@ def test_compiling_in_one_call_batched_and_vmapped():
         found.append(total)
     assert agree(*found, 1e-5), difference(*found)
     with pytest.raises(ValueError, match="Unknown algorithm"):
-        braintrace.compile(Net(), "bptt", xs[0])
+        braintrace.compile(Net(), "snap", xs[0])
 
 
 def test_a_loss_may_read_the_state_after_the_call():

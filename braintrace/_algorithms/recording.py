@@ -1,0 +1,144 @@
+"""The steps of a chunk, before its traces: forward in turn, then everything else at once.
+
+Only the states have to be computed one step after the other. With the states before each step known, the
+losses, learning signals, local Jacobians and within-step gradients of all steps are one mapped computation,
+in which a product with a weight is one large product and the sum over steps is part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import brainunit as u
+import jax
+import jax.numpy as jnp
+
+from .._executor.executor import Local, is_inexact
+from .online import Added, Leaves, Online
+from .pure import Pure
+
+
+@dataclass
+class Recorder:
+    """Stands in for the learner's own derivative rule while a chunk is recorded.
+
+    Without `deltas` a step goes forward only, and the outputs of its sites are kept. With them it is run in
+    its differentiable form, with `deltas` added to its new and old states.
+    """
+
+    deltas: Added | None = None
+    ys: dict[int, Any] = field(default_factory=dict)
+    local: Local | None = None
+    out: Any = None
+    called: bool = False
+
+    def record(
+        self, online: Online, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
+    ) -> tuple[Leaves, list[Leaves]]:
+        """One step: its outputs and new states; what the traces need of it is kept here."""
+        if self.called:
+            raise ValueError("`step_fn` must call the learner once; it called it twice.")
+        self.called = True
+        if self.deltas is None:
+            outs, new, self.ys = online.outputs(params, args, consts, rest)
+        else:
+            outs, new, self.local = online.differentiable(params, args, consts, rest, self.deltas, self.ys)
+        return outs, new
+
+    def check(self) -> Recorder:
+        if not self.called:
+            raise ValueError("`step_fn` must call the learner once; it did not call it.")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """A user's step as two pure functions.
+
+    `advance(*slices)` goes forward and returns the outputs of the sites; `step(deltas, outputs, *slices)`
+    returns the loss, what else the user's function returns, and the arrays that traces need.
+    """
+
+    advance: Pure
+    step: Pure
+    deltas: Any
+
+    @staticmethod
+    def trace(run: Callable[[Recorder, Any], Recorder], deltas: Any, first: Any) -> Steps:
+        def advance(*slices: Any) -> Any:
+            return run(Recorder(), slices).ys
+
+        def step(deltas: Any, ys: Any, *slices: Any) -> Any:
+            recorder = run(Recorder(deltas, ys), slices)
+            assert recorder.local is not None
+            return recorder.out, recorder.local.arrays
+
+        forward = Pure.trace(advance, *first)
+        ys = jax.eval_shape(lambda v, f: forward(v, *f)[0], forward.values(), first)
+        return Steps(forward, Pure.trace(step, deltas, ys, *first), deltas)
+
+    def must_go_in_turn(self, weights: Any) -> bool:
+        """Whether the steps cannot be taken together: they print or call back, or change a weight."""
+        moving = {id(st) for st in self._moving}
+        return bool(self.step.effects) or any(id(st) in moving for st in weights.values())
+
+    @property
+    def _moving(self) -> list[Any]:
+        return [st for st, written in zip(self.advance.states, self.advance.written, strict=True) if written]
+
+    def at_once(self, weights: Any, arrays: Any, mask: Any) -> tuple[Any, Any, Any, list[Leaves]]:
+        """Within-step gradients of `weights`, signals, what each step gave, and the states after the last.
+
+        All but the gradients and the states have an axis of time in front.
+        """
+        start = self.advance.values()
+        numbers = [i for i, written in enumerate(self.advance.written) if written]
+
+        def forward(carry: list[Leaves], slices: Any) -> Any:
+            now = dict(zip(numbers, carry, strict=True))
+            ys, new = self.advance([now.get(i, leaves) for i, leaves in enumerate(start)], *slices)
+            return [new[i] for i in numbers], (carry, ys)
+
+        end, (before, ys) = jax.lax.scan(forward, [start[i] for i in numbers], arrays)
+
+        moving, fixed = [id(st) for st in self._moving], self.step.values()
+        leaves, tree = jax.tree.flatten({k: st.value for k, st in weights.items()})
+        live = [is_inexact(leaf) for leaf in leaves]
+
+        def losses(some: Leaves, deltas: Any) -> Any:
+            items = iter(some)
+            full = jax.tree.unflatten(
+                tree, [next(items) if k else a for a, k in zip(leaves, live, strict=True)]
+            )
+            given = {id(st): jax.tree.leaves(full[k]) for k, st in weights.items()}
+
+            def one(args: Any) -> Any:
+                deltas, ys, before, slices = args
+                now = {**given, **dict(zip(moving, before, strict=True))}
+                values = [now.get(id(st), f) for st, f in zip(self.step.states, fixed, strict=True)]
+                return self.step(values, deltas, ys, *slices)[0]
+
+            out = _each_step(one, (deltas, ys, before, arrays))
+            loss = u.get_mantissa(out[0][0])
+            return jnp.sum(loss * mask.astype(loss.dtype)), out
+
+        zeros = jax.tree.map(lambda d: jnp.zeros((*mask.shape, *d.shape), d.dtype), self.deltas)
+        some = [leaf for leaf, k in zip(leaves, live, strict=True) if k]
+        total, pull, out = jax.vjp(losses, some, zeros, has_aux=True)
+        found, deltas = pull(jnp.ones_like(total))
+        items = iter(found)
+        grads = jax.tree.unflatten(
+            tree, [next(items) if k else jnp.zeros_like(a) for a, k in zip(leaves, live, strict=True)]
+        )
+        after = dict(zip(numbers, end, strict=True))
+        return grads, deltas, out, [after.get(i, leaves) for i, leaves in enumerate(start)]
+
+
+def _each_step(function: Callable[[Any], Any], args: Any) -> Any:
+    """`function` of each step, all at once where every operation in it can be mapped."""
+    try:
+        return jax.vmap(function)(args)
+    except NotImplementedError:
+        return jax.lax.map(function, args)
