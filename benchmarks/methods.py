@@ -107,10 +107,11 @@ D_AUTO, D_DROP, D_CHUNK = "D_RTRL automatic", "D_RTRL automatic, traces dropped"
 D_STEP, D_SGD, D_BF16 = "D_RTRL steps", "D_RTRL online SGD", "D_RTRL steps, bfloat16"
 ES_AUTO, ES_DROP, ES_CHUNK = "ES_D_RTRL automatic", "ES_D_RTRL automatic, traces dropped", "ES_D_RTRL chunks"
 ES_STEP, ES_SGD = "ES_D_RTRL steps", "ES_D_RTRL online SGD"
+ES_SAME = "ES_D_RTRL steps, only weights that 0.2.6 learns"
 FLOOR = "byte floor of D_RTRL steps"
 PLAIN = (FORWARD, BPTT, CHECKPOINT)
 D = (D_AUTO, D_DROP, D_CHUNK, D_STEP, D_BF16, D_SGD, FLOOR)
-ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_STEP, ES_SGD)
+ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_STEP, ES_SGD, ES_SAME)
 OURS = PLAIN + D + ES
 # of the yardstick, which goes step by step
 YARD_D, YARD_ES = "0.2.6 D_RTRL steps", "0.2.6 ES_D_RTRL steps"
@@ -136,8 +137,12 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
     options: dict[str, Any] = {}
     if method in (D_CHUNK, ES_CHUNK):
         options["chunk_size"] = case.chunk
-    if method in (D_STEP, D_BF16, ES_STEP):
+    if method in (D_STEP, D_BF16, ES_STEP, ES_SAME):
         options["chunk_size"] = 1
+    if method == ES_SAME:  # it gives weights without a trace (a readout, a reset gate) a gradient of zero
+        options["weights"] = {
+            k: v for k, v in online.params.items() if k in online.learner.report.etrace_weights
+        }
     if method in (D_DROP, ES_DROP):
         options["keep_traces"] = False
     return online.sequence(**options), online.trace_bytes

@@ -44,6 +44,7 @@ CPU = (
     (CPU_GRU, m.D_STEP, m.YARD_D, 1.0),
     (CPU_GRU, m.D_AUTO, m.YARD_D, 0.1),
     (CPU_GRU, m.ES_STEP, m.YARD_ES, 1.0),
+    (CPU_GRU, m.ES_SAME, m.YARD_ES, 1.0),
 )
 GPU = (
     (GPU_GRU, m.D_AUTO, m.BPTT, 0.75),
@@ -55,7 +56,7 @@ GPU = (
     (GPU_GRU, m.ES_AUTO, m.BPTT, 0.45),
     (GPU_GRU, m.ES_DROP, m.BPTT, 0.45),
     *((GPU_GRU, name, m.YARD_D, 1.0) for name in (m.D_AUTO, m.D_CHUNK, m.D_STEP, m.D_BF16, m.D_SGD)),
-    *((GPU_GRU, name, m.YARD_ES, 1.0) for name in (m.ES_AUTO, m.ES_CHUNK, m.ES_STEP, m.ES_SGD)),
+    *((GPU_GRU, name, m.YARD_ES, 1.0) for name in (m.ES_AUTO, m.ES_CHUNK, m.ES_STEP, m.ES_SGD, m.ES_SAME)),
     (GPU_LIF, m.ES_AUTO, m.BPTT, 0.7),
     (GPU_LIF, m.ES_CHUNK, m.BPTT, 0.7),
 )
