@@ -50,7 +50,7 @@ def write(number: int) -> str:
 
     start = jnp.array([int(np.flatnonzero(alphabet == ord("T"))[0])])
     _, symbols = brainstate.transform.scan(next_symbol, start, jax.random.split(jax.random.key(0), number))
-    return "T" + bytes(alphabet[np.asarray(symbols)]).decode()
+    return "T" + bytes(alphabet[np.asarray(symbols)]).decode(errors="replace")
 
 
 brainstate.random.seed(0)
@@ -69,4 +69,4 @@ result = braintrace.fit(
 print(write(300))
 bits = result.metrics["bits"]
 print(f"{bits:.2f} bits per byte ({task.chance:.2f} with single bytes alone)")
-assert bits < (task.chance if QUICK else 3.2)
+assert bits < (6.0 if QUICK else 3.0)

@@ -59,7 +59,9 @@ gradients = []
 for algorithm in (braintrace.BPTT, braintrace.D_RTRL):
     brainstate.random.seed(0)
     learner = braintrace.compile(Net(), algorithm, xs[0], batch_size=16)
-    gradients.append(learner.etrace_grad(xs, step_fn=lambda x, f=learner: jnp.mean((f(x) - 1) ** 2)))
+    loss = lambda x, f=learner: jnp.mean((f(x) - 1) ** 2)
+    gradient = brainstate.transform.jit(lambda f=learner, loss=loss: f.etrace_grad(xs, step_fn=loss))
+    gradients.append(gradient())
 errors = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), *gradients)
 print("distance to the gradient of BPTT:", {".".join(map(str, k)): v for k, v in errors.items()})
 assert max(jax.tree.leaves(errors)) < 1e-5
