@@ -140,9 +140,8 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
     if method in (D_STEP, D_BF16, ES_STEP, ES_SAME):
         options["chunk_size"] = 1
     if method == ES_SAME:  # it gives weights without a trace (a readout, a reset gate) a gradient of zero
-        options["weights"] = {
-            k: v for k, v in online.params.items() if k in online.learner.report.etrace_weights
-        }
+        traced = online.learner.report.etrace_weights
+        options["weights"] = {k: v for k, v in online.params.items() if tuple(map(str, k)) in traced}
     if method in (D_DROP, ES_DROP):
         options["keep_traces"] = False
     return online.sequence(**options), online.trace_bytes

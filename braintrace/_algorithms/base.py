@@ -323,6 +323,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._compiled_now()
         sequence = Sequence.check(sequences, mask)
         weights = self.param_states if weights is None else weights
+        if not weights:
+            raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
         grads, (losses, aux) = self._drive(sequence, step_fn, chunk_size, weights, has_aux, keep_traces)
         mask = sequence.mask.astype(losses.dtype)
         scale = 1 / jnp.maximum(mask.sum(), 1) if reduction == "mean" else jnp.ones((), mask.dtype)
