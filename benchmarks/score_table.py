@@ -56,8 +56,8 @@ def _scores(found: dict[str, Any], rules: list[str]) -> list[str]:
         *lines,
         "",
         f"Training took {total / 60:.0f} core-minutes in all, compilation included ({_machine(about)}). "
-        "Adam with the same learning rate for all rules, a cosine schedule, gradients clipped to a norm of 1. "
-        "Sizes and lengths were chosen so that BPTT learns most tasks within seconds. Seconds are of one run, "
+        "Adam with the same learning rate for all rules, a cosine schedule, gradients clipped at norm 1. "
+        "Sizes and lengths were chosen so that BPTT learns most tasks within seconds. Seconds are of a run, "
         "and depend on what else the machine does.",
         "",
         "| task | what | steps | net | batch | updates | rate |",
