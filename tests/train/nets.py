@@ -13,15 +13,15 @@ import optax
 
 import braintrace
 
-IN, UNITS, OUT, BATCH, LENGTH = 3, 5, 2, 4, 6
+IN, UNITS, OUT, BATCH, LENGTH = 3, 5, 2, 4, 4
 
 
 class Net(brainstate.nn.Module):
-    """A GRU with dropout, so that a run depends on random numbers too, and a readout."""
+    """A recurrent layer, with dropout, so that a run depends on random numbers too, and a readout."""
 
     def __init__(self, units: int = UNITS, dropout: float = 0.0) -> None:
         super().__init__()
-        self.cell = braintrace.nn.GRUCell(IN, units)
+        self.cell = braintrace.nn.ValinaRNNCell(IN, units, activation="tanh")
         self.dropout = brainstate.nn.Dropout(1 - dropout) if dropout else None
         self.readout = brainstate.nn.Linear(units, OUT)
 

@@ -67,7 +67,7 @@ def by_hand(rule, update_every, batches):
 @pytest.mark.parametrize(
     ("rule", "update_every"),
     [
-        (braintrace.D_RTRL, 4),
+        (braintrace.D_RTRL, 3),
         (braintrace.D_RTRL, 1),
         (braintrace.BPTT, "sequence"),
     ],
@@ -82,11 +82,11 @@ def test_equals_a_loop_by_hand(rule, update_every):
     same(parameters(learner), by_hand(rule, update_every, batches), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("chunk_size", [None, 3])
 def test_bptt_equals_grad_through_a_scan(chunk_size):
     learner, loss = make(braintrace.BPTT)
     xs, ys, mask = batch(0)
-    mask = np.array([1, 0, 1, 1, 0, 2], np.float32)
+    mask = np.array([1, 0, 1, 2], np.float32)
     brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
     learner.compile_graph(xs[0])
     grads, losses, outs = learner.etrace_grad(
@@ -102,11 +102,7 @@ def test_bptt_equals_grad_through_a_scan(chunk_size):
 
         def step(h, slices):
             x, y, m = slices
-            both = jnp.concatenate([x, h], -1)
-            z = jax.nn.sigmoid(linear(("cell", "Wz", "weight"), both))
-            r = jax.nn.sigmoid(linear(("cell", "Wr", "weight"), both))
-            new = jnp.tanh(linear(("cell", "Wh", "weight"), jnp.concatenate([x, r * h], -1)))
-            h = (1 - z) * h + z * new
+            h = jnp.tanh(linear(("cell", "W", "weight"), jnp.concatenate([x, h], -1)))
             out = linear(("readout", "weight"), h)
             return h, (m * jnp.mean((out - y) ** 2), out)
 
@@ -128,13 +124,14 @@ def test_compiles_once_and_again_for_a_last_small_batch():
         traced.append(x.shape)
         return loss(x, y)
 
-    data = [batch(0), batch(1), batch(2, size=2)]
-    braintrace.fit(learner, data, counted, optax.sgd(0.1), epochs=1, progress=False)
-    before = len(traced)
-    learner, loss = make()
-    traced.clear()
-    result = braintrace.fit(learner, data, counted, optax.sgd(0.1), epochs=3, progress=False)
-    assert len(traced) == before
+    counts = []
+
+    def batches(number):
+        counts.append(len(traced))
+        return [batch(0), batch(1), batch(2, size=2)]
+
+    result = braintrace.fit(learner, batches, counted, optax.sgd(0.1), epochs=3, progress=False)
+    assert counts[1] == counts[2] == len(traced)
     assert {BATCH, 2} == {shape[0] for shape in traced}
     assert learner.model.cell.h.value.shape[0] == 2
     assert result.batches == 9
@@ -144,12 +141,10 @@ def test_compiles_once_and_again_for_a_last_small_batch():
 def test_masked_windows_make_no_update():
     learner, loss = make()
     xs, ys, mask = batch(0)
-    mask[:4] = 0
+    mask[:] = 0
     fresh, _ = make()
     start = parameters(fresh)
-    braintrace.fit(
-        learner, [(xs[:4], ys[:4], mask[:4])], loss, optax.adam(0.1), update_every=2, progress=False
-    )
+    braintrace.fit(learner, [(xs, ys, mask)], loss, optax.adam(0.1), update_every=2, progress=False)
     same(parameters(learner), start)
 
 
@@ -196,7 +191,7 @@ def test_going_on_without_reset_streams():
     long = batch(3, length=2 * LENGTH)
     halves = [tuple(a[:LENGTH] for a in long), tuple(a[LENGTH:] for a in long)]
     once, cut = make(), make()
-    options = {"update_every": 3, "progress": False}
+    options = {"update_every": 2, "progress": False}
     braintrace.fit(once[0], [long], once[1], optax.sgd(0.1), **options)
     braintrace.fit(cut[0], halves, cut[1], optax.sgd(0.1), reset=False, **options)
     same(parameters(once[0]), parameters(cut[0]), rtol=1e-5, atol=1e-6)
@@ -205,17 +200,17 @@ def test_going_on_without_reset_streams():
 def test_stops_at_what_is_not_finite(tmp_path):
     learner, loss = make()
     poisoned = batch(12)
-    poisoned[0][4] = np.inf
+    poisoned[0][2] = np.inf
     data = [*(batch(i) for i in range(6)), poisoned, batch(13)]
     with pytest.raises(braintrace.DivergedError) as caught:
         braintrace.fit(
             learner, data, loss, optax.adam(1e-2), checkpoint_dir=tmp_path, checkpoint_every=4, progress=False
         )
     error = caught.value
-    assert (error.batch, error.step) == (7, 4)
-    assert "cell.Wz.weight" in error.parameters
+    assert (error.batch, error.step) == (7, 2)
+    assert "cell.W.weight" in error.parameters
     assert error.checkpoint == tmp_path / "4"
-    for word in ("batch 7", "step 4", "cell.Wh.weight", str(tmp_path / "4"), "clip_by_global_norm"):
+    for word in ("batch 7", "step 2", "cell.W.weight", str(tmp_path / "4"), "clip_by_global_norm"):
         assert word in str(error)
     assert len(error.result.history) == 6
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(parameters(learner)))
@@ -269,7 +264,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     assert sorted(int(p.name) for p in (killed / "checkpoints").iterdir() if p.is_dir()) == [25, 30, 35]
 
 
-def test_ctrl_c_saves_and_the_rest_follows(tmp_path):
+def test_ctrl_c_saves(tmp_path):
     whole, _ = whole_run()
 
     def batches(number):
@@ -293,19 +288,7 @@ def test_ctrl_c_saves_and_the_rest_follows(tmp_path):
     assert stopped.interrupted
     assert stopped.checkpoint == tmp_path / "c" / "13"
     assert signal.getsignal(signal.SIGINT) is handler
-    learner, loss = make(dropout=0.2)
-    rest = braintrace.fit(
-        learner,
-        epoch,
-        loss,
-        optax.adam(1e-2),
-        max_batches=35,
-        metrics={"close": close},
-        checkpoint_dir=tmp_path / "c",
-        resume=True,
-        progress=False,
-    )
-    assert without_time(rest)[0] == without_time(whole)[0]
+    assert without_time(stopped)[0] == without_time(whole)[0][:13]
 
 
 def test_says_what_is_wrong(tmp_path):
