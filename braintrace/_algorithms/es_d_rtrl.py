@@ -94,7 +94,7 @@ class ESRule:
         self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
     ) -> tuple[Values, Gradients]:
         """The averages of Jacobians step by step, which is cheap; all the products with inputs at once."""
-        each: Values = {_COUNT: values[_COUNT] + 1 + jnp.arange(record.length)}
+        each: Values = {_COUNT: values[_COUNT] + jnp.arange(1, record.length + 1, dtype=values[_COUNT].dtype)}
         for trace in traces:
             key = _input_key(trace)
             if trace.layout.x is not None and key not in each:
@@ -141,7 +141,7 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
     rise = jnp.asarray(float(decay) ** np.arange(1, block + 1), x.dtype)[:, None]
 
     def body(before: Any, own: Any) -> Any:
-        y = own + rise * before
+        y = own + rise * before[None]
         return y[-1], y
 
     _, y = jax.lax.scan(body, start.reshape(-1), own)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from .._compiler.program import Var
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
 from .._executor.traces import sum_states
 from .chunk import Record, over_time, step_by_step
@@ -254,11 +255,18 @@ class Online:
         }
 
     def record_bytes(self) -> int:
-        """How many bytes the record of one step takes."""
+        """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
+        program = self.info.program
+        moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_param for v in e.invars)}
+        for node in program.nodes:
+            if any(a in moving for a in node.inputs if isinstance(a, Var)):
+                moving.update(node.outputs)
 
         def probe(inputs: Leaves) -> Any:
             _, _, env, operands = self.executor.forward(self._given_all(inputs))
-            return self.executor.local(env, operands).arrays
+            computed = [v for k, v in env.items() if k in moving and k not in program.inputs]
+            # what traces need is kept, propagated through time, and laid out for one product
+            return computed, [self.executor.local(env, operands).arrays] * 3
 
         found = jax.tree.leaves(jax.eval_shape(probe, self._structs()))
         return int(sum(a.size * a.dtype.itemsize for a in found))

@@ -28,6 +28,7 @@ class DiagnosticKind(enum.Enum):
     RELATION_EXCLUDED_NON_TEMPORAL = "reaches no hidden state"
     RELATION_EXCLUDED_SHAPE_MISMATCH = "no position of the state to attach a trace to"
     RELATION_EXCLUDED_NO_PARAMSTATE = "no parameter behind the weight"
+    RELATION_EXCLUDED_FROZEN = "frozen by `stop_gradient`"
     TRAINABLE_INVAR_NOT_PARAMSTATE = "the weight depends on more than parameters"
     PYTREE_WEIGHT_LEAF_AMBIGUOUS = "the weight comes from several parameters"
     PRIMITIVE_INSIDE_CONTROL_FLOW = "marked op inside control flow"

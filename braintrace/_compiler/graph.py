@@ -94,7 +94,7 @@ def compile_etrace_graph(
 
 def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) -> ETraceGraph:
     """The graph of a traced model."""
-    origin = provenance(info.program)
+    origin = provenance(info.program, [v for e in info.params for v in e.invars])
     _check(info, origin)
     positions = Positions(info.program)
     groups = find_groups(info, positions)

@@ -19,7 +19,10 @@ _FIRST = 2
 
 @dataclass(frozen=True, eq=False)
 class Provenance:
-    """For every variable, also inside control flow, the program inputs that it depends on."""
+    """For every variable, also inside control flow, the program inputs that it depends on.
+
+    What `stop_gradient` cuts off is no parameter of what comes after; it is still data.
+    """
 
     inputs: tuple[Var, ...]
     bits: dict[Var, int]
@@ -31,13 +34,13 @@ class Provenance:
         return found, bool(bits & CARRIED), bool(bits & SLICED)
 
 
-def provenance(program: Program) -> Provenance:
+def provenance(program: Program, params: Sequence[Var] = ()) -> Provenance:
     bits = {v: 1 << (i + _FIRST) for i, v in enumerate(program.inputs)}
-    _forward(program, bits)
+    _forward(program, bits, sum(bits[v] for v in params))
     return Provenance(program.inputs, bits)
 
 
-def _forward(program: Program, bits: dict[Var, int]) -> None:
+def _forward(program: Program, bits: dict[Var, int], params: int) -> None:
     def of(atom: Atom) -> int:
         return 0 if isinstance(atom, Literal) else bits.get(atom, 0)
 
@@ -49,7 +52,9 @@ def _forward(program: Program, bits: dict[Var, int]) -> None:
         for which, inner in enumerate(node.inner):
             given = _given(node, which, ins, union)
             bits.update(zip(inner.inputs, given, strict=True))
-            _forward(inner, bits)
+            _forward(inner, bits, params)
+        if node.primitive.name in FLAT:
+            union &= ~params
         for v in node.outputs:
             bits[v] = union
 

@@ -22,7 +22,7 @@ from .links import Array
 from .module_info import ModuleInfo, Path
 from .positions import Positions, Reach
 from .program import Atom, Node, Site, Var
-from .provenance import Goal, Provenance
+from .provenance import Goal, Provenance, provenance
 from .slices import Slice, between, cut_after
 
 
@@ -331,6 +331,16 @@ class _Weights:
 
     def problem(self) -> CompilationRecord | None:
         site = self.site
+        if not self.paths and (frozen := self._frozen()):
+            names = ", ".join(f"`{show_path(p)}`" for p in frozen)
+            return CompilationRecord(
+                DiagnosticKind.RELATION_EXCLUDED_FROZEN,
+                DiagnosticLevel.INFO,
+                f"`{site.primitive.name}` of {names} at {site.source} is frozen by `stop_gradient`, and not "
+                "learned.",
+                primitive=site.primitive,
+                weight_path=frozen[0],
+            )
         if not self.paths:
             return CompilationRecord(
                 DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
@@ -355,6 +365,12 @@ class _Weights:
                     weight_path=next(iter(self.paths.values())),
                 )
         return None
+
+    def _frozen(self) -> list[Path]:
+        """The parameters that `stop_gradient` cuts off from the site."""
+        behind = provenance(self.info.program)
+        found = [v for w in self.site.weights.values() for v in behind.of(w)[0] if v in self.leaf_of]
+        return list(dict.fromkeys(self.leaf_of[v][0] for v in found))
 
     def _name(self, var: Var) -> str:
         for entry in self.info.entries:
