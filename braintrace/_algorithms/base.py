@@ -6,6 +6,7 @@ pure functions and writes the results back.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 import weakref
@@ -25,8 +26,17 @@ from .._compiler.module_info import Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
 from .data import MultiStepData, SingleStepData
+from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
-from .sequence import Sequence, add_trees, check_choice, check_chunk_size, split_loss, zeros_like_states
+from .sequence import (
+    Sequence,
+    add_trees,
+    check_choice,
+    check_chunk_size,
+    over_chunks,
+    split_loss,
+    zeros_like_states,
+)
 
 
 class EligibilityTrace(brainstate.ShortTermState):
@@ -232,10 +242,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return all(known.get(k) is st.value for k, st in self.traces.items())
 
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        """Reset the model's states, the traces and the step counter."""
-        brainstate.nn.reset_all_states(
-            self.model, **({"batch_size": batch_size} if batch_size is not None else {})
-        )
+        """Reset the model's states, the traces and the step counter.
+
+        A module that has no `reset_state` of its own gets the values that its `init_state` makes.
+        """
+        options = {"batch_size": batch_size} if batch_size is not None else {}
+        brainstate.nn.reset_all_states(self.model, **options)
+        for module in self.model.nodes(brainstate.nn.Module).values():
+            _reset_by_init(module, **options)
         if self._current is not None:
             self.init_etrace_state()
 
@@ -303,6 +317,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         has_aux: bool = False,
         return_value: bool = False,
         keep_traces: bool = True,
+        progress: bool | Report = False,
     ) -> Any:
         """Drive a whole sequence and return the accumulated online gradient, by parameter.
 
@@ -316,16 +331,30 @@ class ETraceAlgorithm(brainstate.nn.Module):
         before the mask ('per_step'), after it ('masked'), or as one number ('scalar'); `has_aux` adds
         what `step_fn` returns beside the loss. Without `keep_traces` the traces are not advanced but set
         back to zero, which saves computing them where the sequence is all there is.
+
+        `progress` shows a bar, or calls a function with the steps done and those in all, after each chunk
+        or, where those are chosen for you, about twenty times. If the call fails or is interrupted, states and traces are what they
+        were before it or, with `progress` and outside of `jit`, after the last finished part.
         """
         check_choice("reduction", reduction, ("mean", "sum"))
         check_choice("loss_output", loss_output, ("per_step", "masked", "scalar"))
         check_chunk_size(chunk_size)
         self._compiled_now()
-        sequence = Sequence.check(sequences, mask)
+        states = list(self.states().values())
+        report = Bar() if progress is True else progress or None
+        sequence = Sequence.check(sequences, mask, Progress(report, states) if report else None)
         weights = self.param_states if weights is None else weights
         if not weights:
             raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
-        grads, (losses, aux) = self._drive(sequence, step_fn, chunk_size, weights, has_aux, keep_traces)
+        try:
+            with contextlib.nullcontext() if report else unchanged_on_error(states):
+                grads, (losses, aux) = self._drive(
+                    sequence, step_fn, chunk_size, weights, has_aux, keep_traces
+                )
+        except BaseException:
+            if isinstance(report, Bar):
+                report.close()
+            raise
         mask = sequence.mask.astype(losses.dtype)
         scale = 1 / jnp.maximum(mask.sum(), 1) if reduction == "mean" else jnp.ones((), mask.dtype)
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -379,7 +408,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             # two steps at a time: a trace goes from one buffer to another and back, and is not copied
             return brainstate.transform.scan(step, total, (arrays, mask), unroll=2)
 
-        total, kept = run(zeros_like_states(weights), sequence.arrays, sequence.mask)
+        total, kept = over_chunks(run, zeros_like_states(weights), sequence, sequence.pace)
         if not keep:
             self.init_etrace_state()
         return total, kept
@@ -422,6 +451,17 @@ class ETraceAlgorithm(brainstate.nn.Module):
         for key, value in values.items():
             self.traces[key].value = value
         self.steps.value = self.steps.value + steps
+
+
+def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
+    kind, plain = type(module), brainstate.nn.Module
+    if kind.reset_state is not plain.reset_state or kind.init_state is plain.init_state:
+        return
+    states = {name: st for name, st in vars(module).items() if isinstance(st, brainstate.State)}
+    module.init_state(**options)
+    for name, state in states.items():
+        state.value = getattr(module, name).value
+        setattr(module, name, state)  # the same object as before: others may hold it
 
 
 def _belongs(key: str, trace: Any) -> bool:

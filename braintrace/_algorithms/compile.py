@@ -32,7 +32,7 @@ def compile(
 ) -> Any:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
-    `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`) and `options` are its own.
+    `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`); `options` are its own.
     With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
     samples, and the learner is mapped over the first axis of its inputs.
 

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -90,7 +91,7 @@ _ZERO = "0.0"
 def _constant(value: Any) -> Any:
     """A name for a constant, the same for equal numbers."""
     number = np.ndim(value) == 0 and not _compat.is_tracer(value)
-    if not number or jax.dtypes.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+    if not number or jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
         return id(value)
     return _ZERO if value == 0 else f"{value}"
 

@@ -11,7 +11,9 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .data import SingleStepData
+from .progress import Progress, unchanged_on_error
 
 StepFn = Callable[..., Any]
 
@@ -23,9 +25,10 @@ class Sequence:
     arrays: Any  # a tuple of trees, time first
     length: int
     mask: Any
+    progress: Progress | None = None
 
     @staticmethod
-    def check(sequences: tuple[Any, ...], mask: Any) -> Sequence:
+    def check(sequences: tuple[Any, ...], mask: Any, progress: Progress | None = None) -> Sequence:
         if not sequences:
             raise ValueError("Give at least one sequence: arrays with time as their first axis.")
         if any(isinstance(s, SingleStepData) for s in sequences):
@@ -43,10 +46,18 @@ class Sequence:
             raise ValueError(
                 f"The mask must have one number for each of the {length} steps, not {mask.shape}."
             )
-        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask)
+        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask, progress)
 
     def part(self, start: int, stop: int) -> tuple[Any, Any]:
         return jax.tree.map(lambda a: a[start:stop], self.arrays), self.mask[start:stop]
+
+    @property
+    def pace(self) -> int:
+        """The most steps to take at once: few enough to see progress where it is wanted."""
+        return self.length if self.progress is None else -(-self.length // _REPORTS)
+
+
+_REPORTS = 20
 
 
 def chunks(length: int, size: int) -> tuple[int, int]:
@@ -100,16 +111,60 @@ def over_chunks(
     The outputs of `run` have time in front; so have the results.
     """
     count, left = chunks(sequence.length, size)
+    progress = sequence.progress
+    if progress is not None and not _is_traced(carry, sequence.arrays, sequence.mask):
+        return _one_by_one(run, carry, sequence, size, progress)
+
+    def report(done: Any) -> None:
+        if progress is not None:
+            jax.debug.callback(progress.report, done, sequence.length)
+
     outs: list[Any] = []
     if count == 1:
         carry, out = run(carry, *sequence.part(0, size))
         outs.append(out)
+        report(size)
     elif count > 1:
         arrays, mask = sequence.part(0, count * size)
         cut = jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), (arrays, mask))
-        carry, out = brainstate.transform.scan(lambda c, x: run(c, *x), carry, cut)
+
+        def one(carry: Any, given: Any) -> Any:
+            number, (arrays, mask) = given
+            carry, out = run(carry, arrays, mask)
+            report((number + 1) * size)
+            return carry, out
+
+        carry, out = brainstate.transform.scan(one, carry, (jnp.arange(count), cut))
         outs.append(jax.tree.map(lambda a: a.reshape(count * size, *a.shape[2:]), out))
     if left:
         carry, out = run(carry, *sequence.part(count * size, sequence.length))
         outs.append(out)
-    return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+        report(sequence.length)
+    return carry, _joined(outs)
+
+
+def _one_by_one(
+    run: Callable[[Any, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    sequence: Sequence,
+    size: int,
+    progress: Progress,
+) -> tuple[Any, Any]:
+    """The same outside of `jit`: a call for each chunk, so that an interrupt comes between two of them."""
+    compiled = brainstate.transform.jit(run)
+    outs = []
+    for start in range(0, sequence.length, size):
+        stop = min(start + size, sequence.length)
+        with unchanged_on_error(progress.states):
+            carry, out = jax.block_until_ready(compiled(carry, *sequence.part(start, stop)))
+        outs.append(out)
+        progress.report(stop, sequence.length)
+    return carry, _joined(outs)
+
+
+def _joined(outs: list[Any]) -> Any:
+    return outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+
+
+def _is_traced(*trees: Any) -> bool:
+    return any(map(_compat.is_tracer, jax.tree.leaves(trees)))

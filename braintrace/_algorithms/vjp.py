@@ -105,7 +105,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         steps = self._record(sequence, step_fn, has_aux)
         if steps.must_go_in_turn(weights):
             return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
-        size = min(chunk_size or self._best_chunk(sequence.length), sequence.length)
+        size = min(chunk_size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
         fresh = size == sequence.length and self._is_fresh()
         run = partial(self._chunk, steps, weights, fresh, keep or size < sequence.length)
         total, kept = over_chunks(run, zeros, sequence, size)
@@ -113,10 +113,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             self.init_etrace_state()
         return total, kept
 
-    def _best_chunk(self, length: int) -> int:
+    def _best_chunk(self, length: int, most: int) -> int:
         """As many steps as the memory budget holds records of, in chunks of about one size."""
         each = self._online(self._compiled_now()).record_bytes()
-        return even_chunks(length, self.memory_budget // max(1, each))
+        return even_chunks(length, min(most, self.memory_budget // max(1, each)))
 
     def _windows(
         self, step_fn: Any, weights: Any, has_aux: bool, total: Any, arrays: Any, mask: Any

@@ -412,3 +412,81 @@ def test_grad_expon():
     np.testing.assert_allclose(average.update({"w": jnp.ones(2)})["w"], 1 - decay, rtol=1e-6)
     average.reset_state()
     assert not np.any(average.average.value["w"])
+
+
+class WithoutReset(brainstate.nn.Module):
+    """A cell of a user's who wrote `init_state` and nothing more."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.full((3, 4), 0.1))
+
+    def init_state(self, batch_size=None):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 4)))
+
+    def update(self, x):
+        self.h.value = 0.9 * self.h.value + braintrace.matmul(x, self.w.value)
+        return self.h.value
+
+
+def test_progress_interrupts_and_resets_leave_states_consistent():
+    model, xs = WithoutReset(), jnp.ones((23, 2, 3))
+    learner = braintrace.compile(model, "d_rtrl", xs[0], batch_size=2)
+    loss = lambda x: jnp.sum(learner(x) ** 2)
+    state, truth = model.h, learner.etrace_grad(xs, step_fn=loss)
+    after = state.value
+    assert learner.running_index == 23
+
+    learner.reset_state(2)
+    assert model.h is state
+    assert not state.value.any()
+    calls: list[tuple[int, int]] = []
+    found = learner.etrace_grad(xs, step_fn=loss, chunk_size=10, progress=lambda *a: calls.append(a))
+    assert calls == [(10, 23), (20, 23), (23, 23)]
+    assert agree(truth, found, 1e-12)
+    assert agree({"h": after}, {"h": state.value}, 1e-12)
+
+    learner.reset_state(2)
+    calls.clear()
+    drive = lambda xs: learner.etrace_grad(
+        xs, step_fn=loss, chunk_size=10, progress=lambda *a: calls.append(tuple(map(int, a)))
+    )
+    assert agree(truth, brainstate.transform.jit(drive)(xs), 1e-12)
+    jax.effects_barrier()
+    assert sorted(calls) == [(10, 23), (20, 23), (23, 23)]
+
+    def interrupt(done, total):
+        if done == 20:
+            raise KeyboardInterrupt
+
+    learner.reset_state(2)
+    with pytest.raises(KeyboardInterrupt):
+        learner.etrace_grad(xs, step_fn=loss, chunk_size=10, progress=interrupt)
+    assert learner.running_index == 20
+    rest = learner.etrace_grad(xs[20:], step_fn=loss, reduction="sum")
+    assert learner.running_index == 23
+    assert agree({"h": after}, {"h": state.value}, 1e-12)
+    assert jnp.all(jnp.isfinite(rest["w",]))
+
+    def fails(x):
+        learner(x)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        learner.etrace_grad(xs, step_fn=fails)
+    assert learner.running_index == 23
+    assert agree({"h": after}, {"h": state.value}, 1e-12)
+
+
+def test_steps_that_print_are_taken_in_turn(capfd):
+    model, xs = WithoutReset(), jnp.ones((3, 2, 3))
+    learner = braintrace.compile(model, "es_d_rtrl", xs[0], batch_size=2)
+
+    def loss(x):
+        value = jnp.sum(learner(x) ** 2)
+        jax.debug.print("loss {}", value)
+        return value
+
+    learner.etrace_grad(xs, step_fn=loss)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("loss") == 3
