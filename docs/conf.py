@@ -1,0 +1,52 @@
+"""How the pages are built (`make docs`): their code runs, and the reference comes from docstrings."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MADE = HERE / "_build" / "made"  # what the code on the pages writes
+sys.path.insert(0, str(HERE.parent))
+
+from docs import blocks  # noqa: E402
+
+project, author, copyright = "braintrace", "braintrace developers", "braintrace developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+html_theme, html_title = "furo", "braintrace"
+html_static_path, html_css_files = ["static"], ["pages.css"]
+html_extra_path = ["_build/made/pages"]
+html_copy_source = html_show_sphinx = html_show_copyright = False
+
+default_role = "py:obj"  # `code`, and a link where it is a name
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+
+def run_page(app: Any, name: str, source: list[str]) -> None:
+    source[0] = blocks.run(source[0], f"docs/{name}.md", MADE)
+
+
+def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """In docstrings an indented paragraph is an equation, and a star outside of code is a star."""
+    paragraphs = "\n".join(lines).split("\n\n")
+    for i, text in enumerate(paragraphs):
+        if text.startswith("    "):
+            paragraphs[i] = f"::\n\n{text}"
+        elif not text.startswith(">>>"):
+            parts = re.split(r"(`[^`]*`)", text)
+            paragraphs[i] = "".join(p if p.startswith("`") else p.replace("*", r"\*") for p in parts)
+    lines[:] = "\n\n".join(paragraphs).split("\n")
+
+
+def setup(app: Any) -> None:
+    shutil.rmtree(MADE, ignore_errors=True)
+    (MADE / "pages").mkdir(parents=True)
+    app.connect("source-read", run_page)
+    app.connect("autodoc-process-docstring", to_rst)
