@@ -13,11 +13,14 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 FENCE = re.compile(r"^```(python|python markdown|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WIDTH = 112  # characters of output in a line
 
 
 def run(text: str, name: str, folder: Path) -> str:
@@ -33,14 +36,27 @@ def run(text: str, name: str, folder: Path) -> str:
             output = _run_python(compile("\n" * start + code, name, "exec"), scope, folder)
         if kind == "python markdown":
             return output
+        output = "\n".join(part for line in output.splitlines() for part in _wrap(line))
         return block[0] + (f"\n\n```{{code-block}} text\n:class: output\n\n{output}\n```" if output else "")
 
     return FENCE.sub(with_output, text)
 
 
+def _wrap(line: str) -> list[str]:
+    """A line in parts that fit the page; those of a tree go on under its branches."""
+    lead = re.match(r"[ │├└─]*", line)[0]  # type: ignore[index]
+    below = lead.replace("├", "│").replace("└", " ").replace("─", " ") + "  "
+    return textwrap.wrap(line, WIDTH, subsequent_indent=below, break_on_hyphens=False) or [""]
+
+
 def _run_python(code: Any, scope: dict[str, Any], folder: Path) -> str:
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.chdir(folder), warnings.catch_warnings():
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.chdir(folder),
+        mock.patch("braintrace._compiler.report._WIDE", WIDTH),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}")
         exec(code, scope)

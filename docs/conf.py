@@ -23,9 +23,9 @@ html_copy_source = html_show_sphinx = html_show_copyright = False
 
 default_role = "py:obj"  # `code`, and a link where it is a name
 autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
-python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 
@@ -34,14 +34,18 @@ def run_page(app: Any, name: str, source: list[str]) -> None:
 
 
 def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """In docstrings an indented paragraph is an equation, and a star outside of code is a star."""
+    """In docstrings an indented paragraph is an equation, and outside of code a star is a star."""
     paragraphs = "\n".join(lines).split("\n\n")
     for i, text in enumerate(paragraphs):
         if text.startswith("    "):
             paragraphs[i] = f"::\n\n{text}"
         elif not text.startswith(">>>"):
             parts = re.split(r"(`[^`]*`)", text)
-            paragraphs[i] = "".join(p if p.startswith("`") else p.replace("*", r"\*") for p in parts)
+            names = [re.fullmatch(r"`[A-Za-z_][\w.]*`", p) for p in parts]  # these may be links
+            paragraphs[i] = "".join(
+                p if name else f"`{p}`" if p.startswith("`") else p.replace("*", r"\*")
+                for p, name in zip(parts, names, strict=True)
+            )
     lines[:] = "\n\n".join(paragraphs).split("\n")
 
 
