@@ -6,7 +6,7 @@ OLDEST = jax==0.8.0 jaxlib==0.8.0 brainstate==0.5.0 brainunit==0.5.0 brainevent=
 
 # Compiling is most of the time of a test, so XLA optimises little, and one thread does for each worker.
 TEST_ENV = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_multi_thread_eigen=false
-PYTEST = -m pytest -q -n auto
+PYTEST = -m pytest -q -n auto --dist worksteal
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
