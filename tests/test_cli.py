@@ -19,6 +19,8 @@ from braintrace._cli.train import CELLS
 MODEL = """
 import brainstate, braintrace, jax.numpy as jnp
 
+pytestmark = pytest.mark.slow
+
 class Net(brainstate.nn.Module):
     def __init__(self, units=4):
         super().__init__()

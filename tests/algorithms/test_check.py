@@ -16,6 +16,8 @@ from ..oracle import bptt, loss
 from ..run import compiled, sequence
 from ..zoo import CASES
 
+pytestmark = pytest.mark.slow
+
 
 def run(name, rule="D_RTRL", **options):
     case = CASES[name]

@@ -41,7 +41,9 @@ def graph_of(name: str) -> Any:
 EXACT = [name for name, case in CASES.items() if case.exact]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if i % 8 == 0 else pytest.mark.slow) for i, n in enumerate(CASES)]
+)
 def test_d_rtrl_equals_bptt_where_and_only_where_the_verdict_is_exact(name):
     case, graph = CASES[name], graph_of(name)
     xs = sequence(case)

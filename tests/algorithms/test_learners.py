@@ -218,6 +218,7 @@ def test_another_batch_size_compiles_anew():
         assert learner(x).shape == (size, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL, braintrace.RTRL])
 def test_copies_and_pickles_continue_bit_for_bit(rule):
     learner = learner_of(rule)
@@ -316,6 +317,7 @@ def test_a_loss_may_read_the_state_after_the_call():
     assert agree(truth, total, 1e-12)
 
 
+@pytest.mark.slow
 def test_rtrl_is_exact_in_steps_and_windows():
     xs, _ = data()
     truth = bptt(net(), list(xs))
@@ -323,6 +325,7 @@ def test_rtrl_is_exact_in_steps_and_windows():
     assert agree(truth, online(braintrace.RTRL(net()), list(xs), 4), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL])
 def test_small_types_learn_much_the_same(rule, dtype):
@@ -352,6 +355,7 @@ def test_rank_is_a_decay():
 CELLS = [nn.GRUCell, nn.LSTMCell]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL, braintrace.RTRL])
 def test_chunks_change_no_number(rule, cell):

@@ -14,6 +14,8 @@ import braintrace as bt
 from braintrace._algorithms.flops import count_flops
 from braintrace._algorithms.pure import Pure
 
+pytestmark = pytest.mark.slow
+
 BATCH, LENGTH, IN, UNITS = 8, 20, 6, 48
 
 

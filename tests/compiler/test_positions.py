@@ -451,7 +451,7 @@ def test_the_order_of_readers_does_not_matter(found, random):
 
 
 options = settings(
-    max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -34,6 +34,7 @@ CELLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients(name: str) -> None:
     check(CELLS[name])

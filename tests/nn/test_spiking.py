@@ -447,6 +447,7 @@ NETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_gradients(name: str) -> None:
     check(NETS[name])
