@@ -1,10 +1,13 @@
 """How the pages are built (`make docs`): their code runs, and the reference comes from docstrings."""
 
+import inspect
 import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).parent
 MADE = HERE / "_build" / "made"  # what the code on the pages writes
@@ -49,8 +52,20 @@ def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     lines[:] = "\n\n".join(paragraphs).split("\n")
 
 
+def own_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any
+) -> Any:
+    """Modules are made by a metaclass, which hides the arguments of `__init__`."""
+    if what != "class" or type(obj).__call__ is type.__call__ or not signature:
+        return None
+    args = inspect.signature(obj.__init__)
+    args = args.replace(parameters=list(args.parameters.values())[1:])
+    return stringify_signature(args, show_annotation=False, show_return_annotation=False), None
+
+
 def setup(app: Any) -> None:
     shutil.rmtree(MADE, ignore_errors=True)
     (MADE / "pages").mkdir(parents=True)
     app.connect("source-read", run_page)
     app.connect("autodoc-process-docstring", to_rst)
+    app.connect("autodoc-process-signature", own_signature)

@@ -170,6 +170,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether `compile_graph` was called."""
         return bool(self._examples)
 
     def _compiled_now(self) -> Compiled:
@@ -186,10 +187,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     @property
     def executor(self) -> ETraceGraphExecutor:
+        """The pure functions of that graph."""
         return self._compiled_now().executor
 
     @property
     def report(self) -> CompilationReport:
+        """What is learned how under this rule, and what is left out."""
         return CompilationReport(self.graph, self.rule_kind)
 
     def show_graph(self) -> None:
@@ -203,19 +206,23 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     @property
     def param_states(self) -> Any:
+        """The model's parameters, by path."""
         return self.model.states(brainstate.ParamState)
 
     @property
     def hidden_states(self) -> dict[Path, brainstate.State]:
+        """The states that traces follow, by path."""
         return {h.path: h.state for h in self.graph.module_info.hidden}
 
     @property
     def other_states(self) -> dict[Path, brainstate.State]:
+        """The states that are carried but not traced, by path."""
         hidden = {id(h.state) for h in self.graph.module_info.hidden}
         return {e.path: e.state for e in self._compiled_now().carried if id(e.state) not in hidden}
 
     @property
     def etrace_states(self) -> dict[str, EligibilityTrace]:
+        """The states that hold the traces, by name."""
         return dict(self.traces)
 
     @property
@@ -333,8 +340,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         back to zero, which saves computing them where the sequence is all there is.
 
         `progress` shows a bar, or calls a function with the steps done and those in all, after each chunk
-        or, where those are chosen for you, about twenty times. If the call fails or is interrupted, states and traces are what they
-        were before it or, with `progress` and outside of `jit`, after the last finished part.
+        or, where those are chosen for you, about twenty times. If the call fails or is interrupted, states
+        and traces are what they were before it or, with `progress` and outside of `jit`, after the last
+        finished part.
         """
         check_choice("reduction", reduction, ("mean", "sum"))
         check_choice("loss_output", loss_output, ("per_step", "masked", "scalar"))

@@ -134,6 +134,7 @@ class GradientCheck:
         )
 
     def show(self) -> None:
+        """Print the table, in colour where there is a terminal."""
         self.table.show()
 
     def __str__(self) -> str:

@@ -14,7 +14,14 @@ from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 
 class D_RTRL(ETraceVjpAlgorithm):
-    """Diagonal real-time recurrent learning: a trace of every weight."""
+    """Diagonal real-time recurrent learning: a trace of every weight.
+
+        trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
+
+    With `vjp_method='multi-step'`, a call on `MultiStepData` back-propagates through that window of steps,
+    and traces stand for what came before. `trace_dtype` is what traces are stored in (None: what they are
+    computed in).
+    """
 
     def __init__(
         self,
@@ -29,7 +36,11 @@ class D_RTRL(ETraceVjpAlgorithm):
 
 
 class ES_D_RTRL(ETraceVjpAlgorithm):
-    """D-RTRL with traces as products of an input and a state average: memory linear in the units."""
+    """D-RTRL with traces as products of an input and a state average: memory linear in the units.
+
+    `decay_or_rank` is the decay of the averages, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; a
+    pair is of the inputs and of the states. The other options are those of `D_RTRL`.
+    """
 
     def __init__(
         self,

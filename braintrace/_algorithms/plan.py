@@ -107,6 +107,7 @@ class Plan:
         return Table(title, columns, rows, [f"* {self.recommendation}"])
 
     def show(self) -> None:
+        """Print the table, in colour where there is a terminal."""
         self.table.show()
 
     def __str__(self) -> str:
