@@ -10,7 +10,7 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from .._compiler import CompilationError, CompilationReport, ETraceGraph
 from .._compiler.diagnostics import show_path
 from .._compiler.exactness import RuleKind
-from .._compiler.module_info import Path, StateEntry, split_static
+from .._compiler.module_info import ModuleInfo, Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
 from .data import MultiStepData, SingleStepData
@@ -148,13 +148,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self._form(key)
 
     def _why_missing(self, args: Any, kwargs: Any) -> str:
-        shapes = [s for s, _ in map(_shape, split_static(args, kwargs)[0])]
+        shapes = [f"{t}{list(s)}" for s, t in map(_shape, split_static(args, kwargs)[0])]
         if not self._examples:
             return (
                 "The learner's graph is not compiled yet. Call `learner.compile_graph(x)` first, with one "
                 f"step's input, after the states are initialised. This call has inputs of shapes {shapes}."
             )
-        known = [[s for s, _ in key[:-2]] for key in self._examples]
+        known = [[f"{t}{list(s)}" for s, t in key[:-2]] for key in self._examples]
         static = split_static(args, kwargs)[2]
         if shapes in known and all(static != key[-2] for key in self._examples):
             return (
@@ -299,6 +299,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if consts is None:  # the same shapes, but another program: the model closes over something else now
             with warnings.catch_warnings(action="ignore"):
                 compiled = Compiled(self._compile(one_args, one_kwargs))
+            if set(self._initial_values(compiled)) != set(self.traces):
+                raise CompilationError(
+                    "The model has become another program since `compile_graph`: it uses other marked ops or "
+                    "states now (a flag or a value that it closes over has changed). Call "
+                    "`learner.compile_graph(x)` again as the model is now."
+                )
             consts = list(compiled.graph.module_info.program.consts.values())
         data, stepped = _time_axes(args, kwargs)
         if not any(stepped):
@@ -352,6 +358,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
         report = Bar() if progress is True else progress or None
         sequence = Sequence.check(sequences, mask, Progress(report, states) if report else None)
         weights = self.param_states if weights is None else weights
+        if not isinstance(weights, Mapping):
+            raise TypeError(
+                "`weights` is a dictionary of states, such as `model.states(brainstate.ParamState)`, not "
+                f"{type(weights).__name__}."
+            )
+        if not isinstance(progress, bool) and not callable(progress):
+            raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         if not weights:
             raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
         try:
@@ -364,7 +377,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 report.close()
             raise
         mask = sequence.mask.astype(losses.dtype)
-        scale = 1 / jnp.maximum(mask.sum(), 1) if reduction == "mean" else jnp.ones((), mask.dtype)
+        count = mask.sum() if reduction == "mean" else jnp.ones((), mask.dtype)
+        scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         masked = losses * mask
         value = {"per_step": losses, "masked": masked, "scalar": masked.sum() * scale}[loss_output]
@@ -438,12 +452,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
-    def _read(self, compiled: Compiled) -> tuple[list[Any], list[list[Any]]]:
+    def _read(self, info: ModuleInfo) -> tuple[list[Any], list[list[Any]]]:
         """The leaves of the parameters, and of each other state, found by path."""
         found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
         params: list[Any] = []
         rest: list[list[Any]] = []
-        for entry in compiled.graph.module_info.entries:
+        for entry in info.entries:
             leaves = jax.tree.leaves(found.get(entry.path, entry.state).value)
             params.extend(leaves) if entry.is_param else rest.append(leaves)
         return params, rest

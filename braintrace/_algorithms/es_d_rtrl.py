@@ -144,7 +144,8 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
         y = own + rise * before[None]
         return y[-1], y
 
-    _, y = jax.lax.scan(body, start.reshape(-1), own)
+    first = start.reshape(-1)
+    _, y = jax.lax.scan(body, first, own) if count > 1 else body(first, own[0])
     return y.reshape(count * block, *x.shape[1:])[:length]
 
 

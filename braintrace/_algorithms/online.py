@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from .._compiler.program import Var
+from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
 from .._executor.traces import sum_states
 from .chunk import Record, over_time, step_by_step
@@ -238,6 +239,14 @@ class Online:
                 twice = over_time(trace, record, weights[key[0]][key[1]], signals[0][trace.group.index])
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return values, self._to_parameters(params, consts, grads)
+
+    def consts_of_weights(self, consts: Leaves) -> Leaves:
+        """Those constants of the model that its effective weights are made of."""
+        program = self.info.program
+        weights = [w for t in self.traces for w in t.relation.site.weights.values()]
+        atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
+        read = {a for a in atoms if isinstance(a, Var)}
+        return [c for v, c in zip(program.consts, consts, strict=True) if v in read]
 
     def _known_params(self, params: Leaves, consts: Leaves) -> dict[Any, Any]:
         known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))

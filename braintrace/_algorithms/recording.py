@@ -7,17 +7,25 @@ in which a product with a weight is one large product and the sum over steps is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import brainunit as u
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .. import _compat
 from .._executor.executor import Local, is_inexact
 from .online import Added, Leaves, Online
 from .pure import Pure
+
+_ADVANCE, _STEP = np.zeros(2, np.int32), np.zeros(3, np.int32)  # what `mode` is while each is traced
+
+
+class TakeInTurnError(Exception):
+    """The steps of a chunk cannot be taken together."""
 
 
 @dataclass
@@ -31,16 +39,17 @@ class Recorder:
     deltas: Added | None = None
     ys: dict[int, Any] = field(default_factory=dict)
     local: Local | None = None
+    online: Online | None = None
+    consts: Leaves = field(default_factory=list)
     out: Any = None
-    called: bool = False
 
     def record(
         self, online: Online, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
     ) -> tuple[Leaves, list[Leaves]]:
         """One step: its outputs and new states; what the traces need of it is kept here."""
-        if self.called:
-            raise ValueError("`step_fn` must call the learner once; it called it twice.")
-        self.called = True
+        if self.online is not None:
+            raise TakeInTurnError("`step_fn` calls the learner more than once")
+        self.online, self.consts = online, consts
         if self.deltas is None:
             outs, new, self.ys = online.outputs(params, args, consts, rest)
         else:
@@ -48,7 +57,7 @@ class Recorder:
         return outs, new
 
     def check(self) -> Recorder:
-        if not self.called:
+        if self.online is None:
             raise ValueError("`step_fn` must call the learner once; it did not call it.")
         return self
 
@@ -63,37 +72,67 @@ class Steps:
 
     advance: Pure
     step: Pure
+    mode: Any
     deltas: Any
+    online: Online
+    consts: Leaves
 
     @staticmethod
-    def trace(run: Callable[[Recorder, Any], Recorder], deltas: Any, first: Any) -> Steps:
+    def trace(run: Callable[[Recorder, Any], Recorder], mode: Any, deltas: Any, first: Any) -> Steps:
+        """Trace both; `TakeInTurnError` if the learner is called otherwise than once, at the top.
+
+        `mode` is a state whose shape is another one in each of the two.
+        """
+        recorders: list[Recorder] = []
+
         def advance(*slices: Any) -> Any:
             return run(Recorder(), slices).ys
 
         def step(deltas: Any, ys: Any, *slices: Any) -> Any:
             recorder = run(Recorder(deltas, ys), slices)
+            recorders.append(recorder)
             assert recorder.local is not None
             return recorder.out, recorder.local.arrays
 
-        forward = Pure.trace(advance, *first)
-        ys = jax.eval_shape(lambda v, f: forward(v, *f)[0], forward.values(), first)
-        return Steps(forward, Pure.trace(step, deltas, ys, *first), deltas)
+        try:
+            mode.value = _ADVANCE
+            forward = Pure.trace(advance, *first)
+            ys = jax.eval_shape(lambda v, f: forward(v, *f)[0], forward.values(), first)
+            mode.value = _STEP
+            pure = Pure.trace(step, deltas, ys, *first)
+        except jax.errors.UnexpectedTracerError as e:
+            raise TakeInTurnError("`step_fn` calls the learner inside a transformation") from e
+        online = recorders[-1].online
+        assert online is not None
+        return Steps(forward, pure, mode, deltas, online, recorders[-1].consts)
 
-    def must_go_in_turn(self, weights: Any) -> bool:
-        """Whether the steps cannot be taken together: they print or call back, or change a weight."""
+    def check(self, fixed: Sequence[Any], traces: Sequence[Any]) -> None:
+        """`TakeInTurnError` if a step prints, calls back, changes a weight, or reads or writes a trace."""
         moving = {id(st) for st in self._moving}
-        return bool(self.step.effects) or any(id(st) in moving for st in weights.values())
+        touched = {id(st) for st in (*self.advance.states, *self.step.states)}
+        if self.step.effects:
+            raise TakeInTurnError("`step_fn` prints or calls back")
+        if any(id(st) in moving for st in fixed):
+            raise TakeInTurnError("`step_fn` changes a parameter")
+        if any(id(st) in touched for st in traces):
+            raise TakeInTurnError("`step_fn` reads or writes a trace")
+        if any(map(_compat.is_tracer, self.online.consts_of_weights(self.consts))):
+            raise TakeInTurnError("a weight may change from step to step")
 
     @property
     def _moving(self) -> list[Any]:
         return [st for st, written in zip(self.advance.states, self.advance.written, strict=True) if written]
+
+    def _values(self, pure: Pure, mode: Any) -> list[Leaves]:
+        values = zip(pure.states, pure.values(), strict=True)
+        return [[jnp.asarray(mode)] if st is self.mode else leaves for st, leaves in values]
 
     def at_once(self, weights: Any, arrays: Any, mask: Any) -> tuple[Any, Any, Any, list[Leaves]]:
         """Within-step gradients of `weights`, signals, what each step gave, and the states after the last.
 
         All but the gradients and the states have an axis of time in front.
         """
-        start = self.advance.values()
+        start = self._values(self.advance, _ADVANCE)
         numbers = [i for i, written in enumerate(self.advance.written) if written]
 
         def forward(carry: list[Leaves], slices: Any) -> Any:
@@ -103,7 +142,7 @@ class Steps:
 
         end, (before, ys) = jax.lax.scan(forward, [start[i] for i in numbers], arrays)
 
-        moving, fixed = [id(st) for st in self._moving], self.step.values()
+        moving, fixed = [id(st) for st in self._moving], self._values(self.step, _STEP)
         leaves, tree = jax.tree.flatten({k: st.value for k, st in weights.items()})
         live = [is_inexact(leaf) for leaf in leaves]
 

@@ -57,7 +57,7 @@ class RTRL(ETraceAlgorithm):
     def _window(
         self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
     ) -> list[Any]:
-        params, rest = self._read(compiled)
+        params, rest = self._read(compiled.graph.module_info)
         flow = _Flow(compiled, stepped, length)
         outs, new, values = flow.call(params, args, consts, rest, self._values())
         self._write(compiled, new, values, length)

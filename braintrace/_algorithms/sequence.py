@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 
@@ -92,6 +93,8 @@ def split_loss(out: Any, has_aux: bool, shape: tuple[int, ...]) -> tuple[Any, An
     if jnp.shape(loss) != shape:
         what = "one number, the loss of the step" if shape == () else f"{shape[0]} losses, one for each step"
         raise ValueError(f"`step_fn` must return {what}; it returned an array of shape {jnp.shape(loss)}.")
+    if not jnp.issubdtype(jnp.result_type(u.get_mantissa(loss)), jnp.floating):
+        raise TypeError(f"The loss must be a real floating number; its type is {jnp.result_type(loss)}.")
     return loss, aux
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from .._compiler import ETraceGraph, compile_etrace_graph
 from .base import Compiled, ETraceAlgorithm
 from .online import Online
-from .recording import Recorder, Steps
+from .progress import unchanged_on_error
+from .recording import Recorder, Steps, TakeInTurnError
 from .rule import Rule, Values
 from .sequence import (
     Sequence,
@@ -45,6 +46,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.vjp_method = vjp_method
         self.memory_budget = MEMORY_BUDGET
         self._recorder: Recorder | None = None
+        # its shape tells a recorded step from another: what is jitted inside `step_fn` must not mix them up
+        self._level: Any = None
+        self._recording = brainstate.State(jnp.zeros(1, jnp.int32))
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         return compile_etrace_graph(self.model, *args, **kwargs)
@@ -56,9 +60,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self._online(compiled).initial_values()
 
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
-        params, rest = self._read(compiled)
+        params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
+        level = self._recording.value
         if self._recorder is not None:
+            if level is not self._level:  # of another trace
+                raise TakeInTurnError("`step_fn` calls the learner inside a transformation")
             outs, new = self._recorder.record(online, params, args, consts, rest)
             self._write(compiled, new, {}, 1)
             return outs
@@ -74,7 +81,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
                 "step. `MultiStepData` is for `vjp_method='multi-step'`."
             )
-        params, rest = self._read(compiled)
+        params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
         outs, new, values = online.window(params, args, stepped, consts, rest, self._values())
         self._write(compiled, new, values, length)
@@ -102,8 +109,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return total, kept
         if chunk_size == 1:
             return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
-        steps = self._record(sequence, step_fn, has_aux)
-        if steps.must_go_in_turn(weights):
+        try:
+            steps = self._record(sequence, step_fn, has_aux)
+            steps.check([*weights.values(), *self.param_states.values()], list(self.traces.values()))
+        except TakeInTurnError:
             return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
         size = min(chunk_size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
         fresh = size == sequence.length and self._is_fresh()
@@ -132,30 +141,32 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """`step_fn` as pure functions, with its call of the learner recorded."""
 
         def run(recorder: Recorder, slices: Any) -> Recorder:
-            self._recorder = recorder
-            try:
-                recorder.out = split_loss(step_fn(*slices), has_aux, ())
-            finally:
-                self._recorder = None
+            self._recorder, self._level = recorder, self._recording.value
+            recorder.out = split_loss(step_fn(*slices), has_aux, ())
             return recorder.check()
 
         first = jax.tree.map(lambda a: a[0], sequence.arrays)
-        return Steps.trace(run, self._online(self._compiled_now()).executor.zero_deltas(), first)
+        deltas, normal = self._online(self._compiled_now()).executor.zero_deltas(), self._recording.value
+        try:
+            with unchanged_on_error(list(self.states().values())):
+                return Steps.trace(run, self._recording, deltas, first)
+        finally:
+            self._recorder, self._level, self._recording.value = None, None, normal
 
     def _chunk(
         self, steps: Steps, weights: Any, fresh: bool, keep: bool, total: Any, arrays: Any, mask: Any
     ) -> tuple[Any, Any]:
         """Record the steps of a chunk, then do all that concerns traces at once."""
-        online = self._online(self._compiled_now())
+        online, consts = steps.online, steps.consts
         grads, deltas, (kept, local), after = steps.at_once(weights, arrays, mask)
-        params, _ = self._read(self._compiled_now())
-        consts = list(online.info.program.consts.values())
+        params, _ = self._read(online.info)
         signals = jax.vmap(online.as_signals)(*deltas)
         values, leaves = online.chunk(params, consts, self._values(), local, signals, fresh=fresh, keep=keep)
         found = online.by_path(leaves)
+        paths = {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
+        mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
         total = {
-            k: add_trees(v, found[tuple(map(str, k))]) if tuple(map(str, k)) in found else v
-            for k, v in add_trees(total, grads).items()
+            k: v if mine[k] is None else add_trees(v, mine[k]) for k, v in add_trees(total, grads).items()
         }
         steps.advance.assign(after)
         for key, value in values.items():

@@ -105,11 +105,6 @@ def no_hidden_state():
     braintrace.D_RTRL(nn.Linear(3, 2)).compile_graph(jnp.ones(3))
 
 
-def twice_in_a_step():
-    learner = learner_of()
-    learner.etrace_grad(data()[0], step_fn=lambda x: jnp.sum(learner(x)) + jnp.sum(learner(x)))
-
-
 MISTAKES = {
     "not compiled": (lambda: braintrace.D_RTRL(net())(jnp.ones((2, 3))), "compile_graph"),
     "other batch": (other_batch, "batch"),
@@ -124,7 +119,6 @@ MISTAKES = {
     "window": (window_in_single_step_mode, "multi-step"),
     "string": (lambda: braintrace.D_RTRL(net()).compile_graph("x"), "string"),
     "no model": (lambda: braintrace.D_RTRL(jnp.tanh), "update"),
-    "two calls": (twice_in_a_step, "once"),
     "no loss": (lambda: learner_of().etrace_grad(data()[0], step_fn=lambda x: jnp.sum(x)), "did not call"),
     "losses": (lambda: learner_of().etrace_grad(data()[0], step_fn=lambda x: x), "one number"),
     "lengths": (lambda: learner_of().etrace_grad(jnp.ones((2, 3)), jnp.ones((3, 3)), step_fn=sum), "length"),
@@ -499,3 +493,106 @@ def test_steps_that_print_are_taken_in_turn(capfd):
     learner.etrace_grad(xs, step_fn=loss)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("loss") == 3
+
+
+class Gained(brainstate.nn.Module):
+    """A leaky cell with two factors of a weight, and a gain that it closes over."""
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.RandomState(0)
+        self.b, self.a = (brainstate.ParamState(jnp.asarray(rng.randn(*s))) for s in ((3, 2), (2, 4)))
+        self.h = brainstate.HiddenState(jnp.zeros((2, 4)))
+        self.gain = 1.0
+
+    def update(self, x):
+        drive = braintrace.matmul(x, self.gain * (self.b.value @ self.a.value))
+        self.h.value = 0.8 * self.h.value + jnp.tanh(drive)
+        return self.h.value
+
+
+def plainly(learner, x):
+    return jnp.mean(learner(x) ** 2)
+
+
+def with_another_gain(learner, x):
+    learner.model.gain = jnp.asarray(3.0)
+    return jnp.mean(learner(x) ** 2)
+
+
+def with_a_gain_of_the_step(learner, x):
+    learner.model.gain = 1 + x[0, 0]
+    return jnp.mean(learner(x) ** 2)
+
+
+def changing_a_factor(learner, x):
+    out = learner(x)
+    learner.model.a.value = 0.8 * learner.model.a.value
+    return jnp.mean(out**2)
+
+
+def clearing_traces(learner, x):
+    out = learner(x)
+    for trace in learner.traces.values():
+        trace.value = trace.value * jnp.asarray(x[0, 0] > 0, trace.value.dtype)
+    return jnp.mean(out**2)
+
+
+def inside_a_cond(learner, x):
+    return brainstate.transform.cond(x[0, 0] > 0, lambda: jnp.mean(learner(x) ** 2), lambda: jnp.zeros(()))
+
+
+def twice(learner, x):
+    return jnp.mean(learner(x) ** 2) + jnp.mean(learner(-x) ** 2)
+
+
+@pytest.mark.parametrize("loss", [plainly, with_another_gain, with_a_gain_of_the_step, changing_a_factor])
+@pytest.mark.parametrize("names", ["own", "other"])
+def test_whatever_a_step_does_chunks_change_no_number(loss, names):
+    check_odd_step(loss, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [clearing_traces, inside_a_cond, twice])
+def test_what_cannot_be_taken_together_is_taken_in_turn(loss):
+    check_odd_step(loss, "own")
+
+
+def check_odd_step(loss, names):
+    xs = jnp.asarray(np.random.RandomState(1).randn(5, 2, 3))
+    found = []
+    for size in (1, None, 2):
+        model = Gained()
+        learner = braintrace.D_RTRL(model)
+        learner.compile_graph(xs[0])
+        weights = {("b",): model.b} if names == "own" else {("core", "x"): model.b, ("a",): model.b}
+        step = lambda x, learner=learner: loss(learner, x)
+        found.append(learner.etrace_grad(xs, step_fn=step, chunk_size=size, weights=weights))
+        assert learner._recorder is None
+    assert agree(found[0], found[1], 1e-11), difference(found[0], found[1])
+    assert agree(found[0], found[2], 1e-11), difference(found[0], found[2])
+
+
+def test_what_is_jitted_inside_a_step_is_not_mixed_up():
+    xs = jnp.asarray(np.random.RandomState(1).randn(4, 2, 3))
+    learner = braintrace.D_RTRL(Gained())
+    learner.compile_graph(xs[0])
+    loss = brainstate.transform.jit(lambda x: jnp.mean(learner(x) ** 2))
+    truth = learner.etrace_grad(xs, step_fn=lambda x: jnp.mean(learner(x) ** 2))
+    traces = {k: st.value for k, st in learner.traces.items()}
+    for _ in range(2):
+        learner.init_etrace_state()
+        learner.model.h.value = jnp.zeros((2, 4))
+        assert agree(truth, learner.etrace_grad(xs, step_fn=loss), 1e-11)
+        assert agree(traces, {k: st.value for k, st in learner.traces.items()}, 1e-11)
+
+
+def test_the_mean_divides_by_the_sum_of_the_mask():
+    xs = jnp.asarray(np.random.RandomState(1).randn(4, 2, 3))
+    found = []
+    for weight in (1.0, 0.05):
+        learner = braintrace.D_RTRL(Gained())
+        learner.compile_graph(xs[0])
+        loss = lambda x, learner=learner: plainly(learner, x)
+        found.append(learner.etrace_grad(xs, step_fn=loss, mask=jnp.full(4, weight)))
+    assert agree(*found, 1e-11)
