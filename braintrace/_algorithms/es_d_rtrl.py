@@ -94,18 +94,8 @@ class ESRule:
         self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
     ) -> tuple[Values, Gradients]:
         """The averages of Jacobians step by step, which is cheap; all the products with inputs at once."""
-        each: Values = {_COUNT: values[_COUNT] + jnp.arange(1, record.length + 1, dtype=values[_COUNT].dtype)}
-        for trace in traces:
-            key = _input_key(trace)
-            if trace.layout.x is not None and key not in each:
-                each[key] = filtered(self.inp, values[key], _inputs(trace, record.local))
-
-        def body(values: Values, step: Any) -> Any:
-            values = self._states(traces, values, record.one(step)[0])
-            return values, values
-
-        states = {k: values[k] for k in map(_state_key, traces)}
-        each |= jax.lax.scan(body, states, record.steps, unroll=unroll())[1]
+        averages = self._averages if jax.default_backend() == "cpu" else self._averages_in_blocks
+        each = averages(traces, values, record)
         parts = [(each, record.signals)]
         if record.old_signals is not None:  # of the averages before each step
             old = {k: jnp.concatenate([values[k][None], v[:-1]]) for k, v in each.items()}
@@ -125,6 +115,30 @@ class ESRule:
                 add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight, TIME))
         return {k: v[-1].astype(values[k].dtype) for k, v in each.items()}, grads
 
+    def _averages(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+        """All averages after every step."""
+
+        def body(values: Values, step: Any) -> Any:
+            values = self.update(traces, values, record.one(step)[0])
+            return values, values
+
+        return jax.lax.scan(body, values, record.steps)[1]  # type: ignore[no-any-return]
+
+    def _averages_in_blocks(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+        """The same with fewer and larger operations, for a GPU."""
+        each: Values = {_COUNT: values[_COUNT] + jnp.arange(1, record.length + 1, dtype=values[_COUNT].dtype)}
+        for trace in traces:
+            key = _input_key(trace)
+            if trace.layout.x is not None and key not in each:
+                each[key] = filtered(self.inp, values[key], _inputs(trace, record.local))
+
+        def body(values: Values, step: Any) -> Any:
+            values = self._states(traces, values, record.one(step)[0])
+            return values, values
+
+        states = {k: values[k] for k in map(_state_key, traces)}
+        return each | jax.lax.scan(body, states, record.steps, unroll=unroll())[1]
+
 
 _BLOCK = 64
 
@@ -137,7 +151,8 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
     padded = jnp.pad(x.reshape(length, -1), ((0, count * block - length), (0, 0))).reshape(count, block, -1)
     lags = np.arange(block)[:, None] - np.arange(block)
     powers = jnp.asarray(np.where(lags >= 0, float(decay) ** np.maximum(lags, 0), 0), x.dtype)
-    own = jnp.einsum("ts,nsf->ntf", powers, padded, precision="highest")
+    # a product for each block: contracted with all blocks at once, XLA transposes them first
+    own = jnp.matmul(jnp.broadcast_to(powers, (count, block, block)), padded, precision="highest")
     rise = jnp.asarray(float(decay) ** np.arange(1, block + 1), x.dtype)[:, None]
 
     def body(before: Any, own: Any) -> Any:

@@ -76,6 +76,12 @@ class HiddenGroup:
         parts = [v if h.grouped else v[..., None] for h, v in zip(self.hidden, values, strict=True)]
         return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
 
+    def stack_hidden(self, values: Sequence[Any]) -> jax.Array:
+        """The same with the states first, `(num_state,) + varshape`: a short last axis is slow."""
+        pairs = zip(self.hidden, values, strict=True)
+        parts = [jnp.moveaxis(v, -1, 0) if h.grouped else v[None] for h, v in pairs]
+        return jnp.concatenate([p.astype(self.dtype) for p in parts])
+
     def split_hidden(self, array: Any) -> list[jax.Array]:
         """The inverse of `concat_hidden`."""
         ends = np.cumsum([h.num_state for h in self.hidden])[:-1]

@@ -212,7 +212,7 @@ class LocalGroup:
 
     def _stacked(self, new: Sequence[Any]) -> jax.Array:
         """States of the group as (S, *varshape)."""
-        return jnp.moveaxis(self.group.concat_hidden(new), -1, 0)
+        return self.group.stack_hidden(new)
 
     def _pick(
         self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, m: PositionMap

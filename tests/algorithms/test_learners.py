@@ -14,6 +14,7 @@ import pytest
 
 import braintrace
 from braintrace import nn
+from braintrace._algorithms import es_d_rtrl
 
 from ..oracle import bptt
 from ..run import agree, difference, online
@@ -596,3 +597,17 @@ def test_the_mean_divides_by_the_sum_of_the_mask():
         loss = lambda x, learner=learner: plainly(learner, x)
         found.append(learner.etrace_grad(xs, step_fn=loss, mask=jnp.full(4, weight)))
     assert agree(*found, 1e-11)
+
+
+def test_averages_in_blocks_are_the_same(monkeypatch):
+    xs, ys = data(7)
+    found = []
+    monkeypatch.setattr(es_d_rtrl, "_BLOCK", 3)
+    for backend in ("cpu", "gpu"):
+        learner = learner_of(braintrace.ES_D_RTRL)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda backend=backend: backend)
+            grads = learner.etrace_grad(xs, ys, step_fn=squared(learner))
+        found.append((grads, {k: st.value for k, st in learner.traces.items()}))
+    assert agree(found[0][0], found[1][0], 1e-11)
+    assert agree(found[0][1], found[1][1], 1e-11)
