@@ -137,7 +137,8 @@ class ESRule:
             return values, values
 
         states = {k: values[k] for k in map(_state_key, traces)}
-        return each | jax.lax.scan(body, states, record.steps, unroll=unroll())[1]
+        each |= jax.lax.scan(body, states, record.steps, unroll=unroll())[1]
+        return each
 
 
 _BLOCK = 64

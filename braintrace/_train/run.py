@@ -77,6 +77,11 @@ class Run:
                 "`resume=True`; to start afresh choose another `checkpoint_dir` or remove this one."
             )
         arrays, notes = self.checkpoints.load(latest)
+        if notes["learner"] != type(self.engine.learner).__name__:
+            raise ValueError(
+                f"The checkpoint {where} was made with {notes['learner']}, and this learner is "
+                f"{type(self.engine.learner).__name__}. Resume with the same rule, or start afresh elsewhere."
+            )
         self.epoch, self.index, self.batch = notes["epoch"], notes["index"], latest
         self._trained, self.seconds = (self.epoch, self.index), notes["seconds"]
         self.result = FitResult(
@@ -188,7 +193,13 @@ class Run:
             if rows := getattr(self.result, name):
                 arrays[name] = to_columns(rows)
         epoch, index = self._trained
-        notes = {"epoch": epoch, "index": index, "seconds": self.seconds, "reached": self.result.reached}
+        notes = {
+            "learner": type(self.engine.learner).__name__,
+            "epoch": epoch,
+            "index": index,
+            "seconds": self.seconds,
+            "reached": self.result.reached,
+        }
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
 
 

@@ -311,6 +311,8 @@ def test_says_what_is_wrong(tmp_path):
     go(checkpoint_dir=tmp_path)
     with pytest.raises(FileExistsError, match="resume=True"):
         go(checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="made with D_RTRL, and this learner is ES_D_RTRL"):
+        go(learner=braintrace.ES_D_RTRL(learner.model), checkpoint_dir=tmp_path, resume=True)
     wide, _ = make(units=7)
     with pytest.raises(
         ValueError, match=r"does not fit the model: `optimizer`|does not fit the model: `state"
