@@ -192,7 +192,7 @@ def check_gradients(
             )
 
     found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
-    scale = 1 / max(float(jnp.sum(sequence.mask)), 1.0) if reduction == "mean" else 1.0
+    scale = 1 / (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
     pairs = {tuple(map(str, k)): (_flat(v), scale * _flat(expected[k])) for k, v in found.items()}
     tolerance = _tolerance(learner, weights) if tolerance is None else tolerance
     rows = []
@@ -233,6 +233,7 @@ def _bptt(
         return carry, brainstate.transform.for_loop(one, arrays)
 
     def total() -> Any:
+        _ = [state.value for state in weights.values()]  # also of those that the model does not use
         _, found = over_chunks(losses, (), sequence, chunk_size or sequence.length)
         return jnp.sum(found * sequence.mask.astype(found.dtype))
 

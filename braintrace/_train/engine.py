@@ -157,7 +157,7 @@ class Engine:
 
         def loss_of() -> Any:
             loss, aux = split_loss(self._step(*slices), True, ())
-            return loss * (mask[0] / jnp.maximum(mask[0], 1)).astype(loss.dtype), (loss, aux)
+            return loss * (mask[0] != 0).astype(loss.dtype), (loss, aux)  # the mean of one step
 
         grads, kept = brainstate.transform.grad(loss_of, self.learner.param_states, has_aux=True)()
         return grads, *jax.tree.map(lambda a: jnp.asarray(a)[None], kept)
@@ -169,7 +169,8 @@ class Engine:
     @staticmethod
     def _mean(values: Any, mask: Any) -> Any:
         weights = mask.astype(jnp.result_type(float))
-        return (values.astype(weights.dtype) * weights).sum() / jnp.maximum(weights.sum(), 1)
+        total = weights.sum()
+        return (values.astype(weights.dtype) * weights).sum() / jnp.where(total == 0, 1, total)
 
     def _scores(self, losses: Any, aux: Any, ys: Any, mask: Any) -> dict[str, Any]:
         mean = partial(self._mean, mask=mask)
