@@ -16,10 +16,10 @@ from braintrace import tasks
 from braintrace._cli import main
 from braintrace._cli.train import CELLS
 
+pytestmark = pytest.mark.slow
+
 MODEL = """
 import brainstate, braintrace, jax.numpy as jnp
-
-pytestmark = pytest.mark.slow
 
 class Net(brainstate.nn.Module):
     def __init__(self, units=4):
