@@ -291,6 +291,7 @@ def test_compiling_in_one_call_batched_and_vmapped():
         braintrace.compile(Net(), "snap", xs[0])
 
 
+@pytest.mark.slow
 def test_a_loss_may_read_the_state_after_the_call():
     xs, _ = data()
     model, plain = net(), net()
@@ -433,6 +434,7 @@ class WithoutReset(brainstate.nn.Module):
         return self.h.value
 
 
+@pytest.mark.slow
 def test_progress_interrupts_and_resets_leave_states_consistent():
     model, xs = WithoutReset(), jnp.ones((23, 2, 3))
     learner = braintrace.compile(model, "d_rtrl", xs[0], batch_size=2)
@@ -547,6 +549,7 @@ def twice(learner, x):
     return jnp.mean(learner(x) ** 2) + jnp.mean(learner(-x) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [plainly, with_another_gain, with_a_gain_of_the_step, changing_a_factor])
 @pytest.mark.parametrize("names", ["own", "other"])
 def test_whatever_a_step_does_chunks_change_no_number(loss, names):
@@ -574,6 +577,7 @@ def check_odd_step(loss, names):
     assert agree(found[0], found[2], 1e-11), difference(found[0], found[2])
 
 
+@pytest.mark.slow
 def test_what_is_jitted_inside_a_step_is_not_mixed_up():
     xs = jnp.asarray(np.random.RandomState(1).randn(4, 2, 3))
     learner = braintrace.D_RTRL(Gained())

@@ -25,6 +25,8 @@ from braintrace._train.result import to_columns, to_rows
 
 from .nets import BATCH, IN, LENGTH, Net, batch, close, epoch, long_run, make
 
+pytestmark = pytest.mark.slow
+
 
 def parameters(learner):
     return {".".join(k): st.value for k, st in learner.param_states.items()}
