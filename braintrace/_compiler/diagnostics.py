@@ -103,3 +103,11 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
 def show_path(path: Iterable[str]) -> str:
     """A path as users write it: `rnn.h`."""
     return ".".join(path)
+
+
+def number(count: int, noun: str) -> str:
+    """
+    >>> number(2, "group")
+    '2 groups'
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

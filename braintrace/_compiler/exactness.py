@@ -117,8 +117,17 @@ class Exactness:
             lines.append(f"- and {len(found) - most} more: see `.dropped`")
         return "\n".join(lines)
 
+    def in_short(self) -> str:
+        """The verdict in a few words."""
+        if self.exact:
+            return f"{self.rule} is exact"
+        return f"{self.rule} is approximate for {len(self.weights)} of {self.num_params} parameters"
+
     def __str__(self) -> str:
         return self.to_str()
+
+    def __repr__(self) -> str:
+        return f"<Exactness: {self.in_short()}>"
 
     def _repr_pretty_(self, p: Any, cycle: bool) -> None:
         p.text(str(self))

@@ -36,6 +36,12 @@ class ETraceGraph(NamedTuple):
     hidden_perturb: HiddenPerturbation | None
     diagnostics: list[CompilationRecord]
 
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        return f"<ETraceGraph of {type(self.module_info.model).__name__}: {self._report().in_short()}>"
+
     def dict(self) -> dict[str, Any]:
         return self._asdict()
 

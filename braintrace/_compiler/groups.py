@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,9 +32,13 @@ class HiddenGroup:
 
     index: int
     hidden: tuple[Hidden, ...]
-    info: ModuleInfo = field(repr=False)
-    within: tuple[Reach, ...] = field(repr=False)
-    mixers: tuple[Node, ...] = field(repr=False, default=())
+    info: ModuleInfo
+    within: tuple[Reach, ...]
+    mixers: tuple[Node, ...] = ()
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{show_path(h.path)} {h.invar.aval.str_short()}" for h in self.hidden)
+        return f"<HiddenGroup {self.index}: {states}>"
 
     @property
     def hidden_paths(self) -> list[Path]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal
-from .diagnostics import show_path
+from .diagnostics import number, show_path
 from .errors import CompilationError, NotSupportedError
 from .links import Array
 from .program import Atom, Node, Program, UnreadableSite, Var, read_program
@@ -31,6 +31,9 @@ class StateEntry:
     state: brainstate.State
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
+
+    def __repr__(self) -> str:
+        return f"<{type(self.state).__name__} {show_path(self.path)}: {_show(self.invars)}>"
 
     @property
     def is_param(self) -> bool:
@@ -50,6 +53,9 @@ class Hidden:
     invar: Var
     outvar: Var
     grouped: bool
+
+    def __repr__(self) -> str:
+        return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"
 
     @property
     def varshape(self) -> tuple[int, ...]:
@@ -83,6 +89,11 @@ class ModuleInfo:
     out_tree: Any
     state_trees: tuple[Any, ...]
     retrace: Callable[..., list[Any] | None]
+
+    def __repr__(self) -> str:
+        counts = {"parameter": self.params, "hidden state": self.hidden, "operation": self.program.nodes}
+        shown = ", ".join(number(len(found), noun) for noun, found in counts.items())
+        return f"<ModuleInfo of {type(self.model).__name__}: {shown}>"
 
     @cached_property
     def params(self) -> tuple[StateEntry, ...]:
@@ -120,6 +131,10 @@ class ModuleInfo:
     def dict(self) -> dict[str, Any]:
         names = ("closed_jaxpr", "program", "entries", "hidden", "weight_path_to_invars")
         return {name: getattr(self, name) for name in names}
+
+
+def _show(variables: Sequence[Var]) -> str:
+    return ", ".join(v.aval.str_short() for v in variables)
 
 
 def split_static(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[..., Any], Any]:

@@ -56,6 +56,9 @@ class Node:
     site: Site | None = None
     callers: tuple[JaxprEqn, ...] = ()  # the calls and the control flow that it is inside of, outermost first
 
+    def __repr__(self) -> str:
+        return f"<Node {self.primitive}: {[*self.inputs]} -> {[*self.outputs]}>"
+
     @property
     def primitive(self) -> Any:
         return self.eqn.primitive
@@ -131,6 +134,9 @@ class Program:
     sites: list[Site] = field(default_factory=list)
     # custom_jvp/custom_vjp functions that hold a site, and so lose their own rule
     opened: list[Node] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<Program: {len(self.nodes)} operations, {len(self.sites)} marked>"
 
 
 class UnreadableSite(Exception):

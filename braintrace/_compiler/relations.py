@@ -59,7 +59,7 @@ class HiddenParamOpRelation:
     """One site, the parameters behind its weights and the hidden groups that it feeds."""
 
     site: Site
-    info: ModuleInfo = field(repr=False)
+    info: ModuleInfo
     hidden_groups: list[HiddenGroup]
     position_maps: list[PositionMap]
     path_classification: dict[Path, PathClassification]
@@ -67,6 +67,12 @@ class HiddenParamOpRelation:
     trainable_leaf_indices: dict[str, int]
     trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all that a weight is made of
     varying: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        names = [
+            ", ".join(map(show_path, paths)) for paths in (self.param_paths, self.connected_hidden_paths)
+        ]
+        return f"<HiddenParamOpRelation: {self.primitive} of {names[0]} feeds {names[1]}>"
 
     @property
     def primitive(self) -> ETPPrimitive:

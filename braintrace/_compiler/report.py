@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from .diagnostics import CompilationRecord, DiagnosticLevel
+from .diagnostics import CompilationRecord, DiagnosticLevel, number
 from .exactness import Exactness, RuleKind
 from .graph import ETraceGraph
 from .groups import HiddenGroup
@@ -78,6 +78,19 @@ class CompilationReport:
             "dynamic_states": len(self.dynamic_states),
             **{level.name.lower(): levels[level] for level in DiagnosticLevel},
         }
+
+    def __str__(self) -> str:
+        return self.to_str()
+
+    def __repr__(self) -> str:
+        model = type(self.graph.module_info.model).__name__
+        return f"<CompilationReport of {model}: {self.in_short()}; {self.exactness.in_short()}>"
+
+    def in_short(self) -> str:
+        """How many groups there are, and how many parameters are learned online."""
+        counts, params = self.counts, len(self.graph.module_info.params)
+        groups, online = number(counts["hidden_groups"], "group"), counts["etrace_weights"]
+        return f"{groups}, {online} of {number(params, 'parameter')} learned online"
 
     def to_str(self) -> str:
         """A tree of groups, sites and parameters, as plain text."""

@@ -102,6 +102,19 @@ def test_tree(graph, report, capsys):
     assert capsys.readouterr().out == text + "\n"  # plain, where there is no terminal
 
 
+def test_objects_print_in_a_line(graph, report):
+    assert str(report) == str(graph) == report.to_str()
+    assert repr(graph) == "<ETraceGraph of Net: 2 groups, 5 of 7 parameters learned online>"
+    assert repr(report).startswith(
+        "<CompilationReport of Net: 2 groups, 5 of 7 parameters learned online; D_RTRL"
+    )
+    info = graph.module_info
+    several = (info, *info.entries, *info.hidden, info.program, *info.program.nodes, report.exactness)
+    for one in (*several, *graph[1], *graph[3], graph.hidden_perturb):
+        assert "\n" not in repr(one)
+        assert len(repr(one)) < 300
+
+
 def test_units_and_learner(capsys):
     with warnings.catch_warnings(action="ignore"):
         learner = bt.D_RTRL(Net())

@@ -7,13 +7,12 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from ..diagnostics import DiagnosticLevel, show_path
+from ..diagnostics import DiagnosticLevel, number, show_path
 from ..report import CompilationReport
 from .details import details
 from .drawing import draw
 from .flow import Flow, read_flow, show_aval
 from .sizes import show_bytes
-from .tree import number
 
 _SHOWN = 6  # reasons in a verdict
 

@@ -22,14 +22,7 @@ def make_tree(report: CompilationReport) -> Tree:
     from rich.tree import Tree
 
     graph = report.graph
-    counts = report.counts
-    root = Tree(
-        _text(
-            (type(graph.module_info.model).__name__, "bold"),
-            f"  {number(counts['hidden_groups'], 'group')}, {counts['etrace_weights']} of "
-            f"{number(len(graph.module_info.params), 'parameter')} learned online",
-        )
-    )
+    root = Tree(_text((type(graph.module_info.model).__name__, "bold"), f"  {report.in_short()}"))
     for group in graph.hidden_groups:
         branch = root.add(_group(group))
         for relation in graph.hidden_param_op_relations:
@@ -78,14 +71,6 @@ def _site(relation: HiddenParamOpRelation, group: HiddenGroup) -> Text:
         (f"  trace {show_bytes(sizes.d_rtrl)}", "green"),
         (f"  {site.source.rpartition('/')[2]}", "dim"),
     )
-
-
-def number(count: int, noun: str) -> str:
-    """
-    >>> number(2, "group")
-    '2 groups'
-    """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _text(*parts: str | tuple[str, str]) -> Text:
