@@ -35,16 +35,20 @@ def _as_row(weight: Any, like: Any) -> Any:
     return jnp.expand_dims(weight, tuple(range(like.ndim - weight.ndim)))
 
 
-def _keep_products(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of which back-propagation through time stores the products, and computes the rest again.
+def _keep(what: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of which back-propagation through time stores `what`, and computes the rest again.
 
     That is half of what it would store, and 3 to 6 % faster on CPU.
     """
-    return jax.checkpoint(step, policy=_is_product, prevent_cse=False)
+    return jax.checkpoint(step, policy=what, prevent_cse=False)
 
 
-def _is_product(primitive: Any, *_: Any, **__: Any) -> bool:
+def _products(primitive: Any, *_: Any, **__: Any) -> bool:
     return isinstance(primitive, ETPPrimitive)
+
+
+def _gates(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name in ("logistic", "tanh")  # which give their own derivatives
 
 
 class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
@@ -101,7 +105,7 @@ class LSTMCell(brainstate.nn.LSTMCell):
             c = sigmoid(f + 1.0) * c + sigmoid(i) * self.activation(g)
             return sigmoid(o) * self.activation(c), c
 
-        h, c = _keep_products(step)(x, self.h.value, self.c.value, self.W.weight.value)
+        h, c = _keep(_products, step)(x, self.h.value, self.c.value, self.W.weight.value)
         self.h.value, self.c.value = h, c
         return h
 
@@ -191,7 +195,8 @@ class GRUCell(_Cell):
             return h + z * (self.activation(matmul(_join(x, r * h), **Wh)) - h)
 
         weights = (layer.weight.value for layer in (self.Wz, self.Wr, self.Wh))
-        self.h.value = _keep_products(step)(x, self.h.value, *weights)
+        kept = _gates if self.activation is brainstate.nn.tanh else _products
+        self.h.value = _keep(kept, step)(x, self.h.value, *weights)
         return self.h.value
 
 
