@@ -199,6 +199,9 @@ def test_train_and_resume(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     numbers = [line["batch"] for line in lines if line["kind"] == "train"]
     assert numbers == list(range(1, 9))
+    capsys.readouterr()
+    assert main(["train", "--out", "run", "--resume", "--steps", "8"]) == 0
+    assert "Nothing was left to do: the run has had its 8 batches already." in capsys.readouterr().out
     assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(lines))
 
 
@@ -232,12 +235,37 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --optimizer adm", "no optimiser 'adm'"),
         ("--task copying --update-every 0", "--update-every"),
         ("--task copying --cell gru --model a:b", "not both"),
-        ("--out nowhere --resume", "no run in nowhere"),
+        (
+            "--task copying --set delay=abc",
+            "--set: The option 'delay' of the task 'copying' is a whole number",
+        ),
+        ("--task copying --set delay=-3", "of at least 0, such as 20, not -3"),
+        ("--task copying --lr -1", "--lr is a learning rate above 0, such as 0.005, not -1"),
+        ("--task copying --lr 0", "--lr"),
+        ("--task copying --lr nan", "--lr"),
+        ("--task copying --clip -1", "--clip"),
+        ("--task copying --seed -1", "--seed"),
+        ("--task copying --optimizer chain", "--optimizer: optax.chain cannot be used here"),
+        ("--task copying --optimizer contrib", "--optimizer: optax.contrib cannot be used here"),
+        ("--task copying --optimizer lbfgs", "--optimizer: optax.lbfgs cannot be used here"),
+        ("--task copying --out file", "--out file: file is a file"),
+        ("--task copying --out file/run", "/file is a file"),
+        ("--resume", "--resume needs --out FOLDER"),
+        ("--out nowhere --resume", "--resume: there is no run in nowhere"),
+        ("--out file --resume", "file is a file"),
+        ("--out cut --resume", "config.json is damaged (Expecting"),
+        ("--out wrong --resume", "config.json is damaged (hidden is 'x')"),
     ],
 )
-def test_train_says_what_is_wrong(arguments, words, capsys):
+def test_train_says_what_is_wrong(arguments, words, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for name, text in (("cut", '{"task": "copying", '), ("wrong", '{"task": "copying", "hidden": "x"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
     assert main(["train", *arguments.split()]) == 2
-    assert words in capsys.readouterr().err
+    message, hint = capsys.readouterr().err.splitlines()
+    assert words in message
+    assert "--help" in hint
 
 
 @pytest.mark.parametrize("cell", ["rnn", "mgu", "lru", "lif", "alif"])

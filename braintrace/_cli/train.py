@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +93,11 @@ def run(given: argparse.Namespace) -> int:
     from .nets import make_net
 
     settings, out, resume = _settings(given)
+    _check_folder(out)
     if not resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise UsageError(f"{out} holds an earlier run: --resume goes on with it; or choose another --out.")
+    if resume and not any((out / "checkpoints").glob("[0-9]*")):
+        print(f"The run in {out} has no checkpoint yet: it starts from the beginning.")
     task = _task(settings)
     own = settings["model"]
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
@@ -126,7 +131,9 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
         return task.loss(output, y), output
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    fresh = out / "config.json.new"  # so that a run that is killed leaves it whole
+    fresh.write_text(json.dumps(settings, indent=1) + "\n")
+    fresh.replace(out / "config.json")
     every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
         learner,
@@ -183,9 +190,7 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
     out: Path | None = getattr(given, "out", None)
     stored: dict[str, Any] = {}
     if resume and out is not None:
-        if not (out / "config.json").exists():
-            raise UsageError(f"There is no run in {out} to go on with.")
-        stored = json.loads((out / "config.json").read_text())
+        stored = _stored(out)
         for name, value in typed.items():
             if name not in MAY_CHANGE and value != stored[name]:
                 raise UsageError(
@@ -193,6 +198,8 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
                 )
     settings = {**DEFAULTS, **stored, **typed}
     if settings["task"] is None:
+        if resume:
+            raise UsageError("--resume needs --out FOLDER, the folder of the run to go on with.")
         raise UsageError("Say what to learn, with --task; `braintrace tasks` lists what there is.")
     _check(settings)
     if out is None:
@@ -204,9 +211,41 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
     return settings, out, resume
 
 
+def _stored(out: Path) -> dict[str, Any]:
+    """What the run in a folder was started with."""
+    _check_folder(out)
+    file = out / "config.json"
+    if not file.exists():
+        raise UsageError(
+            f"--resume: there is no run in {out} to go on with. Without --resume one starts there."
+        )
+    try:
+        stored = {**DEFAULTS, **json.loads(file.read_text())}
+        for name, usual in DEFAULTS.items():
+            if not isinstance(stored[name], str | None if usual is None else type(usual)):
+                raise TypeError(f"{name} is {stored[name]!r}")
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--resume: {file} is damaged ({error}). Put it right, or start afresh with another --out."
+        ) from error
+    return stored
+
+
+def _check_folder(out: Path) -> None:
+    found = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not found.is_dir():
+        raise UsageError(f"--out {out}: {found} is a file; give a folder, which may be new.")
+
+
 def _check(settings: dict[str, Any]) -> None:
     from .tasks import check_name
 
+    if not 0 < settings["lr"] < math.inf:
+        raise UsageError(f"--lr is a learning rate above 0, such as {DEFAULTS['lr']}, not {settings['lr']}.")
+    if not 0 <= settings["clip"] < math.inf:
+        raise UsageError(f"--clip is above 0, or 0 for no limit, not {settings['clip']}.")
+    if settings["seed"] < 0:
+        raise UsageError(f"--seed is 0 or more, not {settings['seed']}.")
     check_name(settings["task"])
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
@@ -223,8 +262,8 @@ def _task(settings: dict[str, Any]) -> Any:
 
     try:
         return tasks.get(settings["task"], **settings["set"])
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
+    except ValueError as error:
+        raise UsageError(f"--set: {error}") from error
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -239,18 +278,21 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _optimizer(settings: dict[str, Any]) -> Any:
     try:
+        import jax
         import optax
     except ImportError as error:
         raise ImportError("Training needs optax and orbax: pip install 'braintrace[train]'.") from error
-    make = getattr(optax, settings["optimizer"], None)
+    name = settings["optimizer"]
+    make = getattr(optax, name, None)
+    some = "adam, adamw, sgd, rmsprop are some"
     if make is None:
-        raise UsageError(
-            f"optax has no optimiser {settings['optimizer']!r}; adam, adamw, sgd, rmsprop are some."
-        )
+        raise UsageError(f"--optimizer: optax has no optimiser {name!r}; {some}.")
     try:
+        if not next(iter(inspect.signature(make).parameters), "").endswith("learning_rate"):
+            raise TypeError("it takes no learning rate")
         chosen = make(settings["lr"])
+        update = optax.with_extra_args_support(chosen).update
+        jax.eval_shape(lambda w: update(w, chosen.init(w), w, value=w), 1.0)
     except TypeError as error:
-        raise UsageError(
-            f"optax.{settings['optimizer']} does not take just a learning rate: {error}."
-        ) from error
+        raise UsageError(f"--optimizer: optax.{name} cannot be used here ({error}); {some}.") from error
     return optax.chain(optax.clip_by_global_norm(settings["clip"]), chosen) if settings["clip"] else chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from .._algorithms.base import ETraceAlgorithm
 from .._algorithms.bptt import call_model
 from .._algorithms.sequence import Sequence, over_chunks, split_loss
 from .data import Batch, size_of
+from .outside import warn_of_unlearned
 
 Metric = Callable[[Any, Any, Any], Any]
 Parameters = dict[str, Any]
@@ -37,6 +38,7 @@ class Engine:
     opt_state: Any = field(init=False)
     _shapes: Any = None  # of the batch that the states are made for
     _known: dict[Any, Any] = field(default_factory=dict)  # by shapes: the learner's arguments and traces
+    _looked_outside: bool = False  # for parameters that are not the model's
 
     def __post_init__(self) -> None:
         import optax
@@ -114,15 +116,19 @@ class Engine:
         """Learn from a batch: its loss and metrics, and of each step the loss and which gradients are bad."""
         self.prepare(batch)
         with brainstate.environ.context(fit=True):
-            return jax.device_get(self._train(*batch))  # type: ignore[no-any-return]
+            found: dict[str, Any] = jax.device_get(self._train(*batch))
+        if not self._looked_outside:
+            warn_of_unlearned(self.step_fn, self._train.stateful_fun.get_states(*batch), self.learner.model)
+            self._looked_outside = True
+        return found
 
     def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
-        sequence = Sequence.check((xs, ys), mask)
+        sequence = _sequence(xs, ys, mask)
         size = self.update_every or sequence.length
         _, (losses, aux, bad) = over_chunks(lambda c, a, m: (c, self._update(a, m)), (), sequence, size)
-        return {**self._scores(losses, aux, ys, sequence.mask), "losses": losses, "bad": bad}
+        return {**self._scores(losses, aux, sequence), "losses": losses, "bad": bad}
 
     def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
         """One update from some steps: their losses, what else `step_fn` returned, and what is not finite."""
@@ -140,6 +146,7 @@ class Engine:
                 keep_traces=not self.reset or self.update_every is not None,
             )
         grads = {".".join(map(str, k)): _descent(g) for k, g in grads.items()}
+        losses = jnp.where(mask != 0, losses, jnp.zeros_like(losses))
         loss = self._mean(losses, mask)
         updates, opt_state = self._optimizer.update(grads, self.opt_state.value, params, value=loss)
         new = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, updates)
@@ -157,7 +164,7 @@ class Engine:
 
         def loss_of() -> Any:
             loss, aux = split_loss(self._step(*slices), True, ())
-            return loss * (mask[0] != 0).astype(loss.dtype), (loss, aux)  # the mean of one step
+            return jnp.where(mask[0] != 0, loss, jnp.zeros_like(loss)), (loss, aux)  # the mean of one step
 
         grads, kept = brainstate.transform.grad(loss_of, self.learner.param_states, has_aux=True)()
         return grads, *jax.tree.map(lambda a: jnp.asarray(a)[None], kept)
@@ -170,9 +177,11 @@ class Engine:
     def _mean(values: Any, mask: Any) -> Any:
         weights = mask.astype(jnp.result_type(float))
         total = weights.sum()
-        return (values.astype(weights.dtype) * weights).sum() / jnp.where(total == 0, 1, total)
+        counted = jnp.where(weights != 0, values.astype(weights.dtype), jnp.zeros_like(weights))
+        return (counted * weights).sum() / jnp.where(total == 0, 1, total)
 
-    def _scores(self, losses: Any, aux: Any, ys: Any, mask: Any) -> dict[str, Any]:
+    def _scores(self, losses: Any, aux: Any, sequence: Sequence) -> dict[str, Any]:
+        mask, (_, ys) = sequence.mask, sequence.arrays
         mean = partial(self._mean, mask=mask)
         scores = {"loss": mean(losses)}
         if self.metrics:
@@ -191,7 +200,7 @@ class Engine:
     def _evaluate_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
         model = self.learner.model
         kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
-        sequence = Sequence.check((xs, ys), mask)
+        sequence = _sequence(xs, ys, mask)
         brainstate.nn.reset_all_states(model, **({"batch_size": size_of(xs)} if self.batched else {}))
         with _calling(self.learner, partial(call_model, model)):
             if self._in_windows:
@@ -201,7 +210,20 @@ class Engine:
                 losses, aux = brainstate.transform.for_loop(self._step, *sequence.arrays)
         for state, value in kept.values():
             state.value = value
-        return self._scores(losses, aux, ys, sequence.mask)
+        return self._scores(losses, aux, sequence)
+
+
+def _sequence(xs: Any, ys: Any, mask: Any) -> Sequence:
+    """A batch as a sequence, in which targets that do not count are finite: 0 * NaN is NaN."""
+    sequence = Sequence.check((xs, ys), mask)
+
+    def clean(y: Any) -> Any:
+        if not jnp.issubdtype(y.dtype, jnp.inexact):
+            return y
+        left_out = jnp.expand_dims(sequence.mask == 0, range(1, y.ndim))
+        return jnp.where(left_out & ~jnp.isfinite(y), jnp.zeros_like(y), y)
+
+    return replace(sequence, arrays=(sequence.arrays[0], jax.tree.map(clean, sequence.arrays[1])))
 
 
 class _Called(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -58,6 +59,7 @@ class Run:
         self.watch = Watch(None, False)
         self.interrupt = Interrupt(print)
         self._trained = (0, 0)  # epoch and index after the last batch that was learned from
+        self._trained_size: int | None = None  # the number of its sequences
         self._left: Iterator[Batch] | None = None  # what is left of the epoch
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -87,21 +89,34 @@ class Run:
         self.result = FitResult(
             to_rows(arrays.pop("history", {})), to_rows(arrays.pop("evaluations", {})), checkpoint=where
         )
-        self.result.reached = notes["reached"]
+        self.result.reached = notes["reached"] and self.schedule.stop_when is not None
         self._left = read(self.batches, self.epoch)
-        passed = [next(self._left, None) for _ in range(self.index)]
-        if passed[-1] is None:
+        first = last = next(self._left, None)
+        for _ in range(self.index - 1):
+            last = next(self._left, None)
+        if first is None or last is None:
             raise ValueError(
                 f"The checkpoint {where} was made after batch {self.index} of epoch {self.epoch}, but "
                 "`batches` now gives fewer in that epoch."
             )
-        self.engine.prepare(passed[0])  # type: ignore[arg-type]
+        if (size := self._size(last)) != notes["batch_size"]:
+            warnings.warn(
+                f"The checkpoint {where} was made with batches of {notes['batch_size']} sequences, and "
+                f"`batches` now gives {size}. The run goes on with these, after as many batches as before; "
+                "for the run that it would have been, give batches of the same size.",
+                stacklevel=3,
+            )
+        self.engine.prepare(first)
         restore(self.engine, arrays, where)
+
+    def _size(self, batch: Batch) -> int | None:
+        return size_of(batch[0]) if self.engine.batched else None
 
     # -- going on ----------------------------------------------------------------------------------
 
     def go(self) -> None:
         """Train until something ends the run."""
+        before = self.batch
         while not self._is_over():
             self._left = read(self.batches, self.epoch) if self._left is None else self._left
             batch = next(self._left, None)
@@ -115,6 +130,11 @@ class Run:
                 self.epoch, self.index, self._left = self.epoch + 1, 0, None
         if not self.result.interrupted:
             self._evaluate()
+            if self.batch == before:
+                self.watch.say(
+                    f"Nothing was left to do: the run has had its {before} batches already. "
+                    "Ask for more to go on."
+                )
         self._save()
 
     def _is_over(self) -> bool:
@@ -135,7 +155,7 @@ class Run:
             self.result.compile_seconds = passed
         self.seconds += passed
         self.batch, self.index = self.batch + 1, self.index + 1
-        self._trained = self.epoch, self.index
+        self._trained, self._trained_size = (self.epoch, self.index), self._size(batch)
         losses, bad = found.pop("losses"), found.pop("bad")
         row = self._row(found)
         self._stop_if_diverged(losses, bad, row)
@@ -174,7 +194,7 @@ class Run:
         sizes: list[int] = []
         for batch in read(self.eval_batches, 0):
             scores.append(self.engine.evaluate(batch))
-            sizes.append(size_of(batch[0]) if self.engine.batched else 1)
+            sizes.append(self._size(batch) or 1)
         if not scores:
             raise ValueError("`eval_batches` gave no batch; an iterator can be read only once.")
         row = self._row(jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores))
@@ -197,6 +217,7 @@ class Run:
             "learner": type(self.engine.learner).__name__,
             "epoch": epoch,
             "index": index,
+            "batch_size": self._trained_size,
             "seconds": self.seconds,
             "reached": self.result.reached,
         }

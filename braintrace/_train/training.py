@@ -44,7 +44,8 @@ def fit(
     iterable, read once in each of `epochs` (1 by default), or a function of the epoch's number that returns
     one. `max_batches` stops sooner. `step_fn(x, y)` calls the learner once and returns the loss of the step,
     or a pair of the loss and anything else; `metrics` are functions of that, stacked over time, of `ys` and
-    of the mask. Without `metrics`, a dictionary of numbers beside the loss is averaged over the steps.
+    of the mask. Without `metrics`, a dictionary of numbers beside the loss is averaged over the steps. Where
+    the mask is zero, targets need not be finite.
 
     Weights change after every sequence, every `update_every` steps, or with 1 every step. `reset=False`
     carries states and traces on from batch to batch. A multi-step learner takes windows of `chunk_size`.
@@ -63,7 +64,7 @@ def fit(
     >>> result.history[-1]["loss"] < result.history[0]["loss"]
     True
     """
-    _check(learner, update_every, epochs, max_batches, eval_every, checkpoint_every)
+    _check(learner, optimizer, update_every, epochs, max_batches, eval_every, checkpoint_every)
     every = None if update_every == "sequence" else update_every
     engine = Engine(learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched)
     if epochs is None and (max_batches is None or isinstance(batches, Iterator)):
@@ -83,12 +84,14 @@ def fit(
     return run.result
 
 
-def _check(learner: Any, update_every: Any, *counts: int | None) -> None:
+def _check(learner: Any, optimizer: Any, update_every: Any, *counts: int | None) -> None:
     if not isinstance(learner, ETraceAlgorithm):
         raise TypeError(
             f"`fit` trains a learner, such as `braintrace.D_RTRL(model)` or `braintrace.BPTT(model)`, not "
             f"{type(learner)}."
         )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(f"`optimizer` is one of optax, such as `optax.adam(1e-3)`, not {optimizer!r}.")
     if update_every != "sequence" and not (isinstance(update_every, int) and update_every >= 1):
         raise ValueError(f"`update_every` is 'sequence' or a number of steps, not {update_every!r}.")
     if any(n is not None and n < 1 for n in counts):

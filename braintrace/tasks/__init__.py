@@ -6,6 +6,8 @@ Data are numpy arrays and depend on the seed alone.
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +50,10 @@ FACTORIES: dict[str, Callable[..., Task]] = {
 }
 
 
+# of options; others are at least 1, or 0 where they are not counts
+AT_LEAST = {"delay": 0, "gap": 0, "length": 2, "stimuli": 2, "smoothness": 0.1}
+
+
 def names() -> list[str]:
     """The names that `get` knows."""
     return list(FACTORIES)
@@ -65,7 +71,22 @@ def get(name: str, **options: Any) -> Task:
     if unknown := [option for option in options if option not in known]:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
         raise ValueError(f"The task {name!r} has no option {unknown[0]!r}; it {takes}.")
+    for option, value in options.items():
+        _check_option(name, option, value, known[option].default)
     return FACTORIES[name](**options)
+
+
+def _check_option(name: str, option: str, value: Any, usual: float) -> None:
+    """An option is a number of the kind of its default, and not too small."""
+    whole = isinstance(usual, int)
+    least = AT_LEAST.get(option, 1 if whole else 0)
+    right = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
+    if not right or not (least <= value < math.inf):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(
+            f"The option {option!r} of the task {name!r} is {kind} of at least {least}, such as {usual}, not "
+            f"{value!r}."
+        )
 
 
 def summary(name: str) -> str:

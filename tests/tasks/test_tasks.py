@@ -226,6 +226,11 @@ def test_errors() -> None:
         task.batch(0, 0, 0)
     with pytest.raises(ValueError, match="too short"):
         tasks.get("lorenz", length=5000)
+    for wrong in (-1, 2.5, "abc", True):
+        with pytest.raises(ValueError, match=r"'delay' of the task 'dms' is a whole number of at least 0"):
+            tasks.get("dms", delay=wrong)
+    with pytest.raises(ValueError, match=r"'noise' of the task 'dms' is a number of at least 0, .* not nan"):
+        tasks.get("dms", noise=float("nan"))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

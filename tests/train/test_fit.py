@@ -22,6 +22,7 @@ import pytest
 
 import braintrace
 from braintrace._train.result import to_columns, to_rows
+from braintrace.tasks import task as tasks
 
 from .nets import BATCH, IN, LENGTH, Net, batch, close, epoch, long_run, make
 
@@ -218,6 +219,39 @@ def test_stops_at_what_is_not_finite(tmp_path):
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(parameters(learner)))
 
 
+@pytest.mark.parametrize(
+    ("rule", "update_every"), [(braintrace.D_RTRL, "sequence"), (braintrace.ES_D_RTRL, 1)]
+)
+def test_the_mask_wins_over_what_is_not_finite(rule, update_every):
+    found = []
+    for filler in (0.0, np.nan):
+        learner, loss = make(rule)
+        xs, ys, mask = batch(0)
+        mask[[0, 2]] = 0
+        ys[[0, 2]] = filler
+        result = braintrace.fit(
+            learner,
+            [(xs, ys, mask)] * 2,
+            loss,
+            optax.sgd(0.1),
+            update_every=update_every,
+            metrics={"error": tasks.mse},
+            eval_batches=[(xs, ys, mask)],
+            progress=False,
+        )
+        found.append((parameters(learner), without_time(result)))
+    same(found[0], found[1], rtol=1e-6)
+
+
+def test_warns_of_parameters_that_are_not_the_models():
+    learner, _ = make()
+    head = brainstate.nn.Linear(2, 2)
+    loss = lambda x, y: jnp.mean((head(learner(x)) - y) ** 2)
+    with pytest.warns(UserWarning, match=r"`fit` does not learn them: `head.weight`\.") as caught:
+        braintrace.fit(learner, [batch(0)] * 2, loss, optax.sgd(0.1), progress=False)
+    assert [w.filename for w in caught] == [__file__]
+
+
 def rows(folder):
     return [
         {k: v for k, v in json.loads(line).items() if k != "seconds"}
@@ -315,6 +349,8 @@ def test_says_what_is_wrong(tmp_path):
         go(checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match="made with D_RTRL, and this learner is ES_D_RTRL"):
         go(learner=braintrace.ES_D_RTRL(learner.model), checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TypeError, match="one of optax"):
+        braintrace.fit(learner, epoch, loss, 0.1)
     wide, _ = make(units=7)
     with pytest.raises(
         ValueError, match=r"does not fit the model: `optimizer`|does not fit the model: `state"
@@ -329,6 +365,8 @@ def test_says_what_is_wrong(tmp_path):
             resume=True,
             progress=False,
         )
+    with pytest.warns(UserWarning, match="batches of 4 sequences, and `batches` now gives 3"):
+        go([batch(0, size=3)] * 2, checkpoint_dir=tmp_path, resume=True, max_batches=2)
 
 
 def test_rows_survive_columns():

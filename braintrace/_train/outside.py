@@ -1,0 +1,48 @@
+"""Parameters that a step uses but that are no part of the model, so that nothing learns them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import brainstate
+import jax
+
+from .._compiler.diagnostics import show_path
+
+
+def warn_of_unlearned(
+    step_fn: Callable[..., Any], used: Iterable[brainstate.State], model: brainstate.nn.Module
+) -> None:
+    """Name the parameters among the states that were used which are not the model's."""
+    own = {id(st) for st in model.states().values()}
+    others = [st for st in used if isinstance(st, brainstate.ParamState) and id(st) not in own]
+    if others:
+        names = _names(step_fn)
+        shown = ", ".join(names.get(id(st)) or f"a parameter {_shapes(st)}" for st in others)
+        warnings.warn(
+            f"`step_fn` uses parameters that are no part of `learner.model`, so `fit` does not learn them: "
+            f"{shown}. Call them in the model's `update`, or keep what is not to be learned in plain arrays.",
+            stacklevel=6,  # the call of `fit`
+        )
+
+
+def _names(step_fn: Callable[..., Any]) -> dict[int, str]:
+    """What a function calls the parameters that it can see, by their identity."""
+    if not inspect.isroutine(step_fn):
+        return {}
+    seen = inspect.getclosurevars(step_fn)
+    found = {}
+    for name, value in {**seen.globals, **seen.nonlocals}.items():
+        if isinstance(value, brainstate.ParamState):
+            found[id(value)] = f"`{name}`"
+        elif isinstance(value, brainstate.nn.Module):
+            for path, st in value.states(brainstate.ParamState).items():
+                found[id(st)] = f"`{show_path(map(str, (name, *path)))}`"
+    return found
+
+
+def _shapes(state: brainstate.State) -> str:
+    return ", ".join(str(jax.numpy.shape(leaf)) for leaf in jax.tree.leaves(state.value))
