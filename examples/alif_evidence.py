@@ -37,11 +37,6 @@ class Net(brainstate.nn.Module):
         return self.readout(self.filter(self.neurons(self.input(x) + self.recurrent(spikes))))
 
 
-def step(x: Any, y: Any) -> tuple[Any, Any]:
-    out = learner(x)
-    return task.loss(out, y), out
-
-
 brainstate.random.seed(0)
 number = 6 if QUICK else 250  # of batches
 brainstate.environ.set(dt=1.0 * u.ms)
@@ -49,7 +44,7 @@ learner = braintrace.D_RTRL(Net())
 result = braintrace.fit(
     learner,
     task.batches(seed=0, batch_size=32),
-    step,
+    task.step(learner),  # of each time step the loss, and the output for the metric
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(5e-3, number))),
     max_batches=number,
     metrics={"accuracy": task.metric},

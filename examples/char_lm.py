@@ -34,11 +34,6 @@ class Net(brainstate.nn.Module):
         return self.readout(self.cell(x))
 
 
-def step(x: Any, y: Any) -> tuple[Any, Any]:
-    out = learner(x)
-    return task.loss(out, y), out
-
-
 def write(number: int) -> str:
     """Let the net go on from its own output."""
     brainstate.nn.reset_all_states(net, batch_size=1)
@@ -59,7 +54,7 @@ learner = braintrace.ES_D_RTRL(net, decay_or_rank=0.9)
 result = braintrace.fit(
     learner,
     task.batches(seed=0, batch_size=32),
-    step,
+    task.step(learner),  # of each time step the loss, and the output for the metric
     optax.adam(5e-3),
     update_every=20,
     max_batches=10 if QUICK else 600,

@@ -44,14 +44,10 @@ def train(rule: Any, batches: int) -> tuple[Any, Any]:
     brainstate.random.seed(0)
     learner = rule(Net())
 
-    def step(x: Any, y: Any) -> tuple[Any, Any]:
-        out = learner(x)
-        return task.loss(out, y), out
-
     result = braintrace.fit(
         learner,
         task.batches(seed=0, batch_size=BATCH),
-        step,
+        task.step(learner),
         optax.chain(
             optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(5e-3, batches, alpha=0.1))
         ),

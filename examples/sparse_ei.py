@@ -51,11 +51,6 @@ class Net(brainstate.nn.Module):
         return self.readout(self.filter(self.neurons(self.input(x) + recurrent)))
 
 
-def step(x: Any, y: Any) -> tuple[Any, Any]:
-    out = learner(x)
-    return task.loss(out, y), out
-
-
 brainstate.random.seed(0)
 brainstate.environ.set(dt=1.0 * u.ms)
 net = Net()
@@ -64,7 +59,7 @@ learner = braintrace.D_RTRL(net)
 result = braintrace.fit(
     learner,
     task.batches(seed=0, batch_size=32),
-    step,
+    task.step(learner),  # of each time step the loss, and the output for the metric
     optax.adam(5e-3),
     max_batches=10 if QUICK else 300,
     metrics={"accuracy": task.metric},

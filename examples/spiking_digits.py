@@ -38,11 +38,6 @@ class Net(brainstate.nn.Module):
         return self.readout(self.filter(self.neurons(self.input(x) + self.recurrent(spikes))))
 
 
-def step(x: Any, y: Any) -> tuple[Any, Any]:
-    out = learner(x)
-    return task.loss(out, y), out
-
-
 brainstate.random.seed(0)
 brainstate.environ.set(dt=1.0 * u.ms)
 number = 10 if QUICK else 600  # of batches
@@ -50,7 +45,7 @@ learner = braintrace.D_RTRL(Net())
 result = braintrace.fit(
     learner,
     task.batches(seed=0, batch_size=32),
-    step,
+    task.step(learner),  # of each time step the loss, and the output for the metric
     optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(5e-3, number))),
     max_batches=number,
     metrics={"accuracy": task.metric},

@@ -126,10 +126,6 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
     learner.show_graph()
     print(f"\n{task.name}: {task.description}. Target: {task.metric_name} {task.target:.3g}.\n")
 
-    def step(x: Any, y: Any) -> tuple[Any, Any]:
-        output = learner(x)
-        return task.loss(output, y), output
-
     out.mkdir(parents=True, exist_ok=True)
     fresh = out / "config.json.new"  # so that a run that is killed leaves it whole
     fresh.write_text(json.dumps(settings, indent=1) + "\n")
@@ -138,7 +134,7 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
     result = braintrace.fit(
         learner,
         lambda epoch: (task.batch(seed, epoch * EPOCH + i, size) for i in range(EPOCH)),
-        step,
+        task.step(learner),
         _optimizer(settings),
         max_batches=settings["steps"],
         update_every=every if every == "sequence" else int(every),

@@ -7,13 +7,12 @@ import math
 import numpy as np
 
 from .task import (
-    TEST_SIZE,
     Array,
     Task,
     accuracy,
     bits,
     cross_entropy,
-    decision,
+    decided,
     generated,
     mse,
     squared_error,
@@ -53,7 +52,6 @@ def copying(delay: int = 20, symbols: int = 10, alphabet: int = 8) -> Task:
         chance=1 / alphabet,
         target=0.95,
         higher_is_better=True,
-        test_size=TEST_SIZE,
         draw=generated(sample),
         mask=mask,
         reference="Arjovsky et al. 2016, arXiv:1511.06464, section 5.1",
@@ -90,7 +88,6 @@ def adding(length: int = 50) -> Task:
         chance=1 / 6,
         target=0.02,
         higher_is_better=False,
-        test_size=TEST_SIZE,
         draw=generated(sample),
         mask=last(length),
         reference="Arjovsky et al. 2016, arXiv:1511.06464, section 5.1",
@@ -125,7 +122,6 @@ def anbn(length: int = 140, longest: int = 32) -> Task:
         chance=_anbn_chance(longest),
         target=1.25 * entropy,
         higher_is_better=False,
-        test_size=TEST_SIZE,
         draw=generated(sample),
         mask=np.ones(length, np.float32),
         reference="Tallec and Ollivier 2017 (UORO), arXiv:1702.05043, section 5",
@@ -151,19 +147,14 @@ def dms(delay: int = 20, stimuli: int = 2, show: int = 5, noise: float = 0.1) ->
         xs[-show:, :, -1] += 1
         return xs, np.broadcast_to(same.astype(np.int32), (length, batch_size)).copy()
 
-    return Task(
+    return decided(
         name="dms",
         description=f"is it the stimulus of {delay} steps ago?",
         inputs=inputs,
         outputs=2,
         length=length,
-        loss=cross_entropy,
-        metric=decision,
-        metric_name="accuracy",
         chance=0.5,
         target=0.95,
-        higher_is_better=True,
-        test_size=TEST_SIZE,
         draw=generated(sample),
         mask=last(length, show),
         reference="after Miller et al. 1996, J. Neurosci. 16:5154",

@@ -9,7 +9,7 @@ import numpy as np
 
 from .files import locate
 from .memory import last
-from .task import Array, Task, cross_entropy, decision, drawn
+from .task import Array, Task, decided, drawn
 
 LEVELS = 16  # a pixel of a digit is 0 to 16
 
@@ -148,18 +148,14 @@ def _classification(
     order = np.arange(number) if train else np.random.default_rng(0).permutation(number)
     train = train or round(0.8 * number)
     first, rest = order[:train], order[train:]
-    return Task(
+    return decided(
         name=name,
         description=description,
         inputs=xs.shape[2],
         outputs=int(labels.max()) + 1,
         length=length,
-        loss=cross_entropy,
-        metric=decision,
-        metric_name="accuracy",
         chance=float(np.bincount(labels[rest]).max() / len(rest)),
         target=target,
-        higher_is_better=True,
         test_size=len(rest),
         draw=drawn((xs[:, first], ys[:, first]), (xs[:, rest], ys[:, rest]), encode),
         mask=last(length, answer),

@@ -12,7 +12,6 @@ from .files import locate
 from .memory import one_hot
 from .task import (
     SPLITS,
-    TEST_SIZE,
     Array,
     Split,
     Task,
@@ -120,7 +119,6 @@ def text(length: int = 100) -> Task:
         chance=float(-(shares * np.log2(shares)).sum()),
         target=3.0,
         higher_is_better=False,
-        test_size=TEST_SIZE,
         draw=draw,
         mask=np.ones(length, np.float32),
     )
@@ -212,7 +210,6 @@ def _prediction(
         chance=1.0,
         target=target,
         higher_is_better=False,
-        test_size=TEST_SIZE,
         draw=draw,
         mask=mask,
         reference=reference,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from .memory import last, one_hot
-from .task import TEST_SIZE, Array, Task, cross_entropy, decision, generated
+from .task import Array, Task, decided, generated
 
 
 def evidence(
@@ -35,19 +35,14 @@ def evidence(
         answer = (2 * sides.sum(0) > cues).astype(np.int32)
         return xs.astype(np.float32), np.broadcast_to(answer, (length, batch_size)).copy()
 
-    return Task(
+    return decided(
         name="evidence",
         description=f"on which side were more of {cues} cues, {delay} ms ago?",
         inputs=4 * neurons,
         outputs=2,
         length=length,
-        loss=cross_entropy,
-        metric=decision,
-        metric_name="accuracy",
         chance=0.5,
         target=0.9,
-        higher_is_better=True,
-        test_size=TEST_SIZE,
         draw=generated(sample),
         mask=last(length, recall),
         spiking=True,
@@ -86,19 +81,14 @@ def randman(
         xs = np.moveaxis(one_hot(when.astype(int), length), -1, 0)
         return xs.copy(), np.broadcast_to(chosen.astype(np.int32), (length, batch_size)).copy()
 
-    return Task(
+    return decided(
         name="randman",
         description=f"which of {classes} random manifolds do the times of {units} spikes lie on?",
         inputs=units,
         outputs=classes,
         length=length,
-        loss=cross_entropy,
-        metric=decision,
-        metric_name="accuracy",
         chance=1 / classes,
         target=0.9,
-        higher_is_better=True,
-        test_size=TEST_SIZE,
         draw=generated(sample),
         mask=last(length, length // 2),
         spiking=True,

@@ -16,7 +16,7 @@ Split = Literal["train", "test"]
 Sample = Callable[[np.random.Generator, int], tuple[Array, Array]]
 
 SPLITS: tuple[Split, ...] = ("train", "test")
-TEST_SIZE = 256  # sequences in the test set of a generated task
+TEST_SIZE = 256  # of a generated task
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Task:
     chance: float  # the metric of the best output that ignores the inputs
     target: float  # the metric that counts as learned
     higher_is_better: bool
-    test_size: int  # sequences in the test set
     draw: Callable[[int, int, int, Split], tuple[Array, Array]]  # seed, index, batch size, split -> xs, ys
     mask: Array
+    test_size: int = TEST_SIZE  # sequences in the test set
     spiking: bool = False  # inputs are spikes, 0 or 1
     reference: str = ""  # where the settings come from
 
@@ -72,9 +72,23 @@ class Task:
             yield self.batch(seed, index, batch_size, split)
             index += 1
 
+    def step(self, learner: Callable[[Any], Any]) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+        """The `step_fn` of `fit`: the loss of one time step, and the output, for the metric."""
+
+        def step_fn(x: Any, y: Any) -> tuple[jax.Array, Any]:
+            out = learner(x)
+            return self.loss(out, y), out
+
+        return step_fn
+
     def reached(self, score: float) -> bool:
         """Whether a metric is as good as the target."""
         return score >= self.target if self.higher_is_better else score <= self.target
+
+
+def decided(**rest: Any) -> Task:
+    """A task in which each sequence has a class, judged by the share of right decisions."""
+    return Task(loss=cross_entropy, metric=decision, metric_name="accuracy", higher_is_better=True, **rest)
 
 
 def generated(sample: Sample) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
