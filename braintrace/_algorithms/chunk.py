@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Trace, promoted, sum_states
+from .._executor.traces import Rows, States, Trace, dot, promoted, rows, states
 from .rule import Gradients, Rule, Signals, Values, add_to
 
 TIME = ("time",)
@@ -75,42 +75,42 @@ def step_by_step(
     return values, grads
 
 
-def propagated(record: Record, group: int) -> tuple[Any, Any]:
+def propagated(record: Record, group: int) -> tuple[States, States]:
     """`q` of every step, and the signal that it leaves for the state before the chunk."""
     g, D = record.signals[group], record.local.D[group]
-    old = record.old_signals[group] if record.old_signals is not None else jnp.zeros_like(g)
+    old = None if record.old_signals is None else record.old_signals[group]
     if D is None:
-        return g + jnp.concatenate([old[1:], jnp.zeros_like(old[:1])]), old[0]
+        if old is None:
+            return states(g, 1), states(jnp.zeros_like(g[0]), 0)
+        return states(g + jnp.concatenate([old[1:], jnp.zeros_like(old[:1])]), 1), states(old[0], 0)
+    g, D, old = (*promoted(g, D), None) if old is None else promoted(g, D, old)
 
-    def body(later: Any, step: Any) -> Any:
+    def body(later: States, step: Any) -> Any:
         g, D, old = step
-        q = g + later
-        return _apply_transposed(D, q) + old, q
+        q = [sum(pair) for pair in zip(g, later, strict=True)]
+        back = [dot(column, q) for column in zip(*D, strict=True)]
+        return back if old is None else [sum(pair) for pair in zip(back, old, strict=True)], q
 
-    start, q = jax.lax.scan(body, jnp.zeros_like(g[0]), promoted(g, D, old), reverse=True, unroll=unroll())
+    steps = states(g, 1), rows(D, 1), None if old is None else states(old, 1)
+    zero = [jnp.zeros_like(one[0]) for one in steps[0]]
+    start, q = jax.lax.scan(body, zero, steps, reverse=True, unroll=unroll())
     return q, start
 
 
-def products(D: Any) -> tuple[Any, Any]:
+def products(D: Any) -> tuple[Rows, Rows]:
     """`D[K]..D[s+1]` for every step `s`, and `D[K]..D[1]`."""
-    states = D.shape[1]
-    one = jnp.broadcast_to(
-        jnp.eye(states, dtype=D.dtype).reshape(states, states, *[1] * (D.ndim - 3)), D.shape[1:]
-    )
+    number, like = range(D.shape[1]), D[0, 0, 0]
+    one = [[jnp.full_like(like, s == r) for r in number] for s in number]
 
-    def body(later: Any, D: Any) -> Any:
-        return sum_states(later[:, :, None] * D[None], 1), later
+    def body(later: Rows, D: Rows) -> Any:
+        return [[dot(row, column) for column in zip(*D, strict=True)] for row in later], later
 
-    total, each = jax.lax.scan(body, one, D, reverse=True, unroll=unroll())
+    total, each = jax.lax.scan(body, one, rows(D, 1), reverse=True, unroll=unroll())
     return each, total
 
 
-def _apply_transposed(D: Any, q: Any) -> Any:
-    return sum_states(D * q[:, None], 0)
-
-
 def chunk_gradient(
-    traces: Sequence[Trace], values: Values | None, record: Record, signals: dict[int, tuple[Any, Any]]
+    traces: Sequence[Trace], values: Values | None, record: Record, signals: dict[int, tuple[States, States]]
 ) -> Gradients:
     """The summed gradients of D-RTRL; `values` is None where the traces before the chunk are zero."""
     grads: Gradients = {}
@@ -120,17 +120,17 @@ def chunk_gradient(
         q, start = signals[k]
         if values is not None:
             first = [a[0] for a in inputs]
-            add_to(grads, trace, trace.contract(trace.lift(start, first, 1), values[trace.key]))
+            add_to(grads, trace, trace.contract(trace.lift(jnp.stack(start), first, 1), values[trace.key]))
         add_to(grads, trace, over_time(trace, record, weight, q))
     return grads
 
 
-def over_time(trace: Trace, record: Record, weight: Any, signal: Any) -> Any:
+def over_time(trace: Trace, record: Record, weight: Any, signal: States) -> Any:
     """`sum_s x[s] (J[s] signal[s])`."""
     site = trace.relation.site.index
     inputs = record.local.inputs[site]
-    J, s = promoted(record.local.J[site, trace.group.index], trace.to_site(signal, 2))
-    dy = jax.vmap(trace.to_y)(sum_states(J * s, 1))
+    J = states(record.local.J[site, trace.group.index], 1)
+    dy = trace.to_y(trace.pair(signal, J, 1), 1)
     return trace.from_cotangent(factors(trace, inputs), dy, inputs, weight, TIME)
 
 
@@ -161,13 +161,14 @@ def chunk_traces(traces: Sequence[Trace], values: Values | None, record: Record,
             last = [a[-1] for a in inputs]
             new = trace.instant(trace.factor(last), trace.lift_instant(J[-1], last), weight)
         else:
-            each, J = promoted(trace.to_site(power[0], 3), J)
-            carried = sum_states(each * J[:, None], 2)
-            lifted = jnp.moveaxis(jax.vmap(trace.lift_instant)(carried, list(inputs)), 0, 1)
+            carried = jnp.stack([trace.pair(row, states(J, 1), 1) for row in power[0]])
+            lifted = jax.vmap(trace.lift_instant, (1, 0), 1)(carried, list(inputs))
             new = trace.instant(factors(trace, inputs), lifted, weight, TIME)
             if values is not None:
                 first = [a[0] for a in inputs]
-                decayed = trace.decay(trace.lift(power[1], first, 2), values[trace.key])
+                decayed = trace.decay(
+                    trace.lift(jnp.stack(list(map(jnp.stack, power[1]))), first, 2), values[trace.key]
+                )
                 new = sum(promoted(decayed, new))
         result[trace.key] = new.astype(like[trace.key].dtype)
     return result

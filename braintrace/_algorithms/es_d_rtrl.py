@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Trace, promoted, sum_states
+from .._executor.traces import Rows, States, Trace, promoted, rows, states
 from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, Values, add_to
 
@@ -48,33 +47,31 @@ class ESRule:
         result: Values = {_COUNT: values[_COUNT] + 1}
         for trace in traces:
             now = _input(trace, local)
-            key = _input_key(trace)
-            if now is not None and key not in result:
-                old = values[key]
-                result[key] = (self.inp * old.astype(now.dtype) + now).astype(old.dtype)
-        return result | self._states(traces, values, local)
-
-    def _states(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
-        """The averages of state Jacobians after a step."""
-        result: Values = {}
-        for trace in traces:
-            key = _state_key(trace)
-            if key not in result:
-                old, J = values[key], _instant(trace, local)
-                new = (1 - self.out) * J
-                D = local.D[trace.group.index]
-                if D is not None:
-                    D, f = promoted(trace.to_site(D, 2), old)
-                    new = sum(promoted(new, self.out * sum_states(D * f[None], 1)))
-                result[key] = new.astype(old.dtype)
+            if now is not None:
+                result[_input_key(trace)] = self._input(values[_input_key(trace)], now)
+            key, D = _state_key(trace), local.D[trace.group.index]
+            f, J = states(values[key], 0), states(_instant(trace, local), 0)
+            result[key] = jnp.stack(self._state(trace, f, None if D is None else rows(D, 0), J))
         return result
+
+    def _input(self, old: Any, now: Any) -> Any:
+        """The average of inputs after a step."""
+        return (self.inp * old.astype(now.dtype) + now).astype(old.dtype)
+
+    def _state(self, trace: Trace, f: States, D: Rows | None, J: States) -> list[Any]:
+        """The averages of state Jacobians after a step."""
+        new = [(1 - self.out) * j for j in J]
+        if D is not None:
+            new = [sum(promoted(j, self.out * trace.pair(row, f))) for j, row in zip(new, D, strict=True)]
+        return [j.astype(old.dtype) for j, old in zip(new, f, strict=True)]
 
     def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
         grads: Gradients = {}
         for trace in traces:
             site = trace.relation.site.index
             inputs, weight = local.inputs[site], local.weights[site][trace.name]
-            dy = _cotangent(trace, values[_state_key(trace)], signals[trace.group.index])
+            f, g = states(values[_state_key(trace)], 0), states(signals[trace.group.index], 0)
+            dy = trace.to_y(trace.pair(g, f))
             dy = dy * self._scale(trace, values[_COUNT], dy.dtype)
             factor = None if trace.layout.x is None else _factor(trace, values[_input_key(trace)], inputs)
             add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight))
@@ -93,52 +90,59 @@ class ESRule:
     def chunk(
         self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
     ) -> tuple[Values, Gradients]:
-        """The averages of Jacobians step by step, which is cheap; all the products with inputs at once."""
-        averages = self._averages if jax.default_backend() == "cpu" else self._averages_in_blocks
-        each = averages(traces, values, record)
-        parts = [(each, record.signals)]
+        """The averages step by step, which is cheap; all the products of the two at once."""
+        start = {k: states(values[k], 0) for k in map(_state_key, traces)}
+        x, f, after = self._averages(traces, values, start, record)
+        count = values[_COUNT] + jnp.arange(1, record.length + 1, dtype=values[_COUNT].dtype)
+        parts = [(x, f, count, record.signals)]
         if record.old_signals is not None:  # of the averages before each step
-            old = {k: jnp.concatenate([values[k][None], v[:-1]]) for k, v in each.items()}
-            parts.append((old, record.old_signals))
+            old_x = {k: _before(values[k], v) for k, v in x.items()}
+            old_f = {k: list(map(_before, start[k], v)) for k, v in f.items()}
+            parts.append((old_x, old_f, count - 1, record.old_signals))
         grads: Gradients = {}
-        for average, signals in parts:
+        for x, f, count, signals in parts:
             for trace in traces:
                 site = trace.relation.site.index
                 inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
-                f, g = average[_state_key(trace)], signals[trace.group.index]
-                dy = jax.vmap(partial(_cotangent, trace))(f, g)
-                scale = self._scale(trace, average[_COUNT], dy.dtype)
+                g = states(signals[trace.group.index], 1)
+                dy = trace.to_y(trace.pair(g, f[_state_key(trace)], 1), 1)
+                scale = self._scale(trace, count, dy.dtype)
                 dy = dy * scale.reshape(-1, *[1] * (dy.ndim - 1))
                 factor = None
                 if trace.layout.x is not None:
-                    factor = _factors(trace, average[_input_key(trace)], inputs)
+                    factor = _factors(trace, x[_input_key(trace)], inputs)
                 add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight, TIME))
-        return {k: v[-1].astype(values[k].dtype) for k, v in each.items()}, grads
+        return {_COUNT: values[_COUNT] + record.length, **after}, grads
 
-    def _averages(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
-        """All averages after every step."""
+    def _averages(
+        self, traces: Sequence[Trace], values: Values, start: dict[str, list[Any]], record: Record
+    ) -> tuple[Values, dict[str, list[Any]], Values]:
+        """The averages of inputs and of state Jacobians after every step, and all after the last one."""
+        local = record.local
+        inputs = {_input_key(t): _inputs(t, local) for t in traces if t.layout.x is not None}
+        each: Values = {}
+        if jax.default_backend() != "cpu":  # fewer and larger operations
+            each, inputs = {k: filtered(self.inp, values[k], v) for k, v in inputs.items()}, {}
+        jacobians = {k: None if D is None else rows(D, 1) for k, D in local.D.items()}
+        instants = {_state_key(t): states(_instant(t, local), 1) for t in traces}
 
-        def body(values: Values, step: Any) -> Any:
-            values = self.update(traces, values, record.one(step)[0])
-            return values, values
+        def body(carry: Any, step: Any) -> Any:
+            (x, f), (now, D, J) = carry, step
+            x = {k: self._input(x[k], v) for k, v in now.items()}
+            found = {key: (t, f[key], D[t.group.index], J[key]) for key, t in by_key.items()}
+            new = x, {key: self._state(*args) for key, args in found.items()}
+            return new, new
 
-        return jax.lax.scan(body, values, record.steps)[1]  # type: ignore[no-any-return]
+        by_key = {_state_key(t): t for t in traces}
+        first = {k: values[k] for k in inputs}, start
+        (last, end), (looped, f) = jax.lax.scan(body, first, (inputs, jacobians, instants), unroll=unroll())
+        after = {k: v[-1].astype(values[k].dtype) for k, v in each.items()}
+        return each | looped, f, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
 
-    def _averages_in_blocks(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
-        """The same with fewer and larger operations, for a GPU."""
-        each: Values = {_COUNT: values[_COUNT] + jnp.arange(1, record.length + 1, dtype=values[_COUNT].dtype)}
-        for trace in traces:
-            key = _input_key(trace)
-            if trace.layout.x is not None and key not in each:
-                each[key] = filtered(self.inp, values[key], _inputs(trace, record.local))
 
-        def body(values: Values, step: Any) -> Any:
-            values = self._states(traces, values, record.one(step)[0])
-            return values, values
-
-        states = {k: values[k] for k in map(_state_key, traces)}
-        each |= jax.lax.scan(body, states, record.steps, unroll=unroll())[1]
-        return each
+def _before(start: Any, each: Any) -> Any:
+    """Values before every step, from those after it."""
+    return jnp.concatenate([start[None], each[:-1]])
 
 
 _BLOCK = 64
@@ -163,12 +167,6 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
     first = start.reshape(-1)
     _, y = jax.lax.scan(body, first, own) if count > 1 else body(first, own[0])
     return y.reshape(count * block, *x.shape[1:])[:length]
-
-
-def _cotangent(trace: Trace, f: Any, g: Any) -> Any:
-    """`g f'` as a cotangent of `y`."""
-    g, f = promoted(trace.to_site(g, 1), f)
-    return trace.to_y(sum_states(g * f, 0))
 
 
 def _instant(trace: Trace, local: Local) -> Any:

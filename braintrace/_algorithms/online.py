@@ -17,7 +17,7 @@ import jax
 from .._compiler.program import Var
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
-from .._executor.traces import sum_states
+from .._executor.traces import states
 from .chunk import Record, over_time, step_by_step
 from .rule import Gradients, Rule, Signals, Values, add_to
 
@@ -236,7 +236,8 @@ class Online:
         for trace in self.traces:
             if not trace.positions.complete:
                 key = (trace.relation.site.index, trace.name)
-                twice = over_time(trace, record, weights[key[0]][key[1]], signals[0][trace.group.index])
+                g = states(signals[0][trace.group.index], 1)
+                twice = over_time(trace, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return values, self._to_parameters(params, consts, grads)
 
@@ -287,8 +288,8 @@ class Online:
             if not trace.positions.complete:
                 site = trace.relation.site.index
                 inputs, weight = local.inputs[site], local.weights[site][trace.name]
-                g = trace.to_site(signals[trace.group.index], 1)
-                dy = trace.to_y(sum_states(g * local.J[site, trace.group.index], 0))
+                g, J = (states(a, 0) for a in (signals[trace.group.index], local.J[site, trace.group.index]))
+                dy = trace.to_y(trace.pair(g, J))
                 add_to(grads, trace, trace.from_cotangent(trace.factor(inputs), dy, inputs, weight))
         return grads
 

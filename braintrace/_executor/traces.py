@@ -137,10 +137,18 @@ class Trace:
             return q
         return _take(q, self.positions.map, lead, self._hidden_size)
 
-    def to_y(self, q: Any) -> Any:
+    def pair(self, q: States, p: States, lead: int = 0) -> Any:
+        """`sum_s q[s] p[s]` with `q` at hidden positions and `p` where `J` is; `lead` axes come first."""
+        return dot(
+            *zip(*(promoted(self.to_site(a, lead), b) for a, b in zip(q, p, strict=True)), strict=True)
+        )
+
+    def to_y(self, q: Any, lead: int = 0) -> Any:
         """A cotangent at the positions where `J` is, as one of `y`."""
         if not self.positions.on_hidden:
             return q
+        if lead:
+            return jax.vmap(lambda one: self.to_y(one, lead - 1))(q)
         size, places = int(np.prod(self.site_shape, dtype=int)), self.positions.map.ravel()
         kept = np.flatnonzero(places >= 0)
         y = jnp.zeros(size, q.dtype).at[places[kept]].add(q.ravel()[kept])
@@ -280,6 +288,25 @@ def _sum_on_cpu(g: Any, trace: Any) -> Any:
 
 
 _WRITTEN_OUT = 64
+
+
+States = Sequence[Any]  # one array for each state of a group
+Rows = Sequence[States]  # a local Jacobian, new state first
+
+
+def states(array: Any, axis: int) -> list[Any]:
+    """The parts of an axis of states: taken one by one, XLA neither stacks nor transposes them."""
+    return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
+
+
+def rows(D: Any, axis: int) -> list[list[Any]]:
+    """A local Jacobian state by state; `axis` is that of the new states."""
+    return [states(row, axis) for row in states(D, axis)]
+
+
+def dot(a: States, b: States) -> Any:
+    """`sum_s a[s] b[s]`."""
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def sum_states(terms: Any, axis: int) -> Any:
