@@ -83,6 +83,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._current: Any = None
         self._zeros: dict[str, weakref.ref[Any]] = {}
 
+    def __pretty_repr_item__(self, name: str, value: Any) -> Any:
+        return None if name.startswith("_") else (name, value)
+
     # -- compiling ---------------------------------------------------------------------------------
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
@@ -427,8 +430,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
                 return add_trees(total, grads), kept
 
-            # two steps at a time: a trace goes from one buffer to another and back, and is not copied
-            return brainstate.transform.scan(step, total, (arrays, mask), unroll=2)
+            return brainstate.transform.scan(step, total, (arrays, mask))
 
         total, kept = over_chunks(run, zeros_like_states(weights), sequence, sequence.pace)
         if not keep:

@@ -97,9 +97,8 @@ class Steps:
         try:
             mode.value = _ADVANCE
             forward = Pure.trace(advance, *first)
-            ys = jax.eval_shape(lambda v, f: forward(v, *f)[0], forward.values(), first)
             mode.value = _STEP
-            pure = Pure.trace(step, deltas, ys, *first)
+            pure = Pure.trace(step, deltas, forward.shapes, *first)
         except jax.errors.UnexpectedTracerError as e:
             raise TakeInTurnError("`step_fn` calls the learner inside a transformation") from e
         online = recorders[-1].online
@@ -177,6 +176,8 @@ class Steps:
 
 def _each_step(function: Callable[[Any], Any], args: Any) -> Any:
     """`function` of each step, all at once where every operation in it can be mapped."""
+    if jax.tree.leaves(args)[0].shape[0] == 1:  # as it is: XLA knows it from the step before
+        return jax.tree.map(lambda a: a[None], function(jax.tree.map(lambda a: a[0], args)))
     try:
         return jax.vmap(function)(args)
     except NotImplementedError:

@@ -107,7 +107,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             if not keep:
                 self.init_etrace_state()
             return total, kept
-        if chunk_size == 1:
+        if chunk_size == 1 and not getattr(self.rule, "fuses", False):
             return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
         try:
             steps = self._record(sequence, step_fn, has_aux)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import braintrace
+from braintrace._algorithms.d_rtrl import DRule
 from braintrace._compat import primitives
+from braintrace._executor import fused
 
 from ..oracle import Brute, bptt, loss
 from ..run import agree, compiled, difference, online, sequence
@@ -109,16 +111,56 @@ def test_chunks_change_no_number(name):
     assert agree(*grads, ROUND_OFF), difference(*grads)
 
 
+def in_float32(case: Any) -> list[Any]:
+    """A sequence of inputs, to be made and used where 64 bits are switched off."""
+    narrow = lambda a: jnp.asarray(a, jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a
+    return [jax.tree.map(narrow, x) for x in sequence(case)]
+
+
 @pytest.mark.parametrize("name", EXACT[::12])
 def test_float32_is_as_near_as_it_can_be(name):
     case = CASES[name]
     with jax.enable_x64(False):
-        xs = [
-            jax.tree.map(
-                lambda a: jnp.asarray(a, jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, x
-            )
-            for x in sequence(case)
-        ]
+        xs = in_float32(case)
         found = online(braintrace.D_RTRL(case.build()), xs)
         truth = bptt(case.build(), xs, forward=loops_forever(graph_of(name)))
     assert agree(truth, found, 2e-5), difference(truth, found)
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm", *list(CASES)[5::40]])
+def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
+    case, taken = CASES[name], []
+
+    def kernel(*args: Any) -> Any:
+        taken.append(args)
+        return fused.advance(*args, interpret=True)
+
+    monkeypatch.setattr(fused, "_SHORTEST", 1)
+    monkeypatch.setattr(fused, "_advance_plainly", kernel)
+    results = []
+    with jax.enable_x64(False):
+        xs = [x if isinstance(x, tuple) else (x,) for x in in_float32(case)]
+        stacked = [jnp.stack(parts) for parts in zip(*xs, strict=True)]
+        for fuses in (False, True):
+            monkeypatch.setattr(DRule, "fuses", fuses)
+            learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
+            step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
+            grads = learner.etrace_grad(*stacked, step_fn=step, chunk_size=1)
+            results.append({**grads, **{k: st.value for k, st in learner.traces.items()}})
+    assert agree(*results, 2e-5), difference(*results)
+    assert taken or name not in ("gru", "lstm")
+
+
+@pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64), (3, 2, 5, 32)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_of_a_gpu(states, rows, width, out, dtype):
+    shapes = [(states, rows, width, out), (states, states, rows, out), (states, rows, out), (rows, width)]
+    keys = jax.random.split(jax.random.key(0), 5)
+    trace, D, J, x = (jax.random.normal(k, s, jnp.float32) for k, s in zip(keys[:4], shapes, strict=True))
+    g = jax.random.normal(keys[4], shapes[2], jnp.float32)
+    found = fused.advance(trace.astype(dtype), D, J, x, g, interpret=True)
+    truth = fused._advance_plainly(trace.astype(dtype), D, J, x, g)
+    assert found[0].dtype == dtype
+    for a, b in zip(found, truth, strict=True):
+        error = jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)))
+        assert float(error) < (1e-5 if dtype == jnp.float32 else 0.1)

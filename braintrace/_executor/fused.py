@@ -1,0 +1,138 @@
+"""A kernel for GPUs: advance a trace and contract it, in a single pass.
+
+    new[s] = sum_r D[s, r] trace[r] + J[s] x        dw = sum_s sum_m g[s] new[s]
+
+XLA makes one pass of this where a group has one state and numbers have 32 bits. Its reductions take as long
+for a narrower type, and with several states it makes several passes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._ops.letters import Letters, align
+from .traces import Trace
+
+_LONGEST = (16, 128)  # the block of a trace that a program holds
+_SHORTEST = 32  # of the last axis: below, loads are narrow
+_TOGETHER = 2  # rows of the batch that are loaded before any is stored
+
+
+def fits(trace: Trace, value: Any) -> bool:
+    """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns."""
+    w, x = trace.layout.w, trace.layout.x
+    if len(w) != 2 or x is None or trace.dropped or set(trace.y) & {w[0]} or w[1] not in trace.y:
+        return False
+    return (
+        {a for a in x if a in w or a in trace.y} == {*_lead(trace), w[0]}
+        and _block(value.shape[-1], _LONGEST[1]) >= _SHORTEST
+        and jnp.issubdtype(value.dtype, jnp.floating)
+        and value.dtype.itemsize <= 4
+    )
+
+
+def _lead(trace: Trace) -> Letters:
+    return trace.letters[:-2]
+
+
+def step(trace: Trace, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, g: Any) -> tuple[Any, Any]:
+    """The trace after a step, and what it gives to the weight; `D`, `J` and `g` are lifted."""
+    rows, out = _lead(trace), (*_lead(trace), trace.letters[-1])
+    size, states = value.shape, value.shape[0]
+    width = (*rows, trace.letters[-2])
+
+    def flat(q: Any, lead: int) -> Any:
+        names = tuple(f"lead {i}" for i in range(lead))
+        q = align(q.astype(jnp.float32), (*names, *trace.at), (*names, *out))
+        return q.reshape(*q.shape[:lead], -1, size[-1])
+
+    x, have = factor
+    given = (
+        value.reshape(states, -1, *size[-2:]),
+        flat(D, 2),
+        flat(J, 1),
+        align(x.astype(jnp.float32), have, width).reshape(-1, size[-2]),
+        flat(g, 1),
+    )
+    new, dw = jax.lax.platform_dependent(*given, cuda=advance, default=_advance_plainly)
+    return new.reshape(size), dw
+
+
+def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any) -> tuple[Any, Any]:
+    new = jnp.einsum("srmo,rmio->smio", D, trace.astype(D.dtype)) + J[:, :, None] * x[None, :, :, None]
+    return new.astype(trace.dtype), jnp.einsum("smo,smio->io", g, new)
+
+
+def advance(trace: Any, D: Any, J: Any, x: Any, g: Any, *, interpret: bool = False) -> tuple[Any, Any]:
+    """The trace after a step, and what it gives to the weight.
+
+    `trace` is (S, M, I, O), `D` (S, S, M, O), `J` and `g` (S, M, O), `x` (M, I); the gradient is (I, O).
+    """
+    from jax.experimental import pallas as pl
+
+    states, rows, width, out = trace.shape
+    i, o = _block(width, _LONGEST[0]), _block(out, _LONGEST[1])
+    options: dict[str, Any] = {"interpret": True}
+    if not interpret:
+        from jax.experimental.pallas import triton
+
+        options = {"compiler_params": triton.CompilerParams(num_warps=4)}
+    of_trace = pl.BlockSpec((states, rows, i, o), lambda a, b: (0, 0, a, b))
+    of_state = pl.BlockSpec((states, rows, o), lambda a, b: (0, 0, b))
+    of_pair = pl.BlockSpec((states, states, rows, o), lambda a, b: (0, 0, 0, b))
+    of_input = pl.BlockSpec((rows, i), lambda a, b: (0, a))
+    of_weight = pl.BlockSpec((i, o), lambda a, b: (a, b))
+    together = _block(rows, _TOGETHER)
+    new, dw = pl.pallas_call(
+        partial(_kernel, states=states, rows=rows, together=together),
+        grid=(width // i, out // o),
+        in_specs=[of_trace, of_pair, of_state, of_input, of_state],
+        out_specs=[of_trace, of_weight],
+        out_shape=[
+            jax.ShapeDtypeStruct(trace.shape, trace.dtype),
+            jax.ShapeDtypeStruct((width, out), jnp.float32),
+        ],
+        input_output_aliases={0: 0},
+        **options,
+    )(trace, D, J, x, g)
+    return new, dw
+
+
+def _kernel(
+    trace: Any, D: Any, J: Any, x: Any, g: Any, new: Any, dw: Any, *, states: int, rows: int, together: int
+) -> None:
+    each = range(states)
+
+    def some_rows(k: Any, total: Any) -> Any:
+        at = [k * together + n for n in range(together)]
+        old = [[trace[s, m] for s in each] for m in at]
+        rest = [
+            (
+                [[D[s, r, m] for r in each] for s in each],
+                [J[s, m] for s in each],
+                x[m],
+                [g[s, m] for s in each],
+            )
+            for m in at
+        ]
+        for m, row, (d, j, f, q) in zip(at, old, rest, strict=True):
+            row = [t.astype(jnp.float32) for t in row]
+            for s in each:
+                now = j[s][None] * f[:, None]
+                for r in each:
+                    now = now + d[s][r][None] * row[r]
+                total = total + q[s][None] * now
+                new[s, m] = now.astype(new.dtype)
+        return total
+
+    start = jnp.zeros(dw.shape, jnp.float32)
+    dw[...] = jax.lax.fori_loop(0, rows // together, some_rows, start)
+
+
+def _block(size: int, most: int) -> int:
+    """The largest power of two that divides `size`, up to `most`."""
+    return min(size & -size, most)
