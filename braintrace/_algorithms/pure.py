@@ -19,7 +19,7 @@ class Pure:
     """What a function computes from its arguments and from the states that it touches."""
 
     closed: Any
-    out_tree: Any
+    shapes: Any  # of what it returns
     states: tuple[brainstate.State, ...]
     trees: tuple[Any, ...]
     written: tuple[bool, ...]
@@ -36,7 +36,7 @@ class Pure:
         num = sum(t.num_leaves for t in trees)
         same = [a is b for a, b in zip(jaxpr.invars[-num:], jaxpr.outvars[-num:], strict=True)] if num else []
         written = tuple(not all(part) for part in _cut(same, trees))
-        return Pure(closed, jax.tree.structure(stateful.get_out_shapes(*args)[0]), states, trees, written)
+        return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written)
 
     @property
     def effects(self) -> Any:
@@ -58,7 +58,7 @@ class Pure:
         flat = [*jax.tree.leaves(args), *(leaf for leaves in values for leaf in leaves)]
         outs = _compat.jaxpr_as_fun(self.closed)(*flat)
         num = len(outs) - sum(t.num_leaves for t in self.trees)
-        return jax.tree.unflatten(self.out_tree, outs[:num]), _cut(outs[num:], self.trees)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), outs[:num]), _cut(outs[num:], self.trees)
 
 
 def _cut(leaves: Leaves, trees: tuple[Any, ...]) -> list[Leaves]:
