@@ -16,7 +16,7 @@ from .._executor.executor import Local
 from .._executor.fused import fits, step
 from .._executor.traces import Trace, promoted
 from .chunk import Record, chunk_gradient, chunk_traces, propagated, step_by_step
-from .rule import Gradients, Signals, Values, add_to
+from .rule import Gradients, Signals, Values, add_all, add_to
 
 
 @dataclass(frozen=True)
@@ -61,34 +61,45 @@ class DRule:
         return grads
 
     def chunk(
-        self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
+        self,
+        traces: Sequence[Trace],
+        values: Values,
+        record: Record,
+        total: Gradients,
+        *,
+        fresh: bool,
+        keep: bool,
     ) -> tuple[Values, Gradients]:
         if record.length == 1 and keep and record.old_signals is None:
-            return self._one_step(traces, values, record)
+            return self._one_step(traces, values, record, total)
         before = None if fresh else values
         signals = {k: propagated(record, k) for k in record.signals}
         grads = chunk_gradient(traces, before, record, signals)
         after = chunk_traces(traces, before, record, values) if keep else values
-        return after, grads
+        return after, add_all(total, grads)
 
-    def _one_step(self, traces: Sequence[Trace], values: Values, record: Record) -> tuple[Values, Gradients]:
+    def _one_step(
+        self, traces: Sequence[Trace], values: Values, record: Record, total: Gradients
+    ) -> tuple[Values, Gradients]:
         """A chunk of one step: a single pass over each trace."""
         fused = [t for t in traces if record.local.D[t.group.index] is not None and fits(t, values[t.key])]
         others = [t for t in traces if t not in fused]
         after = dict(values)
-        grads: Gradients = {}
         if others:
             mine = {t.key: values[t.key] for t in others}
             found, grads = step_by_step(self, others, mine, record)
             after.update(found)
+            total = add_all(total, grads)
         local, signals, _ = record.one(jax.tree.map(lambda a: a[0], record.steps))
         for trace in fused:
             D, factor, J = local.at(trace)
             assert factor is not None
-            g = trace.lift(signals[trace.group.index], local.inputs[trace.relation.site.index], 1)
-            after[trace.key], dw = step(trace, values[trace.key], D, factor, J, g)
-            add_to(grads, trace, dw)
-        return after, grads
+            key = (trace.relation.site.index, trace.name)
+            g = trace.lift(signals[trace.group.index], local.inputs[key[0]], 1)
+            start = total[key].astype(jnp.float32)
+            after[trace.key], dw = step(trace, values[trace.key], D, factor, J, g, start)
+            total = {**total, key: dw.astype(total[key].dtype)}
+        return after, total
 
 
 def _apart(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:

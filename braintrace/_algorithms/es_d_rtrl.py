@@ -19,7 +19,7 @@ import numpy as np
 from .._executor.executor import Local, is_inexact
 from .._executor.traces import Rows, States, Trace, promoted, rows, states
 from .chunk import TIME, Record, factors, unroll
-from .rule import Gradients, Signals, Values, add_to
+from .rule import Gradients, Signals, Values, add_all, add_to
 
 _COUNT = "steps"
 
@@ -88,7 +88,14 @@ class ESRule:
         return scale.astype(dtype)
 
     def chunk(
-        self, traces: Sequence[Trace], values: Values, record: Record, *, fresh: bool, keep: bool
+        self,
+        traces: Sequence[Trace],
+        values: Values,
+        record: Record,
+        total: Gradients,
+        *,
+        fresh: bool,
+        keep: bool,
     ) -> tuple[Values, Gradients]:
         """The averages step by step, which is cheap; all the products of the two at once."""
         start = {k: states(values[k], 0) for k in map(_state_key, traces)}
@@ -112,7 +119,7 @@ class ESRule:
                 if trace.layout.x is not None:
                     factor = _factors(trace, x[_input_key(trace)], inputs)
                 add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight, TIME))
-        return {_COUNT: values[_COUNT] + record.length, **after}, grads
+        return {_COUNT: values[_COUNT] + record.length, **after}, add_all(total, grads)
 
     def _averages(
         self, traces: Sequence[Trace], values: Values, start: dict[str, list[Any]], record: Record

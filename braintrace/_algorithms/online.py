@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._compiler.program import Var
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
 from .._executor.traces import states
 from .chunk import Record, over_time, step_by_step
-from .rule import Gradients, Rule, Signals, Values, add_to
+from .rule import Gradients, Rule, Signals, Values, add_all, add_to
 
 Leaves = list[Any]
 Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
@@ -40,7 +42,7 @@ class Online:
             return self.rule.init(self.traces, self.executor.local(env, operands))
 
         shapes = jax.eval_shape(probe, self._structs())
-        return jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
 
     def _structs(self) -> Leaves:
         return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.info.program.inputs]
@@ -106,7 +108,7 @@ class Online:
                 old_signals = self.executor.group_signals(old_deltas)
                 for key, value in self.rule.gradient(self.traces, before, old_signals, local).items():
                     grads[key] = grads[key] + value
-            dparams = _add(dparams, self._to_parameters(params, consts, grads))
+            dparams = _add(dparams, self.to_parameters(params, consts, grads))
             return dparams, dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
@@ -176,7 +178,7 @@ class Online:
             by_var = dict(zip((v for e in carried for v in e.invars), flat, strict=True))
             signals = self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
             grads = self.rule.gradient(self.traces, values, signals, Local(inputs, weights, {}, {}))
-            dparams = _add(dparams, self._to_parameters(params, consts, grads))
+            dparams = _add(dparams, self.to_parameters(params, consts, grads))
             return dparams, dargs, dconsts, None, None
 
         window.defvjp(forward, backward)
@@ -219,27 +221,39 @@ class Online:
         params: Leaves,
         consts: Leaves,
         values: Values,
+        total: Gradients,
         arrays: Any,
         signals: tuple[Signals, Signals | None],
         *,
         fresh: bool,
         keep: bool,
-    ) -> tuple[Values, Leaves]:
-        """The traces after recorded steps, and the gradients that traces give to the parameters."""
+    ) -> tuple[Values, Gradients]:
+        """The traces after recorded steps, and the gradients of effective weights, added to `total`."""
         inputs, D, J = arrays
         weights = self.executor.weights(self._known_params(params, consts))
         record = Record(Local(inputs, weights, D, J), *signals)
         if hasattr(self.rule, "chunk"):
-            values, grads = self.rule.chunk(self.traces, values, record, fresh=fresh, keep=keep)
+            values, grads = self.rule.chunk(self.traces, values, record, total, fresh=fresh, keep=keep)
         else:
             values, grads = step_by_step(self.rule, self.traces, values, record)
+            grads = add_all(total, grads)
         for trace in self.traces:
             if not trace.positions.complete:
                 key = (trace.relation.site.index, trace.name)
                 g = states(signals[0][trace.group.index], 1)
                 twice = over_time(trace, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
-        return values, self._to_parameters(params, consts, grads)
+        return values, grads
+
+    def no_gradients(self, params: Leaves, consts: Leaves) -> Gradients:
+        """Zeros to add the gradients of effective weights to."""
+        weights = self.executor.weights(self._known_params(params, consts))
+        result = {}
+        for t in self.traces:
+            key = (t.relation.site.index, t.name)
+            weight = weights[key[0]][key[1]]
+            result[key] = jnp.zeros(t.layout.view_w(weight).shape, np.promote_types(weight.dtype, np.float32))
+        return result
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
         """Those constants of the model that its effective weights are made of."""
@@ -293,7 +307,7 @@ class Online:
                 add_to(grads, trace, trace.from_cotangent(trace.factor(inputs), dy, inputs, weight))
         return grads
 
-    def _to_parameters(self, params: Leaves, consts: Leaves, grads: Gradients) -> Leaves:
+    def to_parameters(self, params: Leaves, consts: Leaves, grads: Gradients) -> Leaves:
         """Gradients of effective weights carried back to the parameters."""
         shown = {(t.relation.site.index, t.name): t for t in self.traces}
 

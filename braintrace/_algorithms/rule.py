@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax.numpy as jnp
+
 from .._executor.executor import Local
 from .._executor.traces import Trace
 
@@ -33,9 +35,16 @@ class ChunkRule(Rule, Protocol):
     """A rule that knows a faster way through many steps with fixed weights than one after the other."""
 
     def chunk(
-        self, traces: Sequence[Trace], values: Values, record: Any, *, fresh: bool, keep: bool
+        self,
+        traces: Sequence[Trace],
+        values: Values,
+        record: Any,
+        total: Gradients,
+        *,
+        fresh: bool,
+        keep: bool,
     ) -> tuple[Values, Gradients]:
-        """The traces after the steps in `record`, and their summed gradients.
+        """The traces after the steps in `record`, and their gradients, added to `total`.
 
         `fresh`: the traces are known to be zero. Unless `keep`, the traces are not wanted any more.
         """
@@ -46,3 +55,11 @@ def add_to(grads: Gradients, trace: Trace, value: Any) -> None:
     """Add what one trace gives to the gradient of its effective weight."""
     key = (trace.relation.site.index, trace.name)
     grads[key] = grads[key] + value if key in grads else value
+
+
+def add_all(total: Gradients, grads: Gradients) -> Gradients:
+    """The gradients, added to those so far, in the types of these."""
+    return {
+        k: v + (grads[k] if jnp.iscomplexobj(v) else grads[k].real).astype(v.dtype) if k in grads else v
+        for k, v in total.items()
+    }

@@ -117,10 +117,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         size = min(chunk_size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
         fresh = size == sequence.length and self._is_fresh()
         run = partial(self._chunk, steps, weights, fresh, keep or size < sequence.length)
-        total, kept = over_chunks(run, zeros, sequence, size)
+        params, _ = self._read(steps.online.info)
+        none = steps.online.no_gradients(params, steps.consts)
+        (total, traced), kept = over_chunks(run, (zeros, none), sequence, size)
         if not keep:
             self.init_etrace_state()
-        return total, kept
+        found = steps.online.by_path(steps.online.to_parameters(params, steps.consts, traced))
+        paths = {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
+        mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
+        return {k: v if mine[k] is None else add_trees(v, mine[k]) for k, v in total.items()}, kept
 
     def _best_chunk(self, length: int, most: int) -> int:
         """As many steps as the memory budget holds records of, in chunks of about one size."""
@@ -154,21 +159,18 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             self._recorder, self._level, self._recording.value = None, None, normal
 
     def _chunk(
-        self, steps: Steps, weights: Any, fresh: bool, keep: bool, total: Any, arrays: Any, mask: Any
+        self, steps: Steps, weights: Any, fresh: bool, keep: bool, totals: Any, arrays: Any, mask: Any
     ) -> tuple[Any, Any]:
         """Record the steps of a chunk, then do all that concerns traces at once."""
+        total, traced = totals
         online, consts = steps.online, steps.consts
         grads, deltas, (kept, local), after = steps.at_once(weights, arrays, mask)
         params, _ = self._read(online.info)
         signals = jax.vmap(online.as_signals)(*deltas)
-        values, leaves = online.chunk(params, consts, self._values(), local, signals, fresh=fresh, keep=keep)
-        found = online.by_path(leaves)
-        paths = {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
-        mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
-        total = {
-            k: v if mine[k] is None else add_trees(v, mine[k]) for k, v in add_trees(total, grads).items()
-        }
+        values, traced = online.chunk(
+            params, consts, self._values(), traced, local, signals, fresh=fresh, keep=keep
+        )
         steps.advance.assign(after)
         for key, value in values.items():
             self.traces[key].value = value
-        return total, kept
+        return (add_trees(total, grads), traced), kept

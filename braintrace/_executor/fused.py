@@ -1,6 +1,6 @@
 """A kernel for GPUs: advance a trace and contract it, in a single pass.
 
-    new[s] = sum_r D[s, r] trace[r] + J[s] x        dw = sum_s sum_m g[s] new[s]
+    new[s] = sum_r D[s, r] trace[r] + J[s] x        dw = start + sum_s sum_m g[s] new[s]
 
 XLA makes one pass of this where a group has one state and numbers have 32 bits. Its reductions take as long
 for a narrower type, and with several states it makes several passes.
@@ -39,8 +39,10 @@ def _lead(trace: Trace) -> Letters:
     return trace.letters[:-2]
 
 
-def step(trace: Trace, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, g: Any) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight; `D`, `J` and `g` are lifted."""
+def step(
+    trace: Trace, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, g: Any, start: Any
+) -> tuple[Any, Any]:
+    """The trace after a step, and what it gives to the weight, added; `D`, `J` and `g` are lifted."""
     rows, out = _lead(trace), (*_lead(trace), trace.letters[-1])
     size, states = value.shape, value.shape[0]
     width = (*rows, trace.letters[-2])
@@ -57,20 +59,23 @@ def step(trace: Trace, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, 
         flat(J, 1),
         align(x.astype(jnp.float32), have, width).reshape(-1, size[-2]),
         flat(g, 1),
+        start,
     )
     new, dw = jax.lax.platform_dependent(*given, cuda=advance, default=_advance_plainly)
     return new.reshape(size), dw
 
 
-def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any) -> tuple[Any, Any]:
+def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
     new = jnp.einsum("srmo,rmio->smio", D, trace.astype(D.dtype)) + J[:, :, None] * x[None, :, :, None]
-    return new.astype(trace.dtype), jnp.einsum("smo,smio->io", g, new)
+    return new.astype(trace.dtype), start + jnp.einsum("smo,smio->io", g, new)
 
 
-def advance(trace: Any, D: Any, J: Any, x: Any, g: Any, *, interpret: bool = False) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight.
+def advance(
+    trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any, *, interpret: bool = False
+) -> tuple[Any, Any]:
+    """The trace after a step, and what it gives to the weight, added to `start`.
 
-    `trace` is (S, M, I, O), `D` (S, S, M, O), `J` and `g` (S, M, O), `x` (M, I); the gradient is (I, O).
+    `trace` is (S, M, I, O), `D` (S, S, M, O), `J` and `g` (S, M, O), `x` (M, I), `start` (I, O).
     """
     from jax.experimental import pallas as pl
 
@@ -90,20 +95,31 @@ def advance(trace: Any, D: Any, J: Any, x: Any, g: Any, *, interpret: bool = Fal
     new, dw = pl.pallas_call(
         partial(_kernel, states=states, rows=rows, together=together),
         grid=(width // i, out // o),
-        in_specs=[of_trace, of_pair, of_state, of_input, of_state],
+        in_specs=[of_trace, of_pair, of_state, of_input, of_state, of_weight],
         out_specs=[of_trace, of_weight],
         out_shape=[
             jax.ShapeDtypeStruct(trace.shape, trace.dtype),
             jax.ShapeDtypeStruct((width, out), jnp.float32),
         ],
-        input_output_aliases={0: 0},
+        input_output_aliases={0: 0, 5: 1},
         **options,
-    )(trace, D, J, x, g)
+    )(trace, D, J, x, g, start)
     return new, dw
 
 
 def _kernel(
-    trace: Any, D: Any, J: Any, x: Any, g: Any, new: Any, dw: Any, *, states: int, rows: int, together: int
+    trace: Any,
+    D: Any,
+    J: Any,
+    x: Any,
+    g: Any,
+    start: Any,
+    new: Any,
+    dw: Any,
+    *,
+    states: int,
+    rows: int,
+    together: int,
 ) -> None:
     each = range(states)
 
@@ -129,8 +145,7 @@ def _kernel(
                 new[s, m] = now.astype(new.dtype)
         return total
 
-    start = jnp.zeros(dw.shape, jnp.float32)
-    dw[...] = jax.lax.fori_loop(0, rows // together, some_rows, start)
+    dw[...] = jax.lax.fori_loop(0, rows // together, some_rows, start[...])
 
 
 def _block(size: int, most: int) -> int:

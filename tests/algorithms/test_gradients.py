@@ -154,12 +154,15 @@ def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
 @pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64), (3, 2, 5, 32)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_of_a_gpu(states, rows, width, out, dtype):
-    shapes = [(states, rows, width, out), (states, states, rows, out), (states, rows, out), (rows, width)]
-    keys = jax.random.split(jax.random.key(0), 5)
-    trace, D, J, x = (jax.random.normal(k, s, jnp.float32) for k, s in zip(keys[:4], shapes, strict=True))
-    g = jax.random.normal(keys[4], shapes[2], jnp.float32)
-    found = fused.advance(trace.astype(dtype), D, J, x, g, interpret=True)
-    truth = fused._advance_plainly(trace.astype(dtype), D, J, x, g)
+    of_state = (states, rows, out)
+    shapes = [(states, *of_state), of_state, (rows, width), of_state, (width, out)]
+    keys = jax.random.split(jax.random.key(0), 6)
+    trace, *rest = (
+        jax.random.normal(k, s, jnp.float32)
+        for k, s in zip(keys, [(states, rows, width, out), *shapes], strict=True)
+    )
+    found = fused.advance(trace.astype(dtype), *rest, interpret=True)
+    truth = fused._advance_plainly(trace.astype(dtype), *rest)
     assert found[0].dtype == dtype
     for a, b in zip(found, truth, strict=True):
         error = jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)))
