@@ -10,7 +10,7 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,16 +26,11 @@ from .._compiler.module_info import ModuleInfo, Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
 from .data import MultiStepData, SingleStepData
+from .drive import Drive
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
 from .sequence import (
     Sequence,
-    add_trees,
-    check_choice,
-    check_chunk_size,
-    over_chunks,
-    split_loss,
-    zeros_like_states,
 )
 
 
@@ -353,40 +348,32 @@ class ETraceAlgorithm(brainstate.nn.Module):
         and traces are what they were before it or, with `progress` and outside of `jit`, after the last
         finished part.
         """
-        check_choice("reduction", reduction, ("mean", "sum"))
-        check_choice("loss_output", loss_output, ("per_step", "masked", "scalar"))
-        check_chunk_size(chunk_size)
         self._compiled_now()
-        states = list(self.states().values())
-        report = Bar() if progress is True else progress or None
-        sequence = Sequence.check(sequences, mask, Progress(report, states) if report else None)
-        weights = self.param_states if weights is None else weights
-        if not isinstance(weights, Mapping):
-            raise TypeError(
-                "`weights` is a dictionary of states, such as `model.states(brainstate.ParamState)`, not "
-                f"{type(weights).__name__}."
-            )
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
-        if not weights:
-            raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
+        states = list(self.states().values())
+        report = Bar() if progress is True else progress or None
+        drive = Drive(
+            sequence=Sequence.check(sequences, mask, Progress(report, states) if report else None),
+            step_fn=step_fn,
+            weights=self.param_states if weights is None else weights,
+            chunk_size=chunk_size,
+            has_aux=has_aux,
+            keep=keep_traces,
+            reduction=reduction,
+            loss_output=loss_output,
+            return_value=return_value,
+        )
         try:
             with contextlib.nullcontext() if report else unchanged_on_error(states):
-                grads, (losses, aux) = self._drive(
-                    sequence, step_fn, chunk_size, weights, has_aux, keep_traces
-                )
+                grads, (losses, aux) = self._drive(drive)
+                if not keep_traces:
+                    self.init_etrace_state()
         except BaseException:
             if isinstance(report, Bar):
                 report.close()
             raise
-        mask = sequence.mask.astype(losses.dtype)
-        count = mask.sum() if reduction == "mean" else jnp.ones((), mask.dtype)
-        scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        masked = losses * mask
-        value = {"per_step": losses, "masked": masked, "scalar": masked.sum() * scale}[loss_output]
-        result = (grads, *((value,) if return_value else ()), *((aux,) if has_aux else ()))
-        return result if len(result) > 1 else grads
+        return drive.result(grads, losses, aux)
 
     def etrace_evolve(
         self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
@@ -402,40 +389,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         return brainstate.transform.for_loop(step, sequence.arrays)
 
-    def _drive(
-        self,
-        sequence: Sequence,
-        step_fn: Any,
-        chunk_size: int | None,
-        weights: Any,
-        has_aux: bool,
-        keep: bool,
-    ) -> tuple[Any, Any]:
+    def _drive(self, drive: Drive) -> tuple[Any, Any]:
         """The summed gradients of a sequence, and the losses and other outputs of every step."""
-        raise NotImplementedError
-
-    def _drive_steps(
-        self, sequence: Sequence, step_fn: Any, weights: Any, has_aux: bool, keep: bool
-    ) -> tuple[Any, Any]:
-        """`_drive`, one step at a time."""
-
-        def run(total: Any, arrays: Any, mask: Any) -> Any:
-            def step(total: Any, step: Any) -> Any:
-                slices, weight = step
-
-                def loss_of() -> Any:
-                    loss, aux = split_loss(step_fn(*slices), has_aux, ())
-                    return loss * weight.astype(jnp.result_type(loss)), (loss, aux)
-
-                grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
-                return add_trees(total, grads), kept
-
-            return brainstate.transform.scan(step, total, (arrays, mask))
-
-        total, kept = over_chunks(run, zeros_like_states(weights), sequence, sequence.pace)
-        if not keep:
-            self.init_etrace_state()
-        return total, kept
+        return drive.in_turn()
 
     def _initial_values(self, compiled: Compiled) -> Values:
         """The rule's arrays at the start, by stable names."""

@@ -18,8 +18,9 @@ from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
 from .base import Compiled, ETraceAlgorithm, _one_step
 from .data import MultiStepData, SingleStepData
+from .drive import Drive
 from .rule import Values
-from .sequence import Sequence, over_chunks, split_loss
+from .sequence import over_chunks
 
 
 class BPTT(ETraceAlgorithm):
@@ -52,30 +53,21 @@ class BPTT(ETraceAlgorithm):
         self.steps.value = self.steps.value + (jax.tree.leaves(windows)[0].shape[0] if windows else 1)
         return call_model(self.model, *args, **kwargs)
 
-    def _drive(
-        self,
-        sequence: Sequence,
-        step_fn: Any,
-        chunk_size: int | None,
-        weights: Any,
-        has_aux: bool,
-        keep: bool,
-    ) -> tuple[Any, Any]:
-        def step(slices: Any) -> Any:
-            return split_loss(step_fn(*slices), has_aux, ())
+    def _drive(self, drive: Drive) -> tuple[Any, Any]:
+        sequence, size = drive.sequence, drive.chunk_size
 
         def steps(arrays: Any) -> Any:
-            return brainstate.transform.for_loop(step, arrays)
+            return brainstate.transform.for_loop(drive.loss, arrays)
 
         def total() -> Any:
-            if chunk_size is None or chunk_size >= sequence.length:
+            if size is None or size >= sequence.length:
                 losses, aux = steps(sequence.arrays)
             else:
                 again = brainstate.transform.checkpoint(steps)
-                _, (losses, aux) = over_chunks(lambda c, a, _: (c, again(a)), (), sequence, chunk_size)
+                _, (losses, aux) = over_chunks(lambda c, a, _: (c, again(a)), (), sequence, size)
             return jnp.sum(losses * sequence.mask.astype(losses.dtype)), (losses, aux)
 
-        return brainstate.transform.grad(total, weights, has_aux=True)()  # type: ignore[no-any-return]
+        return brainstate.transform.grad(total, drive.weights, has_aux=True)()  # type: ignore[no-any-return]
 
 
 def call_model(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -24,8 +24,9 @@ from .._compiler.exactness import DroppedPath
 from .._compiler.module_info import Path
 from .base import ETraceAlgorithm
 from .bptt import call_model
+from .drive import check_choice, check_chunk_size
 from .pure import Pure
-from .sequence import Sequence, check_choice, check_chunk_size, over_chunks, split_loss
+from .sequence import Sequence, over_chunks, split_loss
 from .tables import Table
 
 # how far apart two ways of computing one gradient may be: sums of products in another order

@@ -22,7 +22,6 @@ from .._compiler.slices import has_while
 from .._executor.executor import StepInputs, is_inexact, pull_back
 from .base import Compiled, ETraceAlgorithm
 from .rule import Values
-from .sequence import Sequence
 
 Leaves = list[Any]
 
@@ -62,17 +61,6 @@ class RTRL(ETraceAlgorithm):
         outs, new, values = flow.call(params, args, consts, rest, self._values())
         self._write(compiled, new, values, length)
         return list(outs)
-
-    def _drive(
-        self,
-        sequence: Sequence,
-        step_fn: Any,
-        chunk_size: int | None,
-        weights: Any,
-        has_aux: bool,
-        keep: bool,
-    ) -> tuple[Any, Any]:
-        return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
 
 
 class _Flow:

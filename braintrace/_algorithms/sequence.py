@@ -71,20 +71,6 @@ def even_chunks(length: int, most: int) -> int:
     return math.ceil(length / math.ceil(length / max(1, most)))
 
 
-def check_chunk_size(chunk_size: Any) -> None:
-    if chunk_size is None:
-        return
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
-        raise TypeError(f"`chunk_size` is an integer or None, not {chunk_size!r}.")
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, not {chunk_size}.")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` is one of {', '.join(map(repr, choices))}, not {value!r}.")
-
-
 def split_loss(out: Any, has_aux: bool, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """The loss that `step_fn` returned, checked, and the rest of what it returned."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -100,10 +86,6 @@ def split_loss(out: Any, has_aux: bool, shape: tuple[int, ...]) -> tuple[Any, An
 
 def add_trees(a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)
-
-
-def zeros_like_states(states: Any) -> Any:
-    return {k: jax.tree.map(jnp.zeros_like, st.value) for k, st in states.items()}
 
 
 def over_chunks(

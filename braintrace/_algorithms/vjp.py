@@ -11,17 +11,15 @@ import jax.numpy as jnp
 
 from .._compiler import ETraceGraph, compile_etrace_graph
 from .base import Compiled, ETraceAlgorithm
+from .drive import Drive
 from .online import Online
 from .progress import unchanged_on_error
 from .recording import Recorder, Steps, TakeInTurnError
 from .rule import Rule, Values
 from .sequence import (
-    Sequence,
     add_trees,
     even_chunks,
     over_chunks,
-    split_loss,
-    zeros_like_states,
 )
 
 MEMORY_BUDGET = 2**30  # bytes that the records of a chunk may take, unless a learner is told otherwise
@@ -89,39 +87,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def _drive(
-        self,
-        sequence: Sequence,
-        step_fn: Any,
-        chunk_size: int | None,
-        weights: Any,
-        has_aux: bool,
-        keep: bool,
-    ) -> tuple[Any, Any]:
-        zeros = zeros_like_states(weights)
+    def _drive(self, drive: Drive) -> tuple[Any, Any]:
+        sequence, size, weights = drive.sequence, drive.chunk_size, drive.weights
         if self.vjp_method == "multi-step":
-            if chunk_size is None:
-                return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
-            windows = partial(self._windows, step_fn, weights, has_aux)
-            total, kept = over_chunks(windows, zeros, sequence, chunk_size)
-            if not keep:
-                self.init_etrace_state()
-            return total, kept
-        if chunk_size == 1 and not getattr(self.rule, "fuses", False):
-            return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
+            return drive.in_turn() if size is None else drive.in_windows(size)
+        if size == 1 and not getattr(self.rule, "fuses", False):
+            return drive.in_turn()
         try:
-            steps = self._record(sequence, step_fn, has_aux)
+            steps = self._record(drive)
             steps.check([*weights.values(), *self.param_states.values()], list(self.traces.values()))
         except TakeInTurnError:
-            return self._drive_steps(sequence, step_fn, weights, has_aux, keep)
-        size = min(chunk_size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
+            return drive.in_turn()
+        size = min(size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
         fresh = size == sequence.length and self._is_fresh()
-        run = partial(self._chunk, steps, weights, fresh, keep or size < sequence.length)
+        run = partial(self._chunk, steps, weights, fresh, drive.keep or size < sequence.length)
         params, _ = self._read(steps.online.info)
         none = steps.online.no_gradients(params, steps.consts)
-        (total, traced), kept = over_chunks(run, (zeros, none), sequence, size)
-        if not keep:
-            self.init_etrace_state()
+        (total, traced), kept = over_chunks(run, (drive.zeros(), none), sequence, size)
         found = steps.online.by_path(steps.online.to_parameters(params, steps.consts, traced))
         paths = {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
         mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
@@ -132,25 +114,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         each = self._online(self._compiled_now()).record_bytes()
         return even_chunks(length, min(most, self.memory_budget // max(1, each)))
 
-    def _windows(
-        self, step_fn: Any, weights: Any, has_aux: bool, total: Any, arrays: Any, mask: Any
-    ) -> tuple[Any, Any]:
-        def loss_of() -> Any:
-            losses, aux = split_loss(step_fn(*arrays), has_aux, mask.shape)
-            return jnp.sum(losses * mask.astype(losses.dtype)), (losses, aux)
-
-        grads, kept = brainstate.transform.grad(loss_of, weights, has_aux=True)()
-        return add_trees(total, grads), kept
-
-    def _record(self, sequence: Sequence, step_fn: Any, has_aux: bool) -> Steps:
+    def _record(self, drive: Drive) -> Steps:
         """`step_fn` as pure functions, with its call of the learner recorded."""
 
         def run(recorder: Recorder, slices: Any) -> Recorder:
             self._recorder, self._level = recorder, self._recording.value
-            recorder.out = split_loss(step_fn(*slices), has_aux, ())
+            recorder.out = drive.loss(slices)
             return recorder.check()
 
-        first = jax.tree.map(lambda a: a[0], sequence.arrays)
+        first = jax.tree.map(lambda a: a[0], drive.sequence.arrays)
         deltas, normal = self._online(self._compiled_now()).executor.zero_deltas(), self._recording.value
         try:
             with unchanged_on_error(list(self.states().values())):
