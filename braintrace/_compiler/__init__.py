@@ -27,8 +27,8 @@ from .groups import HiddenGroup as HiddenGroup
 from .module_info import ModuleInfo as ModuleInfo
 from .module_info import extract_module_info as extract_module_info
 from .perturbation import HiddenPerturbation as HiddenPerturbation
-from .relations import HiddenParamOpRelation as HiddenParamOpRelation
-from .relations import PathClassification as PathClassification
+from .relation import HiddenParamOpRelation as HiddenParamOpRelation
+from .relation import PathClassification as PathClassification
 from .report import CompilationReport as CompilationReport
 
 # The lines that messages name are the user's own: neither ours nor those of the libraries below.

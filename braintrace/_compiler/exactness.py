@@ -24,7 +24,7 @@ from .groups import HiddenGroup, not_complex_linear
 from .module_info import Path
 from .program import Node, Site, Var
 from .provenance import Goal
-from .relations import HiddenParamOpRelation
+from .relation import HiddenParamOpRelation
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph

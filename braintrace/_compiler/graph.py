@@ -19,7 +19,9 @@ from .perturbation import HiddenPerturbation
 from .positions import Positions
 from .program import Var
 from .provenance import Provenance, goals, provenance
-from .relations import HiddenParamOpRelation, find_relations, name_site
+from .relation import HiddenParamOpRelation
+from .relations import find_relations
+from .site_weights import name_site
 from .slices import between
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.positions import Positions, Reach
 from .._compiler.program import Site, Var, View, World, evaluate
-from .._compiler.relations import HiddenParamOpRelation, PositionMap
+from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while
 
 _PLAIN = "old states only"  # the world of other groups' new states: no site varies there

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compat import primitives
 from .._compiler.program import Atom, Node, Program, Site, Var, View, evaluate
-from .._compiler.relations import HiddenParamOpRelation
+from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.slices import needed, plain_site
 from .._ops.letters import over_levels
 

@@ -22,7 +22,7 @@ from ..groups import HiddenGroup
 from ..module_info import ModuleInfo, Path
 from ..program import Atom, Node, Program, Site, Var
 from ..provenance import goals, provenance
-from ..relations import HiddenParamOpRelation
+from ..relation import HiddenParamOpRelation
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..._ops.letters import Layout
 from ..groups import HiddenGroup
-from ..relations import HiddenParamOpRelation, PositionMap
+from ..relation import HiddenParamOpRelation, PositionMap
 
 Shape = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..diagnostics import DiagnosticLevel, show_path
 from ..groups import HiddenGroup
-from ..relations import HiddenParamOpRelation
+from ..relation import HiddenParamOpRelation
 from .flow import op_name, show_aval, show_unit
 from .sizes import show_bytes, trace_sizes
 

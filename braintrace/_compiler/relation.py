@@ -1,0 +1,165 @@
+"""A relation: a site that feeds hidden groups, its parameters, and at which positions."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import brainstate
+import numpy as np
+
+from .._compat import ClosedJaxpr
+from .._ops.letters import Layout
+from .._ops.primitive import ETPPrimitive
+from .diagnostics import show_path
+from .groups import HiddenGroup
+from .links import Array
+from .module_info import ModuleInfo, Path
+from .positions import Reach
+from .program import Atom, Site, Var
+from .slices import Slice, between, cut_after
+
+
+class PathClassification(enum.StrEnum):
+    """How a site's output gets to a hidden state within the step."""
+
+    ALL_DIRECT = "all_direct"
+    ALL_THROUGH_OTHER_ETP = "all_through_other_etp"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, eq=False)
+class PositionMap:
+    """Where the trace of a site lives, and which hidden position belongs to each of its positions.
+
+    On `y`: `map[y position]` is the hidden position that it reaches. On the hidden positions (a
+    broadcast): `map[hidden position]` is the position of `y` that it comes from. -1: none.
+    `complete` is false where paths to other positions are left out of the trace.
+    """
+
+    on_hidden: bool
+    map: Array
+    complete: bool
+    reach: Reach = field(repr=False)
+    source_width: int | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        return bool(np.array_equal(self.map.ravel(), np.arange(self.map.size)))
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenParamOpRelation:
+    """One site, the parameters behind its weights and the hidden groups that it feeds."""
+
+    site: Site
+    info: ModuleInfo
+    hidden_groups: list[HiddenGroup]
+    position_maps: list[PositionMap]
+    path_classification: dict[Path, PathClassification]
+    trainable_paths: dict[str, Path]
+    trainable_leaf_indices: dict[str, int]
+    trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all that a weight is made of
+    varying: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        names = [
+            ", ".join(map(show_path, paths)) for paths in (self.param_paths, self.connected_hidden_paths)
+        ]
+        return f"<HiddenParamOpRelation: {self.primitive} of {names[0]} feeds {names[1]}>"
+
+    @property
+    def primitive(self) -> ETPPrimitive:
+        return self.site.primitive
+
+    @property
+    def eqn_params(self) -> dict[str, Any]:
+        return self.site.params
+
+    @property
+    def x_var(self) -> Atom | None:
+        return self.site.inputs[0] if self.site.num_inputs else None
+
+    @property
+    def y_var(self) -> Var:
+        return self.site.output
+
+    x, y = x_var, y_var
+
+    @property
+    def trainable_vars(self) -> dict[str, Atom]:
+        return self.site.weights
+
+    @property
+    def trainable_param_states(self) -> dict[str, brainstate.State]:
+        states = {e.path: e.state for e in self.info.params}
+        return {name: states[path] for name, path in self.trainable_paths.items()}
+
+    @cached_property
+    def trainable_processing_chains(self) -> dict[str, tuple[Any, ...]]:
+        """The primitives that each weight goes through between its parameter and the op."""
+        result = {}
+        for name, leaves in self.trainable_leaves.items():
+            inputs = [v for v, leaf in self.info.invar_to_leaf.items() if leaf in leaves]
+            inside = bool(self.site.context)
+            nodes = [] if inside else between(self.info.program, inputs, [self.site.weights[name]])
+            result[name] = tuple(n.primitive for n in nodes)
+        return result
+
+    @property
+    def param_paths(self) -> list[Path]:
+        """Every parameter that the weights are made of."""
+        return list(dict.fromkeys(p for leaves in self.trainable_leaves.values() for p, _ in leaves))
+
+    @property
+    def weight_path(self) -> Path:
+        return next(iter(self.trainable_paths.values()))
+
+    path = weight_path
+
+    @property
+    def connected_hidden_paths(self) -> list[Path]:
+        return [p for p, c in self.path_classification.items() if c != "all_through_other_etp"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the trace follows every path from the site to its groups within the step."""
+        return all(m.complete for m in self.position_maps)
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        return self.site.layouts(self.varying)
+
+    @cached_property
+    def _slices(self) -> list[Slice]:
+        return [cut_after(self.info.program, self.site, g.hidden_outvars) for g in self.hidden_groups]
+
+    @property
+    def y_to_hidden_group_jaxprs(self) -> list[ClosedJaxpr]:
+        """For each group, `(y, constants) -> new states`, along paths without another marked op."""
+        return [s.jaxpr for s in self._slices]
+
+    @property
+    def y_to_hidden_group_constvars(self) -> list[list[Var]]:
+        """What each of `y_to_hidden_group_jaxprs` takes after `y`."""
+        return [s.constvars for s in self._slices]
+
+    def y_to_hidden_groups(
+        self, y: Any, consts: Sequence[Sequence[Any]], concat_hidden_vals: bool = True
+    ) -> list[Any]:
+        """The new states of each group, given `y` and the constants of each slice."""
+        values = [s.call([y], c) for s, c in zip(self._slices, consts, strict=True)]
+        if not concat_hidden_vals:
+            return values
+        return [g.concat_hidden(v) for g, v in zip(self.hidden_groups, values, strict=True)]
+
+    def dict(self) -> dict[str, Any]:
+        names = (
+            "primitive x_var y_var hidden_groups y_to_hidden_group_jaxprs connected_hidden_paths eqn_params "
+            "path_classification trainable_vars trainable_paths trainable_leaf_indices "
+            "trainable_param_states trainable_processing_chains"
+        )
+        return {name: getattr(self, name) for name in names.split()}
