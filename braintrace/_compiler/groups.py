@@ -16,8 +16,9 @@ from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .links import ELEMENT_WISE
 from .module_info import Hidden, ModuleInfo, Path
-from .positions import Positions, Reach
+from .positions import Positions
 from .program import Node, Var
+from .reach import Reach
 from .slices import Slice, between, cut, has_while, uses_while
 
 

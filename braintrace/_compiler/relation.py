@@ -18,8 +18,8 @@ from .diagnostics import show_path
 from .groups import HiddenGroup
 from .links import Array
 from .module_info import ModuleInfo, Path
-from .positions import Reach
 from .program import Atom, Site, Var
+from .reach import Reach
 from .slices import Slice, between, cut_after
 
 

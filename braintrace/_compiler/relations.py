@@ -10,9 +10,10 @@ from .diagnostics import CompilationRecord
 from .errors import NotSupportedError
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
-from .positions import Positions, Reach
+from .positions import Positions
 from .program import Site, Var
 from .provenance import Goal, Provenance
+from .reach import Reach
 from .relation import HiddenParamOpRelation, PathClassification, PositionMap
 from .site_weights import (
     SiteWeights,

@@ -8,9 +8,9 @@ from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, sho
 from .errors import CompilationError
 from .groups import HiddenGroup, mixing_nodes
 from .module_info import ModuleInfo, Path
-from .positions import Reach
 from .program import Node, Site, Var
 from .provenance import Goal, Provenance, provenance
+from .reach import Reach
 from .relation import HiddenParamOpRelation, PathClassification
 
 

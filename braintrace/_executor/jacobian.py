@@ -21,8 +21,9 @@ import numpy as np
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.positions import Positions, Reach
+from .._compiler.positions import Positions
 from .._compiler.program import Site, Var, View, World, evaluate
+from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while
 

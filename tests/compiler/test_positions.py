@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from braintrace._compiler.positions import Positions, Reach
+from braintrace._compiler.positions import Positions
 from braintrace._compiler.program import Program, Var, read_program
+from braintrace._compiler.reach import Reach
 
 Step = Callable[[Any], Any]
 MAX_SIZE = 16  # elements, after any step

@@ -1,0 +1,125 @@
+"""Which positions each element of an array reaches: one, several or none.
+
+Two integer arrays: the lowest and the highest position that an element reaches (none: empty; equal: exactly
+one; different: several). A second pair of arrays leaves out what reaches an element only through mixing (a
+norm's mean, a softmax's sum): where two readers differ, one that reaches a single position wins over one
+that reaches several. Two that reach a single position each, but not the same, leave none for good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .links import Array, Link, Pairs, Same, Shape
+
+_NONE = np.iinfo(np.int32).max
+_ALL, _DIRECT = 0, 1
+_TORN = -1  # the lowest direct position of an element whose readers reach single positions that differ
+
+
+class Reach:
+    """The lowest and the highest position of each element, of all paths and of those that do not mix."""
+
+    __slots__ = ("high", "low")
+
+    def __init__(self, low: Array, high: Array) -> None:
+        self.low = low  # (2, *shape)
+        self.high = high
+
+    @staticmethod
+    def at(positions: Array) -> Reach:
+        both = np.stack([positions, positions]).astype(np.int32)
+        return Reach(both, both)
+
+    @staticmethod
+    def empty(shape: Shape) -> Reach:
+        return Reach(np.full((2, *shape), _NONE, np.int32), np.full((2, *shape), -1, np.int32))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.low.shape[1:])
+
+    @property
+    def is_empty(self) -> bool:
+        return bool(np.all(self.high[_ALL] < 0))
+
+    @property
+    def lowest(self) -> Array:
+        return np.asarray(self.low[_ALL])
+
+    @property
+    def highest(self) -> Array:
+        return np.asarray(self.high[_ALL])
+
+    @property
+    def width(self) -> int:
+        """The most positions that lie between an element's lowest and highest; 0: none at all."""
+        return int(max(0, np.max(self.highest - np.minimum(self.lowest, self.highest + 1) + 1, initial=0)))
+
+    @property
+    def direct(self) -> Array:
+        """The one position that each element reaches without mixing; -1: none or several."""
+        low, high = self.low[_DIRECT], self.high[_DIRECT]
+        return np.where(low == high, low, -1)
+
+    def same_as(self, other: Reach) -> bool:
+        return self is other or (
+            np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+        )
+
+    def merge(self, other: Reach) -> Reach:
+        """What an element reaches through either of two readers."""
+        if other is self:
+            return self
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        (a, p), (b, q) = ((r.low[_DIRECT] == r.high[_DIRECT], r.low[_DIRECT]) for r in (self, other))
+        for keep, single in ((a & ~b & (q != _TORN), p), (b & ~a & (p != _TORN), q)):
+            low[_DIRECT, ...][keep] = high[_DIRECT, ...][keep] = single[keep]
+        torn = (low[_DIRECT] == _TORN) | (a & b & (p != q))
+        low[_DIRECT, ...][torn], high[_DIRECT, ...][torn] = _TORN, _NONE
+        return Reach(low, high)
+
+    def __getitem__(self, index: int) -> Reach:
+        return Reach(self.low[:, index], self.high[:, index])
+
+    @staticmethod
+    def stack(parts: Sequence[Reach]) -> Reach:
+        return Reach(np.stack([p.low for p in parts], 1), np.stack([p.high for p in parts], 1))
+
+
+def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
+    """Carry what one end of a link reaches to the other end, of the given shape."""
+    if isinstance(link, Same):
+        return Reach(reach.low.reshape(2, *shape), reach.high.reshape(2, *shape))
+    if isinstance(link, Pairs):
+        here, there = (link.out, link.inp) if back else (link.inp, link.out)
+        result = Reach.empty((math.prod(shape),))
+        for kind in (_ALL, _DIRECT):
+            np.minimum.at(result.low[kind], there, reach.low[kind].ravel()[here])
+            np.maximum.at(result.high[kind], there, reach.high[kind].ravel()[here])
+        low = result.low[_DIRECT]
+        if len(there) > 1 and np.any(low == _TORN):
+            low[(low == _TORN) & (np.bincount(there, minlength=len(low)) > 1)] = 0  # mixed here
+        return Reach(result.low.reshape(2, *shape), result.high.reshape(2, *shape))
+    have, want = (link.out, link.inp) if back else (link.inp, link.out)
+    drop = tuple(i + 1 for i, a in enumerate(have) if a not in want)
+    kept = [a for a in have if a in want]
+    order = (0, *(1 + kept.index(a) for a in want if a in kept))
+    grow = tuple(i + 1 for i, a in enumerate(want) if a not in kept)
+
+    def move(array: Array, reduce: Any, initial: int) -> Array:
+        array = reduce(array, axis=drop, initial=initial) if drop else array
+        array = np.expand_dims(np.transpose(array, order), grow)
+        return np.broadcast_to(array, (2, *shape))
+
+    low = reach.low
+    if any(low.shape[axis] > 1 for axis in drop) and np.any(low[_DIRECT] == _TORN):
+        low = np.stack([low[_ALL], np.maximum(low[_DIRECT], 0)])  # mixed here
+    return Reach(move(low, np.min, _NONE), move(reach.high, np.max, -1))
+
+
+SiteReach = dict[int, Reach]
