@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Rows, States, Trace, dot, promoted, rows, states
+from .._executor.traces import Rows, States, Trace, dot, promoted, stack, states
 from .rule import Gradients, Rule, Signals, Values, add_to
 
 TIME = ("time",)
@@ -83,7 +83,6 @@ def propagated(record: Record, group: int) -> tuple[States, States]:
         if old is None:
             return states(g, 1), states(jnp.zeros_like(g[0]), 0)
         return states(g + jnp.concatenate([old[1:], jnp.zeros_like(old[:1])]), 1), states(old[0], 0)
-    g, D, old = (*promoted(g, D), None) if old is None else promoted(g, D, old)
 
     def body(later: States, step: Any) -> Any:
         g, D, old = step
@@ -91,21 +90,25 @@ def propagated(record: Record, group: int) -> tuple[States, States]:
         back = [dot(column, q) for column in zip(*D, strict=True)]
         return back if old is None else [sum(pair) for pair in zip(back, old, strict=True)], q
 
-    steps = states(g, 1), rows(D, 1), None if old is None else states(old, 1)
+    steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
     zero = [jnp.zeros_like(one[0]) for one in steps[0]]
     start, q = jax.lax.scan(body, zero, steps, reverse=True, unroll=unroll())
     return q, start
 
 
-def products(D: Any) -> tuple[Rows, Rows]:
+def _promoted(arrays: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(tree, promoted(*leaves))
+
+
+def products(D: Rows) -> tuple[Rows, Rows]:
     """`D[K]..D[s+1]` for every step `s`, and `D[K]..D[1]`."""
-    number, like = range(D.shape[1]), D[0, 0, 0]
-    one = [[jnp.full_like(like, s == r) for r in number] for s in number]
+    one = [[jnp.full_like(D[0][0][0], s == r) for r in range(len(D))] for s in range(len(D))]
 
     def body(later: Rows, D: Rows) -> Any:
         return [[dot(row, column) for column in zip(*D, strict=True)] for row in later], later
 
-    total, each = jax.lax.scan(body, one, rows(D, 1), reverse=True, unroll=unroll())
+    total, each = jax.lax.scan(body, one, D, reverse=True, unroll=unroll())
     return each, total
 
 
@@ -129,7 +132,7 @@ def over_time(trace: Trace, record: Record, weight: Any, signal: States) -> Any:
     """`sum_s x[s] (J[s] signal[s])`."""
     site = trace.relation.site.index
     inputs = record.local.inputs[site]
-    J = states(record.local.J[site, trace.group.index], 1)
+    J = record.local.J[site, trace.group.index]
     dy = trace.to_y(trace.pair(signal, J, 1), 1)
     return trace.from_cotangent(factors(trace, inputs), dy, inputs, weight, TIME)
 
@@ -159,16 +162,15 @@ def chunk_traces(traces: Sequence[Trace], values: Values | None, record: Record,
         J = record.local.J[site, trace.group.index]
         if power is None:  # no memory: the last step is all there is
             last = [a[-1] for a in inputs]
-            new = trace.instant(trace.factor(last), trace.lift_instant(J[-1], last), weight)
+            lifted = trace.lift_instant(jnp.stack([j[-1] for j in J]), last)
+            new = trace.instant(trace.factor(last), lifted, weight)
         else:
-            carried = jnp.stack([trace.pair(row, states(J, 1), 1) for row in power[0]])
+            carried = jnp.stack([trace.pair(row, J, 1) for row in power[0]])
             lifted = jax.vmap(trace.lift_instant, (1, 0), 1)(carried, list(inputs))
             new = trace.instant(factors(trace, inputs), lifted, weight, TIME)
             if values is not None:
                 first = [a[0] for a in inputs]
-                decayed = trace.decay(
-                    trace.lift(jnp.stack(list(map(jnp.stack, power[1]))), first, 2), values[trace.key]
-                )
+                decayed = trace.decay(trace.lift(stack(power[1]), first, 2), values[trace.key])
                 new = sum(promoted(decayed, new))
         result[trace.key] = new.astype(like[trace.key].dtype)
     return result

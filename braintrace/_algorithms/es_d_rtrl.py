@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Rows, States, Trace, promoted, rows, states
+from .._executor.traces import Rows, States, Trace, promoted, states
 from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, Values, add_all, add_to
 
@@ -37,7 +37,7 @@ class ESRule:
         for trace in traces:
             for key, now in (
                 (_input_key(trace), _input(trace, local)),
-                (_state_key(trace), _instant(trace, local)),
+                (_state_key(trace), jnp.stack(_instant(trace, local))),
             ):
                 if now is not None:
                     values[key] = jnp.zeros(now.shape, self.dtype or now.dtype)
@@ -49,9 +49,8 @@ class ESRule:
             now = _input(trace, local)
             if now is not None:
                 result[_input_key(trace)] = self._input(values[_input_key(trace)], now)
-            key, D = _state_key(trace), local.D[trace.group.index]
-            f, J = states(values[key], 0), states(_instant(trace, local), 0)
-            result[key] = jnp.stack(self._state(trace, f, None if D is None else rows(D, 0), J))
+            key, D, J = _state_key(trace), local.D[trace.group.index], _instant(trace, local)
+            result[key] = jnp.stack(self._state(trace, states(values[key], 0), D, J))
         return result
 
     def _input(self, old: Any, now: Any) -> Any:
@@ -130,8 +129,7 @@ class ESRule:
         each: Values = {}
         if jax.default_backend() != "cpu":  # fewer and larger operations
             each, inputs = {k: filtered(self.inp, values[k], v) for k, v in inputs.items()}, {}
-        jacobians = {k: None if D is None else rows(D, 1) for k, D in local.D.items()}
-        instants = {_state_key(t): states(_instant(t, local), 1) for t in traces}
+        instants = {_state_key(t): _instant(t, local) for t in traces}
 
         def body(carry: Any, step: Any) -> Any:
             (x, f), (now, D, J) = carry, step
@@ -142,7 +140,7 @@ class ESRule:
 
         by_key = {_state_key(t): t for t in traces}
         first = {k: values[k] for k in inputs}, start
-        (last, end), (looped, f) = jax.lax.scan(body, first, (inputs, jacobians, instants), unroll=unroll())
+        (last, end), (looped, f) = jax.lax.scan(body, first, (inputs, local.D, instants), unroll=unroll())
         after = {k: v[-1].astype(values[k].dtype) for k, v in each.items()}
         return each | looped, f, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
 
@@ -176,7 +174,7 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
     return y.reshape(count * block, *x.shape[1:])[:length]
 
 
-def _instant(trace: Trace, local: Local) -> Any:
+def _instant(trace: Trace, local: Local) -> States:
     return local.J[trace.relation.site.index, trace.group.index]
 
 

@@ -302,8 +302,8 @@ class Online:
             if not trace.positions.complete:
                 site = trace.relation.site.index
                 inputs, weight = local.inputs[site], local.weights[site][trace.name]
-                g, J = (states(a, 0) for a in (signals[trace.group.index], local.J[site, trace.group.index]))
-                dy = trace.to_y(trace.pair(g, J))
+                g = states(signals[trace.group.index], 0)
+                dy = trace.to_y(trace.pair(g, local.J[site, trace.group.index]))
                 add_to(grads, trace, trace.from_cotangent(trace.factor(inputs), dy, inputs, weight))
         return grads
 

@@ -16,7 +16,7 @@ from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
 from .signals import differentiable_step, output, reads_old_states
-from .traces import Trace, find_traces
+from .traces import Rows, States, Trace, find_traces, stack
 from .weights import Effective, effective_weights
 
 
@@ -35,8 +35,8 @@ class Local:
 
     inputs: dict[int, list[Any]]  # of each site: its operands that are not weights
     weights: Effective
-    D: dict[int, Any]  # of each group
-    J: dict[tuple[int, int], Any]  # of each (site, group)
+    D: dict[int, Rows | None]  # of each group; None: no memory
+    J: dict[tuple[int, int], States]  # of each (site, group)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -48,9 +48,9 @@ class Local:
         i, inputs = trace.relation.site.index, self.inputs[trace.relation.site.index]
         D = self.D[trace.group.index]
         return (
-            None if D is None else trace.lift(D, inputs, 2),
+            None if D is None else trace.lift(stack(D), inputs, 2),
             trace.factor(inputs),
-            trace.lift_instant(self.J[i, trace.group.index], inputs),
+            trace.lift_instant(jnp.stack(self.J[i, trace.group.index]), inputs),
         )
 
 
@@ -119,8 +119,8 @@ class ETraceGraphExecutor:
 
     def local(self, env: Mapping[Var, Any], operands: Mapping[int, list[Any]]) -> Local:
         """The local Jacobians of a step whose values are known."""
-        D: dict[int, Any] = {}
-        J: dict[tuple[int, int], Any] = {}
+        D: dict[int, Rows | None] = {}
+        J: dict[tuple[int, int], States] = {}
         for planned in self.groups:
             k = planned.group.index
             D[k], found = planned.jacobians(env)

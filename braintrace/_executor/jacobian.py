@@ -26,6 +26,7 @@ from .._compiler.program import Site, Var, View, World, evaluate
 from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while
+from .traces import Rows, States, states
 
 _PLAIN = "old states only"  # the world of other groups' new states: no site varies there
 
@@ -125,10 +126,10 @@ class LocalGroup:
 
         return function
 
-    def jacobians(self, env: Mapping[Var, Any]) -> tuple[jax.Array | None, dict[int, jax.Array]]:
-        """`D` as (S, S, *varshape), new state first (None: no memory), and the `J` of each site.
+    def jacobians(self, env: Mapping[Var, Any]) -> tuple[Rows | None, dict[int, States]]:
+        """`D` as arrays of `varshape`, new state first (None: no memory), and the `J` of each site.
 
-        `J` is (S, *y) for a trace that lives on the positions of `y`, else (S, *varshape).
+        An array of `J` is shaped as `y` for a trace that lives on the positions of `y`, else as `varshape`.
         """
         step = self.step(env)
         old = [env[v] for v in self.group.hidden_invars]
@@ -145,7 +146,7 @@ class LocalGroup:
 
     # -- backwards ---------------------------------------------------------------------------------
 
-    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Any, dict[int, Any]]:
+    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Rows | None, dict[int, States]]:
         n = self.colours
         number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
         masks = jnp.asarray(np.stack([number % n == c for c in range(n)]))
@@ -184,8 +185,7 @@ class LocalGroup:
                 if not m.on_hidden:
                     i = relation.site.index
                     J[i].append(_select(dp[i], np.maximum(m.map, 0) % n, m.map >= 0))
-        D = jnp.stack([jnp.stack(row) for row in rows]) if self.has_memory else None
-        return D, {i: jnp.stack(parts) for i, parts in J.items()}
+        return rows if self.has_memory else None, dict(J)
 
     def _one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
         cotangents = []
@@ -217,21 +217,21 @@ class LocalGroup:
 
     def _pick(
         self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, m: PositionMap
-    ) -> jax.Array:
+    ) -> States:
         """The `J` of a site, with what is added at its output pushed forward colour by colour."""
         number = np.arange(np.prod(shape, dtype=int)).reshape(shape)
         out = jnp.stack([push(jnp.asarray(number % colours == c)) for c in range(colours)])
         if m.on_hidden:
             colour, kept = np.maximum(m.map, 0) % colours, m.map >= 0
-            return jnp.stack([_select(out[:, s], colour, kept) for s in range(self.group.num_state)])
+            return [_select(out[:, s], colour, kept) for s in range(self.group.num_state)]
         flat = out.reshape(*out.shape[:2], -1)
         picked = flat[number.ravel() % colours, :, np.maximum(m.map, 0).ravel()]
         picked = jnp.where(jnp.asarray(m.map.ravel() >= 0)[:, None], picked, 0)
-        return jnp.moveaxis(picked, -1, 0).reshape(-1, *shape)
+        return [one.reshape(shape) for one in states(picked, 1)]
 
     def _pushed(
         self, step: Callable[..., Any], old: list[Any], added: dict[int, Any]
-    ) -> tuple[Any, dict[int, Any]]:
+    ) -> tuple[Rows | None, dict[int, States]]:
         zeros = jax.tree.map(jnp.zeros_like, (old, added))
 
         def pushing(which: Any) -> Callable[[Any], Any]:
@@ -257,18 +257,15 @@ class LocalGroup:
                 number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
                 stacked = jnp.stack(out)
                 columns.append(
-                    jnp.stack(
-                        [
-                            _select(stacked[:, s], number % n, np.ones(number.shape, bool))
-                            for s in range(self.group.num_state)
-                        ]
-                    )
+                    [
+                        _select(stacked[:, s], number % n, np.ones(number.shape, bool))
+                        for s in range(self.group.num_state)
+                    ]
                 )
         J = {}
         for (r, m), n in zip(self.fed_by, widths[len(self.group.hidden) :], strict=True):
             J[r.site.index] = self._pick(pushing(("added", r.site.index)), r.site.shape, n, m)
-        D = jnp.stack(columns, axis=1) if self.has_memory else None
-        return D, J
+        return list(zip(*columns, strict=True)) if self.has_memory else None, J
 
 
 class _Known(Mapping[Var, Any]):

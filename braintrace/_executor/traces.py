@@ -21,7 +21,7 @@ import numpy as np
 
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
-from .._compiler.relations import HiddenParamOpRelation, PositionMap
+from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._ops.letters import Layout, Letters, align
 
 
@@ -176,6 +176,7 @@ class Trace:
         else:
             x, have = factor
             x, dy = promoted(x, dy)
+            x, have, dy, y = _joined(x, have, dy, y, w)
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
             out = [a for a in w if a in number]
             ids = [[number[a] for a in letters] for letters in (have, y, out)]
@@ -256,9 +257,11 @@ class Trace:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
         g, trace = promoted(_align_states(g, self.at, self.letters), trace)
         lead = 1 + len(self.letters) - len(self.layout.w)
-        states = self.group.num_state
-        g = g.reshape(states, -1, *g.shape[lead:])
-        trace = trace.reshape(states, -1, *trace.shape[lead:])
+        num = self.group.num_state
+        if g.size == trace.size:  # a bias: small
+            return jnp.sum(g * trace, axis=tuple(range(lead)))
+        g = g.reshape(num, -1, *g.shape[lead:])
+        trace = trace.reshape(num, -1, *trace.shape[lead:])
         return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
 
     def unview(self, dw: Any, weight: Any) -> Any:
@@ -273,14 +276,14 @@ def _sum_fused(g: Any, trace: Any) -> Any:
 
     State by state: over both axes at once, XLA transposes the whole product first.
     """
-    return sum(jnp.sum(g[s] * trace[s], axis=0) for s in range(g.shape[0]))
+    return sum(jnp.sum(a * b, axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
 
 
 def _sum_on_cpu(g: Any, trace: Any) -> Any:
     """The same: XLA's loops over a leading axis are slow there, written out they are not."""
     g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
     if g.shape[0] <= _WRITTEN_OUT:
-        return sum(g[m] * trace[m] for m in range(g.shape[0]))
+        return dot(states(g, 0), states(trace, 0))
     axes = list(range(1, trace.ndim))
     kept = [a for a in axes if g.shape[a] != 1]
     small = g.reshape(g.shape[0], *(g.shape[a] for a in kept))
@@ -299,9 +302,9 @@ def states(array: Any, axis: int) -> list[Any]:
     return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
 
 
-def rows(D: Any, axis: int) -> list[list[Any]]:
-    """A local Jacobian state by state; `axis` is that of the new states."""
-    return [states(row, axis) for row in states(D, axis)]
+def stack(D: Rows) -> Any:
+    """A local Jacobian as one array, new states first."""
+    return jnp.stack([jnp.stack(row) for row in D])
 
 
 def dot(a: States, b: States) -> Any:
@@ -329,6 +332,17 @@ def _take(q: Any, places: Array, lead: int, size: int) -> Any:
         if np.any(flat < 0):
             q = jnp.where(jnp.asarray(flat >= 0), q, 0)
     return q.reshape(*q.shape[:lead], *places.shape)
+
+
+def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any, Letters, Any, Letters]:
+    """The same, with the letters in front that both have and `w` lacks as one: else XLA transposes both."""
+    pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
+    n = sum(1 for _ in pairs)
+    if n < 2:
+        return x, have, dy, y
+    one = ("+".join(have[:n]),)
+    x, dy = (a.reshape(-1, *a.shape[n:]) for a in (x, dy))
+    return x, one + have[n:], dy, one + y[n:]
 
 
 def _align_states(q: Any, have: Letters, want: Letters) -> Any:
