@@ -383,11 +383,16 @@ class ETraceAlgorithm(brainstate.nn.Module):
         sequence = Sequence.check(sequences, None)
         call = self if step_fn is None else step_fn
 
-        def step(slices: Any) -> Any:
+        def step(*slices: Any) -> Any:
             out = call(*slices)
             return out if return_outputs else None
 
-        return brainstate.transform.for_loop(step, sequence.arrays)
+        with unchanged_on_error(list(self.states().values())):
+            return self._evolve(sequence, step)
+
+    def _evolve(self, sequence: Sequence, step: Any) -> Any:
+        """Take all steps of a sequence, and return what each of them does."""
+        return brainstate.transform.for_loop(lambda slices: step(*slices), sequence.arrays)
 
     def _drive(self, drive: Drive) -> tuple[Any, Any]:
         """The summed gradients of a sequence, and the losses and other outputs of every step."""

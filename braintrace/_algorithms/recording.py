@@ -126,11 +126,8 @@ class Steps:
         values = zip(pure.states, pure.values(), strict=True)
         return [[jnp.asarray(mode)] if st is self.mode else leaves for st, leaves in values]
 
-    def at_once(self, weights: Any, arrays: Any, mask: Any) -> tuple[Any, Any, Any, list[Leaves]]:
-        """Within-step gradients of `weights`, signals, what each step gave, and the states after the last.
-
-        All but the gradients and the states have an axis of time in front.
-        """
+    def _in_turn(self, arrays: Any) -> tuple[Any, Any, list[Leaves]]:
+        """The states before each step, the outputs of its sites, and the states after the last."""
         start = self._values(self.advance, _ADVANCE)
         numbers = [i for i, written in enumerate(self.advance.written) if written]
 
@@ -140,8 +137,36 @@ class Steps:
             return [new[i] for i in numbers], (carry, ys)
 
         end, (before, ys) = jax.lax.scan(forward, [start[i] for i in numbers], arrays)
+        after = dict(zip(numbers, end, strict=True))
+        return before, ys, [after.get(i, leaves) for i, leaves in enumerate(start)]
 
+    def _each(self, given: dict[int, Leaves], deltas: Any, ys: Any, before: Any, arrays: Any) -> Any:
+        """What each step gives, for weights `given` by the identity of their states."""
         moving, fixed = [id(st) for st in self._moving], self._values(self.step, _STEP)
+
+        def one(args: Any) -> Any:
+            deltas, ys, before, slices = args
+            now = {**given, **dict(zip(moving, before, strict=True))}
+            values = [now.get(id(st), f) for st, f in zip(self.step.states, fixed, strict=True)]
+            return self.step(values, deltas, ys, *slices)[0]
+
+        return _each_step(one, (deltas, ys, before, arrays))
+
+    def _no_deltas(self, length: int) -> Any:
+        return jax.tree.map(lambda d: jnp.zeros((length, *d.shape), d.dtype), self.deltas)
+
+    def without_loss(self, length: int, arrays: Any) -> tuple[Any, Any, list[Leaves]]:
+        """What each step gave, signals of zero, and the states after the last."""
+        before, ys, after = self._in_turn(arrays)
+        none = self._no_deltas(length)
+        return self._each({}, none, ys, before, arrays), none, after
+
+    def at_once(self, weights: Any, arrays: Any, mask: Any) -> tuple[Any, Any, Any, list[Leaves]]:
+        """Within-step gradients of `weights`, signals, what each step gave, and the states after the last.
+
+        All but the gradients and the states have an axis of time in front.
+        """
+        before, ys, after = self._in_turn(arrays)
         leaves, tree = jax.tree.flatten({k: st.value for k, st in weights.items()})
         live = [is_inexact(leaf) for leaf in leaves]
 
@@ -151,27 +176,18 @@ class Steps:
                 tree, [next(items) if k else a for a, k in zip(leaves, live, strict=True)]
             )
             given = {id(st): jax.tree.leaves(full[k]) for k, st in weights.items()}
-
-            def one(args: Any) -> Any:
-                deltas, ys, before, slices = args
-                now = {**given, **dict(zip(moving, before, strict=True))}
-                values = [now.get(id(st), f) for st, f in zip(self.step.states, fixed, strict=True)]
-                return self.step(values, deltas, ys, *slices)[0]
-
-            out = _each_step(one, (deltas, ys, before, arrays))
+            out = self._each(given, deltas, ys, before, arrays)
             loss = u.get_mantissa(out[0][0])
             return jnp.sum(loss * mask.astype(loss.dtype)), out
 
-        zeros = jax.tree.map(lambda d: jnp.zeros((*mask.shape, *d.shape), d.dtype), self.deltas)
         some = [leaf for leaf, k in zip(leaves, live, strict=True) if k]
-        total, pull, out = jax.vjp(losses, some, zeros, has_aux=True)
+        total, pull, out = jax.vjp(losses, some, self._no_deltas(len(mask)), has_aux=True)
         found, deltas = pull(jnp.ones_like(total))
         items = iter(found)
         grads = jax.tree.unflatten(
             tree, [next(items) if k else jnp.zeros_like(a) for a, k in zip(leaves, live, strict=True)]
         )
-        after = dict(zip(numbers, end, strict=True))
-        return grads, deltas, out, [after.get(i, leaves) for i, leaves in enumerate(start)]
+        return grads, deltas, out, after
 
 
 def _each_step(function: Callable[[Any], Any], args: Any) -> Any:

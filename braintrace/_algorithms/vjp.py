@@ -16,11 +16,7 @@ from .online import Online
 from .progress import unchanged_on_error
 from .recording import Recorder, Steps, TakeInTurnError
 from .rule import Rule, Values
-from .sequence import (
-    add_trees,
-    even_chunks,
-    over_chunks,
-)
+from .sequence import Sequence, add_trees, even_chunks, over_chunks
 
 MEMORY_BUDGET = 2**30  # bytes that the records of a chunk may take, unless a learner is told otherwise
 VjpMethod = Literal["single-step", "multi-step"]
@@ -94,8 +90,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if size == 1 and not getattr(self.rule, "fuses", False):
             return drive.in_turn()
         try:
-            steps = self._record(drive)
-            steps.check([*weights.values(), *self.param_states.values()], list(self.traces.values()))
+            steps = self._record(sequence, drive.loss, weights)
         except TakeInTurnError:
             return drive.in_turn()
         size = min(size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
@@ -114,21 +109,26 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         each = self._online(self._compiled_now()).record_bytes()
         return even_chunks(length, min(most, self.memory_budget // max(1, each)))
 
-    def _record(self, drive: Drive) -> Steps:
-        """`step_fn` as pure functions, with its call of the learner recorded."""
+    def _record(self, sequence: Sequence, call: Any, weights: Any) -> Steps:
+        """`call(slices)` as pure functions, with its call of the learner recorded.
+
+        `TakeInTurnError` if the steps of a chunk cannot be taken together.
+        """
 
         def run(recorder: Recorder, slices: Any) -> Recorder:
             self._recorder, self._level = recorder, self._recording.value
-            recorder.out = drive.loss(slices)
+            recorder.out = call(slices)
             return recorder.check()
 
-        first = jax.tree.map(lambda a: a[0], drive.sequence.arrays)
+        first = jax.tree.map(lambda a: a[0], sequence.arrays)
         deltas, normal = self._online(self._compiled_now()).executor.zero_deltas(), self._recording.value
         try:
             with unchanged_on_error(list(self.states().values())):
-                return Steps.trace(run, self._recording, deltas, first)
+                steps = Steps.trace(run, self._recording, deltas, first)
         finally:
             self._recorder, self._level, self._recording.value = None, None, normal
+        steps.check([*weights.values(), *self.param_states.values()], list(self.traces.values()))
+        return steps
 
     def _chunk(
         self, steps: Steps, weights: Any, fresh: bool, keep: bool, totals: Any, arrays: Any, mask: Any
@@ -142,7 +142,32 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         values, traced = online.chunk(
             params, consts, self._values(), traced, local, signals, fresh=fresh, keep=keep
         )
+        self._assign(steps, after, values)
+        return (add_trees(total, grads), traced), kept
+
+    def _assign(self, steps: Steps, after: Any, values: Values) -> None:
         steps.advance.assign(after)
         for key, value in values.items():
             self.traces[key].value = value
-        return (add_trees(total, grads), traced), kept
+
+    def _evolve(self, sequence: Sequence, step: Any) -> Any:
+        try:
+            steps = self._record(sequence, lambda slices: step(*slices), {})
+        except TakeInTurnError:
+            return super()._evolve(sequence, step)
+        online = steps.online
+        size = self._best_chunk(sequence.length, sequence.length)
+        fresh = size == sequence.length and self._is_fresh()
+        params, _ = self._read(online.info)
+        none = online.no_gradients(params, steps.consts)
+
+        def run(carry: Any, arrays: Any, mask: Any) -> Any:
+            (out, local), no_deltas, after = steps.without_loss(len(mask), arrays)
+            signals = jax.vmap(online.as_signals)(*no_deltas)
+            values, _ = online.chunk(
+                params, steps.consts, self._values(), none, local, signals, fresh=fresh, keep=True
+            )
+            self._assign(steps, after, values)
+            return carry, out
+
+        return over_chunks(run, (), sequence, size)[1]

@@ -98,17 +98,19 @@ def test_chunks_change_no_number(name):
     case = CASES[name]
     xs = [x if isinstance(x, tuple) else (x,) for x in sequence(case)]
     stacked = [jnp.stack(parts) for parts in zip(*xs, strict=True)]
-    grads = []
-    for size in (1, 3):
-        learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
-        step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
-        drive = brainstate.transform.jit(
-            lambda *s, learner=learner, step=step, size=size: learner.etrace_grad(
-                *s, step_fn=step, chunk_size=size
-            )
-        )
-        grads.append(drive(*stacked))
+    learners = [compiled(braintrace.D_RTRL(case.build()), xs[0]) for _ in range(3)]
+
+    def drive(learner: Any, size: int) -> Any:
+        step = lambda *x: loss(jax.tree.leaves(learner(*x)))
+        grad = lambda *s: learner.etrace_grad(*s, step_fn=step, chunk_size=size)
+        return brainstate.transform.jit(grad)(*stacked)
+
+    grads = [drive(learner, size) for learner, size in zip(learners, (1, 3), strict=False)]
     assert agree(*grads, ROUND_OFF), difference(*grads)
+    brainstate.transform.jit(learners[2].etrace_evolve)(*stacked)
+    first, *others = ({k: st.value for k, st in lr.states().items()} for lr in learners)
+    for other in others:
+        assert agree(first, other, ROUND_OFF), difference(first, other)
 
 
 def in_float32(case: Any) -> list[Any]:
