@@ -41,7 +41,10 @@ class Online:
             _, _, env, operands = self.executor.forward(self._given_all(inputs))
             return self.rule.init(self.traces, self.executor.local(env, operands))
 
-        shapes = jax.eval_shape(probe, self._structs())
+        shapes = next((found for rule, found in self.executor.initial if rule is self.rule), None)
+        if shapes is None:
+            shapes = jax.eval_shape(probe, self._structs())
+            self.executor.initial.append((self.rule, shapes))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
 
     def _structs(self) -> Leaves:

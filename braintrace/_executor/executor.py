@@ -59,6 +59,7 @@ class ETraceGraphExecutor:
 
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph = graph
+        self.initial: list[tuple[Any, Any]] = []  # rules, and the shapes of their arrays at the start
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
