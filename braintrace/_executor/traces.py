@@ -128,14 +128,22 @@ class Trace:
         """A quantity with `lead` axes and then the hidden ones, at the positions of the trace."""
         if self.positions.on_hidden:
             return self._lift_broadcast(q, inputs, lead)
-        q = _take(q, self._map, lead, self._hidden_size)
+        q = _take(q, self._map, lead, self.group.varshape)
         return self._view(q, inputs, lead) if not self.dropped else q
 
     def to_site(self, q: Any, lead: int) -> Any:
         """A quantity with `lead` axes and then the hidden ones, at the positions where `J` is."""
         if self.positions.on_hidden:
             return q
-        return _take(q, self.positions.map, lead, self._hidden_size)
+        places, shape = self.positions.map, self.group.varshape
+        axis = _repeated(places, np.arange(np.prod(shape, dtype=int)).reshape(shape))
+        if axis is None:
+            return _take(q, places, lead, shape)
+        # gates side by side: XLA gathers slowly
+        head, tail = q.shape[: lead + axis], q.shape[lead + axis :]
+        times = places.shape[axis] // shape[axis]
+        q = jnp.broadcast_to(q.reshape(*head, 1, *tail), (*head, times, *tail))
+        return q.reshape(*q.shape[:lead], *places.shape)
 
     def pair(self, q: States, p: States, lead: int = 0) -> Any:
         """`sum_s q[s] p[s]` with `q` at hidden positions and `p` where `J` is; `lead` axes come first."""
@@ -182,10 +190,6 @@ class Trace:
             ids = [[number[a] for a in letters] for letters in (have, y, out)]
             result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
         return jnp.broadcast_to(result, self.layout.view_w(weight).shape)
-
-    @property
-    def _hidden_size(self) -> int:
-        return int(np.prod(self.group.varshape, dtype=int))
 
     def _lift_broadcast(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
         head = q.shape[:lead]
@@ -324,14 +328,25 @@ def promoted(*arrays: Any) -> tuple[Any, ...]:
     return tuple(a.astype(dtype) for a in arrays)
 
 
-def _take(q: Any, places: Array, lead: int, size: int) -> Any:
-    """`q[..., places]` over the flattened axes after `lead`; zero where there is no place."""
+def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
+    """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where there is no place."""
     flat = places.ravel()
-    if flat.size != size or not np.array_equal(flat, np.arange(size)):
+    if not np.array_equal(flat, np.arange(np.prod(shape, dtype=int))):
         q = jnp.take(q.reshape(*q.shape[:lead], -1), np.maximum(flat, 0), axis=-1)
         if np.any(flat < 0):
             q = jnp.where(jnp.asarray(flat >= 0), q, 0)
     return q.reshape(*q.shape[:lead], *places.shape)
+
+
+def _repeated(places: Array, numbers: Array) -> int | None:
+    """The axis along which `places` is `numbers` several times over, if there is one."""
+    if places.ndim != numbers.ndim:
+        return None
+    for axis, (many, one) in enumerate(zip(places.shape, numbers.shape, strict=True)):
+        if many > one > 0 and many % one == 0:
+            tiled = np.concatenate([numbers] * (many // one), axis)
+            return axis if np.array_equal(places, tiled) else None
+    return None
 
 
 def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any, Letters, Any, Letters]:
