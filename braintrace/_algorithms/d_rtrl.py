@@ -18,6 +18,8 @@ from .._executor.traces import Trace, promoted
 from .chunk import Record, chunk_gradient, chunk_traces, propagated, step_by_step
 from .rule import Gradients, Signals, Values, add_all, add_to
 
+_LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
+
 
 @dataclass(frozen=True)
 class DRule:
@@ -25,10 +27,9 @@ class DRule:
 
     dtype: Any = None
 
-    @property
-    def fuses(self) -> bool:
-        """Whether a chunk of one step is faster than a step: on a GPU, where it is one pass over a trace."""
-        return jax.default_backend() == "gpu"
+    def fuses(self, values: Values) -> bool:
+        """Whether a chunk of one step is faster than a step: one pass over each trace, if they are large."""
+        return jax.default_backend() == "gpu" and sum(v.nbytes for v in values.values()) >= _LARGE
 
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
         values = {}
@@ -41,6 +42,8 @@ class DRule:
 
     def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
         result = {}
+        # where a loop takes two steps at a time, XLA would fuse their updates and read the traces once more
+        values = jax.lax.optimization_barrier(values)
         for trace in traces:
             D, factor, J = _apart(*local.at(trace))
             weight = local.weights[trace.relation.site.index][trace.name]

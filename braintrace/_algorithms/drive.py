@@ -61,7 +61,9 @@ class Drive:
                 grads, kept = brainstate.transform.grad(loss_of, self.weights, has_aux=True)()
                 return add_trees(total, grads), kept
 
-            return brainstate.transform.scan(step, total, (arrays, mask))
+            # two at a time on a GPU, where a turn of a loop costs as much as a small kernel
+            pairs = 1 if jax.default_backend() == "cpu" else 2
+            return brainstate.transform.scan(step, total, (arrays, mask), unroll=pairs)
 
         return over_chunks(run, self.zeros(), self.sequence, self.sequence.pace)
 

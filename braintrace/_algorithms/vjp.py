@@ -18,8 +18,13 @@ from .recording import Recorder, Steps, TakeInTurnError
 from .rule import Rule, Values
 from .sequence import Sequence, add_trees, even_chunks, over_chunks
 
-MEMORY_BUDGET = 2**30  # bytes that the records of a chunk may take, unless a learner is told otherwise
 VjpMethod = Literal["single-step", "multi-step"]
+
+
+def memory_budget() -> int:
+    """Bytes for the records of a chunk: 1 GiB, or a 32nd of an accelerator's memory where that is more."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return max(2**30, int(stats.get("bytes_limit", 0)) // 32)
 
 
 class ETraceVjpAlgorithm(ETraceAlgorithm):
@@ -38,7 +43,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
         self.rule = rule
         self.vjp_method = vjp_method
-        self.memory_budget = MEMORY_BUDGET
+        self.memory_budget = memory_budget()
         self._recorder: Recorder | None = None
         # its shape tells a recorded step from another: what is jitted inside `step_fn` must not mix them up
         self._level: Any = None
@@ -87,7 +92,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         sequence, size, weights = drive.sequence, drive.chunk_size, drive.weights
         if self.vjp_method == "multi-step":
             return drive.in_turn() if size is None else drive.in_windows(size)
-        if size == 1 and not getattr(self.rule, "fuses", False):
+        if size == 1 and not (hasattr(self.rule, "fuses") and self.rule.fuses(self._values())):
             return drive.in_turn()
         try:
             steps = self._record(sequence, drive.loss, weights)
