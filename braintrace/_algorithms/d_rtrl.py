@@ -42,8 +42,6 @@ class DRule:
 
     def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
         result = {}
-        # where a loop takes two steps at a time, XLA would fuse their updates and read the traces once more
-        values = jax.lax.optimization_barrier(values)
         for trace in traces:
             D, factor, J = _apart(*local.at(trace))
             weight = local.weights[trace.relation.site.index][trace.name]

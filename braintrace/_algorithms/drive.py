@@ -47,7 +47,7 @@ class Drive:
         """The loss of a step, or of the steps of a window, and what else `step_fn` returns."""
         return split_loss(self.step_fn(*slices), self.has_aux, shape)
 
-    def in_turn(self) -> tuple[Any, Any]:
+    def in_turn(self, unroll: int = 1) -> tuple[Any, Any]:
         """The summed gradients, and the losses and other outputs of every step, one step after the other."""
 
         def run(total: Any, arrays: Any, mask: Any) -> Any:
@@ -61,9 +61,7 @@ class Drive:
                 grads, kept = brainstate.transform.grad(loss_of, self.weights, has_aux=True)()
                 return add_trees(total, grads), kept
 
-            # two at a time on a GPU, where a turn of a loop costs as much as a small kernel
-            pairs = 1 if jax.default_backend() == "cpu" else 2
-            return brainstate.transform.scan(step, total, (arrays, mask), unroll=pairs)
+            return brainstate.transform.scan(step, total, (arrays, mask), unroll=unroll)
 
         return over_chunks(run, self.zeros(), self.sequence, self.sequence.pace)
 

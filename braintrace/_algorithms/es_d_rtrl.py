@@ -32,6 +32,11 @@ class ESRule:
     out: float
     dtype: Any = None
 
+    @property
+    def turns(self) -> int:
+        """How many steps of a loop go together: on a GPU, a turn costs as much as a small kernel."""
+        return 1 if jax.default_backend() == "cpu" else 2
+
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
         values: Values = {_COUNT: jnp.zeros((), jnp.int32)}
         for trace in traces:

@@ -90,14 +90,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _drive(self, drive: Drive) -> tuple[Any, Any]:
         sequence, size, weights = drive.sequence, drive.chunk_size, drive.weights
+        turns = getattr(self.rule, "turns", 1)
         if self.vjp_method == "multi-step":
-            return drive.in_turn() if size is None else drive.in_windows(size)
+            return drive.in_turn(turns) if size is None else drive.in_windows(size)
         if size == 1 and not (hasattr(self.rule, "fuses") and self.rule.fuses(self._values())):
-            return drive.in_turn()
+            return drive.in_turn(turns)
         try:
             steps = self._record(sequence, drive.loss, weights)
         except TakeInTurnError:
-            return drive.in_turn()
+            return drive.in_turn(turns)
         size = min(size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
         fresh = size == sequence.length and self._is_fresh()
         run = partial(self._chunk, steps, weights, fresh, drive.keep or size < sequence.length)
