@@ -83,7 +83,13 @@ class DRule:
         self, traces: Sequence[Trace], values: Values, record: Record, total: Gradients
     ) -> tuple[Values, Gradients]:
         """A chunk of one step: a single pass over each trace."""
-        fused = [t for t in traces if record.local.D[t.group.index] is not None and fits(t, values[t.key])]
+        fused = [
+            t
+            for t in traces
+            if record.local.D[t.group.index] is not None
+            and total[t.relation.site.index, t.name].dtype == jnp.float32
+            and fits(t, values[t.key])
+        ]
         others = [t for t in traces if t not in fused]
         after = dict(values)
         if others:
@@ -97,9 +103,8 @@ class DRule:
             assert factor is not None
             key = (trace.relation.site.index, trace.name)
             g = trace.lift(signals[trace.group.index], local.inputs[key[0]], 1)
-            start = total[key].astype(jnp.float32)
-            after[trace.key], dw = step(trace, values[trace.key], D, factor, J, g, start)
-            total = {**total, key: dw.astype(total[key].dtype)}
+            after[trace.key], dw = step(trace, values[trace.key], D, factor, J, g, total[key])
+            total = {**total, key: dw}
         return after, total
 
 

@@ -28,6 +28,10 @@ class TakeInTurnError(Exception):
     """The steps of a chunk cannot be taken together."""
 
 
+class NeverCalledError(TakeInTurnError, ValueError):
+    """A step does not call the learner."""
+
+
 @dataclass
 class Recorder:
     """Stands in for the learner's own derivative rule while a chunk is recorded.
@@ -58,7 +62,7 @@ class Recorder:
 
     def check(self) -> Recorder:
         if self.online is None:
-            raise ValueError("`step_fn` must call the learner once; it did not call it.")
+            raise NeverCalledError("`step_fn` must call the learner once; it did not call it.")
         return self
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from .base import Compiled, ETraceAlgorithm
 from .drive import Drive
 from .online import Online
 from .progress import unchanged_on_error
-from .recording import Recorder, Steps, TakeInTurnError
+from .pure import Pure
+from .recording import NeverCalledError, Recorder, Steps, TakeInTurnError
 from .rule import Rule, Values
 from .sequence import Sequence, add_trees, even_chunks, over_chunks
 
@@ -89,6 +91,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     # -- sequences ---------------------------------------------------------------------------------
 
     def _drive(self, drive: Drive) -> tuple[Any, Any]:
+        self._refuse_inside()
         sequence, size, weights = drive.sequence, drive.chunk_size, drive.weights
         turns = getattr(self.rule, "turns", 1)
         if self.vjp_method == "multi-step":
@@ -97,6 +100,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return drive.in_turn(turns)
         try:
             steps = self._record(sequence, drive.loss, weights)
+        except NeverCalledError:
+            raise
         except TakeInTurnError:
             return drive.in_turn(turns)
         size = min(size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
@@ -156,22 +161,56 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         for key, value in values.items():
             self.traces[key].value = value
 
+    def _refuse_inside(self) -> None:
+        """A drive over a sequence inside a step that is being recorded is not one step."""
+        if self._recorder is not None:
+            raise TakeInTurnError("`step_fn` drives the learner over a sequence")
+
     def _evolve(self, sequence: Sequence, step: Any) -> Any:
+        self._refuse_inside()
+
+        def in_turn(*arrays: Any) -> Any:
+            return ETraceAlgorithm._evolve(self, replace(sequence, arrays=arrays), step)
+
+        def at_once(*arrays: Any) -> Any:
+            return self._evolve_at_once(replace(sequence, arrays=arrays), step, fresh)
+
+        if self.vjp_method == "multi-step":
+            return in_turn(*sequence.arrays)
+        fresh = self._is_fresh()
         try:
-            steps = self._record(sequence, lambda slices: step(*slices), {})
+            fast = Pure.trace(at_once, *sequence.arrays)
         except TakeInTurnError:
-            return super()._evolve(sequence, step)
+            return in_turn(*sequence.arrays)
+        exact = Pure.trace(in_turn, *sequence.arrays)
+
+        def run(pure: Pure, values: Any, arrays: Any) -> Any:
+            out, new = pure([values[id(st)] for st in pure.states], *arrays)
+            return out, {**values, **dict(zip(map(id, pure.states), new, strict=True))}
+
+        # its derivative, should anyone ask for it, is that of the steps
+        evolve = jax.custom_vjp(partial(run, fast))
+        evolve.defvjp(lambda *given: jax.vjp(partial(run, exact), *given), lambda pull, given: pull(given))
+        values = {
+            id(st): v for pure in (exact, fast) for st, v in zip(pure.states, pure.values(), strict=True)
+        }
+        out, new = evolve(values, sequence.arrays)
+        fast.assign([new[id(st)] for st in fast.states])
+        return out
+
+    def _evolve_at_once(self, sequence: Sequence, step: Any, fresh: bool) -> Any:
+        steps = self._record(sequence, lambda slices: step(*slices), {})
         online = steps.online
         size = self._best_chunk(sequence.length, sequence.length)
-        fresh = size == sequence.length and self._is_fresh()
         params, _ = self._read(online.info)
         none = online.no_gradients(params, steps.consts)
 
         def run(carry: Any, arrays: Any, mask: Any) -> Any:
             (out, local), no_deltas, after = steps.without_loss(len(mask), arrays)
             signals = jax.vmap(online.as_signals)(*no_deltas)
+            known = fresh and size == sequence.length
             values, _ = online.chunk(
-                params, steps.consts, self._values(), none, local, signals, fresh=fresh, keep=True
+                params, steps.consts, self._values(), none, local, signals, fresh=known, keep=True
             )
             self._assign(steps, after, values)
             return carry, out

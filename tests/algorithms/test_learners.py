@@ -411,6 +411,40 @@ def test_evolving_advances_states_and_traces():
     assert int(learner.running_index) == LENGTH
 
 
+def test_what_evolve_returns_has_the_derivative_of_its_steps():
+    learner, xs = learner_of(), data()[0]
+    params = learner.model.states(brainstate.ParamState)
+
+    def grad(run):
+        learner.reset_state(BATCH)
+        return brainstate.transform.grad(lambda: jnp.sum(run() ** 2), params)()
+
+    found = grad(lambda: learner.etrace_evolve(xs, return_outputs=True))
+    truth = grad(lambda: brainstate.transform.for_loop(learner, xs))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, truth)
+
+
+def test_evolve_takes_windows_and_may_be_part_of_a_step():
+    learner, xs = learner_of(vjp_method="multi-step"), data()[0]
+    windows = xs[:4].reshape(2, 2, *xs.shape[1:])
+    learner.etrace_evolve(windows, step_fn=lambda x: learner(braintrace.MultiStepData(x)))
+    assert learner.running_index == 4
+    learner, xs = learner_of(), data()[0]
+
+    def settled(settle):
+        def step(x):
+            settle(x)
+            return jnp.sum(learner(x) ** 2)
+
+        learner.reset_state(BATCH)
+        return learner.etrace_grad(xs, step_fn=step)
+
+    found = settled(lambda x: learner.etrace_evolve(jnp.stack([x, x])))
+    assert learner.running_index == 3 * len(xs)
+    truth = settled(lambda x: (learner(x), learner(x)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, truth)
+
+
 def test_grad_expon():
     average = braintrace.GradExpon({"w": jnp.zeros(2)}, 2.0)
     decay = np.exp(-0.5)
