@@ -288,15 +288,16 @@ class Online:
         for node in program.nodes:
             if any(a in moving for a in node.inputs if isinstance(a, Var)):
                 moving.update(node.outputs)
-
-        def probe(inputs: Leaves) -> Any:
-            _, _, env, operands = self.executor.forward(self._given_all(inputs))
-            computed = [v for k, v in env.items() if k in moving and k not in program.inputs]
-            # what traces need is kept, propagated through time, and laid out for one product
-            return computed, [self.executor.local(env, operands).arrays] * 3
-
-        found = jax.tree.leaves(jax.eval_shape(probe, self._structs()))
-        return int(sum(a.size * a.dtype.itemsize for a in found))
+        computed = sum(_bytes(v.aval) for v in moving if v not in program.inputs)
+        needed = 0  # it is kept, propagated through time, and laid out for one product
+        for group in self.executor.graph.hidden_groups:
+            needed += group.num_state**2 * _bytes(group.hidden_outvars[0].aval)
+        for relation in self.executor.graph.hidden_param_op_relations:
+            site = relation.site
+            needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])
+            for group, at in zip(relation.hidden_groups, relation.position_maps, strict=True):
+                needed += group.num_state * at.map.size * site.output.aval.dtype.itemsize
+        return int(computed + 3 * needed)
 
     def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
         """What a trace that leaves paths out says of this step: there the weight is live as well."""
@@ -334,3 +335,7 @@ def _like(flat: Leaves, lists: list[Leaves]) -> list[Leaves]:
 
 def _add(a: Leaves, b: Leaves) -> Leaves:
     return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
+
+
+def _bytes(aval: Any) -> int:
+    return int(aval.size * aval.dtype.itemsize)
