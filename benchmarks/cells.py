@@ -73,12 +73,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two sizes, one second each")
     quick = parser.parse_args().quick
     seconds = 1.0 if quick else 4.0
-    print(f"{'cell':6}{'units':>6}{'batch':>6}{'':>9}{'ours us':>10}{'theirs us':>10}{'ratio':>7}{'noise':>7}")
+    titles = f"{'cell':6}{'units':>6}{'batch':>6}{'':>9}{'ours us':>10}{'theirs us':>10}"
+    print(f"{titles}{'ratio':>7}{'noise':>7}")
     for name in ("GRUCell", "LSTMCell"):
         for units in (64, 256) if quick else (64, 128, 256, 512, 1024):
             for batch in (1, 32):
                 xs = jax.random.normal(jax.random.key(0), (100, batch, units))
-                steps = [step_of(getattr(m, name)(units, units), xs[0]) for m in (nn, brainstate.nn, brainstate.nn)]
+                makers = (getattr(m, name) for m in (nn, brainstate.nn, brainstate.nn))
+                steps = [step_of(make(units, units), xs[0]) for make in makers]
                 for what, function_of in (("forward", forward_of), ("bptt", bptt_of)):
                     runs = [partial(jax.jit(function_of(step)), p, h, xs) for step, p, h in steps]
                     ours, theirs, again = (t * 1e6 / len(xs) for t in best_of(runs, seconds))
