@@ -25,6 +25,7 @@ def defaults_of_users():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_code_block(number):
     exec(BLOCKS[number], {})

@@ -632,6 +632,7 @@ def description(names: list[str]) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_same_graph_in_another_process():
     names = sorted(CASES)[::4]
     code = (

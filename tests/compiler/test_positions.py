@@ -456,6 +456,7 @@ options = settings(
 )
 
 
+@pytest.mark.slow
 @options
 @given(programs(EXACT, 6))
 def test_exact(program):
@@ -466,6 +467,7 @@ def test_exact(program):
     check(came, pattern.T, exact=True)
 
 
+@pytest.mark.slow
 @options
 @given(programs([*BOUNDED, *EXACT], 6))
 def test_bounds(program):

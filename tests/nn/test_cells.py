@@ -55,6 +55,7 @@ def test_gru_without_a_trace_for_the_reset_gate() -> None:
         learner.get_etrace_of(("Wr", "weight"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CELLS if "without" not in name])
 def test_training(name: str) -> None:
     """Each cell learns to follow one of its inputs."""

@@ -442,7 +442,10 @@ def site(f: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
 CHECKS = [value, derivatives, transpose, vmap, control_flow, dtypes, units, letters]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+LONG = [pytest.param(c, marks=pytest.mark.slow) if c in (control_flow, dtypes) else c for c in CHECKS]
+
+
+@pytest.mark.parametrize("check", LONG, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("name", TABLE)
 def test_op(name: str, check: Callable[[Op], tuple[Any, Any]]) -> None:
     got, want = check(TABLE[name])
