@@ -25,7 +25,7 @@ from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo, Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
-from .data import MultiStepData, SingleStepData
+from .data import one_step, time_axes
 from .drive import Drive
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
@@ -85,7 +85,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
-        args, kwargs = _one_step(args, kwargs)
+        args, kwargs = one_step(args, kwargs)
         key = self._key(args, kwargs)
         if key not in self._examples:
             self._compiled[key] = Compiled(self._compile(args, kwargs))
@@ -291,7 +291,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
-        one_args, one_kwargs = _one_step(args, kwargs)
+        one_args, one_kwargs = one_step(args, kwargs)
         compiled = self._lookup(one_args, one_kwargs)
         consts = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
         if consts is None:  # the same shapes, but another program: the model closes over something else now
@@ -304,7 +304,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                     "`learner.compile_graph(x)` again as the model is now."
                 )
             consts = list(compiled.graph.module_info.program.consts.values())
-        data, stepped = _time_axes(args, kwargs)
+        data, stepped = time_axes(args, kwargs)
         if not any(stepped):
             outs = self._step(compiled, data, consts)
         else:
@@ -433,9 +433,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         for entry, tree, new in zip(compiled.carried, trees, leaves, strict=True):
             if entry.written:
                 found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
+        self._store(values)
+        self.steps.value = self.steps.value + steps
+
+    def _store(self, values: Values) -> None:
         for key, value in values.items():
             self.traces[key].value = value
-        self.steps.value = self.steps.value + steps
 
 
 def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
@@ -461,29 +464,3 @@ def _struct(leaf: Any) -> Any:
 
 def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:
     return tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))
-
-
-def _one_step(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a single step: of a window, the shapes of one."""
-
-    def first(arg: Any) -> Any:
-        if isinstance(arg, MultiStepData):
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arg.data)
-        return arg.data if isinstance(arg, SingleStepData) else arg
-
-    return tuple(map(first, args)), {k: first(v) for k, v in kwargs.items()}
-
-
-def _time_axes(args: Any, kwargs: Any) -> tuple[list[Any], list[bool]]:
-    """The array leaves of a call, and which have a leading axis of time."""
-
-    def mark(arg: Any) -> Any:
-        is_window = isinstance(arg, MultiStepData)
-        data = arg.data if isinstance(arg, SingleStepData) else arg
-        return data, jax.tree.map(lambda _: is_window, data)
-
-    marked = [mark(a) for a in args], {k: mark(v) for k, v in kwargs.items()}
-    bare = [d for d, _ in marked[0]], {k: d for k, (d, _) in marked[1].items()}
-    flags = [f for _, f in marked[0]], {k: f for k, (_, f) in marked[1].items()}
-    data, _, (_, static) = split_static(*bare)
-    return data, [f for f, s in zip(jax.tree.leaves(flags), static, strict=True) if s is None]

@@ -16,8 +16,8 @@ from .._compiler import ETraceGraph
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
-from .base import Compiled, ETraceAlgorithm, _one_step
-from .data import MultiStepData, SingleStepData
+from .base import Compiled, ETraceAlgorithm
+from .data import MultiStepData, SingleStepData, one_step
 from .drive import Drive
 from .rule import Values
 from .sequence import over_chunks
@@ -46,7 +46,7 @@ class BPTT(ETraceAlgorithm):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Advance the model, as it is: a rematerialised cell, say, stays one."""
-        self._lookup(*_one_step(args, kwargs))
+        self._lookup(*one_step(args, kwargs))
         windows = [
             a for a in jax.tree.leaves((args, kwargs), is_leaf=_is_data) if isinstance(a, MultiStepData)
         ]

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from .._compiler.module_info import split_static
+
 
 @jax.tree_util.register_pytree_node_class
 class SingleStepData:
@@ -28,3 +30,29 @@ class SingleStepData:
 @jax.tree_util.register_pytree_node_class
 class MultiStepData(SingleStepData):
     """Data of several time steps, along the first axis of each array."""
+
+
+def one_step(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a single step: of a window, the shapes of one."""
+
+    def first(arg: Any) -> Any:
+        if isinstance(arg, MultiStepData):
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arg.data)
+        return arg.data if isinstance(arg, SingleStepData) else arg
+
+    return tuple(map(first, args)), {k: first(v) for k, v in kwargs.items()}
+
+
+def time_axes(args: Any, kwargs: Any) -> tuple[list[Any], list[bool]]:
+    """The array leaves of a call, and which have a leading axis of time."""
+
+    def mark(arg: Any) -> Any:
+        is_window = isinstance(arg, MultiStepData)
+        data = arg.data if isinstance(arg, SingleStepData) else arg
+        return data, jax.tree.map(lambda _: is_window, data)
+
+    marked = [mark(a) for a in args], {k: mark(v) for k, v in kwargs.items()}
+    bare = [d for d, _ in marked[0]], {k: d for k, (d, _) in marked[1].items()}
+    flags = [f for _, f in marked[0]], {k: f for k, (_, f) in marked[1].items()}
+    data, _, (_, static) = split_static(*bare)
+    return data, [f for f, s in zip(jax.tree.leaves(flags), static, strict=True) if s is None]

@@ -153,13 +153,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         values, traced = online.chunk(
             params, consts, self._values(), traced, local, signals, fresh=fresh, keep=keep
         )
-        self._assign(steps, after, values)
-        return (add_trees(total, grads), traced), kept
-
-    def _assign(self, steps: Steps, after: Any, values: Values) -> None:
         steps.advance.assign(after)
-        for key, value in values.items():
-            self.traces[key].value = value
+        self._store(values)
+        return (add_trees(total, grads), traced), kept
 
     def _refuse_inside(self) -> None:
         """A drive over a sequence inside a step that is being recorded is not one step."""
@@ -212,7 +208,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             values, _ = online.chunk(
                 params, steps.consts, self._values(), none, local, signals, fresh=known, keep=True
             )
-            self._assign(steps, after, values)
+            steps.advance.assign(after)
+            self._store(values)
             return carry, out
 
         return over_chunks(run, (), sequence, size)[1]
