@@ -1,10 +1,12 @@
 """Online rules beside back-propagation through time and release 0.2.6: time, compile time and memory.
 
     python benchmarks/bench.py [--quick] [--case REGEX] [--only REGEX] [--minutes N] [--name NAME]
+    python benchmarks/bench.py --go-on benchmarks/results/h200/results.json
     python benchmarks/bench.py --plots-from benchmarks/results/h200/results.json
 
-Writes results.json, results.md and plots to benchmarks/results/NAME. What a machine without matplotlib has
-measured is drawn elsewhere with `--plots-from`.
+Writes results.json, results.md and plots to benchmarks/results/NAME. A run that its time did not suffice for
+(`--minutes`) goes on with `--go-on`. What a machine without matplotlib has measured is drawn elsewhere with
+`--plots-from`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share a GPU
@@ -89,14 +92,24 @@ def gpu_plan(quick: bool) -> list[Item]:
     return [*first, *lengths[:3], *widths[:3], *nets, lengths[3], widths[3]]
 
 
-def run(plan: list[Item], settings: Settings, compiled: Case | None) -> dict[str, Any]:
-    """Measure a plan; `compiled` is the case whose time to compile is compared with care."""
-    results: dict[str, Any] = {"about": measure.about(), "cases": [], "skipped": []}
+def run(
+    plan: list[Item],
+    settings: Settings,
+    compiled: Case | None,
+    repeats: int = 3,
+    before: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Measure what `before` lacks of a plan; the time to compile `compiled` is compared with care."""
+    done = {entry["name"]: entry for entry in before.get("cases", [])}
+    results: dict[str, Any] = {**before, "about": measure.about(), "cases": [], "skipped": []}
     yardstick = Yardstick(settings.yardstick) if settings.yardstick else None
     results["yardstick"] = yardstick.about() if yardstick else None
     seen: dict[tuple[str, str], float] = {}  # seconds a step, by size and method
-    plan = [i for i in plan if re.search(settings.case, i.case.name)]
+    plan = [i for i in plan if i.case.name in done or re.search(settings.case, i.case.name)]
     for number, item in enumerate(plan, 1):
+        if item.case.name in done:
+            results["cases"].append(done[item.case.name])
+            continue
         if settings.is_over:
             results["skipped"].append(item.case.name)
             continue
@@ -107,7 +120,7 @@ def run(plan: list[Item], settings: Settings, compiled: Case | None) -> dict[str
             _say("  " + line)
         if item.case == compiled:
             names = [n for n in (m.BPTT, *COMPILED) if re.search(settings.only, n)]
-            results["compile"] = measure.compile_times(compiled, names)
+            results["compile"] = measure.compile_times(compiled, names, repeats)
     if yardstick:
         yardstick.close()
     return results
@@ -160,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--case", default="", metavar="REGEX", help="only the cases whose name matches")
     about.add_argument("--only", default="", metavar="REGEX", help="only the methods whose name matches")
     about.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
+    about.add_argument("--go-on", type=Path, metavar="JSON", help="measure what these results lack")
     about.add_argument("--name", help="of the folder in benchmarks/results (default: the device's)")
     about.add_argument("--out", type=Path, default=HERE / "results", help="where that folder is")
     about.add_argument(
@@ -184,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = measure.about()
     on_cpu = machine["platform"] == "cpu"
     plan, compiled = (cpu_plan(given.quick), CPU_GRU) if on_cpu else (gpu_plan(given.quick), GPU_GRU)
-    results = run(plan, settings, compiled)
+    before = json.loads(given.go_on.read_text()) if given.go_on else {}
+    results = run(plan, settings, compiled, 8 if on_cpu else 3, before)
     name = given.name or ("cpu" if on_cpu else machine["device"].split()[-1].lower())
     write(results, given.out / name)
     _say(f"\nWhat must hold, on {machine['device']}:")

@@ -96,7 +96,7 @@ def interleave(
     return times
 
 
-def compile_times(case: Case, names: list[str], repeats: int = 3) -> dict[str, float]:
+def compile_times(case: Case, names: list[str], repeats: int) -> dict[str, float]:
     """The best process time of compiling each, taken in turns, with JAX's caches cleared."""
     xs, ys = nets.data(case)
     best = dict.fromkeys(names, float("inf"))

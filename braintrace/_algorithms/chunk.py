@@ -9,6 +9,7 @@ Then, with `q[s] = g[s] + D[s+1]^T q[s+1]`,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Rows, States, Trace, dot, promoted, stack, states
+from .._executor.traces import Rows, States, Trace, add_up, dot, promoted, stack, states
 from .rule import Gradients, Rule, Signals, Values, add_to
 
 TIME = ("time",)
@@ -75,25 +76,40 @@ def step_by_step(
     return values, grads
 
 
-def propagated(record: Record, group: int) -> tuple[States, States]:
-    """`q` of every step, and the signal that it leaves for the state before the chunk."""
+@dataclass(frozen=True)
+class Backward:
+    """What one pass from the last step of a chunk to its first finds of a group."""
+
+    q: States  # of every step
+    start: States  # the signal that is left for the states before the chunk
+    products: tuple[Rows, Rows] | None  # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None: no memory
+
+
+def backward(record: Record, group: int, *, traces: bool) -> Backward:
+    """`q`, and the products of `D` if the traces after the chunk are wanted."""
     g, D = record.signals[group], record.local.D[group]
     old = None if record.old_signals is None else record.old_signals[group]
     if D is None:
         if old is None:
-            return states(g, 1), states(jnp.zeros_like(g[0]), 0)
-        return states(g + jnp.concatenate([old[1:], jnp.zeros_like(old[:1])]), 1), states(old[0], 0)
+            return Backward(states(g, 1), states(jnp.zeros_like(g[0]), 0), None)
+        later = jnp.concatenate([old[1:], jnp.zeros_like(old[:1])])
+        return Backward(states(g + later, 1), states(old[0], 0), None)
+    num = range(len(D))
 
-    def body(later: States, step: Any) -> Any:
-        g, D, old = step
-        q = [sum(pair) for pair in zip(g, later, strict=True)]
-        back = [dot(column, q) for column in zip(*D, strict=True)]
-        return back if old is None else [sum(pair) for pair in zip(back, old, strict=True)], q
+    def body(carry: tuple[States, Rows], step: Any) -> Any:
+        (later, product), (g, D, old) = carry, step
+        q = list(map(operator.add, g, later))
+        columns = list(zip(*D, strict=True))
+        back = [dot(column, q) for column in columns]
+        if old is not None:
+            back = list(map(operator.add, back, old))
+        return (back, [[dot(row, column) for column in columns] for row in product]), (q, product)
 
     steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
     zero = [jnp.zeros_like(one[0]) for one in steps[0]]
-    start, q = jax.lax.scan(body, zero, steps, reverse=True, unroll=unroll())
-    return q, start
+    one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if traces else []
+    (start, total), (q, each) = jax.lax.scan(body, (zero, one), steps, reverse=True, unroll=unroll())
+    return Backward(q, start, (each, total))
 
 
 def _promoted(arrays: Any) -> Any:
@@ -101,30 +117,18 @@ def _promoted(arrays: Any) -> Any:
     return jax.tree.unflatten(tree, promoted(*leaves))
 
 
-def products(D: Rows) -> tuple[Rows, Rows]:
-    """`D[K]..D[s+1]` for every step `s`, and `D[K]..D[1]`."""
-    one = [[jnp.full_like(D[0][0][0], s == r) for r in range(len(D))] for s in range(len(D))]
-
-    def body(later: Rows, D: Rows) -> Any:
-        return [[dot(row, column) for column in zip(*D, strict=True)] for row in later], later
-
-    total, each = jax.lax.scan(body, one, D, reverse=True, unroll=unroll())
-    return each, total
-
-
 def chunk_gradient(
-    traces: Sequence[Trace], values: Values | None, record: Record, signals: dict[int, tuple[States, States]]
+    traces: Sequence[Trace], values: Values | None, record: Record, found: dict[int, Backward]
 ) -> Gradients:
     """The summed gradients of D-RTRL; `values` is None where the traces before the chunk are zero."""
     grads: Gradients = {}
     for trace in traces:
         site, k = trace.relation.site.index, trace.group.index
         inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
-        q, start = signals[k]
         if values is not None:
-            first = [a[0] for a in inputs]
-            add_to(grads, trace, trace.contract(trace.lift(jnp.stack(start), first, 1), values[trace.key]))
-        add_to(grads, trace, over_time(trace, record, weight, q))
+            start = trace.lift(jnp.stack(found[k].start), [a[0] for a in inputs], 1)
+            add_to(grads, trace, trace.contract(start, values[trace.key]))
+        add_to(grads, trace, over_time(trace, record, weight, found[k].q))
     return grads
 
 
@@ -152,25 +156,30 @@ def factors(trace: Trace, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] 
     return None if x is None else (x, TIME + letters[0])
 
 
-def chunk_traces(traces: Sequence[Trace], values: Values | None, record: Record, like: Values) -> Values:
-    """The traces of D-RTRL after a chunk."""
-    powers = {k: None if D is None else products(D) for k, D in record.local.D.items()}
+def chunk_traces(
+    traces: Sequence[Trace],
+    values: Values | None,
+    record: Record,
+    found: dict[int, Backward],
+    like: Values,
+) -> Values:
+    """The traces of D-RTRL after a chunk, in the types of `like`."""
     result = {}
     for trace in traces:
-        site, power = trace.relation.site.index, powers[trace.group.index]
+        site, products = trace.relation.site.index, found[trace.group.index].products
         inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
         J = record.local.J[site, trace.group.index]
-        if power is None:  # no memory: the last step is all there is
+        if products is None:  # no memory: the last step is all there is
             last = [a[-1] for a in inputs]
             lifted = trace.lift_instant(jnp.stack([j[-1] for j in J]), last)
             new = trace.instant(trace.factor(last), lifted, weight)
         else:
-            carried = jnp.stack([trace.pair(row, J, 1) for row in power[0]])
+            carried = jnp.stack([trace.pair(row, J, 1) for row in products[0]])
             lifted = jax.vmap(trace.lift_instant, (1, 0), 1)(carried, list(inputs))
             new = trace.instant(factors(trace, inputs), lifted, weight, TIME)
             if values is not None:
                 first = [a[0] for a in inputs]
-                decayed = trace.decay(trace.lift(stack(power[1]), first, 2), values[trace.key])
-                new = sum(promoted(decayed, new))
+                decayed = trace.decay(trace.lift(stack(products[1]), first, 2), values[trace.key])
+                new = add_up(promoted(decayed, new))
         result[trace.key] = new.astype(like[trace.key].dtype)
     return result

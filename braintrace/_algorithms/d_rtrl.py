@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from .._executor.executor import Local
 from .._executor.fused import fits, step
-from .._executor.traces import Trace, promoted
-from .chunk import Record, chunk_gradient, chunk_traces, propagated, step_by_step
+from .._executor.traces import Trace, add_up, promoted
+from .chunk import Record, backward, chunk_gradient, chunk_traces, step_by_step
 from .rule import Gradients, Signals, Values, add_all, add_to
 
 _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
@@ -48,7 +48,7 @@ class DRule:
             now = trace.instant(factor, J, weight)
             old = values[trace.key]
             if D is not None:
-                now = sum(promoted(trace.decay(D, old), now))
+                now = add_up(promoted(trace.decay(D, old), now))
             result[trace.key] = now.astype(old.dtype)
         return result
 
@@ -74,9 +74,9 @@ class DRule:
         if record.length == 1 and keep and record.old_signals is None:
             return self._one_step(traces, values, record, total)
         before = None if fresh else values
-        signals = {k: propagated(record, k) for k in record.signals}
-        grads = chunk_gradient(traces, before, record, signals)
-        after = chunk_traces(traces, before, record, values) if keep else values
+        found = {k: backward(record, k, traces=keep) for k in record.signals}
+        grads = chunk_gradient(traces, before, record, found)
+        after = chunk_traces(traces, before, record, found, values) if keep else values
         return after, add_all(total, grads)
 
     def _one_step(

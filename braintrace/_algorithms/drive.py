@@ -81,11 +81,13 @@ class Drive:
     def result(self, grads: Any, losses: Any, aux: Any) -> Any:
         """What the caller asked for, of summed gradients and of all steps."""
         mask = self.sequence.mask.astype(losses.dtype)
-        count = mask.sum() if self.reduction == "mean" else jnp.ones((), mask.dtype)
-        scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         masked = losses * mask
-        value = {"per_step": losses, "masked": masked, "scalar": masked.sum() * scale}[self.loss_output]
+        total = masked.sum()
+        if self.reduction == "mean":
+            count = mask.sum()
+            scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
+            grads, total = jax.tree.map(lambda v: v * scale.astype(v.dtype), (grads, total))
+        value = {"per_step": losses, "masked": masked, "scalar": total}[self.loss_output]
         found = (grads, *((value,) if self.return_value else ()), *((aux,) if self.has_aux else ()))
         return found if len(found) > 1 else grads
 

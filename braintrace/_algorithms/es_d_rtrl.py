@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Rows, States, Trace, promoted, states
+from .._executor.traces import Rows, States, Trace, add_up, promoted, states
 from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, Values, add_all, add_to
 
@@ -66,7 +66,7 @@ class ESRule:
         """The averages of state Jacobians after a step."""
         new = [(1 - self.out) * j for j in J]
         if D is not None:
-            new = [sum(promoted(j, self.out * trace.pair(row, f))) for j, row in zip(new, D, strict=True)]
+            new = [add_up(promoted(j, self.out * trace.pair(row, f))) for j, row in zip(new, D, strict=True)]
         return [j.astype(old.dtype) for j, old in zip(new, f, strict=True)]
 
     def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:

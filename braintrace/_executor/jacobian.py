@@ -149,7 +149,9 @@ class LocalGroup:
     def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Rows | None, dict[int, States]]:
         n = self.colours
         number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
-        masks = jnp.asarray(np.stack([number % n == c for c in range(n)]))
+        # all ones are made where they are needed: given from outside, XLA knows nothing of them
+        same = jnp.ones((1, *number.shape), bool)
+        masks = same if n == 1 else jnp.asarray([number % n == c for c in range(n)])
 
         def one(state: int, mask: Any) -> Any:
             back = pull(self._one_state(new, state, mask))

@@ -10,9 +10,10 @@ each of its positions belongs to. A trace has one more axis in front, for the st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import jax
@@ -255,7 +256,7 @@ class Trace:
         D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
         if n == 1:
             return D[0][0][None] * trace
-        return jnp.stack([sum(D[s][r] * trace[r] for r in range(n)) for s in range(n)])
+        return jnp.stack([dot(D[s], states(trace, 0)) for s in range(n)])
 
     def contract(self, g: Any, trace: Any) -> Any:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
@@ -280,14 +281,15 @@ def _sum_fused(g: Any, trace: Any) -> Any:
 
     State by state: over both axes at once, XLA transposes the whole product first.
     """
-    return sum(jnp.sum(a * b, axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
+    return add_up(jnp.sum(a * b, axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
 
 
 def _sum_on_cpu(g: Any, trace: Any) -> Any:
     """The same: XLA's loops over a leading axis are slow there, written out they are not."""
     g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
     if g.shape[0] <= _WRITTEN_OUT:
-        return dot(states(g, 0), states(trace, 0))
+        one_by_one = ([jax.lax.slice_in_dim(a, m, m + 1) for m in range(len(a))] for a in (g, trace))
+        return jnp.squeeze(dot(*one_by_one), 0)
     axes = list(range(1, trace.ndim))
     kept = [a for a in axes if g.shape[a] != 1]
     small = g.reshape(g.shape[0], *(g.shape[a] for a in kept))
@@ -311,14 +313,19 @@ def stack(D: Rows) -> Any:
     return jnp.stack([jnp.stack(row) for row in D])
 
 
+def add_up(terms: Iterable[Any]) -> Any:
+    """The sum of some arrays, which does not begin with a zero, unlike that of Python."""
+    return reduce(operator.add, terms)
+
+
 def dot(a: States, b: States) -> Any:
     """`sum_s a[s] b[s]`."""
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return add_up(x * y for x, y in zip(a, b, strict=True))
 
 
 def sum_states(terms: Any, axis: int) -> Any:
     """The sum over an axis of states: XLA reduces a short axis slowly on a CPU, and adds quickly."""
-    return sum(jax.lax.index_in_dim(terms, s, axis, keepdims=False) for s in range(terms.shape[axis]))
+    return add_up(states(terms, axis))
 
 
 def promoted(*arrays: Any) -> tuple[Any, ...]:
