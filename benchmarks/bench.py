@@ -105,6 +105,10 @@ def run(
     yardstick = Yardstick(settings.yardstick) if settings.yardstick else None
     results["yardstick"] = yardstick.about() if yardstick else None
     seen: dict[tuple[str, str], float] = {}  # seconds a step, by size and method
+    for entry in done.values():
+        case = Case(**entry["case"])
+        timed = {n: found["seconds"] for n, found in entry["methods"].items() if "seconds" in found}
+        seen.update({(case.size, name): seconds / case.steps for name, seconds in timed.items()})
     plan = [i for i in plan if i.case.name in done or re.search(settings.case, i.case.name)]
     for number, item in enumerate(plan, 1):
         if item.case.name in done:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
@@ -142,6 +143,12 @@ def hide_from_tracebacks(*paths: str) -> None:
     """Leave these files out of the source lines that JAX reports."""
     for path in paths:
         source_info_util.register_exclusion(path)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """The same array, laid out in memory with its last axis innermost."""
+    result: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return result
 
 
 def is_tracer(x: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compat import row_major
 from .._executor.executor import Local
 from .._executor.fused import fits, step
 from .._executor.traces import Trace, add_up, promoted
@@ -28,7 +29,7 @@ class DRule:
     dtype: Any = None
 
     def fuses(self, values: Values) -> bool:
-        """Whether a chunk of one step is faster than a step: one pass over each trace, if they are large."""
+        """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
         return jax.default_backend() == "gpu" and sum(v.nbytes for v in values.values()) >= _LARGE
 
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
@@ -44,9 +45,14 @@ class DRule:
         result = {}
         for trace in traces:
             D, factor, J = _apart(*local.at(trace))
+            old = values[trace.key]
+            if len(old) > 1 and D is not None and fits(trace, old) and self.fuses(values):
+                assert factor is not None
+                none = jnp.zeros(old.shape[-2:])
+                result[trace.key], _ = step(trace, old, D, factor, J, jnp.zeros_like(D[0]), none)
+                continue
             weight = local.weights[trace.relation.site.index][trace.name]
             now = trace.instant(factor, J, weight)
-            old = values[trace.key]
             if D is not None:
                 now = add_up(promoted(trace.decay(D, old), now))
             result[trace.key] = now.astype(old.dtype)
@@ -109,8 +115,12 @@ class DRule:
 
 
 def _apart(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
-    """The same, shared with no other trace: else XLA makes one loop of several, and copies all but one."""
+    """The same, shared with no other trace: else XLA makes one loop of several, and copies all but one.
+
+    On a GPU it would also transpose a whole sequence before a loop over it, were the inputs not kept as
+    they are.
+    """
     if D is None or factor is None:
         return D, factor, J
     D, x, J = jax.lax.optimization_barrier((D, factor[0], J))
-    return D, (x, factor[1]), J
+    return D, (row_major(x) if jax.default_backend() == "gpu" else x, factor[1]), J
