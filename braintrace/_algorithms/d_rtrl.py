@@ -46,9 +46,9 @@ class DRule:
         for trace in traces:
             D, factor, J = _apart(*local.at(trace))
             old = values[trace.key]
-            if len(old) > 1 and D is not None and fits(trace, old) and self.fuses(values):
+            if len(old) > 1 and D is not None and fits(trace, old) and self.fuses({trace.key: old}):
                 assert factor is not None
-                none = jnp.zeros(old.shape[-2:])
+                none = jnp.zeros(old.shape[-2:], jnp.float32)
                 result[trace.key], _ = step(trace, old, D, factor, J, jnp.zeros_like(D[0]), none)
                 continue
             weight = local.weights[trace.relation.site.index][trace.name]

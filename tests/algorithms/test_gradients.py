@@ -150,10 +150,14 @@ def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
             monkeypatch.setattr(DRule, "fuses", lambda *_, fuses=fuses: fuses)
             learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
             step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
-            grads = learner.etrace_grad(*stacked, step_fn=step, chunk_size=1)
+            grads = learner.etrace_grad(*stacked, step_fn=step, chunk_size=1, reduction="sum")
             results.append({**grads, **{k: st.value for k, st in learner.traces.items()}})
+        count = len(taken)
+        looped = online(braintrace.D_RTRL(case.build()), xs)  # several states use it there, too
     assert agree(*results, 2e-5), difference(*results)
+    assert agree({k: results[0][k] for k in looped}, looped, 2e-5), difference(results[0], looped)
     assert taken or name not in ("gru", "lstm")
+    assert len(taken) > count or name != "lstm"
 
 
 @pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64)])
