@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 
-_LARGE = 2**17  # numbers in a matrix from which halves are faster
+_LARGE = 2**17  # numbers in a matrix: above, halves are faster
 
 
 def matrix_product(x: Any, matrix: Any) -> Any:
@@ -35,7 +35,8 @@ def _whole(x: Any, matrix: Any, *, axis: int) -> Any:
 
 
 def _on_cpu(x: Any, matrix: Any, *, axis: int) -> Any:
-    if len(x) != 1 or matrix.size < _LARGE or len(matrix) % 2:
+    large = matrix.size > _LARGE if axis == 0 else matrix.size >= _LARGE  # back, no halves are added up
+    if len(x) != 1 or not large or len(matrix) % 2:
         return _whole(x, matrix, axis=axis)
     halves = jnp.reshape(matrix, (2, -1, matrix.shape[1]))
     if axis == 0:
