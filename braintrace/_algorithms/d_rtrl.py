@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._compat import row_major
 from .._executor.executor import Local
-from .._executor.fused import fits, step
+from .._executor.fused import fits, on_one_gpu, step
 from .._executor.traces import Trace, add_up, promoted
 from .chunk import Record, backward, chunk_gradient, chunk_traces, step_by_step
 from .rule import Gradients, Signals, Values, add_all, add_to
@@ -30,7 +30,7 @@ class DRule:
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
-        return jax.default_backend() == "gpu" and sum(v.nbytes for v in values.values()) >= _LARGE
+        return on_one_gpu() and sum(v.nbytes for v in values.values()) >= _LARGE
 
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
         values = {}
@@ -123,4 +123,4 @@ def _apart(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
     if D is None or factor is None:
         return D, factor, J
     D, x, J = jax.lax.optimization_barrier((D, factor[0], J))
-    return D, (row_major(x) if jax.default_backend() == "gpu" else x, factor[1]), J
+    return D, (row_major(x) if on_one_gpu() else x, factor[1]), J

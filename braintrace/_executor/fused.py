@@ -22,6 +22,11 @@ _SHORTEST = 32  # of the last axis: below, loads are narrow
 _TOGETHER = 2  # rows of the batch that are loaded before any is stored
 
 
+def on_one_gpu() -> bool:
+    """Whether there is one GPU: what is spread over several, XLA would gather for a kernel or a layout."""
+    return jax.default_backend() == "gpu" and jax.device_count() == 1
+
+
 def fits(trace: Trace, value: Any) -> bool:
     """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns."""
     w, x = trace.layout.w, trace.layout.x
