@@ -1,6 +1,6 @@
 """Our GRU and LSTM against `brainstate.nn`'s: the time of a step, forwards and in BPTT, and the ratio.
 
-    python benchmarks/cells.py [--quick]
+    python benchmarks/cells.py [--quick]        (benchmarks/results/cpu/cells.txt)
 
 A step is one of a hundred in a scan; BPTT is the gradient of a loss over it. The two packages are timed in
 turns, and the best of many repeats counts, so that whatever else runs on the machine hits both alike; pin

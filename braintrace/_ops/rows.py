@@ -35,7 +35,7 @@ def _halves(row: Any, matrix: Any, *, axis: int) -> Any:
     halves = jnp.reshape(matrix, (2, -1, matrix.shape[1]))
     if axis == 1:
         return jnp.ravel(jnp.einsum("ho,hio->hi", jnp.broadcast_to(row, (2, *row.shape)), halves))
-    if matrix.size == _LARGE:  # to add the two up takes longer
+    if matrix.size == _LARGE and matrix.shape[0] < matrix.shape[1]:  # to add the two up takes longer
         return _whole(row, matrix, axis=axis)
     return jnp.sum(jnp.einsum("hi,hio->ho", jnp.reshape(row, (2, -1)), halves), axis=0)
 
