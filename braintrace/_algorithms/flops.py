@@ -16,6 +16,7 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal, primitives
 from .._ops.primitive import ETPPrimitive
+from .._ops.rows import row_p
 
 _ARITHMETIC = frozenset(
     """abs add add_any and clamp convert_element_type div eq floor ge gt integer_pow le lt max min mul ne neg
@@ -109,7 +110,7 @@ def _key(param: Any) -> Any:
 def _cost(eqn: Any) -> float:
     name = eqn.primitive.name
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    if isinstance(eqn.primitive, ETPPrimitive):
+    if isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive is row_p:
         structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         made = jax.make_jaxpr(lambda *a: eqn.primitive.impl(*a, **eqn.params))(*structs)
         return count_flops(made)

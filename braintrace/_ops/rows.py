@@ -19,10 +19,11 @@ _LARGE = 2**17  # numbers in a matrix: above, halves are faster
 def matrix_product(x: Any, matrix: Any) -> Any:
     """`x @ matrix`, x of shape (..., in)."""
     rows, columns = matrix.shape
-    lead = x.shape[:-1]
-    if math.prod(lead) != 1 or matrix.size < _LARGE or rows % 2 or x.dtype != matrix.dtype:
+    lead, dtypes = x.shape[:-1], {x.dtype, matrix.dtype}
+    wide = dtypes in ({jnp.dtype("float32")}, {jnp.dtype("float64")})  # else halves round, and then their sum
+    if math.prod(lead) != 1 or matrix.size < _LARGE or rows % 2 or not wide:
         return jnp.matmul(x, matrix)
-    return jnp.reshape(_row_p.bind(jnp.reshape(x, (rows,)), matrix, axis=0), (*lead, columns))
+    return jnp.reshape(row_p.bind(jnp.reshape(x, (rows,)), matrix, axis=0), (*lead, columns))
 
 
 def _whole(row: Any, matrix: Any, *, axis: int) -> Any:
@@ -41,12 +42,12 @@ def _halves(row: Any, matrix: Any, *, axis: int) -> Any:
 
 
 def _to_row(ct: Any, row: Any, matrix: Any, *, axis: int) -> Any:
-    return _row_p.bind(ct, matrix, axis=1 - axis)
+    return row_p.bind(ct, matrix, axis=1 - axis)
 
 
 def _to_matrix(ct: Any, row: Any, matrix: Any, *, axis: int) -> Any:
     return jnp.outer(row, ct) if axis == 0 else jnp.outer(ct, row)
 
 
-_row_p = _compat.Primitive("row_product")
-_compat.register_bilinear_rules(_row_p, _whole, _halves, (_to_row, _to_matrix))
+row_p = _compat.Primitive("row_product")
+_compat.register_bilinear_rules(row_p, _whole, _halves, (_to_row, _to_matrix))

@@ -162,7 +162,7 @@ def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
     assert len(taken) > count or name != "lstm"
 
 
-@pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64)])
+@pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64), (3, 2, 5, 32)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_of_a_gpu(states, rows, width, out, dtype):
     of_state = (states, rows, out)

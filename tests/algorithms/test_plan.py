@@ -102,6 +102,11 @@ def test_operations_are_those_that_xla_counts():
     assert count_flops(jax.make_jaxpr(often)(jnp.ones((3, 3)))) == 7 * 2 * 27
 
 
+def test_a_row_and_a_large_matrix_count_as_any_product():
+    row, matrix = jnp.ones(512), jnp.ones((512, 256))
+    assert count_flops(jax.make_jaxpr(bt.matmul)(row, matrix)) == 2 * matrix.size
+
+
 def test_nothing_is_allocated_and_the_model_stays_as_it_is():
     cell = bt.nn.GRUCell(3, 4)
     before = {k: st.value for k, st in cell.states().items()}
