@@ -68,11 +68,18 @@ if TYPE_CHECKING:
     from ._train import write_report as write_report
 
 
+_LATER = ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "write_report")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "tasks", *_LATER})
+
+
 def __getattr__(name: str) -> object:
     import importlib  # made when asked for, so that `import braintrace` stays quick
 
     if name == "tasks":
         return importlib.import_module(".tasks", __name__)
-    if name in ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "write_report"):
+    if name in _LATER:
         return getattr(importlib.import_module("._train", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

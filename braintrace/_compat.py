@@ -155,6 +155,11 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def trace_of(x: Any) -> Any:
+    """The trace that a value belongs to; None: it is an array."""
+    return x._trace if is_tracer(x) else None
+
+
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent or cotangent inside a derivative rule is a symbolic zero."""
     return type(tangent) is ad.Zero

@@ -1687,3 +1687,12 @@ def _(p, s, x):
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w * x[:, None]) + bt.matmul(x, p.v)
     return {"h": h}, jnp.tanh(h)
+
+
+# -- states that start from zero ----------------------------------------------------------------------
+
+
+@case("cell", "root_from_zero", "matmul w: h", h=lambda draw: brainstate.HiddenState(draw(jnp.zeros(4))))
+def _(p, s, x):
+    h = 0.9 * jnp.sqrt(jnp.abs(s.h)) + bt.matmul(x, p.w)  # no finite slope at the start
+    return {"h": h}, jnp.tanh(h)

@@ -19,8 +19,9 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler import CompilationError, CompilationReport, ETraceGraph
-from .._compiler.diagnostics import show_path
+from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo, Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
@@ -29,9 +30,8 @@ from .data import one_step, time_axes
 from .drive import Drive
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
-from .sequence import (
-    Sequence,
-)
+from .sequence import Sequence
+from .watch import Watch
 
 
 class EligibilityTrace(brainstate.ShortTermState):
@@ -76,7 +76,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._compiled: dict[Any, Compiled] = {}  # by the shapes of arguments and states
         self._examples: dict[Any, Any] = {}  # what each was compiled with
         self._current: Any = None
+        self._traced_states: list[int] = []  # those of the model when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}
+        self._watch: Watch | None = None
 
     def __pretty_repr_item__(self, name: str, value: Any) -> Any:
         return None if name.startswith("_") else (name, value)
@@ -91,7 +93,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._compiled[key] = Compiled(self._compile(args, kwargs))
             self._examples[key] = jax.tree.map(_struct, (args, kwargs))
         self._current = key
-        self.traces = {}  # new states, so that `vmap_new_states` around this call sees them
+        states = [id(st) for st in self.model.states().values()]
+        if states != self._traced_states:  # else a jitted step knows the traces as they are
+            self.traces = {}  # new states, which `vmap_new_states` around this call sees
+        self._traced_states = states
         self.init_etrace_state()
 
     def _adopt(self, graph: ETraceGraph, args: Any) -> Compiled:
@@ -141,9 +146,21 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if key not in self._examples:
             raise CompilationError(self._why_missing(args, kwargs))
         if key != self._current:
-            self._current = key
-            self.init_etrace_state()
+            old, self._current = self._current, key
+            if old is None or not self._agree(self._form(old), self._form(key)):
+                if old is not None and old[-1] == key[-1]:  # the states are those of before, and go on
+                    warn_user(
+                        "The learner was called with other static arguments or types than before, for which "
+                        "the model keeps other traces: they start from zero, and nothing is learned of the "
+                        "steps before this one."
+                    )
+                self.init_etrace_state()
         return self._form(key)
+
+    def _agree(self, old: Compiled, new: Compiled) -> bool:
+        """Whether the traces of one compiled form mean the same in the other."""
+        shapes = [{k: v.shape for k, v in self._initial_values(c).items()} for c in (old, new)]
+        return shapes[0] == shapes[1]
 
     def _why_missing(self, args: Any, kwargs: Any) -> str:
         shapes = [f"{t}{list(s)}" for s, t in map(_shape, split_static(args, kwargs)[0])]
@@ -159,11 +176,23 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 f"The learner is compiled for inputs of shapes {shapes}, but with other static arguments "
                 f"than {[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these."
             )
-        states = {show_path(h.path): h.invar.aval.shape for h in self.graph.module_info.hidden}
+        now, seen = self._key(args, kwargs)[-1], [key[-1] for key in self._examples]
+        other = [s for s in now if all(s not in states for states in seen)]
+        if shapes in known and other:
+            was = {name: dims for states in seen for name, *dims in states}
+            words = ", ".join(
+                f"`{name}` has {_shapes(dims)} and had {_shapes(was.get(name, []))}" for name, *dims in other
+            )
+            return (
+                f"The learner is compiled for inputs of shapes {shapes}, but with other states: {words}. "
+                "Initialise the states as they were (`learner.reset_state(batch_size)`), or call "
+                "`learner.compile_graph(x)` again."
+            )
         return (
             f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it "
-            f"is compiled for inputs {known}, with states {states}. Check the batch and feature sizes; for "
-            "another batch size, initialise the states for it and call `learner.compile_graph(x)` again."
+            f"is compiled for inputs {known}, given in the same way (by position or by name). Check the "
+            "batch and feature sizes; for another batch size, initialise the states for it and call "
+            "`learner.compile_graph(x)` again."
         )
 
     @property
@@ -228,7 +257,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """How many steps were taken since the last reset."""
         return self.steps.value
 
-    def init_etrace_state(self, *args: Any, **kwargs: Any) -> None:
+    def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
         self.steps.value = jnp.zeros((), jnp.int32)
         values = self._initial_values(self._compiled_now())
@@ -246,7 +275,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         known = {k: ref() for k, ref in self._zeros.items()}
         return all(known.get(k) is st.value for k, st in self.traces.items())
 
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+    def reset_state(self, batch_size: int | None = None) -> None:
         """Reset the model's states, the traces and the step counter.
 
         A module that has no `reset_state` of its own gets the values that its `init_state` makes.
@@ -295,16 +324,22 @@ class ETraceAlgorithm(brainstate.nn.Module):
         compiled = self._lookup(one_args, one_kwargs)
         consts = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
         if consts is None:  # the same shapes, but another program: the model closes over something else now
-            with warnings.catch_warnings(action="ignore"):
-                compiled = Compiled(self._compile(one_args, one_kwargs))
-            if set(self._initial_values(compiled)) != set(self.traces):
+            before, compiled = compiled, Compiled(self._compile(one_args, one_kwargs))
+            if not self._agree(before, compiled):
                 raise CompilationError(
-                    "The model has become another program since `compile_graph`: it uses other marked ops or "
-                    "states now (a flag or a value that it closes over has changed). Call "
-                    "`learner.compile_graph(x)` again as the model is now."
+                    "The model has become another program since `compile_graph`: its marked ops reach other "
+                    "places in its states now, so that the traces no longer fit (a flag, an index or a time "
+                    "that it closes over has changed). Call `learner.compile_graph(x)` again as the model is "
+                    "now. What changes from step to step, such as an index into a buffer, must be an "
+                    "argument of the model or a state."
                 )
-            consts = list(compiled.graph.module_info.program.consts.values())
+            program = compiled.graph.module_info.program
+            consts = list(program.consts.values())
+            program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
+            self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
+        if self._watch is not None:
+            self._watch.compare()
         if not any(stepped):
             outs = self._step(compiled, data, consts)
         else:
@@ -314,6 +349,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
                     f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
                 )
             outs = self._window(compiled, data, stepped, lengths.pop(), consts)
+        if self._watch is not None:
+            self._watch.settle()
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
     def etrace_grad(
@@ -353,9 +390,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         states = list(self.states().values())
         report = Bar() if progress is True else progress or None
+        found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
+        hidden = {show_path(p): found.get(p, st) for p, st in self.hidden_states.items()}
+        watch = Watch(hidden if self.traces else {}, list(self.traces.values()))
         drive = Drive(
             sequence=Sequence.check(sequences, mask, Progress(report, states) if report else None),
-            step_fn=step_fn,
+            step_fn=watch.around(step_fn),
             weights=self.param_states if weights is None else weights,
             chunk_size=chunk_size,
             has_aux=has_aux,
@@ -366,6 +406,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         )
         try:
             with contextlib.nullcontext() if report else unchanged_on_error(states):
+                self._watch = watch
                 grads, (losses, aux) = self._drive(drive)
                 if not keep_traces:
                     self.init_etrace_state()
@@ -373,6 +414,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
             if isinstance(report, Bar):
                 report.close()
             raise
+        finally:
+            self._watch = None
         return drive.result(grads, losses, aux)
 
     def etrace_evolve(
@@ -460,6 +503,10 @@ def _belongs(key: str, trace: Any) -> bool:
 def _struct(leaf: Any) -> Any:
     """An array's shape and type; anything else as it is."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+def _shapes(dims: Any) -> str:
+    return ", ".join(f"{t}{list(s)}" for s, t in dims) or "none"
 
 
 def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:

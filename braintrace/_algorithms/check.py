@@ -88,7 +88,8 @@ class GradientCheck:
             words.append(
                 f"The difference of {_names(rest)} is numerical: no path is dropped, yet it is larger than "
                 f"{self.tolerance:.0e}. Compare again in float64 (`brainstate.environ.set(precision=64)`): "
-                "round-off shrinks, anything else stays."
+                "round-off shrinks, anything else stays. What stays comes from `step_fn`, if it reads or "
+                "assigns a state of the model by itself: traces know only of what the model's own step does."
             )
         return "\n".join(words)
 

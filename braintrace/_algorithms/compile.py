@@ -64,4 +64,33 @@ def compile(
 
         mapped = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
         mapped(*example_inputs)
-    return brainstate.nn.Vmap(learner, vmap_states="new", vmap_out_states="new")
+    return MappedLearner(learner, batch_size)
+
+
+class MappedLearner(brainstate.nn.Vmap):
+    """A learner of a single sample, called on many at once: each has its own states and traces.
+
+    All else (`etrace_grad`, `report`, `param_states`, ...) is the learner's own.
+    """
+
+    def __init__(self, learner: ETraceAlgorithm, batch_size: int | None) -> None:
+        super().__init__(learner, vmap_states="new", vmap_out_states="new")
+        self.batch_size = batch_size
+
+    def reset_state(self, batch_size: int | None = None) -> None:
+        """Reset the states, traces and step counter of every sample."""
+        if batch_size not in (None, self.batch_size):
+            raise ValueError(
+                f"The learner is mapped over {self.batch_size} samples; call `braintrace.compile` for "
+                f"{batch_size}."
+            )
+        states = self.module.states("new")
+        reset = brainstate.transform.vmap(
+            self.module.reset_state, in_states=states, out_states=states, axis_size=self.batch_size
+        )
+        reset()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "module" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.module, name)

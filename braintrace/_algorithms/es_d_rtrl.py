@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Rows, States, Trace, add_up, promoted, states
+from .._executor.traces import Rows, States, Trace, add_up, promoted, states, times
 from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, Values, add_all, add_to
 
@@ -40,12 +40,12 @@ class ESRule:
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
         values: Values = {_COUNT: jnp.zeros((), jnp.int32)}
         for trace in traces:
-            for key, now in (
-                (_input_key(trace), _input(trace, local)),
-                (_state_key(trace), jnp.stack(_instant(trace, local))),
-            ):
-                if now is not None:
-                    values[key] = jnp.zeros(now.shape, self.dtype or now.dtype)
+            weight = local.weights[trace.relation.site.index][trace.name]
+            now, J = _input(trace, local), jnp.stack(_instant(trace, local))
+            if now is not None:  # not in the type of an input of few bits: an average needs more
+                kept = self.dtype or promoted(now, weight)[0].dtype
+                values[_input_key(trace)] = jnp.zeros(now.shape, kept)
+            values[_state_key(trace)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
     def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
@@ -60,13 +60,14 @@ class ESRule:
 
     def _input(self, old: Any, now: Any) -> Any:
         """The average of inputs after a step."""
-        return (self.inp * old.astype(now.dtype) + now).astype(old.dtype)
+        return add_up(promoted(self.inp * old, now)).astype(old.dtype)
 
     def _state(self, trace: Trace, f: States, D: Rows | None, J: States) -> list[Any]:
         """The averages of state Jacobians after a step."""
         new = [(1 - self.out) * j for j in J]
         if D is not None:
-            new = [add_up(promoted(j, self.out * trace.pair(row, f))) for j, row in zip(new, D, strict=True)]
+            decayed = [self.out * trace.pair(row, f, by=times) for row in D]
+            new = [add_up(promoted(*pair)) for pair in zip(new, decayed, strict=True)]
         return [j.astype(old.dtype) for j, old in zip(new, f, strict=True)]
 
     def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
@@ -75,7 +76,7 @@ class ESRule:
             site = trace.relation.site.index
             inputs, weight = local.inputs[site], local.weights[site][trace.name]
             f, g = states(values[_state_key(trace)], 0), states(signals[trace.group.index], 0)
-            dy = trace.to_y(trace.pair(g, f))
+            dy = trace.to_y(trace.pair(g, f, by=times))
             dy = dy * self._scale(trace, values[_COUNT], dy.dtype)
             factor = None if trace.layout.x is None else _factor(trace, values[_input_key(trace)], inputs)
             add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight))
@@ -116,7 +117,7 @@ class ESRule:
                 site = trace.relation.site.index
                 inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
                 g = states(signals[trace.group.index], 1)
-                dy = trace.to_y(trace.pair(g, f[_state_key(trace)], 1), 1)
+                dy = trace.to_y(trace.pair(g, f[_state_key(trace)], 1, by=times), 1)
                 scale = self._scale(trace, count, dy.dtype)
                 dy = dy * scale.reshape(-1, *[1] * (dy.ndim - 1))
                 factor = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +15,8 @@ from .learners import as_decay
 class GradExpon(brainstate.nn.Module):
     """`average <- decay * average + (1 - decay) * gradient`, for a tree of gradients.
 
-    `tau_or_decay` is a decay in [0, 1), or a time constant of one step or more (`decay = exp(-1/tau)`).
+    `tau_or_decay` is a decay in [0, 1), or a time constant: a number of steps, one or more, or a time with a
+    unit (`decay = exp(-dt/tau)`, with `dt` from `brainstate.environ`).
 
     >>> import jax.numpy as jnp
     >>> average = GradExpon({"w": jnp.zeros(2)}, 0.5)
@@ -22,8 +24,10 @@ class GradExpon(brainstate.nn.Module):
     Array([0.5, 0.5], dtype=float32)
     """
 
-    def __init__(self, grad_shape: Any, tau_or_decay: float) -> None:
+    def __init__(self, grad_shape: Any, tau_or_decay: Any) -> None:
         super().__init__()
+        if isinstance(tau_or_decay, u.Quantity):
+            tau_or_decay = float(tau_or_decay / brainstate.environ.get_dt())
         if tau_or_decay >= 1:
             self.decay = float(jnp.exp(-1.0 / tau_or_decay))
         else:
@@ -38,5 +42,6 @@ class GradExpon(brainstate.nn.Module):
         self.average.value = jax.tree.map(lambda a, g: self.decay * a + (1 - self.decay) * g, old, grads)
         return self.average.value
 
-    def reset_state(self, *args: Any, **kwargs: Any) -> None:
+    def reset_state(self, batch_size: int | None = None) -> None:
+        """Begin again from zero, whatever the batch."""
         self.average.value = jax.tree.map(jnp.zeros_like, self.average.value)

@@ -6,6 +6,7 @@ import numbers
 from typing import Any
 
 import brainstate
+import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
 from .d_rtrl import DRule
@@ -31,7 +32,7 @@ class D_RTRL(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(model, DRule(trace_dtype), vjp_method=vjp_method, name=name)
+        super().__init__(model, DRule(as_trace_dtype(trace_dtype)), vjp_method=vjp_method, name=name)
         self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
 
 
@@ -52,8 +53,12 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         name: str | None = None,
     ) -> None:
         pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
+        if len(pair) != 2:
+            raise ValueError(f"`decay_or_rank` is one value or a pair (inputs, states), not {decay_or_rank}.")
         inp, out = map(as_decay, pair)
-        super().__init__(model, ESRule(inp, out, trace_dtype), vjp_method=vjp_method, name=name)
+        super().__init__(
+            model, ESRule(inp, out, as_trace_dtype(trace_dtype)), vjp_method=vjp_method, name=name
+        )
         self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
 
 
@@ -69,6 +74,21 @@ def as_decay(decay_or_rank: Any) -> float:
             f"A decay must be at least 0 and less than 1, not {decay_or_rank}; an integer is a rank instead."
         )
     return decay
+
+
+def as_trace_dtype(dtype: Any) -> Any:
+    """A type for numbers that are averaged: of floating or complex numbers."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.inexact):
+        raise TypeError(
+            f"`trace_dtype` is a type of floating numbers, such as `jnp.bfloat16`, not {dtype!r}."
+        )
+    return found
 
 
 ParamDimVjpAlgorithm = D_RTRL

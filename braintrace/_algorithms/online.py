@@ -290,8 +290,9 @@ class Online:
                 moving.update(node.outputs)
         computed = sum(_bytes(v.aval) for v in moving if v not in program.inputs)
         needed = 0  # it is kept, propagated through time, and laid out for one product
-        for group in self.executor.graph.hidden_groups:
-            needed += group.num_state**2 * _bytes(group.hidden_outvars[0].aval)
+        for local in self.executor.groups:
+            each = local.group.num_state * _bytes(local.group.hidden_outvars[0].aval)
+            needed += each * max(local.group.num_state, local.colouring[1])
         for relation in self.executor.graph.hidden_param_op_relations:
             site = relation.site
             needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])

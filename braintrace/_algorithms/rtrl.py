@@ -104,7 +104,7 @@ class _Flow:
         names = self._names()
         split = jnp.split(by_param, list(_running(sizes))[:-1], axis=1) if names else []
         return {
-            name: jnp.tensordot(by_state, values[name], 1) + part.reshape(values[name].shape)
+            name: _carry(by_state, values[name]) + part.reshape(values[name].shape)
             for name, part in zip(names, split, strict=True)
         }
 
@@ -133,7 +133,7 @@ class _Flow:
                     if d is not None
                 ]
             )
-            past = iter([jnp.tensordot(signal, values[name], 1) for name in self._names()])
+            past = iter([_carry(signal, values[name]) for name in self._names()])
             dparams = [None if d is None else d + _cotangent(next(past), d) for d in dparams]
             return dparams, dargs, dconsts, None, None
 
@@ -147,6 +147,13 @@ class _Flow:
             for i, v in enumerate(e.invars)
             if jnp.issubdtype(v.aval.dtype, jnp.inexact)
         ]
+
+
+def _carry(by_state: Any, influence: Any) -> Any:
+    """`by_state @ influence`, whatever `by_state` says of a state that nothing has reached yet."""
+    reached = jnp.any(influence != 0, axis=tuple(range(1, influence.ndim)))
+    reached = jnp.broadcast_to(reached.reshape([1] * (by_state.ndim - 1) + [-1]), by_state.shape)
+    return jnp.tensordot(jnp.where(reached, by_state, 0), influence, 1)
 
 
 def _real_leaves(leaves: Leaves) -> Leaves:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import ETraceGraph, compile_etrace_graph
+from .._executor.own_ops import check_own_ops
+from .._executor.traces import find_traces
 from .base import Compiled, ETraceAlgorithm
 from .drive import Drive
 from .online import Online
@@ -52,13 +54,21 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._recording = brainstate.State(jnp.zeros(1, jnp.int32))
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
-        return compile_etrace_graph(self.model, *args, **kwargs)
+        graph = compile_etrace_graph(self.model, *args, **kwargs)
+        check_own_ops(find_traces(graph.hidden_param_op_relations))
+        return graph
 
     def _online(self, compiled: Compiled) -> Online:
         return Online(compiled.executor, self.rule)
 
     def _initial_values(self, compiled: Compiled) -> Values:
         return self._online(compiled).initial_values()
+
+    def _agree(self, old: Compiled, new: Compiled) -> bool:
+        return super()._agree(old, new) and all(
+            a.key == b.key and a.means_the_same_as(b)
+            for a, b in zip(old.executor.traces, new.executor.traces, strict=True)
+        )
 
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
@@ -111,7 +121,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         none = steps.online.no_gradients(params, steps.consts)
         (total, traced), kept = over_chunks(run, (drive.zeros(), none), sequence, size)
         found = steps.online.by_path(steps.online.to_parameters(params, steps.consts, traced))
-        paths = {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
+        paths = {id(e.state): e.path for e in steps.online.info.entries}  # those outside the model, too
+        paths |= {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
         mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
         return {k: v if mine[k] is None else add_trees(v, mine[k]) for k, v in total.items()}, kept
 

@@ -19,12 +19,16 @@ class Constants:
     """Values that do not depend on data, computed when they are asked for."""
 
     def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
+        self._program = program
         self._values: dict[Var, Array | None] = dict(given)
         self._producer = {v: node for node in program.nodes for v in node.outputs}
         for var, value in program.consts.items():
             self._values[var] = value if _is_plain(var) and not _compat.is_tracer(value) else None
 
     def __call__(self, atom: Atom) -> Array | None:
+        given = isinstance(atom, Literal) or atom in self._program.consts
+        if given and not any(atom is known for known in self._program.read):
+            self._program.read.append(atom)
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom not in self._values:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import enum
+import os
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import brainstate
+import jax
 
 Path = tuple[str, ...]
 
@@ -98,6 +104,17 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
         lines.append(f"And {len(found) - most} more in `learner.report.diagnostics`.")
     lines.append("What the gradient misses in all is in `learner.report.exactness`.")
     return "\n".join(lines)
+
+
+_OURS = tuple(os.path.dirname(p) for p in (os.path.dirname(__file__), brainstate.__file__, jax.__file__))
+
+
+def warn_user(message: str) -> None:
+    """A warning that points at the user's own line, not at a line of a library."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def show_path(path: Iterable[str]) -> str:

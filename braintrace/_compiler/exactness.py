@@ -98,7 +98,10 @@ class Exactness:
     def to_str(self, most: int = 5) -> str:
         """The verdict in words, with at most so many reasons."""
         if self.exact:
-            return f"{self.rule} is exact here: its gradient is that of back-propagation through time."
+            return (
+                f"{self.rule} is exact here: the gradient of a loss of the model's outputs is that of "
+                "back-propagation through time."
+            )
         where = " across windows (within one, and in one over the whole sequence, it is exact)"
         lines = [
             f"{self.rule} is approximate here{where if self.windows else ''}: {len(self.weights)} of "

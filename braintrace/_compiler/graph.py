@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warning_of
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
 from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
 from .groups import HiddenGroup, find_groups, group_records
@@ -254,7 +253,7 @@ def _warn(graph: ETraceGraph) -> None:
     message = warning_of(type(model).__name__, graph.diagnostics)
     if message is not None and _warned.get(model) != message:
         _warned[model] = message
-        warnings.warn(message, stacklevel=3)
+        warn_user(message)
 
 
 # what was said of a model; it is compiled again for each batch size

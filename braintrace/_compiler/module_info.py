@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,6 +183,8 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         outvars = tuple(next(outs) for _ in leaves)
         entries.append(StateEntry(path, state, invars, outvars))
         trees.append(tree)
+    for entry in entries:
+        _check_that_it_stays(entry)
     entries = _with_own_outputs(program, entries)
 
     def retrace(*args: Any, **kwargs: Any) -> list[Any] | None:
@@ -210,6 +213,19 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     )
 
 
+def _check_that_it_stays(entry: StateEntry) -> None:
+    """A step leaves a state in the shape and type in which it found it: else there is no next step."""
+    for old, new in zip(entry.invars, entry.outvars, strict=True):
+        was, now = ((tuple(v.aval.shape), v.aval.dtype) for v in (old, new))
+        if was != now:
+            raise CompilationError(
+                f"The state `{show_path(entry.path)}` is {was[1]}{list(was[0])} before the step and "
+                f"{now[1]}{list(now[0])} after it: there could be no second step. If it lacks a batch axis, "
+                "initialise it with one, by `brainstate.nn.init_all_states(model, batch_size=...)`; if its "
+                "type differs, give it the type that the step computes."
+            )
+
+
 def _refusal(
     e: UnreadableSite, num_args: int, states: Sequence[tuple[Path, brainstate.State]]
 ) -> NotSupportedError:
@@ -231,24 +247,51 @@ def _refusal(
 
 
 def _same_form(a: Program, b: Program) -> bool:
-    """Whether two programs differ in numbers and functions only, not in what is computed from what."""
+    """Whether two programs differ in numbers and functions only, not in what is computed from what.
+
+    So the numbers must be the same by which that was found out: indices, the lengths of shifts.
+    """
 
     def form(atom: Atom) -> tuple[Any, ...]:
         name = None if isinstance(atom, Literal) else atom.index
         return name, atom.aval.shape, atom.aval.dtype
 
+    def same(old: Atom, value: Any) -> bool:
+        if not any(old is atom for atom in a.read):
+            return True
+        known = old.val if isinstance(old, Literal) else a.consts[old]
+        if known is None or _compat.is_tracer(known):
+            return True  # not used, then
+        return not _compat.is_tracer(value) and np.array_equal(np.asarray(known), np.asarray(value))
+
     nodes = a.nodes[: len(b.nodes)]  # `a` may have copies of outputs after them
     return (
         [form(v) for v in (*a.inputs, *a.consts)] == [form(v) for v in (*b.inputs, *b.consts)]
         and len(nodes) == len(b.nodes)
+        and all(same(var, value) for var, value in zip(a.consts, b.consts.values(), strict=True))
         and all(
             n.primitive is m.primitive
             and [form(v) for v in (*n.inputs, *n.outputs)] == [form(v) for v in (*m.inputs, *m.outputs)]
+            and _plain_params(n) == _plain_params(m)
+            and all(same(v, w.val) for v, w in zip(n.inputs, m.inputs, strict=True) if isinstance(w, Literal))
             and len(n.inner) == len(m.inner)
             and all(_same_form(p, q) for p, q in zip(n.inner, m.inner, strict=True))
             for n, m in zip(nodes, b.nodes, strict=True)
         )
     )
+
+
+def _plain_params(node: Node) -> dict[str, Any]:
+    """What an operation is told beside its inputs, as far as it is plain data: not functions, not numbers."""
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return all(map(is_plain, value))
+        return isinstance(value, int | str | None | np.dtype | enum.Enum) or "DimensionNumbers" in str(
+            type(value)
+        )
+
+    return {k: v for k, v in node.params.items() if is_plain(v)}
 
 
 def _bring_up_to_date(a: Program, b: Program) -> None:
@@ -259,7 +302,8 @@ def _bring_up_to_date(a: Program, b: Program) -> None:
     for n, m in zip(a.nodes, b.nodes, strict=False):
         n.eqn = m.eqn
         n.inputs = tuple(
-            new if isinstance(new, Literal) else old for old, new in zip(n.inputs, m.inputs, strict=True)
+            new if isinstance(new, Literal) and not any(old is known for known in a.read) else old
+            for old, new in zip(n.inputs, m.inputs, strict=True)
         )
         if n.site is not None:
             n.site.params, n.site.inputs = m.eqn.params, n.inputs

@@ -134,6 +134,8 @@ class Program:
     sites: list[Site] = field(default_factory=list)
     # custom_jvp/custom_vjp functions that hold a site, and so lose their own rule
     opened: list[Node] = field(default_factory=list)
+    # constants and literals by whose values it was found out what reaches what (indices, sizes of shifts)
+    read: list[Atom] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"<Program: {len(self.nodes)} operations, {len(self.sites)} marked>"

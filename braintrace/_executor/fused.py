@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._ops.letters import Letters, align
-from .traces import Trace
+from .traces import Trace, add_up, times
 
 _LONGEST = (16, 128)  # the block of a trace that a program holds
 _SHORTEST = 32  # of the last axis: below, loads are narrow
@@ -71,7 +71,9 @@ def step(
 
 
 def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
-    new = jnp.einsum("srmo,rmio->smio", D, trace.astype(D.dtype)) + J[:, :, None] * x[None, :, :, None]
+    old = trace.astype(D.dtype)
+    decayed = jnp.stack([add_up(map(times, row[:, :, None], old)) for row in D])
+    new = decayed + J[:, :, None] * x[None, :, :, None]
     return new.astype(trace.dtype), start + jnp.einsum("smo,smio->io", g, new)
 
 
@@ -145,7 +147,7 @@ def _kernel(
             for s in each:
                 now = j[s][None] * f[:, None]
                 for r in each:
-                    now = now + d[s][r][None] * row[r]
+                    now = now + times(d[s][r][None], row[r])
                 total = total + q[s][None] * now
                 new[s, m] = now.astype(new.dtype)
         return total

@@ -21,6 +21,7 @@ import numpy as np
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
+from .._compiler.links import Array
 from .._compiler.positions import Positions
 from .._compiler.program import Site, Var, View, World, evaluate
 from .._compiler.reach import Reach
@@ -71,10 +72,36 @@ class LocalGroup:
         return not all(r.is_empty for r in self.group.within)
 
     @cached_property
-    def colours(self) -> int:
-        """How many colours pulling back takes."""
+    def colouring(self) -> tuple[Array, int]:
+        """The colour of each hidden position, and how many there are: no element reaches two of one colour.
+
+        An element reaches a range of positions. Along which axis they are numbered decides how long that is:
+        what a norm mixes over the batch lies far apart where the batch is the first axis.
+        """
+        shape = self.group.varshape
+        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
         widths = [r.width for r in self.group.within]
         widths += [m.reach.width for _, m in self.fed_by if not m.on_hidden]
+        best = max(1, *widths) if widths else 1
+        found = numbers.ravel() % best
+        if best > 1:
+            positions = Positions(self.graph.module_info.program)
+            for axis in range(len(shape) - 1):
+                moved = np.moveaxis(numbers, axis, -1).shape
+                other = np.moveaxis(np.arange(numbers.size).reshape(moved), -1, axis).ravel()
+                width = self._width(positions, other)
+                if width < best:
+                    found, best = other % width, width
+        return found, best
+
+    def _width(self, positions: Positions, number: Array) -> int:
+        """The longest range that an element reaches, with the hidden positions numbered so."""
+        starts = {h.outvar: Reach.at(number[h.positions]) for h in self.group.hidden}
+        others = {v for g in self.graph.hidden_groups if g is not self.group for v in g.hidden_outvars}
+        old, _ = positions.reaches(starts)
+        _, sites = positions.reaches(starts, lambda v: v in others)
+        widths = [old[h.invar].width for h in self.group.hidden if h.invar in old]
+        widths += [sites[r.site.index].width for r, m in self.fed_by if not m.on_hidden]
         return max(1, *widths) if widths else 1
 
     @cached_property
@@ -147,11 +174,12 @@ class LocalGroup:
     # -- backwards ---------------------------------------------------------------------------------
 
     def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Rows | None, dict[int, States]]:
-        n = self.colours
-        number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
+        colour, n = self.colouring
         # all ones are made where they are needed: given from outside, XLA knows nothing of them
-        same = jnp.ones((1, *number.shape), bool)
-        masks = same if n == 1 else jnp.asarray([number % n == c for c in range(n)])
+        same = jnp.ones((1, *self.group.varshape), bool)
+        shape = self.group.varshape
+        each = jnp.arange(n).reshape(-1, *[1] * len(shape))
+        masks = same if n == 1 else each == colour.reshape(1, *shape)
 
         def one(state: int, mask: Any) -> Any:
             back = pull(self._one_state(new, state, mask))
@@ -180,13 +208,13 @@ class LocalGroup:
                 [
                     part
                     for h, r, d in zip(self.group.hidden, self.group.within, dh, strict=True)
-                    for part in _states(h.grouped, _select(d, h.positions % n, _holds(r, h.positions)))
+                    for part in _states(h.grouped, _select(d, colour[h.positions], _holds(r, h.positions)))
                 ]
             )
             for relation, m in self.fed_by:
                 if not m.on_hidden:
                     i = relation.site.index
-                    J[i].append(_select(dp[i], np.maximum(m.map, 0) % n, m.map >= 0))
+                    J[i].append(_select(dp[i], colour[np.maximum(m.map, 0)], m.map >= 0))
         return rows if self.has_memory else None, dict(J)
 
     def _one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:

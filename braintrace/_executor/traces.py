@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
@@ -48,6 +48,16 @@ class Trace:
     @property
     def site_shape(self) -> tuple[int, ...]:
         return self.relation.site.shape
+
+    def means_the_same_as(self, other: Trace) -> bool:
+        """Whether each number of a trace belongs to the same weight and the same place in the states."""
+        a, b = self.positions, other.positions
+        return (
+            self.letters == other.letters
+            and a.on_hidden == b.on_hidden
+            and np.array_equal(a.map, b.map)
+            and self.group.hidden_paths == other.group.hidden_paths
+        )
 
     def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
         """The op's factor, in a type that can be averaged: spikes may come as booleans."""
@@ -136,21 +146,11 @@ class Trace:
         """A quantity with `lead` axes and then the hidden ones, at the positions where `J` is."""
         if self.positions.on_hidden:
             return q
-        places, shape = self.positions.map, self.group.varshape
-        axis = _repeated(places, np.arange(np.prod(shape, dtype=int)).reshape(shape))
-        if axis is None:
-            return _take(q, places, lead, shape)
-        # gates side by side: XLA gathers slowly
-        head, tail = q.shape[: lead + axis], q.shape[lead + axis :]
-        times = places.shape[axis] // shape[axis]
-        q = jnp.broadcast_to(q.reshape(*head, 1, *tail), (*head, times, *tail))
-        return q.reshape(*q.shape[:lead], *places.shape)
+        return _take(q, self.positions.map, lead, self.group.varshape)
 
-    def pair(self, q: States, p: States, lead: int = 0) -> Any:
+    def pair(self, q: States, p: States, lead: int = 0, by: Callable[[Any, Any], Any] = operator.mul) -> Any:
         """`sum_s q[s] p[s]` with `q` at hidden positions and `p` where `J` is; `lead` axes come first."""
-        return dot(
-            *zip(*(promoted(self.to_site(a, lead), b) for a, b in zip(q, p, strict=True)), strict=True)
-        )
+        return add_up(by(*promoted(self.to_site(a, lead), b)) for a, b in zip(q, p, strict=True))
 
     def to_y(self, q: Any, lead: int = 0) -> Any:
         """A cotangent at the positions where `J` is, as one of `y`."""
@@ -255,8 +255,8 @@ class Trace:
         n = self.group.num_state
         D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
         if n == 1:
-            return D[0][0][None] * trace
-        return jnp.stack([dot(D[s], states(trace, 0)) for s in range(n)])
+            return times(D[0][0][None], trace)
+        return jnp.stack([add_up(map(times, D[s], states(trace, 0))) for s in range(n)])
 
     def contract(self, g: Any, trace: Any) -> Any:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
@@ -264,7 +264,7 @@ class Trace:
         lead = 1 + len(self.letters) - len(self.layout.w)
         num = self.group.num_state
         if g.size == trace.size:  # a bias: small
-            return jnp.sum(g * trace, axis=tuple(range(lead)))
+            return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
         return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
@@ -281,19 +281,17 @@ def _sum_fused(g: Any, trace: Any) -> Any:
 
     State by state: over both axes at once, XLA transposes the whole product first.
     """
-    return add_up(jnp.sum(a * b, axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
+    return add_up(jnp.sum(times(a, b), axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
 
 
 def _sum_on_cpu(g: Any, trace: Any) -> Any:
     """The same: XLA's loops over a leading axis are slow there, written out they are not."""
     g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
-    if g.shape[0] <= _WRITTEN_OUT:
-        one_by_one = ([jax.lax.slice_in_dim(a, m, m + 1) for m in range(len(a))] for a in (g, trace))
-        return jnp.squeeze(dot(*one_by_one), 0)
-    axes = list(range(1, trace.ndim))
-    kept = [a for a in axes if g.shape[a] != 1]
-    small = g.reshape(g.shape[0], *(g.shape[a] for a in kept))
-    return jnp.einsum(small, [0, *kept], trace, [0, *axes], axes)
+    if g.shape[0] > _WRITTEN_OUT:
+        zero = jnp.zeros(trace.shape[1:], trace.dtype)
+        return jax.lax.scan(lambda total, pair: (total + times(*pair), None), zero, (g, trace))[0]
+    one_by_one = ([jax.lax.slice_in_dim(a, m, m + 1) for m in range(len(a))] for a in (g, trace))
+    return jnp.squeeze(add_up(map(times, *one_by_one)), 0)
 
 
 _WRITTEN_OUT = 64
@@ -318,14 +316,15 @@ def add_up(terms: Iterable[Any]) -> Any:
     return reduce(operator.add, terms)
 
 
+def times(a: Any, trace: Any) -> Any:
+    """`a trace`, and zero where the trace is zero: nothing has reached that state yet, so how it goes on does
+    not matter, be it with a slope that is not finite (a root or a norm of a state that starts from zero)."""
+    return jnp.where(trace == 0, jnp.zeros((), trace.dtype), a * trace)
+
+
 def dot(a: States, b: States) -> Any:
     """`sum_s a[s] b[s]`."""
     return add_up(x * y for x, y in zip(a, b, strict=True))
-
-
-def sum_states(terms: Any, axis: int) -> Any:
-    """The sum over an axis of states: XLA reduces a short axis slowly on a CPU, and adds quickly."""
-    return add_up(states(terms, axis))
 
 
 def promoted(*arrays: Any) -> tuple[Any, ...]:
@@ -337,9 +336,13 @@ def promoted(*arrays: Any) -> tuple[Any, ...]:
 
 def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
     """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where there is no place."""
-    flat = places.ravel()
-    if not np.array_equal(flat, np.arange(np.prod(shape, dtype=int))):
-        q = jnp.take(q.reshape(*q.shape[:lead], -1), np.maximum(flat, 0), axis=-1)
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    axis = _repeated(places, numbers)
+    if axis is not None:  # gates side by side: XLA gathers slowly
+        q = jnp.concatenate([q] * (places.shape[axis] // shape[axis]), lead + axis)
+    elif not np.array_equal(places.ravel(), numbers.ravel()):
+        flat = places.ravel()
+        q = q.reshape(*q.shape[:lead], -1).at[..., np.maximum(flat, 0)].get(mode="promise_in_bounds")
         if np.any(flat < 0):
             q = jnp.where(jnp.asarray(flat >= 0), q, 0)
     return q.reshape(*q.shape[:lead], *places.shape)

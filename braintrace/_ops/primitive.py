@@ -40,7 +40,14 @@ class ETPPrimitive(_compat.Primitive):
         self.implementation = impl
         self._terms = terms
         self._merge = merge
+        self.is_known = impl.__module__.startswith(__package__)  # one of this package
+        self.checked: set[Any] = set()  # with what its letters were found to be right
         _compat.register_derived_rules(self, self.plain, self._vmapped)
+
+    @property
+    def merges(self) -> bool:
+        """Whether traces are kept for weights that are made from those given."""
+        return self._merge is not None
 
     def __call__(self, *inputs: Any, weights: Mapping[str, Any], **options: Any) -> Any:
         """Apply the operation; `weights` maps the names of the weights to values (None: left out).
@@ -89,6 +96,12 @@ class ETPPrimitive(_compat.Primitive):
         """The layout of the trace of each effective weight, for an output of `y_ndim` axes."""
         names, levels = params["names"], params["levels"]
         terms = self._terms(**_options(params)) if callable(self._terms) else self._terms
+        missing = [n for n in effective if n not in terms]
+        if missing:
+            raise ValueError(
+                f"The marked op `{self.name}` has a weight {missing[0]!r}, but letters for {list(terms)}. "
+                "Give them by name: `register_primitive(name, impl, {weight name: letters})`."
+            )
         inputs = tuple(level[: -len(names)] for level in levels)
         if self._merge is None:
             weights = {n: tuple(level[i - len(names)] for level in levels) for i, n in enumerate(names)}

@@ -106,7 +106,24 @@ def no_hidden_state():
     braintrace.D_RTRL(nn.Linear(3, 2)).compile_graph(jnp.ones(3))
 
 
+def state_that_grows():
+    learner = braintrace.D_RTRL(Moving(lambda y: y[..., :4]))
+    learner.compile_graph(jnp.ones((2, 3)))
+
+
+def forgotten_batch_size():
+    learner = learner_of()
+    learner.reset_state()
+    learner(jnp.ones((2, 3)))
+
+
 MISTAKES = {
+    "grows": (state_that_grows, "batch axis, initialise it with one"),
+    "forgotten": (forgotten_batch_size, r"`cell.h` has float\d+\[4\] and had float\d+\[2, 4\]"),
+    "trace type": (lambda: braintrace.D_RTRL(net(), trace_dtype=jnp.int32), "trace_dtype"),
+    "trace type name": (lambda: braintrace.ES_D_RTRL(net(), trace_dtype="foo"), "trace_dtype"),
+    "three decays": (lambda: braintrace.ES_D_RTRL(net(), (0.9, 0.8, 0.7)), "a pair"),
+    "option of reset": (lambda: learner_of().reset_state(batchsize=2), "batchsize"),
     "not compiled": (lambda: braintrace.D_RTRL(net())(jnp.ones((2, 3))), "compile_graph"),
     "other batch": (other_batch, "batch"),
     "batched call": (unbatched, "not compiled for inputs"),
@@ -182,6 +199,210 @@ def test_what_the_model_closes_over_may_change():
     for t, expected in zip((2.0, 4.0), (6.0, 15.0), strict=True):
         with brainstate.environ.context(t=t):
             np.testing.assert_allclose(learner(jnp.ones(3))[0], expected)
+
+
+WRONG = {  # an implementation, and letters that do not describe it
+    "swapped": (lambda x, weight: x @ weight, "i,oi->o"),
+    "squared": (lambda x, weight: x @ weight**2, "i,io->o"),
+    "not linear": (lambda x, weight: jnp.tanh(x @ weight), "i,io->o"),
+    "factor": (lambda x, weight: x**2 @ weight, "i,io->o"),
+    "rank": (lambda x, weight: x @ weight, "i,ioz->o"),
+    "name": (lambda x, w: x @ w, "i,io->o"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_letters_that_do_not_describe_an_op_are_refused(name):
+    implementation, letters = WRONG[name]
+    op = braintrace.register_primitive(f"wrong_{name.replace(' ', '_')}", implementation, letters)
+    names = implementation.__code__.co_varnames[1:2]
+
+    class Own(Moving):
+        def update(self, x):
+            self.h.value = 0.9 * self.h.value + op(x, weights={names[0]: self.w.value[:, :4]})
+            return self.h.value
+
+    with pytest.raises((braintrace.CompilationError, ValueError), match="letters"):
+        braintrace.D_RTRL(Own(None)).compile_graph(jnp.ones(3))
+
+
+class Moving(brainstate.nn.Module):
+    """A leaky state; what it is fed goes through a function that may be another one later."""
+
+    def __init__(self, pick, keep=lambda h: h):
+        super().__init__()
+        self.pick, self.keep = pick, keep
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 8)))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x):
+        h = 0.9 * self.keep(self.h.value)
+        self.h.value = h + self.pick(braintrace.matmul(x, self.w.value))
+        return jnp.tanh(self.h.value)
+
+
+def at_time(y):
+    return jax.lax.dynamic_slice(y, (brainstate.environ.get("i"),), (4,))
+
+
+ORDER = np.arange(4)
+OTHERS = {  # before and after
+    "slice": (lambda y: y[:4], lambda y: y[2:6]),
+    "order": (lambda y: y[:4][ORDER], lambda y: y[:4][ORDER[::-1]]),
+    "roll": (lambda y: jnp.roll(y[:4], 1), lambda y: jnp.roll(y[:4], 2)),
+    "new operation": (lambda y: y[:4], lambda y: jnp.flip(y[:4])),
+    "index of a loop": (at_time, at_time),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_traces_are_not_read_at_other_places(name):
+    learner = braintrace.D_RTRL(Moving(OTHERS[name][0]))
+    x = jnp.ones(3)
+    with brainstate.environ.context(i=0):
+        learner.compile_graph(x)
+        learner(x)
+    learner.model.pick = OTHERS[name][1]
+    with (
+        brainstate.environ.context(i=1),
+        pytest.raises(braintrace.CompilationError, match="has become another program"),
+    ):
+        learner(x)
+
+
+def test_the_report_is_of_the_model_as_it_is_now():
+    learner = braintrace.D_RTRL(Moving(lambda y: y[:4]))
+    learner.compile_graph(jnp.ones(3))
+    assert learner.report.exactness.exact
+    learner.model.keep = lambda h: h - 0.5 * jnp.mean(h)
+    with pytest.warns(UserWarning, match="reach other positions"):
+        learner(jnp.ones(3))
+    assert not learner.report.exactness.exact
+
+
+def test_other_forms_of_a_model_share_their_traces():
+    class Gated(Moving):
+        def update(self, x, gain, train=True):
+            return super().update(jnp.asarray(x, float) * (gain if train else 1.0))
+
+    def last(pair):
+        calls = [((x, 2.0), {}), ((x > 0, 3), {"train": False}), ((x.astype(jnp.float32), 2.0), {})]
+        for args, kwargs in calls:
+            pair.compile_graph(*args, **kwargs)
+        pair.reset_state()
+        return sum(jnp.sum(pair(*args, **kwargs) ** 2) for args, kwargs in calls)
+
+    x = data(1, None)[0][0]
+    found = []
+    for rule in (braintrace.D_RTRL, braintrace.BPTT):
+        learner = rule(Gated(lambda y: y[:4]))
+        found.append(brainstate.transform.grad(lambda: last(learner), learner.param_states)())  # noqa: B023
+        assert int(learner.running_index) == 3
+    assert agree(*found, 1e-10), difference(*found)
+
+
+def test_compiling_again_leaves_the_traces_to_a_jitted_step():
+    learner = learner_of()
+    xs, ys = data()
+    step = brainstate.transform.jit(lambda x, y: gradient_of_step(learner, x, y))
+    episodes = []
+    for _ in range(2):
+        episodes.append([step(x, y) for x, y in zip(xs, ys, strict=True)])
+        learner.compile_graph(xs[0])
+        learner.reset_state(BATCH)
+        learner.model.cell.h.value = learner.model.cell.h.value.astype(float)
+    assert equal(*episodes)
+
+
+def test_a_parameter_outside_the_model_is_learned_in_chunks_too():
+    outside = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 4)))
+
+    class Inner(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.h = brainstate.HiddenState(jnp.zeros(4))
+
+        def update(self, x):
+            self.h.value = 0.9 * self.h.value + braintrace.matmul(x, outside.value)
+            return jnp.tanh(self.h.value)
+
+    found = []
+    for size in (1, 4, None):
+        learner = braintrace.D_RTRL(Inner())
+        xs = data(batch_size=None)[0]
+        learner.compile_graph(xs[0])
+        step_fn = lambda x: jnp.sum(learner(x) ** 2)  # noqa: B023
+        found.append(learner.etrace_grad(xs, step_fn=step_fn, chunk_size=size, weights={"w": outside}))
+    assert jnp.abs(found[0]["w"]).max() > 0.1
+    assert all(agree(found[0], other, 1e-10) for other in found[1:])
+
+
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL, braintrace.RTRL])
+@pytest.mark.parametrize("size", [1, 2, None])
+def test_a_state_that_starts_where_it_has_no_slope(rule, size):
+    learner = rule(Moving(lambda y: y[:4], lambda h: h / (jnp.sqrt(jnp.mean(h**2)) + 1e-3)))
+    xs = data(batch_size=None)[0]
+    with warnings.catch_warnings(action="ignore"):
+        learner.compile_graph(xs[0])
+    grads = learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2), chunk_size=size)
+    assert jnp.all(jnp.isfinite(grads["w",]))
+    assert all(jnp.all(jnp.isfinite(st.value)) for st in learner.etrace_states.values())
+
+
+def test_averages_of_coarse_inputs_are_kept_in_the_type_of_the_weights():
+    xs = jnp.asarray(np.random.RandomState(0).rand(100, 3), jnp.bfloat16)
+    found = []
+    for given, size in ((xs.astype(jnp.float32), 1), (xs, 1), (xs, 7), (xs, None)):
+        model = Moving(lambda y: y[:4])
+        model.w.value, model.h.value = model.w.value.astype(jnp.float32), jnp.zeros(4, jnp.float32)
+        learner = braintrace.ES_D_RTRL(model, 0.99)
+        learner.compile_graph(given[0])
+        step_fn = lambda x: jnp.sum(learner(x))  # noqa: B023
+        found.append(learner.etrace_grad(given, step_fn=step_fn, chunk_size=size))
+    assert all(agree(found[0], other, 1e-4) for other in found[1:])
+
+
+def halved_before(learner):
+    def step(x):
+        learner.model.h.value = 0.5 * learner.model.h.value
+        return jnp.sum(learner(x))
+
+    return step
+
+
+def halved_after(learner):
+    def step(x):
+        loss = jnp.sum(learner(x))
+        learner.model.h.value = 0.5 * learner.model.h.value
+        return loss
+
+    return step
+
+
+def reset_before(learner):
+    def step(x):
+        learner.model.h.value = jnp.zeros(4)
+        learner.init_etrace_state()
+        return jnp.sum(learner(x))
+
+    return step
+
+
+def jitted_call(learner):
+    return lambda x: jnp.sum(brainstate.transform.jit(lambda x: learner(x))(x))
+
+
+@pytest.mark.parametrize("size", [1, None])
+@pytest.mark.parametrize("step", [halved_before, halved_after, reset_before, jitted_call])
+def test_a_state_assigned_beside_the_model_is_told_of(step, size):
+    learner = braintrace.D_RTRL(Moving(lambda y: y[:4]))
+    xs = data(batch_size=None)[0]
+    learner.compile_graph(xs[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learner.etrace_grad(xs, step_fn=step(learner), chunk_size=size)
+    told = any("assigns `h`" in str(w.message) for w in caught)
+    assert told == (step in (halved_before, halved_after))
 
 
 def test_states_are_found_again_and_reset():
@@ -286,7 +507,12 @@ def test_compiling_in_one_call_batched_and_vmapped():
             grads = brainstate.transform.grad(loss, params)()
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         found.append(total)
-    assert agree(*found, 1e-5), difference(*found)
+        learner.reset_state(BATCH)
+        again = brainstate.transform.grad(lambda: jnp.sum((learner(xs[0]) - ys[0]) ** 2), params)()  # noqa: B023
+        assert np.all(learner.running_index == 1)
+        found.append(again)
+    assert agree(found[0], found[2], 1e-5), difference(found[0], found[2])
+    assert agree(found[1], found[3], 1e-5), difference(found[1], found[3])
     with pytest.raises(ValueError, match="Unknown algorithm"):
         braintrace.compile(Net(), "snap", xs[0])
 
@@ -649,3 +875,13 @@ def test_averages_in_blocks_are_the_same(monkeypatch):
         found.append((grads, {k: st.value for k, st in learner.traces.items()}))
     assert agree(found[0][0], found[1][0], 1e-11)
     assert agree(found[0][1], found[1][1], 1e-11)
+
+
+@pytest.mark.parametrize(("axis", "count"), [(0, 5), (1, 4)])
+def test_a_norm_over_any_axis_takes_as_many_colours_as_it_mixes(axis, count):
+    learner = braintrace.D_RTRL(Moving(lambda y: (y - jnp.mean(y, axis, keepdims=True))[:, :4]))
+    learner.model.w.value = learner.model.w.value[:, :4]
+    learner.model.h.value = jnp.zeros((5, 4))
+    with warnings.catch_warnings(action="ignore"):
+        learner.compile_graph(jnp.ones((5, 3)))
+    assert [group.colouring[1] for group in learner.executor.groups] == [count]

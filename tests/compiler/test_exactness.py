@@ -55,7 +55,8 @@ def test_a_dropped_path_says_from_where_through_what_and_at_which_line(name, wei
 
 def test_the_words_of_a_verdict():
     assert str(verdict_of("leaky")) == (
-        "D_RTRL is exact here: its gradient is that of back-propagation through time."
+        "D_RTRL is exact here: the gradient of a loss of the model's outputs is that of back-propagation "
+        "through time."
     )
     text = str(verdict_of("gru"))
     assert text.startswith("D_RTRL is approximate here: 3 of 3 parameters miss some of their effect on later")
