@@ -40,7 +40,7 @@ class ETPPrimitive(_compat.Primitive):
         self.implementation = impl
         self._terms = terms
         self._merge = merge
-        self.is_known = impl.__module__.startswith(__package__)  # one of this package
+        self.is_known = str(getattr(impl, "__module__", None)).startswith(__package__)  # of this package
         self.checked: set[Any] = set()  # with what its letters were found to be right
         _compat.register_derived_rules(self, self.plain, self._vmapped)
 

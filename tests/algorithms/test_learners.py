@@ -280,6 +280,7 @@ def test_the_report_is_of_the_model_as_it_is_now():
     assert not learner.report.exactness.exact
 
 
+@pytest.mark.slow
 def test_other_forms_of_a_model_share_their_traces():
     class Gated(Moving):
         def update(self, x, gain, train=True):
@@ -301,6 +302,7 @@ def test_other_forms_of_a_model_share_their_traces():
     assert agree(*found, 1e-10), difference(*found)
 
 
+@pytest.mark.slow
 def test_compiling_again_leaves_the_traces_to_a_jitted_step():
     learner = learner_of()
     xs, ys = data()
@@ -314,6 +316,7 @@ def test_compiling_again_leaves_the_traces_to_a_jitted_step():
     assert equal(*episodes)
 
 
+@pytest.mark.slow
 def test_a_parameter_outside_the_model_is_learned_in_chunks_too():
     outside = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 4)))
 
@@ -327,18 +330,27 @@ def test_a_parameter_outside_the_model_is_learned_in_chunks_too():
             return jnp.tanh(self.h.value)
 
     found = []
-    for size in (1, 4, None):
+    for size in (1, 4):
         learner = braintrace.D_RTRL(Inner())
         xs = data(batch_size=None)[0]
         learner.compile_graph(xs[0])
         step_fn = lambda x: jnp.sum(learner(x) ** 2)  # noqa: B023
         found.append(learner.etrace_grad(xs, step_fn=step_fn, chunk_size=size, weights={"w": outside}))
     assert jnp.abs(found[0]["w"]).max() > 0.1
-    assert all(agree(found[0], other, 1e-10) for other in found[1:])
+    assert agree(*found, 1e-10), difference(*found)
 
 
-@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL, braintrace.RTRL])
-@pytest.mark.parametrize("size", [1, 2, None])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [
+        (braintrace.D_RTRL, 1),
+        (braintrace.D_RTRL, 2),
+        (braintrace.D_RTRL, None),
+        (braintrace.ES_D_RTRL, 1),
+        (braintrace.RTRL, 1),
+    ],
+)
 def test_a_state_that_starts_where_it_has_no_slope(rule, size):
     learner = rule(Moving(lambda y: y[:4], lambda h: h / (jnp.sqrt(jnp.mean(h**2)) + 1e-3)))
     xs = data(batch_size=None)[0]
@@ -349,10 +361,11 @@ def test_a_state_that_starts_where_it_has_no_slope(rule, size):
     assert all(jnp.all(jnp.isfinite(st.value)) for st in learner.etrace_states.values())
 
 
+@pytest.mark.slow
 def test_averages_of_coarse_inputs_are_kept_in_the_type_of_the_weights():
-    xs = jnp.asarray(np.random.RandomState(0).rand(100, 3), jnp.bfloat16)
+    xs = jnp.asarray(np.random.RandomState(0).rand(60, 3), jnp.bfloat16)
     found = []
-    for given, size in ((xs.astype(jnp.float32), 1), (xs, 1), (xs, 7), (xs, None)):
+    for given, size in ((xs.astype(jnp.float32), 1), (xs, 1), (xs, None)):
         model = Moving(lambda y: y[:4])
         model.w.value, model.h.value = model.w.value.astype(jnp.float32), jnp.zeros(4, jnp.float32)
         learner = braintrace.ES_D_RTRL(model, 0.99)
@@ -392,6 +405,7 @@ def jitted_call(learner):
     return lambda x: jnp.sum(brainstate.transform.jit(lambda x: learner(x))(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, None])
 @pytest.mark.parametrize("step", [halved_before, halved_after, reset_before, jitted_call])
 def test_a_state_assigned_beside_the_model_is_told_of(step, size):
@@ -494,6 +508,7 @@ def test_batched_and_vmapped_and_summed_samples_agree(rule):
     assert agree(batched, summed, 1e-12), difference(batched, summed)
 
 
+@pytest.mark.slow
 def test_compiling_in_one_call_batched_and_vmapped():
     xs, ys = (a.astype(jnp.float32) for a in data())
     found = []
@@ -863,6 +878,7 @@ def test_the_mean_divides_by_the_sum_of_the_mask():
     assert agree(*found, 1e-11)
 
 
+@pytest.mark.slow
 def test_averages_in_blocks_are_the_same(monkeypatch):
     xs, ys = data(7)
     found = []
