@@ -626,6 +626,7 @@ def test_chunks_change_no_number(rule, cell):
     assert not any(np.any(t) for t in traces.values())
 
 
+@pytest.mark.slow
 def test_windows_of_a_sequence():
     xs, ys = data(7)
     learner = learner_of(vjp_method="multi-step")
@@ -652,6 +653,7 @@ def test_evolving_advances_states_and_traces():
     assert int(learner.running_index) == LENGTH
 
 
+@pytest.mark.slow
 def test_what_evolve_returns_has_the_derivative_of_its_steps():
     learner, xs = learner_of(), data()[0]
     params = learner.model.states(brainstate.ParamState)
@@ -665,6 +667,7 @@ def test_what_evolve_returns_has_the_derivative_of_its_steps():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, truth)
 
 
+@pytest.mark.slow
 def test_evolve_takes_windows_and_may_be_part_of_a_step():
     learner, xs = learner_of(vjp_method="multi-step"), data()[0]
     windows = xs[:4].reshape(2, 2, *xs.shape[1:])
