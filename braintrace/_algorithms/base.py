@@ -390,7 +390,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         states = list(self.states().values())
         report = Bar() if progress is True else progress or None
-        found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
+        found = self._by_path()
         hidden = {show_path(p): found.get(p, st) for p, st in self.hidden_states.items()}
         watch = Watch(hidden if self.traces else {}, list(self.traces.values()))
         drive = Drive(
@@ -404,9 +404,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
             loss_output=loss_output,
             return_value=return_value,
         )
+        around, self._watch = self._watch, watch
         try:
             with contextlib.nullcontext() if report else unchanged_on_error(states):
-                self._watch = watch
                 grads, (losses, aux) = self._drive(drive)
                 if not keep_traces:
                     self.init_etrace_state()
@@ -415,7 +415,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 report.close()
             raise
         finally:
-            self._watch = None
+            self._watch = around
         return drive.result(grads, losses, aux)
 
     def etrace_evolve(
@@ -458,9 +458,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
+    def _by_path(self) -> dict[Path, brainstate.State]:
+        """The model's states as they are now."""
+        return {tuple(map(str, path)): st for path, st in self.model.states().items()}
+
     def _read(self, info: ModuleInfo) -> tuple[list[Any], list[list[Any]]]:
         """The leaves of the parameters, and of each other state, found by path."""
-        found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
+        found = self._by_path()
         params: list[Any] = []
         rest: list[list[Any]] = []
         for entry in info.entries:
@@ -470,7 +474,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _write(self, compiled: Compiled, leaves: list[list[Any]], values: Values, steps: int) -> None:
         """Store the new values of the states that are not parameters, of the traces and the counter."""
-        found = {tuple(map(str, p)): st for p, st in self.model.states().items()}
+        found = self._by_path()
         info = compiled.graph.module_info
         trees = [t for e, t in zip(info.entries, info.state_trees, strict=True) if not e.is_param]
         for entry, tree, new in zip(compiled.carried, trees, leaves, strict=True):

@@ -65,9 +65,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self._online(compiled).initial_values()
 
     def _agree(self, old: Compiled, new: Compiled) -> bool:
-        return super()._agree(old, new) and all(
-            a.key == b.key and a.means_the_same_as(b)
-            for a, b in zip(old.executor.traces, new.executor.traces, strict=True)
+        traces = [{t.key: t for t in c.executor.traces} for c in (old, new)]
+        return (
+            super()._agree(old, new)
+            and traces[0].keys() == traces[1].keys()
+            and all(t.means_the_same_as(traces[1][key]) for key, t in traces[0].items())
         )
 
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
@@ -122,7 +124,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         (total, traced), kept = over_chunks(run, (drive.zeros(), none), sequence, size)
         found = steps.online.by_path(steps.online.to_parameters(params, steps.consts, traced))
         paths = {id(e.state): e.path for e in steps.online.info.entries}  # those outside the model, too
-        paths |= {id(st): tuple(map(str, path)) for path, st in self.model.states().items()}
+        paths |= {id(st): path for path, st in self._by_path().items()}
         mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
         return {k: v if mine[k] is None else add_trees(v, mine[k]) for k, v in total.items()}, kept
 
