@@ -451,6 +451,7 @@ tail(
     h=(2, 4),
     exact=False,
 )
+tail("layer_norm_of_many", lambda y: (y - y.mean()) / jnp.sqrt(y.var() + 1e-5), y=8, h=8, exact=False)
 tail("layer_norm_rolled", lambda y: jnp.roll(y, 1) - y.mean(), to=[1, 2, 3, 0], exact=False)
 tail("softmax", jax.nn.softmax, exact=False)
 tail("cumsum", jnp.cumsum, exact=False)
@@ -1641,6 +1642,25 @@ def _(p, s, x):
     m = 0.9 * s.h + bt.matmul(x, p.w)
     h = (m - m.mean(-1, keepdims=True)) / (m.std(-1, keepdims=True) + 0.1)
     return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "mixing",
+    "norms_of_two_states",
+    "matmul w: c h",
+    groups="c h",
+    x=(2, 3),
+    w=(3, 7),
+    c=(2, 7),
+    h=(2, 7),
+    exact=False,
+)
+def _(p, s, x):
+    """One norm over features, one over the batch as well, and spikes with a slope of their own."""
+    c = 0.5 * s.c + bt.matmul(x, p.w) - vjp_spike(s.h)
+    c = c / jnp.sqrt(jnp.mean(c**2, -1, keepdims=True) + 0.1)
+    h = 0.3 * s.h * c - 0.2 * jnp.mean(vjp_spike(c))
+    return {"c": c, "h": h}, jnp.tanh(h)
 
 
 @case("mixing", "softmax_of_state", "matmul w: h", exact=False)

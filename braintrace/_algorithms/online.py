@@ -292,7 +292,7 @@ class Online:
         needed = 0  # it is kept, propagated through time, and laid out for one product
         for local in self.executor.groups:
             each = local.group.num_state * _bytes(local.group.hidden_outvars[0].aval)
-            needed += each * max(local.group.num_state, local.colouring[1])
+            needed += each * max(local.group.num_state, local.num_pulled)
         for relation in self.executor.graph.hidden_param_op_relations:
             site = relation.site
             needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])

@@ -4,7 +4,8 @@ The step is evaluated with `y = op(x, w) + p` at each site, where only `p` and t
 Where each element of `p` and of the old states reaches at most one hidden position, pulling back ones on
 one state at a time gives a row of `D` and the `J` of all sites. Where elements reach several positions,
 positions are coloured so that no element reaches two of one colour, and each colour is pulled back
-alone: the blocks are true diagonals, never sums. Broadcasts, and loops without a reverse mode, are pushed
+alone: the blocks are true diagonals, never sums. What mixes through a few sums only, such as a norm, goes
+through these (`necks`). Broadcasts, and loops without a reverse mode, are pushed
 forwards instead, coloured by their sources.
 """
 
@@ -27,6 +28,7 @@ from .._compiler.program import Site, Var, View, World, evaluate
 from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while
+from .necks import Necks, through
 from .traces import Rows, States, states
 
 _PLAIN = "old states only"  # the world of other groups' new states: no site varies there
@@ -121,8 +123,24 @@ class LocalGroup:
     def _width_at_states(self, came: dict[Var, Reach]) -> int:
         return max(1, *(came[v].width if v in came else 1 for v in self.group.hidden_outvars))
 
-    def step(self, env: Mapping[Var, Any]) -> Callable[[list[Any], dict[int, Any]], list[Any]]:
-        """The group's new states as a function of its old ones and of what is added at its sites."""
+    @cached_property
+    def necks(self) -> Necks | None:
+        """The necks through which the step mixes, where that takes fewer pull-backs than colours do."""
+        if self.forward_only or self.colouring[1] < 4:
+            return None
+        found = Necks.find(self.graph, self.group, self.fed_by, self.varies)
+        return found if found is not None and 1 + 2 * len(found.all) < self.colouring[1] else None
+
+    @property
+    def num_pulled(self) -> int:
+        """How many arrays of each state and site it takes to get the Jacobians."""
+        return self.colouring[1] if self.necks is None else 1 + 2 * len(self.necks.all)
+
+    def step(self, env: Mapping[Var, Any], targets: Sequence[Var] = ()) -> Callable[..., list[Any]]:
+        """The group's new states, or `targets`, from its old ones and from what is added at its sites.
+
+        It takes the values of necks, too, if they are to be held.
+        """
         program = self.graph.module_info.program
         home = {v: g.index for g in self.graph.hidden_groups for v in g.hidden_outvars}
         world: World = self.group.index
@@ -132,7 +150,7 @@ class LocalGroup:
             other = reader == world and home.get(var, world) != world
             return (_PLAIN if other else reader), None
 
-        def function(old: list[Any], added: dict[int, Any]) -> list[Any]:
+        def function(old: list[Any], added: dict[int, Any], held: Sequence[Any] = ()) -> list[Any]:
             def leaf(site: Site, at: World) -> Any:
                 y = env[site.output]
                 return y + added[site.index] if at == world and site.index in mine else y
@@ -141,7 +159,10 @@ class LocalGroup:
                 y = site.primitive.bind(*map(jax.lax.stop_gradient, vals), **site.params)
                 return (y if site_in is None else y + site_in), None
 
-            known = _Known(env, self.varies, dict(zip(self.group.hidden_invars, old, strict=True)))
+            given = dict(zip(self.group.hidden_invars, old, strict=True))
+            if held and self.necks is not None:
+                given.update(zip((neck.var for neck in self.necks.all), held, strict=True))
+            known = _Known(env, self.varies, given)
             view = View(
                 known=known,
                 at_site=lambda site, at: at_site,
@@ -149,7 +170,7 @@ class LocalGroup:
                 site_ins=added,
                 leaf=leaf,
             )
-            return evaluate(program, [(v, world) for v in self.group.hidden_outvars], view)
+            return evaluate(program, [(v, world) for v in targets or self.group.hidden_outvars], view)
 
         return function
 
@@ -163,6 +184,8 @@ class LocalGroup:
         added = {r.site.index: jnp.zeros(r.site.shape, r.site.output.aval.dtype) for r, _ in self.fed_by}
         if self.forward_only:
             return self._pushed(step, old, added)
+        if self.necks is not None:
+            return self._through(self.necks, env, old, added)
         new, pull = jax.vjp(step, old, added)
         D, J = self._pulled(new, pull)
         for r, m in self.fed_by:
@@ -170,6 +193,24 @@ class LocalGroup:
                 push = self._transposed(new, pull, r.site.index)
                 J[r.site.index] = self._pick(push, r.site.shape, m.source_width or 1, m)
         return D, J
+
+    def _through(
+        self, necks: Necks, env: Mapping[Var, Any], old: list[Any], added: dict[int, Any]
+    ) -> tuple[Rows | None, dict[int, States]]:
+        """The same, where all that mixes goes through necks."""
+        held = [env[neck.var] for neck in necks.all]
+        new, pull = jax.vjp(self.step(env), old, added, held)
+        _, back = jax.vjp(self.step(env, [neck.var for neck in necks.all]), old, added)
+        forth = jax.linear_transpose(lambda cts: pull(cts)[2], new)
+        D: list[list[Any]] = []
+        J: dict[int, list[Any]] = {i: [] for i in added}
+        for state in range(self.group.num_state):
+            dh, dp, _ = pull(self._one_state(new, state, jnp.ones(self.group.varshape, bool)))
+            D.append([_select(d[None], None, kept) for d, kept in zip(dh, necks.old, strict=True)])
+            for i in J:
+                J[i].append(_select(dp[i][None], None, necks.sites[i]))
+        D, J = through(necks, self.fed_by, D, J, held, back, lambda tangents: forth(tangents)[0])
+        return D if self.has_memory else None, dict(J)
 
     # -- backwards ---------------------------------------------------------------------------------
 

@@ -319,7 +319,9 @@ def add_up(terms: Iterable[Any]) -> Any:
 def times(a: Any, trace: Any) -> Any:
     """`a trace`, and zero where the trace is zero: nothing has reached that state yet, so how it goes on does
     not matter, be it with a slope that is not finite (a root or a norm of a state that starts from zero)."""
-    return jnp.where(trace == 0, jnp.zeros((), trace.dtype), a * trace)
+    product = a * trace
+    trace = jnp.broadcast_to(trace, product.shape)
+    return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
 
 
 def dot(a: States, b: States) -> Any:

@@ -904,3 +904,13 @@ def test_a_norm_over_any_axis_takes_as_many_colours_as_it_mixes(axis, count):
     with warnings.catch_warnings(action="ignore"):
         learner.compile_graph(jnp.ones((5, 3)))
     assert [group.colouring[1] for group in learner.executor.groups] == [count]
+
+
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_a_wide_norm_goes_through_its_sums(axis):
+    learner = braintrace.D_RTRL(Moving(lambda y: y / jnp.sqrt(1 + jnp.mean(y**2, axis, keepdims=True))))
+    learner.model.h.value = jnp.zeros((20, learner.model.w.value.shape[1]))
+    with warnings.catch_warnings(action="ignore"):
+        learner.compile_graph(jnp.ones((20, 3)))
+    (group,) = learner.executor.groups
+    assert group.num_pulled == 3 < group.colouring[1]

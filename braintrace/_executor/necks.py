@@ -1,0 +1,141 @@
+"""Necks: the few numbers through which a step mixes the positions of a group, such as the sums of a norm.
+
+With the necks `n` held fixed each element reaches a single position, and
+
+    dh[i]/dp[i] = (dh[i]/dp[i] with n held) + sum_n dh[i]/dn dn/dp[i]
+
+takes one pull-back, and two for each neck, instead of one for each position that is mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.graph import ETraceGraph
+from .._compiler.groups import HiddenGroup
+from .._compiler.links import Array
+from .._compiler.positions import Positions
+from .._compiler.program import Var
+from .._compiler.reach import Reach, SiteReach
+from .._compiler.relation import HiddenParamOpRelation, PositionMap
+
+FedBy = Sequence[tuple[HiddenParamOpRelation, PositionMap]]
+
+
+@dataclass(frozen=True, eq=False)
+class Neck:
+    """One neck: which number of it an element has to do with (-1: none)."""
+
+    var: Var
+    new: list[Array]  # each position of each new state
+    old: list[Array]  # each position of each old state
+    sites: dict[int, Array]  # each element of the outputs of sites
+
+
+@dataclass(frozen=True, eq=False)
+class Necks:
+    """All necks of a group, and where an element reaches its own position with the necks held."""
+
+    all: list[Neck]
+    old: list[Array]
+    sites: dict[int, Array]
+
+    @staticmethod
+    def find(graph: ETraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
+        """The necks of a group; None if there are none, or if it mixes otherwise, too."""
+        program = graph.module_info.program
+        own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
+        plain = all(not h.grouped and np.array_equal(h.positions, own) for h in group.hidden)
+        if (
+            not plain
+            or jnp.issubdtype(group.dtype, jnp.complexfloating)
+            or any(m.on_hidden for _, m in fed_by)
+        ):
+            return None
+        positions = Positions(program)
+        starts = {v: Reach.at(own) for v in group.hidden_outvars}
+        on_the_way, _ = positions.reaches(starts)
+        if any(v in on_the_way and v in varies for v in _others(graph, group)):
+            return None
+        nodes = [n for n in program.nodes if n.primitive.name.startswith("reduce_") and len(n.outputs) == 1]
+        found = [v for n in nodes for v in n.outputs if v in varies and v in on_the_way]
+        old, sites = positions.reaches(starts, lambda v: v in found)
+        direct = _numbers(old, sites, group, fed_by)
+        if not found or direct is None:
+            return None
+        necks = []
+        for var in found:
+            shape = var.aval.shape
+            number = {var: Reach.at(np.arange(np.prod(shape, dtype=int)).reshape(shape))}
+            back = _numbers(*positions.reaches(number), group, fed_by)
+            came = positions.sources(number, {}, lambda v: v in found)
+            new = [_number(came.get(v), group.varshape) for v in group.hidden_outvars]
+            if back is None or any(a is None for a in new):
+                return None
+            necks.append(Neck(var, [a for a in new if a is not None], *back))
+        held_sites = {r.site.index: (direct[1][r.site.index] == m.map) & (m.map >= 0) for r, m in fed_by}
+        return Necks(necks, [a == own for a in direct[0]], held_sites)
+
+
+def _others(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
+    return [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+
+
+def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
+    """The one number that each element reaches (-1: none); None if one reaches several."""
+    if reach is None:
+        return np.full(shape, -1)
+    return None if reach.width > 1 else np.where(reach.highest >= 0, reach.lowest, -1)
+
+
+def _numbers(
+    env: dict[Var, Reach], sites: SiteReach, group: HiddenGroup, fed_by: FedBy
+) -> tuple[list[Array], dict[int, Array]] | None:
+    """The same for the old states and the sites of a group."""
+    old = [_number(env.get(h.invar), group.varshape) for h in group.hidden]
+    at = {r.site.index: _number(sites.get(r.site.index), r.site.shape) for r, _ in fed_by}
+    if any(a is None for a in (*old, *at.values())):
+        return None
+    return [a for a in old if a is not None], {i: a for i, a in at.items() if a is not None}
+
+
+def through(
+    necks: Necks,
+    fed_by: FedBy,
+    D: list[list[Any]],
+    J: dict[int, list[Any]],
+    values: Sequence[Any],
+    pull: Callable[[list[Any]], tuple[list[Any], dict[int, Any]]],
+    push: Callable[[list[Any]], list[Any]],
+) -> tuple[list[list[Any]], dict[int, list[Any]]]:
+    """The Jacobians with necks held, and what goes through each neck.
+
+    `pull` takes cotangents of the necks to the old states and the sites, `push` tangents of them to the new
+    states; `values` are the necks' own.
+    """
+    for k, neck in enumerate(necks.all):
+        ones = [jnp.full_like(v, i == k) for i, v in enumerate(values)]
+        (dold, dsites), dnew = pull(ones), push(ones)
+        for s, (new, at) in enumerate(zip(dnew, neck.new, strict=True)):
+            for c, (old, of) in enumerate(zip(dold, neck.old, strict=True)):
+                D[s][c] = D[s][c] + _where((at == of) & (of >= 0), new * old, D[s][c].dtype)
+            for r, m in fed_by:
+                i, places = r.site.index, np.maximum(m.map, 0).ravel()
+                same = (
+                    (at.ravel()[places].reshape(m.map.shape) == neck.sites[i])
+                    & (neck.sites[i] >= 0)
+                    & (m.map >= 0)
+                )
+                there = new.ravel()[places].reshape(m.map.shape)
+                J[i][s] = J[i][s] + _where(same, there * dsites[i], J[i][s].dtype)
+    return D, J
+
+
+def _where(kept: Array, value: Any, dtype: Any) -> Any:
+    value = value.astype(dtype)
+    return value if np.all(kept) else jnp.where(jnp.asarray(kept), value, jnp.zeros_like(value))
