@@ -43,10 +43,11 @@ class Compiled:
     """One compiled form of a model: its graph and the functions made from it."""
 
     graph: ETraceGraph
+    reduced: Callable[[ETraceGraph], ETraceGraph] = lambda graph: graph  # to what the rule needs traces of
 
     @cached_property
     def executor(self) -> ETraceGraphExecutor:
-        return ETraceGraphExecutor(self.graph)
+        return ETraceGraphExecutor(self.reduced(self.graph))
 
     @property
     def carried(self) -> list[StateEntry]:
@@ -90,7 +91,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         args, kwargs = one_step(args, kwargs)
         key = self._key(args, kwargs)
         if key not in self._examples:
-            self._compiled[key] = Compiled(self._compile(args, kwargs))
+            self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
             self._examples[key] = jax.tree.map(_struct, (args, kwargs))
         self._current = key
         states = [id(st) for st in self.model.states().values()]
@@ -102,15 +103,23 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _adopt(self, graph: ETraceGraph, args: Any) -> Compiled:
         """Take over a graph that was compiled for these arguments; the traces are the caller's affair."""
         key = self._key(args, {})
-        self._compiled[key], self._examples[key], self._current = Compiled(graph), (args, {}), key
+        self._compiled[key], self._examples[key], self._current = (
+            Compiled(graph, self._reduced),
+            (args, {}),
+            key,
+        )
         return self._compiled[key]
+
+    def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
+        """The graph with only the states that the rule needs traces of."""
+        return graph
 
     def _form(self, key: Any) -> Compiled:
         """The compiled form for a key; a copy or a restored learner makes its own when it is first used."""
         if key not in self._compiled:
             args, kwargs = self._examples[key]
             with warnings.catch_warnings(action="ignore"):
-                self._compiled[key] = Compiled(self._compile(args, kwargs))
+                self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
         return self._compiled[key]
 
     def __reduce__(self) -> Any:
@@ -324,7 +333,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         compiled = self._lookup(one_args, one_kwargs)
         consts = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
         if consts is None:  # the same shapes, but another program: the model closes over something else now
-            before, compiled = compiled, Compiled(self._compile(one_args, one_kwargs))
+            before, compiled = compiled, Compiled(self._compile(one_args, one_kwargs), self._reduced)
             if not self._agree(before, compiled):
                 raise CompilationError(
                     "The model has become another program since `compile_graph`: its marked ops reach other "

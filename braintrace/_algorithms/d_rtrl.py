@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class DRule:
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in)."""
 
     dtype: Any = None
+    follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""

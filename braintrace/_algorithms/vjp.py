@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import ETraceGraph, compile_etrace_graph
+from .._compiler.memory import remembering
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
 from .base import Compiled, ETraceAlgorithm
@@ -57,6 +58,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         graph = compile_etrace_graph(self.model, *args, **kwargs)
         check_own_ops(find_traces(graph.hidden_param_op_relations))
         return graph
+
+    def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
+        alike = getattr(self.rule, "follows_chains", False) and self.vjp_method == "single-step"
+        return remembering(graph) if alike else graph
 
     def _online(self, compiled: Compiled) -> Online:
         return Online(compiled.executor, self.rule)

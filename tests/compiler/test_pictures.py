@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import braintrace as bt
+from braintrace._compiler.memory import remembered
 from braintrace._compiler.pictures.cards import make_cards
 from braintrace._compiler.pictures.flow import read_flow
 from braintrace._compiler.pictures.layout import lay_out
@@ -240,7 +241,7 @@ def test_names_cannot_break_out_of_a_page():
     assert "Exact." in page
 
 
-@pytest.mark.parametrize("name", ["lru_complex", *list(CASES)[:: len(CASES) // 10]])
+@pytest.mark.parametrize("name", ["lru_complex", "lstm", *list(CASES)[:: len(CASES) // 10]])
 def test_sizes_are_those_of_the_traces(name):
     case = CASES[name]
     model, x = case.build(), as_args(case.x(np.random.RandomState(0)))
@@ -250,7 +251,8 @@ def test_sizes_are_those_of_the_traces(name):
             learner = rule(model)
             learner.compile_graph(*x)
         found[rule] = sum(v.value.nbytes for k, v in learner.etrace_states.items() if k != "steps")
-    sizes = [trace_sizes(r) for r in learner.graph.hidden_param_op_relations]
+    kept = remembered(learner.graph)
+    sizes = [trace_sizes(r, kept) for r in learner.graph.hidden_param_op_relations]
     assert sum(s.d_rtrl for s in sizes) == found[bt.D_RTRL]
     assert sum(s.es_d_rtrl for s in sizes) == found[bt.ES_D_RTRL]
 

@@ -40,6 +40,9 @@ def _of_group(box: Box, params: Note) -> Note:
     note = [("", f"Hidden group {group.index}"), *states]
     note += [("positions", str(list(group.varshape))), ("states at each", str(group.num_state))]
     note += [("memory", local)]
+    if box.remembered is not None and len(box.remembered.hidden) < len(group.hidden):
+        names = ", ".join(map(show_path, box.remembered.hidden_paths))
+        note += [("traces of", f"{names}; the rest is made anew each step (D_RTRL by single steps)")]
     return [*note, *((f"within-step {name}", text) for name, text in params)]
 
 

@@ -19,6 +19,7 @@ from ..._compat import primitives
 from ..diagnostics import DiagnosticKind, show_path
 from ..graph import ETraceGraph
 from ..groups import HiddenGroup
+from ..memory import remembered
 from ..module_info import ModuleInfo, Path
 from ..program import Atom, Node, Program, Site, Var
 from ..provenance import goals, provenance
@@ -43,6 +44,7 @@ class Box:
     relation: HiddenParamOpRelation | None = None
     group: HiddenGroup | None = None
     sizes: Sizes | None = None
+    remembered: HiddenGroup | None = None  # what of a group has traces
 
     @property
     def op(self) -> str:
@@ -104,6 +106,7 @@ class _Reader:
         self.env: dict[Var, int] = {}
         self.plain: dict[int, Box] = {}  # by the node that made it
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
+        self.remembered = remembered(graph)
         self.param_bits = 0
         hidden = [h for g in graph.hidden_groups for h in g.hidden]
         number = {h.outvar: i for i, h in enumerate(hidden)}
@@ -190,7 +193,9 @@ class _Reader:
             return
         bits = self.env[var]
         key = f"group:{group.index}"
-        box = self.boxes.get(key) or Box(key, "group", var.index, group=group)
+        box = self.boxes.get(key) or Box(
+            key, "group", var.index, group=group, remembered=self.remembered[group.index]
+        )
         self.env[var] = self.add(box, bits & ~self.param_bits)
         for name in self.names(bits):
             self.with_param(box, name)
@@ -205,7 +210,7 @@ class _Reader:
             shape=show_aval(site.output.aval),
             site=site,
             relation=relation,
-            sizes=trace_sizes(relation) if relation is not None else None,
+            sizes=trace_sizes(relation, self.remembered) if relation is not None else None,
         )
         bits = self.data(site.inputs[: site.num_inputs])
         weights = self.union(site.weights.values())

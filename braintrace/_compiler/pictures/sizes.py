@@ -1,12 +1,13 @@
 """What the traces of a site cost, read off index letters; nothing is computed or allocated.
 
-D_RTRL      states x (letters of y and w)                     a trace of every weight
+D_RTRL      states that remember x (letters of y and w)       a trace of every weight
 ES_D_RTRL   the input, and states x (positions of y)          two averages
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class Sizes:
     shapes: dict[tuple[str, int], Shape]  # by weight and group
 
 
-def trace_sizes(relation: HiddenParamOpRelation) -> Sizes:
-    """What a relation's traces cost."""
+def trace_sizes(relation: HiddenParamOpRelation, remembered: Mapping[int, HiddenGroup]) -> Sizes:
+    """What a relation's traces cost; `remembered` are the states of each group that have traces."""
     site = relation.site
     y = jnp.dtype(site.output.aval.dtype)
     inputs = [
@@ -46,7 +47,10 @@ def trace_sizes(relation: HiddenParamOpRelation) -> Sizes:
         if layout.x is not None:
             factor = jax.eval_shape(lambda *a, layout=layout: layout.factor(a)[0], *inputs)
         for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True):
-            shape = _shape(relation, layout, weights[name], inputs, group, positions)
+            shape = (
+                remembered[group.index].num_state,
+                *_shape(relation, layout, weights[name], inputs, group, positions),
+            )
             shapes[name, group.index] = shape
             d_rtrl += _count(shape) * _promoted(_of_jacobian(y, group), factor).itemsize
         if factor is not None:
@@ -106,7 +110,7 @@ def _shape(
         same = not positions.on_hidden and not layout.y_is_viewed and _is_constant(positions.map, axis)
         if letter not in layout.w and not same:
             lead.append(n)
-    return (group.num_state, *lead, *w)
+    return (*lead, *w)
 
 
 def _is_constant(places: Any, axis: int) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..diagnostics import DiagnosticLevel, show_path
 from ..groups import HiddenGroup
+from ..memory import remembered
 from ..relation import HiddenParamOpRelation
 from .flow import op_name, show_aval, show_unit
 from .sizes import show_bytes, trace_sizes
@@ -23,11 +24,12 @@ def make_tree(report: CompilationReport) -> Tree:
 
     graph = report.graph
     root = Tree(_text((type(graph.module_info.model).__name__, "bold"), f"  {report.in_short()}"))
+    kept = remembered(graph)
     for group in graph.hidden_groups:
-        branch = root.add(_group(group))
+        branch = root.add(_group(group, kept[group.index]))
         for relation in graph.hidden_param_op_relations:
             if group in relation.hidden_groups:
-                branch.add(_site(relation, group))
+                branch.add(_site(relation, group, kept))
     if report.excluded_weights:
         branch = root.add(_text(("gradient within the step only", "bold yellow")))
         shapes = {e.path: ", ".join(show_aval(v.aval) for v in e.invars) for e in graph.module_info.params}
@@ -47,16 +49,17 @@ def make_tree(report: CompilationReport) -> Tree:
     return root
 
 
-def _group(group: HiddenGroup) -> Text:
+def _group(group: HiddenGroup, kept: HiddenGroup) -> Text:
     states = "   ".join(
         f"{show_path(h.path)} {show_aval(h.invar.aval)} {show_unit(h.state.value)}".rstrip()
+        + " (made anew each step)" * (h not in kept.hidden)
         for h in group.hidden
     )
     return _text((f"group {group.index}", "bold magenta"), f"  {states}")
 
 
-def _site(relation: HiddenParamOpRelation, group: HiddenGroup) -> Text:
-    site, sizes = relation.site, trace_sizes(relation)
+def _site(relation: HiddenParamOpRelation, group: HiddenGroup, kept: dict[int, HiddenGroup]) -> Text:
+    site, sizes = relation.site, trace_sizes(relation, kept)
     names = ", ".join(show_path(p) for p in relation.param_paths)
     shapes = ", ".join(show_aval(w.aval) for w in site.weights.values())
     classes = {

@@ -1,0 +1,74 @@
+"""Which states of a group need traces: those that remember.
+
+A state whose old value only marked ops read, such as the output of an LSTM or the last spikes of a recurrent
+layer, carries nothing from step to step along the paths that traces follow. It is a function of the other
+states and of the ops of the same step, so that its derivative within the step gives the same gradient as
+a trace of its own would, for half of the memory where a group has two states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from .graph import ETraceGraph
+from .groups import HiddenGroup
+from .module_info import Hidden
+from .positions import Positions
+from .program import Atom, Var
+from .reach import Reach
+
+
+def remembering(graph: ETraceGraph) -> ETraceGraph:
+    """The graph with only the states that remember in each group.
+
+    A group stays as it is if none of its states does, or if it mixes positions: then a trace keeps the
+    diagonal of what the derivative within the step has whole.
+    """
+    positions = Positions(graph.module_info.program)
+    changed = {g: _reduced(graph, g, positions) for g in graph.hidden_groups}
+    return graph._replace(
+        hidden_groups=type(graph.hidden_groups)(changed.values()),
+        hidden_param_op_relations=type(graph.hidden_param_op_relations)(
+            replace(r, hidden_groups=[changed[g] for g in r.hidden_groups])
+            for r in graph.hidden_param_op_relations
+        ),
+    )
+
+
+def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
+    """Of each group, by its number, the states that have traces."""
+    return {g.index: g for g in remembering(graph).hidden_groups}
+
+
+def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions) -> HiddenGroup:
+    maps = [
+        m
+        for r in graph.hidden_param_op_relations
+        for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
+        if g is group
+    ]
+    if len(group.hidden) == 1 or not group.is_local or not all(m.complete for m in maps):
+        return group
+    kept = [_remembers(graph, group, h, positions) for h in group.hidden]
+    if not any(kept) or all(kept):
+        return group
+    pairs = [(h, r) for h, r, k in zip(group.hidden, group.within, kept, strict=True) if k]
+    return replace(group, hidden=tuple(h for h, _ in pairs), within=tuple(r for _, r in pairs))
+
+
+def _remembers(graph: ETraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
+    """Whether the old value is read otherwise than by marked ops, or the new one by another group."""
+    info = graph.module_info
+    ends = [*info.out_atoms, *(a for e in info.entries if not e.is_param for a in e.outvars)]
+    others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+    shared = any(h is not hidden and h.outvar is hidden.outvar for h in group.hidden)
+    return shared or _reaches(positions, hidden.invar, ends) or _reaches(positions, hidden.outvar, others)
+
+
+def _reaches(positions: Positions, var: Var, ends: Sequence[Atom]) -> bool:
+    numbers = np.arange(np.prod(var.aval.shape, dtype=int)).reshape(var.aval.shape)
+    came = positions.sources({var: Reach.at(numbers)}, {})
+    return any(isinstance(a, Var) and a in came for a in ends)
