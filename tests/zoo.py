@@ -363,6 +363,23 @@ def _complex(draw: Draw) -> brainstate.State:
     return brainstate.HiddenState(lax.complex(draw(4), draw(4)))
 
 
+@case(
+    "complex",
+    "gain_of_complex",
+    "matmul b: g z; matmul a: z",
+    groups="g z",
+    a=(3, 4),
+    b=(3, 4),
+    g=4,
+    z=_complex,
+)
+def _(p, s, x):
+    """A real state beside a complex one."""
+    g = 0.9 * s.g + jnp.tanh(bt.matmul(x, p.b))
+    z = lax.complex(0.7 * g, 0.4 * g) * s.z + bt.matmul(x, p.a).astype(s.z.dtype)
+    return {"g": g, "z": z}, z.real + z.imag**2
+
+
 @case("complex", "lru_complex", "element_wise nu: h; matmul wre: h", nu=4, wre=(3, 4), wim=(3, 4), h=_complex)
 def _(p, s, x):
     r = jnp.exp(-jnp.exp(bt.element_wise(p.nu)))
@@ -1500,6 +1517,44 @@ def _(p, s, x):
 @case("spike", "custom_vjp", "matmul w: h")
 def _(p, s, x):
     h = vjp_tanh(0.9 * s.h + vjp_tanh(bt.matmul(x, p.w)))
+    return {"h": h}, jnp.tanh(h)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return (x > 0).astype(x.dtype)
+
+
+straight_through.defvjp(
+    lambda x: (straight_through(x), x), lambda x, g: jax.vjp(lambda x: jax.nn.softmax(x, -1), x)[1](g)
+)
+
+
+@jax.custom_jvp
+def fires(v, threshold):
+    return (v > 0.2).astype(v.dtype)
+
+
+fires.defjvp(lambda xs, ts: (fires(*xs), (ts[0] - ts[1]) / (1 + jnp.abs(xs[0] - xs[1])) ** 2))
+
+
+@jax.custom_vjp
+def winner(x):
+    return (x == x.max(-1, keepdims=True)).astype(x.dtype)
+
+
+winner.defvjp(lambda x: (winner(x), x), lambda x, g: (g / (1 + jnp.abs(x)) ** 2,))
+
+
+tail("rule_mixes", straight_through, exact=False)
+tail("rule_mixes_batched", straight_through, x=(2, 3), h=(2, 4), exact=False)
+tail("only_the_function_mixes", winner)
+tail("rule_reads_more", lambda y: fires(jnp.ones_like(y), y))
+
+
+@case("spike", "rule_of_state_mixes", "matmul w: h", exact=False)
+def _(p, s, x):
+    h = 0.9 * s.h - 0.5 * straight_through(s.h) + bt.matmul(x, p.w)
     return {"h": h}, jnp.tanh(h)
 
 

@@ -222,6 +222,11 @@ class _Verdict:
                 node = next(iter(record.context["nodes"]), None)
                 what = f"how {label} acts on other units of {self._states(bits)} beyond the step"
                 yield from each(what, bits, *_named(node, "by"))
+            info = self.graph.module_info
+            made = [v for n in info.program.nodes if relation.site in n.sites for v in n.outputs]
+            if bits & self.flows.live and (turned := not_complex_linear(group, info, made)):
+                what = f"what {label} passes on that is not complex-linear"
+                yield from each(what, bits, *_named(turned[0], "by"))
             if (
                 self.rule.averages is not None
                 and bits & self.harmful

@@ -67,7 +67,8 @@ class HiddenGroup:
 
     @property
     def dtype(self) -> Any:
-        return jnp.result_type(*[h.invar.aval.dtype for h in self.hidden])
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.result_type(*[h.invar.aval.dtype for h in self.hidden])
 
     @cached_property
     def is_local(self) -> bool:
@@ -191,25 +192,35 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
     ]
 
 
-def not_complex_linear(group: HiddenGroup, info: ModuleInfo) -> list[Node]:
-    """The nodes on the way of a complex state that have no complex derivative."""
+def not_complex_linear(
+    group: HiddenGroup, info: ModuleInfo, sources: Sequence[Var] | None = None
+) -> list[Node]:
+    """The nodes on the way to a complex state that have no complex derivative.
 
-    def is_complex(atom: Any) -> bool:
-        return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
-
-    if not any(map(is_complex, group.hidden_invars)):
+    The way begins at the old states, or at `sources`.
+    """
+    if not any(map(_is_complex, group.hidden_invars)):
         return []
-    nodes = between(info.program, group.hidden_invars, group.hidden_outvars)
-    return [
-        n
-        for n in nodes
-        if n.primitive.name in ("abs", "conj", "imag", "real") and any(map(is_complex, n.inputs))
-    ]
+    first = group.hidden_invars if sources is None else sources
+    nodes = between(info.program, first, group.hidden_outvars)
+    nodes += [n for n in info.program.nodes if n.inner and any(v in first for v in n.outputs)]
+    return [n for n in nodes if _has_no_complex_derivative(n)]
+
+
+def _is_complex(atom: Any) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
+
+
+def _has_no_complex_derivative(node: Node) -> bool:
+    if node.primitive.name in ("abs", "conj", "imag", "real") and any(map(_is_complex, node.inputs)):
+        return True
+    return any(_has_no_complex_derivative(n) for program in node.inner for n in program.nodes)
 
 
 def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[CompilationRecord]:
     records = []
     loops = any(has_while(node) for node in info.program.nodes)
+    sites = [v for node in info.program.nodes if node.sites for v in node.outputs]
     for group in groups:
         names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
         paths = tuple(group.hidden_paths)
@@ -236,13 +247,14 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                     context={"sources": [n.source for n in group.mixers]},
                 )
             )
-        turned = not_complex_linear(group, info)
+        turned = [*not_complex_linear(group, info), *not_complex_linear(group, info, sites)]
         if turned:
             records.append(
                 CompilationRecord(
                     DiagnosticKind.HIDDEN_STATE_MIXED,
                     DiagnosticLevel.WARNING,
-                    f"The complex states {names} go through `{turned[0].primitive.name}` at "
+                    f"The complex states {names}, or what feeds them, go through "
+                    f"`{turned[0].primitive.name}` at "
                     f"{turned[0].source}, which has no complex derivative; traces keep the complex-linear "
                     "part only.",
                     primitive=turned[0].primitive,

@@ -1,14 +1,15 @@
 """Which hidden position does each element of the program reach, and from which does it come?
 
 `reaches` goes backwards from a group's new states; `sources` goes forwards from a site's output. Derivatives
-are what is followed: integers and `stop_gradient` end a path, except inside a function with a derivative
-rule of its own, where anything may count.
+are what is followed: integers and `stop_gradient` end a path, and the derivative rule of a function that has
+one of its own is followed instead of the function.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from .._compat import primitives
 from . import links as _links
 from .constants import Constants
 from .links import Array, Linked
+from .own_rules import PullBack
 from .program import Atom, Node, Program, Var, read_program
 from .reach import Reach, SiteReach, carry
 
@@ -33,6 +35,7 @@ class Positions:
         self.constants = Constants(program, known or {})
         self._links: dict[Node, Linked | Positions] = {}
         self._inner: dict[tuple[Node, int, Any], Positions] = {}
+        self._rules: dict[Node, _Rule | None] = {}
         self._producer = {v: i for i, node in enumerate(program.nodes) for v in node.outputs}
 
     @cached_property
@@ -95,7 +98,8 @@ class Positions:
         if node.primitive is primitives.while_p:
             return self._back_while(node, outs, through), {}
         if node.inner:
-            return self._program(node, 0).reach_inputs(outs, True)
+            rule = None if through else self._rule(node)
+            return self._program(node, 0).reach_inputs(outs, True) if rule is None else (rule.back(outs), {})
         found = self._find_links(node)
         if isinstance(found, Positions):
             return found.reach_inputs(outs, True)
@@ -235,7 +239,10 @@ class Positions:
         if node.primitive is primitives.while_p:
             return self._forth_while(node, ins, through)
         if node.inner:
-            return self._program(node, 0).source_outputs(ins, origin, True)
+            rule = None if through else self._rule(node)
+            return (
+                self._program(node, 0).source_outputs(ins, origin, True) if rule is None else rule.forth(ins)
+            )
         if not through and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in node.outputs):
             return [None] * len(node.outputs)
         found_links = self._find_links(node)
@@ -299,6 +306,12 @@ class Positions:
 
     # -- shared ------------------------------------------------------------------------------------
 
+    def _rule(self, node: Node) -> _Rule | None:
+        if node not in self._rules:
+            pull = PullBack.of(node)
+            self._rules[node] = None if pull is None else _Rule(node, pull, Positions(pull.program))
+        return self._rules[node]
+
     def _find_links(self, node: Node) -> Linked | Positions:
         if node not in self._links:
             ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
@@ -353,6 +366,33 @@ class Positions:
             result[step] = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
             carried = self._program(node, 0, result[step])._known(body.outputs[:num_carry])
         return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Rule:
+    """The positions of a function's own derivative rule: its pull-back, read the other way round."""
+
+    node: Node
+    pull: PullBack
+    positions: Positions
+
+    def back(self, outs: Sequence[Reach]) -> list[Reach | None]:
+        """What the inputs reach: where their cotangents come from."""
+        starts = {v: outs[j] for j, v in self.pull.cotangents.items() if not outs[j].is_empty}
+        env = self.positions.sources(starts, {}, through=True)
+        found = {i: env.get(a) for i, a in self.pull.results.items() if isinstance(a, Var)}
+        return [found.get(i) for i in range(len(self.node.inputs))]
+
+    def forth(self, ins: Sequence[Reach | None]) -> list[Reach | None]:
+        """Where the outputs come from: what their cotangents reach."""
+        starts: dict[Var, Reach] = {}
+        for i, atom in self.pull.results.items():
+            reach = ins[i]
+            if isinstance(atom, Var) and reach is not None:
+                starts[atom] = starts[atom].merge(reach) if atom in starts else reach
+        env, _ = self.positions.reaches(starts, through=True)
+        found = {j: env.get(v) for j, v in self.pull.cotangents.items()}
+        return [found.get(j) for j in range(len(self.node.outputs))]
 
 
 _FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix

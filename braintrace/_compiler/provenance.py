@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compat import Literal, primitives
 from .links import FLAT
+from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
 
 CARRIED = 1  # changes from one iteration of a loop to the next
@@ -173,7 +174,11 @@ def _backward_inner(
         before, num_consts = _compat.while_counts(node.eqn)
         num_carry, body = len(outs), node.inner[1]
     else:  # a function with a derivative rule of its own
-        return enter(node.inner[0], outs, True)
+        pull = None if through else PullBack.of(node)
+        if pull is None:
+            return enter(node.inner[0], outs, True)
+        reached = pull.sources()
+        return [_union([outs[j] for j in reached.get(i, ())]) for i in range(len(node.inputs))]
     carried, ys = outs[:num_carry], outs[num_carry:]
     while True:
         ins = enter(body, [*carried, *ys], through)

@@ -229,7 +229,7 @@ class LocalGroup:
             # a real source gives the real part of what is pulled back: `-i` brings out the other one
             turned = pull(
                 [
-                    c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else c
+                    c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else jnp.zeros_like(c)
                     for c in self._one_state(new, state, mask)
                 ]
             )
