@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler import CompilationError, CompilationReport, ETraceGraph
-from .._compiler.diagnostics import show_path, warn_user
+from .._compiler.diagnostics import show_path
 from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo, Path, StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
@@ -30,7 +30,7 @@ from .data import one_step, time_axes
 from .drive import Drive
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
-from .sequence import Sequence
+from .sequence import NeverCalledError, Sequence
 from .watch import Watch
 
 
@@ -65,10 +65,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
-        if not callable(getattr(model, "update", None)):
-            raise TypeError(
-                f"A learner takes a `brainstate.nn.Module` with an `update` method, not {type(model)}."
-            )
+        if isinstance(model, type) or not callable(getattr(model, "update", None)):
+            what = f"the class {model.__name__} itself" if isinstance(model, type) else str(type(model))
+            raise TypeError(f"A learner takes a `brainstate.nn.Module` with an `update` method, not {what}.")
         if name is not None:
             self._name = name
         self.model = model
@@ -140,29 +139,45 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         data, _, static = split_static(args, kwargs)
-        states = tuple(
-            (".".join(map(str, path)), *map(_shape, jax.tree.leaves(st.value)))
-            for path, st in self.model.states().items()
-        )
         try:
             hash(static)
         except TypeError:
             static = (static[0], repr(static[1]))
-        return (*map(_shape, data), static, states)
+        return (*map(_shape, data), static, self._shapes_of_states())
+
+    def _shapes_of_states(self) -> Any:
+        return tuple(
+            (".".join(map(str, path)), *map(_shape, jax.tree.leaves(st.value)))
+            for path, st in self.model.states().items()
+        )
+
+    def _settle(self) -> None:
+        """Go on with a form that was compiled for the states as they are now, if there is one."""
+        now, current = self._shapes_of_states(), self._current
+        if current is None or current[-1] == now:
+            return
+        fitting = [key for key in self._examples if key[-1] == now]
+        if fitting:
+            alike = [key for key in fitting if key[-2] == current[-2]]  # static arguments
+            self._current = (alike or fitting)[-1]
+            self.init_etrace_state()
 
     def _lookup(self, args: Any, kwargs: Any) -> Compiled:
         key = self._key(args, kwargs)
         if key not in self._examples:
             raise CompilationError(self._why_missing(args, kwargs))
         if key != self._current:
-            old, self._current = self._current, key
-            if old is None or not self._agree(self._form(old), self._form(key)):
-                if old is not None and old[-1] == key[-1]:  # the states are those of before, and go on
-                    warn_user(
-                        "The learner was called with other static arguments or types than before, for which "
-                        "the model keeps other traces: they start from zero, and nothing is learned of the "
-                        "steps before this one."
-                    )
+            old = self._current
+            agree = old is not None and self._agree(self._form(old), self._form(key))
+            if old is not None and not agree and old[-1] == key[-1] and not self._is_fresh():
+                raise CompilationError(
+                    "The learner was called with other static arguments or types than before, for which the "
+                    "model keeps other traces, and nothing says what becomes of those of the steps before. "
+                    "Call `learner.compile_graph` with these arguments first, outside of `jit`: traces start "
+                    "from zero then."
+                )
+            self._current = key
+            if not agree:
                 self.init_etrace_state()
         return self._form(key)
 
@@ -293,6 +308,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         brainstate.nn.reset_all_states(self.model, **options)
         for module in self.model.nodes(brainstate.nn.Module).values():
             _reset_by_init(module, **options)
+        self._settle()
         if self._current is not None:
             self.init_etrace_state()
 
@@ -395,6 +411,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         finished part.
         """
         self._compiled_now()
+        self._settle()
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         states = list(self.states().values())
@@ -413,10 +430,16 @@ class ETraceAlgorithm(brainstate.nn.Module):
             loss_output=loss_output,
             return_value=return_value,
         )
+        carried = [k for k, st in drive.weights.items() if any(st is h for h in hidden.values())]
+        if carried:
+            raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
         around, self._watch = self._watch, watch
         try:
             with contextlib.nullcontext() if report else unchanged_on_error(states):
+                before = self.steps.value
                 grads, (losses, aux) = self._drive(drive)
+                if _is_unchanged(before, self.steps.value):
+                    raise NeverCalledError
                 if not keep_traces:
                     self.init_etrace_state()
         except BaseException:
@@ -432,6 +455,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     ) -> Any:
         """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default."""
         self._compiled_now()
+        self._settle()
         sequence = Sequence.check(sequences, None)
         call = self if step_fn is None else step_fn
 
@@ -520,6 +544,11 @@ def _struct(leaf: Any) -> Any:
 
 def _shapes(dims: Any) -> str:
     return ", ".join(f"{t}{list(s)}" for s, t in dims) or "none"
+
+
+def _is_unchanged(before: Any, after: Any) -> bool:
+    """Whether a counter is known to be what it was."""
+    return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))
 
 
 def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:

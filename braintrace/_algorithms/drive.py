@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ class Drive:
 def check_chunk_size(chunk_size: Any) -> None:
     if chunk_size is None:
         return
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
+    if not isinstance(chunk_size, numbers.Integral) or isinstance(chunk_size, bool):
         raise TypeError(f"`chunk_size` is an integer or None, not {chunk_size!r}.")
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, not {chunk_size}.")

@@ -68,6 +68,8 @@ def as_decay(decay_or_rank: Any) -> float:
         if decay_or_rank < 1:
             raise ValueError(f"A rank must be at least 1, not {decay_or_rank}.")
         return (int(decay_or_rank) - 1) / (int(decay_or_rank) + 1)
+    if isinstance(decay_or_rank, str):
+        raise TypeError(f"A decay is a number, not the text {decay_or_rank!r}.")
     decay = float(decay_or_rank)
     if not 0 <= decay < 1:
         raise ValueError(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import Literal
 from .._compiler.program import Var
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
@@ -259,12 +260,13 @@ class Online:
         return result
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
-        """Those constants of the model that its effective weights are made of."""
+        """Those constants of the model, and numbers in it, that its effective weights are made of."""
         program = self.info.program
         weights = [w for t in self.traces for w in t.relation.site.weights.values()]
         atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
         read = {a for a in atoms if isinstance(a, Var)}
-        return [c for v, c in zip(program.consts, consts, strict=True) if v in read]
+        numbers = [a.val for a in atoms if isinstance(a, Literal)]
+        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in read), *numbers]
 
     def _known_params(self, params: Leaves, consts: Leaves) -> dict[Any, Any]:
         known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,16 +19,13 @@ from .. import _compat
 from .._executor.executor import Local, is_inexact
 from .online import Added, Leaves, Online
 from .pure import Pure
+from .sequence import NeverCalledError
 
 _ADVANCE, _STEP = np.zeros(2, np.int32), np.zeros(3, np.int32)  # what `mode` is while each is traced
 
 
 class TakeInTurnError(Exception):
     """The steps of a chunk cannot be taken together."""
-
-
-class NeverCalledError(TakeInTurnError, ValueError):
-    """A step does not call the learner."""
 
 
 @dataclass
@@ -62,7 +58,7 @@ class Recorder:
 
     def check(self) -> Recorder:
         if self.online is None:
-            raise NeverCalledError("`step_fn` must call the learner once; it did not call it.")
+            raise NeverCalledError
         return self
 
 
@@ -87,15 +83,16 @@ class Steps:
 
         `mode` is a state whose shape is another one in each of the two.
         """
-        recorders: list[Recorder] = []
+        called: list[tuple[Online, Leaves]] = []
 
         def advance(*slices: Any) -> Any:
             return run(Recorder(), slices).ys
 
         def step(deltas: Any, ys: Any, *slices: Any) -> Any:
             recorder = run(Recorder(deltas, ys), slices)
-            recorders.append(recorder)
             assert recorder.local is not None
+            assert recorder.online is not None
+            called.append((recorder.online, recorder.consts))
             return recorder.out, recorder.local.arrays
 
         try:
@@ -105,9 +102,7 @@ class Steps:
             pure = Pure.trace(step, deltas, forward.shapes, *first)
         except jax.errors.UnexpectedTracerError as e:
             raise TakeInTurnError("`step_fn` calls the learner inside a transformation") from e
-        online = recorders[-1].online
-        assert online is not None
-        return Steps(forward, pure, mode, deltas, online, recorders[-1].consts)
+        return Steps(forward, pure, mode, deltas, *called[-1])
 
     def check(self, fixed: Sequence[Any], traces: Sequence[Any]) -> None:
         """`TakeInTurnError` if a step prints, calls back, changes a weight, or reads or writes a trace."""
@@ -181,7 +176,7 @@ class Steps:
             )
             given = {id(st): jax.tree.leaves(full[k]) for k, st in weights.items()}
             out = self._each(given, deltas, ys, before, arrays)
-            loss = u.get_mantissa(out[0][0])
+            loss = out[0][0]
             return jnp.sum(loss * mask.astype(loss.dtype)), out
 
         some = [leaf for leaf, k in zip(leaves, live, strict=True) if k]
@@ -197,7 +192,7 @@ class Steps:
 def _each_step(function: Callable[[Any], Any], args: Any) -> Any:
     """`function` of each step, all at once where every operation in it can be mapped."""
     if jax.tree.leaves(args)[0].shape[0] == 1:  # as it is: XLA knows it from the step before
-        return jax.tree.map(lambda a: a[None], function(jax.tree.map(lambda a: a[0], args)))
+        return jax.tree.map(lambda a: jnp.asarray(a)[None], function(jax.tree.map(lambda a: a[0], args)))
     try:
         return jax.vmap(function)(args)
     except NotImplementedError:

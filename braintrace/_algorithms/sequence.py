@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import brainstate
 import brainunit as u
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .data import SingleStepData
@@ -35,6 +37,18 @@ class Sequence:
         if any(isinstance(s, SingleStepData) for s in sequences):
             raise TypeError(
                 "Give plain arrays with time first; wrap slices in `MultiStepData` inside `step_fn`."
+            )
+        if any(isinstance(s, Iterator) for s in sequences):
+            raise TypeError("A sequence is an array with time as its first axis: `jnp.stack(list(steps))`.")
+        odd = [
+            a
+            for a in jax.tree.leaves(sequences)
+            if not isinstance(a, numbers.Number | np.generic | np.ndarray | jax.Array)
+        ]
+        if odd:
+            raise TypeError(
+                f"A sequence is an array with time as its first axis, not {type(odd[0]).__name__}; make one "
+                "of many steps with `jnp.stack`."
             )
         lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(sequences)}
         if len(lengths) != 1 or None in lengths:
@@ -61,6 +75,13 @@ class Sequence:
 _REPORTS = 20
 
 
+class NeverCalledError(ValueError):
+    """A step does not call the learner."""
+
+    def __str__(self) -> str:
+        return "`step_fn` must call the learner once; it did not call it."
+
+
 def chunks(length: int, size: int) -> tuple[int, int]:
     """How many chunks of one size there are, and how many steps are left over."""
     return length // size, length % size
@@ -72,15 +93,24 @@ def even_chunks(length: int, most: int) -> int:
 
 
 def split_loss(out: Any, has_aux: bool, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """The loss that `step_fn` returned, checked, and the rest of what it returned."""
+    """The loss that `step_fn` returned, checked and without its unit, and the rest of what it returned."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError("With `has_aux=True`, `step_fn` returns a pair: the loss, and anything else.")
     loss, aux = out if has_aux else (out, None)
-    if jnp.shape(loss) != shape:
+    loss = u.get_mantissa(loss)
+    if isinstance(loss, tuple | list | dict):
+        raise TypeError(
+            f"`step_fn` must return the loss of the step, not a {type(loss).__name__}; to return a pair of "
+            "the loss and anything else, pass `has_aux=True`."
+        )
+    if loss is None:
+        raise TypeError("`step_fn` must return the loss of the step; it returned None.")
+    loss = jnp.asarray(loss)
+    if loss.shape != shape:
         what = "one number, the loss of the step" if shape == () else f"{shape[0]} losses, one for each step"
         raise ValueError(f"`step_fn` must return {what}; it returned an array of shape {jnp.shape(loss)}.")
-    if not jnp.issubdtype(jnp.result_type(u.get_mantissa(loss)), jnp.floating):
-        raise TypeError(f"The loss must be a real floating number; its type is {jnp.result_type(loss)}.")
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"The loss must be a real floating number; its type is {loss.dtype}.")
     return loss, aux
 
 
@@ -110,12 +140,15 @@ def over_chunks(
         outs.append(out)
         report(size)
     elif count > 1:
-        arrays, mask = sequence.part(0, count * size)
-        cut = jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), (arrays, mask))
+        whole = (sequence.arrays, sequence.mask)
+        cut = () if left else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), whole)
 
         def one(carry: Any, given: Any) -> Any:
-            number, (arrays, mask) = given
-            carry, out = run(carry, arrays, mask)
+            number, now = given
+            if left:  # to reshape what comes before would copy it, and memory would grow with the sequence
+                start = number * size
+                now = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), whole)
+            carry, out = run(carry, *now)
             report((number + 1) * size)
             return carry, out
 

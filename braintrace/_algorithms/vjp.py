@@ -9,8 +9,11 @@ from typing import Any, Literal
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .. import _compat
 from .._compiler import ETraceGraph, compile_etrace_graph
+from .._compiler.diagnostics import warn_user
 from .._compiler.memory import remembering
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
@@ -19,7 +22,7 @@ from .drive import Drive
 from .online import Online
 from .progress import unchanged_on_error
 from .pure import Pure
-from .recording import NeverCalledError, Recorder, Steps, TakeInTurnError
+from .recording import Recorder, Steps, TakeInTurnError
 from .rule import Rule, Values
 from .sequence import Sequence, add_trees, even_chunks, over_chunks
 
@@ -49,6 +52,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.rule = rule
         self.vjp_method = vjp_method
         self.memory_budget = memory_budget()
+        self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
         self._recorder: Recorder | None = None
         # its shape tells a recorded step from another: what is jitted inside `step_fn` must not mix them up
         self._level: Any = None
@@ -77,9 +81,29 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             and all(t.means_the_same_as(traces[1][key]) for key, t in traces[0].items())
         )
 
+    def init_etrace_state(self) -> None:
+        super().init_etrace_state()
+        self._made_of = None
+
+    def _compare_weights(self, online: Online, consts: list[Any]) -> None:
+        """Warn if a weight is made with another constant than the traces so far, or may be."""
+        now = online.consts_of_weights(consts)
+        traced = any(map(_compat.is_tracer, now))
+        pairs = zip(self._made_of or now, now, strict=True)
+        self._made_of = None if traced else now
+        if traced or any(a is not b and not np.array_equal(a, b) for a, b in pairs):
+            warn_user(
+                "A weight is made of a parameter and of something that the model closes over, which "
+                f"{'may change' if traced else 'has changed'} from step to step. A trace is of the weight as "
+                "the op sees it and goes back to the parameter with the last value, so that the gradient is "
+                "wrong if that changes. Apply it to the input or the output of the op instead of the weight; "
+                "as an argument of the model, it leaves the weight without a trace."
+            )
+
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
+        self._compare_weights(online, consts)
         level = self._recording.value
         if self._recorder is not None:
             if level is not self._level:  # of another trace
@@ -117,11 +141,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return drive.in_turn(turns)
         try:
             steps = self._record(sequence, drive.loss, weights)
-        except NeverCalledError:
-            raise
         except TakeInTurnError:
             return drive.in_turn(turns)
-        size = min(size or self._best_chunk(sequence.length, sequence.pace), sequence.length)
+        self._refuse_unused(steps, weights)
+        size = int(min(size or self._best_chunk(sequence.length, sequence.pace), sequence.length))
         fresh = size == sequence.length and self._is_fresh()
         run = partial(self._chunk, steps, weights, fresh, drive.keep or size < sequence.length)
         params, _ = self._read(steps.online.info)
@@ -132,6 +155,16 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         paths |= {id(st): path for path, st in self._by_path().items()}
         mine = {k: found.get(paths.get(id(st), ())) for k, st in weights.items()}
         return {k: v if mine[k] is None else add_trees(v, mine[k]) for k, v in total.items()}, kept
+
+    def _refuse_unused(self, steps: Steps, weights: Any) -> None:
+        """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
+        known = [*self.param_states.values(), *steps.advance.states, *steps.step.states]
+        unused = [k for k, st in weights.items() if all(st is not other for other in known)]
+        if unused:
+            raise ValueError(
+                f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
+                "does not use."
+            )
 
     def _best_chunk(self, length: int, most: int) -> int:
         """As many steps as the memory budget holds records of, in chunks of about one size."""
@@ -146,7 +179,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
         def run(recorder: Recorder, slices: Any) -> Recorder:
             self._recorder, self._level = recorder, self._recording.value
-            recorder.out = call(slices)
+            try:
+                recorder.out = call(slices)
+            finally:
+                self._recorder = self._level = None
             return recorder.check()
 
         first = jax.tree.map(lambda a: a[0], sequence.arrays)
@@ -155,7 +191,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             with unchanged_on_error(list(self.states().values())):
                 steps = Steps.trace(run, self._recording, deltas, first)
         finally:
-            self._recorder, self._level, self._recording.value = None, None, normal
+            self._recording.value = normal
         steps.check([*weights.values(), *self.param_states.values()], list(self.traces.values()))
         return steps
 

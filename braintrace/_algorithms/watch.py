@@ -48,8 +48,11 @@ class Watch:
         def step(*slices: Any) -> Any:
             self.assigned.clear()
             self.settle()
-            out = step_fn(*slices)
-            self.compare()
+            try:
+                out = step_fn(*slices)
+                self.compare()
+            finally:
+                self._seen = {}, []  # no value of a step that is being traced outlives it
             if self.assigned:
                 names = ", ".join(f"`{name}`" for name in dict.fromkeys(self.assigned))
                 warn_user(

@@ -146,5 +146,7 @@ _WIDE = 160
 
 def _write(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
-        pathlib.Path(path).write_text(text, encoding="utf-8")
+        file = pathlib.Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     return text

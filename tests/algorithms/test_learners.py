@@ -7,6 +7,7 @@ import pickle
 import warnings
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 
 import braintrace
 from braintrace import nn
-from braintrace._algorithms import es_d_rtrl
+from braintrace._algorithms import d_rtrl, es_d_rtrl
+from braintrace._algorithms.pure import Pure
 
 from ..oracle import bptt
 from ..run import agree, difference, online
@@ -849,7 +851,8 @@ def check_odd_step(loss, names):
         learner.compile_graph(xs[0])
         weights = {("b",): model.b} if names == "own" else {("core", "x"): model.b, ("a",): model.b}
         step = lambda x, learner=learner: loss(learner, x)
-        found.append(learner.etrace_grad(xs, step_fn=step, chunk_size=size, weights=weights))
+        with warnings.catch_warnings(action="ignore"):  # of a weight that changes from step to step
+            found.append(learner.etrace_grad(xs, step_fn=step, chunk_size=size, weights=weights))
         assert learner._recorder is None
     assert agree(found[0], found[1], 1e-11), difference(found[0], found[1])
     assert agree(found[0], found[2], 1e-11), difference(found[0], found[2])
@@ -914,3 +917,200 @@ def test_a_wide_norm_goes_through_its_sums(axis):
         learner.compile_graph(jnp.ones((20, 3)))
     (group,) = learner.executor.groups
     assert group.num_pulled == 3 < group.colouring[1]
+
+
+# -- what has traces ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["single-step", "multi-step"])
+def test_only_states_that_remember_have_traces(method):
+    learner = braintrace.D_RTRL(net(cell=nn.LSTMCell), vjp_method=method)
+    learner.compile_graph(data(1)[0][0])
+    states = {trace.value.shape[0] for trace in learner.traces.values()}
+    assert states == {1 if method == "single-step" else 2}  # a window reads the old output through its op
+    assert [group.num_state for group in learner.graph.hidden_groups] == [2]
+    assert "made anew each step" in learner.report.to_str()
+
+
+class ReadsOld(brainstate.nn.Module):
+    """The op reads the old `h`, a function of `c`; so may `h` itself, the output or another group."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(7, 4)))
+        self.c, self.h, self.sum = (brainstate.HiddenState(jnp.zeros(n)) for n in (4, 4, 1))
+
+    def update(self, x):
+        old = self.h.value
+        self.c.value = 0.9 * self.c.value + braintrace.matmul(jnp.concatenate([x, old]), self.w.value)
+        self.h.value = jnp.tanh(self.c.value) * (1 + 0.5 * old if self.kind == "itself" else 1)
+        read = self.h.value if self.kind == "other group" else self.c.value
+        self.sum.value = 0.5 * self.sum.value + jnp.sum(read)
+        return self.h.value + (old if self.kind == "output" else 0) + self.sum.value
+
+
+@pytest.mark.parametrize(("kind", "states"), [("none", 1), ("itself", 2), ("output", 2), ("other group", 2)])
+def test_a_state_remembers_if_its_old_value_is_read(kind, states, monkeypatch):
+    xs, found = data(5, None)[0], []
+    for reduced in (True, False):
+        monkeypatch.setattr(d_rtrl.DRule, "follows_chains", reduced)
+        for size in (1, 2, None):
+            learner = braintrace.D_RTRL(ReadsOld(kind))
+            with warnings.catch_warnings(action="ignore"):
+                learner.compile_graph(xs[0])
+            shapes = {t.value.shape[0] for t in learner.traces.values()}
+            assert shapes == {states if reduced else 2}
+            step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+            found.append(learner.etrace_grad(xs, step_fn=step, chunk_size=size))
+    assert all(agree(found[-1], other, 1e-12) for other in found)
+
+
+# -- forms -------------------------------------------------------------------------------------------
+
+
+class Turned(brainstate.nn.Module):
+    """A static argument sends the op's output to other places."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 4)))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x, mode="plain"):
+        y = braintrace.matmul(x, self.w.value)
+        self.h.value = 0.9 * self.h.value + (y if mode == "plain" else y[::-1])
+        return jnp.tanh(self.h.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, None])
+def test_other_traces_are_asked_for(size):
+    xs = data(4, None)[0]
+    learner = braintrace.D_RTRL(Turned())
+    for mode in ("turned", "plain"):
+        learner.compile_graph(xs[0], mode=mode)
+    gradient = lambda mode: learner.etrace_grad(
+        xs, step_fn=lambda x: jnp.sum(learner(x, mode=mode)), chunk_size=size
+    )
+    gradient("plain")
+    with pytest.raises(braintrace.CompilationError, match="compile_graph"):
+        gradient("turned")
+    learner.model.h.value = jnp.zeros(4)
+    learner.compile_graph(xs[0], mode="turned")
+    found = gradient("turned")
+    fresh = braintrace.D_RTRL(Turned())
+    fresh.compile_graph(xs[0], mode="turned")
+    again = fresh.etrace_grad(xs, step_fn=lambda x: jnp.sum(fresh(x, mode="turned")), chunk_size=size)
+    assert agree(found, again, 1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, None])
+def test_back_to_a_batch_size_of_before(size):
+    xs, ys = data(4, 3)
+    learner = learner_of(batch_size=3)
+    first = learner.etrace_grad(xs, ys, step_fn=squared(learner), chunk_size=size)
+    learner.reset_state(2)
+    learner.compile_graph(xs[0, :2])
+    learner.etrace_evolve(xs[:, :2])
+    learner.reset_state(3)
+    assert agree(learner.etrace_grad(xs, ys, step_fn=squared(learner), chunk_size=size), first, 1e-12)
+
+
+class Scaled(brainstate.nn.Module):
+    """A weight times a number that the model closes over."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = 1.0
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 4)))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x):
+        self.h.value = 0.9 * self.h.value + braintrace.matmul(x, self.w.value * jnp.asarray(self.gain))
+        return self.h.value
+
+
+def test_a_weight_that_changes_from_step_to_step_is_said():
+    learner = braintrace.D_RTRL(Scaled())
+    xs = data(4, None)[0]
+    learner.compile_graph(xs[0])
+    with warnings.catch_warnings(action="error"):
+        learner(xs[0])
+        learner(xs[1])
+    learner.model.gain = 2.0
+    with pytest.warns(UserWarning, match="has changed from step to step"):
+        learner(xs[2])
+
+    def step(x):
+        learner.model.gain = x[0]
+        return jnp.sum(learner(x))
+
+    with pytest.warns(UserWarning, match="may change from step to step"):
+        learner.etrace_grad(xs, step_fn=step, chunk_size=1)
+
+
+# -- what is given and returned ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [25, None])
+def test_memory_does_not_grow_where_chunks_do_not_divide_the_sequence(size):
+    def memory(length):
+        learner = learner_of(batch_size=8)
+        learner.memory_budget = 2**17
+        run = lambda xs, ys: learner.etrace_grad(xs, ys, step_fn=squared(learner), chunk_size=size)
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in data(length, 8)]
+        pure = Pure.trace(run, *shapes)
+        compiled = (
+            jax.jit(lambda values, *arrays: pure(values, *arrays)).lower(pure.values(), *shapes).compile()
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert memory(4001) < 1.2 * memory(401) + 40 * 4001  # the losses have one number a step
+
+
+@pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.RTRL, braintrace.BPTT])
+@pytest.mark.parametrize("size", [1, 3, None])
+def test_a_loss_with_a_unit_is_taken_by_its_number(rule, size):
+    xs, ys = data(4)
+    found = []
+    for unit in (u.UNITLESS, u.mV**2):
+        learner = learner_of(rule)
+        step = lambda x, y, learner=learner, unit=unit: (squared(learner)(x, y) * unit, 3)
+        found.append(learner.etrace_grad(xs, ys, step_fn=step, has_aux=True, chunk_size=size)[0])
+    assert agree(found[0], found[1], 1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, None])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda learner, x: None, "returned None"),
+        (lambda learner, x: (jnp.sum(learner(x)), 1), "has_aux=True"),
+        (lambda learner, x: jnp.sum(learner.model(x)), "call the learner"),
+    ],
+)
+def test_wrong_steps(step, message, size):
+    learner = learner_of()
+    with pytest.raises((TypeError, ValueError), match=message), warnings.catch_warnings(action="ignore"):
+        learner.etrace_grad(data()[0], step_fn=lambda x: step(learner, x), chunk_size=size)
+
+
+def test_wrong_weights_and_sequences():
+    learner, xs = learner_of(), data()[0]
+    step = lambda x: jnp.sum(learner(x))
+    with pytest.raises(ValueError, match="does not hold"):
+        learner.etrace_grad(xs, step_fn=step, weights={"other": brainstate.ParamState(jnp.ones(3))})
+    with pytest.raises(ValueError, match="hidden states"):
+        learner.etrace_grad(xs, step_fn=step, weights={"h": learner.model.cell.h})
+    with pytest.raises(TypeError, match="stack"):
+        learner.etrace_grad((x for x in xs), step_fn=step)
+    with pytest.raises(TypeError, match="class"):
+        braintrace.D_RTRL(Net)
+    with pytest.raises(TypeError, match="text"):
+        braintrace.ES_D_RTRL(net(), "0.9")
+
+
+def test_no_value_of_a_traced_step_is_left_behind():
+    learner, xs = learner_of(), data()[0]
+    with jax.checking_leaks():
+        learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x)), chunk_size=np.int64(3))
