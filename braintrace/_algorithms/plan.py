@@ -229,8 +229,11 @@ def _row(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int)
     )
 
 
+_ABOUT = 1.1  # more operations than this are not worth the memory that they save
+
+
 def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow | None, str]:
-    """The row to take and why: exact before approximate, then few operations, within the budget."""
+    """The row to take and why: exact before approximate, little memory at about the fewest operations."""
     online = [r for r in rows if r.rule != "BPTT"]
     fits = [r for r in online if r.total_bytes <= budget]
     if not online:
@@ -244,7 +247,9 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
         )
     affordable = 8 * min(r.flops_per_step for r in rows)
     exact = [r for r in fits if r.exact and r.flops_per_step <= affordable]
-    best = min(exact or [r for r in fits if r.rule == "D_RTRL"] or fits, key=lambda r: r.flops_per_step)
+    good = exact or [r for r in fits if r.rule == "D_RTRL"] or fits
+    few = _ABOUT * min(r.flops_per_step for r in good)
+    best = min((r for r in good if r.flops_per_step <= few), key=lambda r: r.total_bytes)
     how = {1: "step by step", length: "the whole sequence at once"}.get(
         best.chunk_size, f"in chunks of {best.chunk_size}"
     )

@@ -61,7 +61,9 @@ def test_d_rtrl_equals_bptt_where_and_only_where_the_verdict_is_exact(name):
 def by_definition() -> list[Any]:
     """Every model on which a rule is approximate and some of the others, with D-RTRL and one more."""
     more = [("ES_D_RTRL", None), ("D_RTRL", 2), ("ES_D_RTRL", 2), ("ES_D_RTRL", None), ("D_RTRL", 5)]
-    names = [n for i, (n, c) in enumerate(CASES.items()) if not c.exact or i % 16 == 0]
+    names = [
+        n for i, (n, c) in enumerate(CASES.items()) if not c.exact or (i % 16 == 0 and c.kind != "complex")
+    ]
     return [(n, *more[i % len(more)]) for i, n in enumerate(names)]
 
 
@@ -132,7 +134,7 @@ def test_float32_is_as_near_as_it_can_be(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gru", "lstm", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[5::40])]
+    "name", ["gru", "cascade", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[5::40])]
 )
 def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
     case, taken = CASES[name], []
@@ -158,8 +160,8 @@ def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
         looped = online(braintrace.D_RTRL(case.build()), xs)  # several states use it there, too
     assert agree(*results, 2e-5), difference(*results)
     assert agree({k: results[0][k] for k in looped}, looped, 2e-5), difference(results[0], looped)
-    assert taken or name not in ("gru", "lstm")
-    assert len(taken) > count or name != "lstm"
+    assert taken or name not in ("gru", "cascade")
+    assert len(taken) > count or name != "cascade"
 
 
 @pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64), (3, 2, 5, 32)])
