@@ -11,8 +11,6 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import brainstate
@@ -23,11 +21,12 @@ from .. import _compat
 from .._compiler import CompilationError, CompilationReport, ETraceGraph
 from .._compiler.diagnostics import show_path
 from .._compiler.exactness import RuleKind
-from .._compiler.module_info import ModuleInfo, Path, StateEntry, split_static
+from .._compiler.module_info import ModuleInfo, Path
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
 from .data import one_step, time_axes
 from .drive import Drive
+from .forms import Compiled, Key, shapes_of_states, why_missing
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
 from .sequence import NeverCalledError, Sequence
@@ -36,23 +35,6 @@ from .watch import Watch
 
 class EligibilityTrace(brainstate.ShortTermState):
     """A state that holds an eligibility trace."""
-
-
-@dataclass(eq=False)
-class Compiled:
-    """One compiled form of a model: its graph and the functions made from it."""
-
-    graph: ETraceGraph
-    reduced: Callable[[ETraceGraph], ETraceGraph] = lambda graph: graph  # to what the rule needs traces of
-
-    @cached_property
-    def executor(self) -> ETraceGraphExecutor:
-        return ETraceGraphExecutor(self.reduced(self.graph))
-
-    @property
-    def carried(self) -> list[StateEntry]:
-        """The states that are not parameters."""
-        return [e for e in self.graph.module_info.entries if not e.is_param]
 
 
 class ETraceAlgorithm(brainstate.nn.Module):
@@ -73,9 +55,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.model = model
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = brainstate.ShortTermState(jnp.zeros((), jnp.int32))
-        self._compiled: dict[Any, Compiled] = {}  # by the shapes of arguments and states
-        self._examples: dict[Any, Any] = {}  # what each was compiled with
-        self._current: Any = None
+        self._compiled: dict[Key, Compiled] = {}
+        self._examples: dict[Key, Any] = {}  # what each was compiled with
+        self._current: Key | None = None
         self._traced_states: list[int] = []  # those of the model when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}
         self._watch: Watch | None = None
@@ -137,39 +119,28 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Trace the model and say what its traces leave out."""
         raise NotImplementedError
 
-    def _key(self, args: Any, kwargs: Any) -> Any:
-        data, _, static = split_static(args, kwargs)
-        try:
-            hash(static)
-        except TypeError:
-            static = (static[0], repr(static[1]))
-        return (*map(_shape, data), static, self._shapes_of_states())
-
-    def _shapes_of_states(self) -> Any:
-        return tuple(
-            (".".join(map(str, path)), *map(_shape, jax.tree.leaves(st.value)))
-            for path, st in self.model.states().items()
-        )
+    def _key(self, args: Any, kwargs: Any) -> Key:
+        return Key.of(self.model, args, kwargs)
 
     def _settle(self) -> None:
         """Go on with a form that was compiled for the states as they are now, if there is one."""
-        now, current = self._shapes_of_states(), self._current
-        if current is None or current[-1] == now:
+        now, current = shapes_of_states(self.model), self._current
+        if current is None or current.states == now:
             return
-        fitting = [key for key in self._examples if key[-1] == now]
+        fitting = [key for key in self._examples if key.states == now]
         if fitting:
-            alike = [key for key in fitting if key[-2] == current[-2]]  # static arguments
+            alike = [key for key in fitting if key.static == current.static]
             self._current = (alike or fitting)[-1]
             self.init_etrace_state()
 
     def _lookup(self, args: Any, kwargs: Any) -> Compiled:
         key = self._key(args, kwargs)
         if key not in self._examples:
-            raise CompilationError(self._why_missing(args, kwargs))
+            raise CompilationError(why_missing(key, self._examples))
         if key != self._current:
             old = self._current
             agree = old is not None and self._agree(self._form(old), self._form(key))
-            if old is not None and not agree and old[-1] == key[-1] and not self._is_fresh():
+            if old is not None and not agree and old.states == key.states and not self._is_fresh():
                 raise CompilationError(
                     "The learner was called with other static arguments or types than before, for which the "
                     "model keeps other traces, and nothing says what becomes of those of the steps before. "
@@ -185,39 +156,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Whether the traces of one compiled form mean the same in the other."""
         shapes = [{k: v.shape for k, v in self._initial_values(c).items()} for c in (old, new)]
         return shapes[0] == shapes[1]
-
-    def _why_missing(self, args: Any, kwargs: Any) -> str:
-        shapes = [f"{t}{list(s)}" for s, t in map(_shape, split_static(args, kwargs)[0])]
-        if not self._examples:
-            return (
-                "The learner's graph is not compiled yet. Call `learner.compile_graph(x)` first, with one "
-                f"step's input, after the states are initialised. This call has inputs of shapes {shapes}."
-            )
-        known = [[f"{t}{list(s)}" for s, t in key[:-2]] for key in self._examples]
-        static = split_static(args, kwargs)[2]
-        if shapes in known and all(static != key[-2] for key in self._examples):
-            return (
-                f"The learner is compiled for inputs of shapes {shapes}, but with other static arguments "
-                f"than {[s for s in static[1] if s is not None]}. Call `learner.compile_graph` with these."
-            )
-        now, seen = self._key(args, kwargs)[-1], [key[-1] for key in self._examples]
-        other = [s for s in now if all(s not in states for states in seen)]
-        if shapes in known and other:
-            was = {name: dims for states in seen for name, *dims in states}
-            words = ", ".join(
-                f"`{name}` has {_shapes(dims)} and had {_shapes(was.get(name, []))}" for name, *dims in other
-            )
-            return (
-                f"The learner is compiled for inputs of shapes {shapes}, but with other states: {words}. "
-                "Initialise the states as they were (`learner.reset_state(batch_size)`), or call "
-                "`learner.compile_graph(x)` again."
-            )
-        return (
-            f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it "
-            f"is compiled for inputs {known}, given in the same way (by position or by name). Check the "
-            "batch and feature sizes; for another batch size, initialise the states for it and call "
-            "`learner.compile_graph(x)` again."
-        )
 
     @property
     def is_compiled(self) -> bool:
@@ -361,6 +299,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             program = compiled.graph.module_info.program
             consts = list(program.consts.values())
             program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
+            assert self._current is not None
             self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
         if self._watch is not None:
@@ -542,14 +481,6 @@ def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
-def _shapes(dims: Any) -> str:
-    return ", ".join(f"{t}{list(s)}" for s, t in dims) or "none"
-
-
 def _is_unchanged(before: Any, after: Any) -> bool:
     """Whether a counter is known to be what it was."""
     return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))
-
-
-def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))

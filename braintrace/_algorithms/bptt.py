@@ -16,9 +16,10 @@ from .._compiler import ETraceGraph
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
-from .base import Compiled, ETraceAlgorithm
+from .base import ETraceAlgorithm
 from .data import MultiStepData, SingleStepData, one_step
 from .drive import Drive
+from .forms import Compiled
 from .rule import Values
 from .sequence import over_chunks
 

@@ -20,7 +20,8 @@ from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
 from .._compiler.slices import has_while
 from .._executor.executor import StepInputs, is_inexact, pull_back
-from .base import Compiled, ETraceAlgorithm
+from .base import ETraceAlgorithm
+from .forms import Compiled
 from .rule import Values
 
 Leaves = list[Any]

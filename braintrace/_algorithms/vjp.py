@@ -17,8 +17,9 @@ from .._compiler.diagnostics import warn_user
 from .._compiler.memory import remembering
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
-from .base import Compiled, ETraceAlgorithm
+from .base import ETraceAlgorithm
 from .drive import Drive
+from .forms import Compiled
 from .online import Online
 from .progress import unchanged_on_error
 from .pure import Pure
