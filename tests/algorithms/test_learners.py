@@ -950,12 +950,13 @@ class ReadsOld(brainstate.nn.Module):
         return self.h.value + (old if self.kind == "output" else 0) + self.sum.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "states"), [("none", 1), ("itself", 2), ("output", 2), ("other group", 2)])
 def test_a_state_remembers_if_its_old_value_is_read(kind, states, monkeypatch):
     xs, found = data(5, None)[0], []
     for reduced in (True, False):
         monkeypatch.setattr(d_rtrl.DRule, "follows_chains", reduced)
-        for size in (1, 2, None):
+        for size in (1, 2):
             learner = braintrace.D_RTRL(ReadsOld(kind))
             with warnings.catch_warnings(action="ignore"):
                 learner.compile_graph(xs[0])
@@ -1004,7 +1005,8 @@ def test_other_traces_are_asked_for(size):
     assert agree(found, again, 1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 2, None])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_back_to_a_batch_size_of_before(size):
     xs, ys = data(4, 3)
     learner = learner_of(batch_size=3)
@@ -1052,6 +1054,7 @@ def test_a_weight_that_changes_from_step_to_step_is_said():
 # -- what is given and returned ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [25, None])
 def test_memory_does_not_grow_where_chunks_do_not_divide_the_sequence(size):
     def memory(length):
@@ -1068,8 +1071,9 @@ def test_memory_does_not_grow_where_chunks_do_not_divide_the_sequence(size):
     assert memory(4001) < 1.2 * memory(401) + 40 * 4001  # the losses have one number a step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.RTRL, braintrace.BPTT])
-@pytest.mark.parametrize("size", [1, 3, None])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_loss_with_a_unit_is_taken_by_its_number(rule, size):
     xs, ys = data(4)
     found = []
