@@ -576,6 +576,7 @@ def test_small_types_learn_much_the_same(rule, dtype):
     assert agree(truth, jax.tree.map(lambda a: a.astype(float), found), scale)
 
 
+@pytest.mark.slow
 def test_traces_may_be_stored_small():
     xs, _ = data()
     learner = braintrace.D_RTRL(net(), trace_dtype=jnp.bfloat16)
@@ -1114,6 +1115,7 @@ def test_wrong_weights_and_sequences():
         braintrace.ES_D_RTRL(net(), "0.9")
 
 
+@pytest.mark.slow
 def test_no_value_of_a_traced_step_is_left_behind():
     learner, xs = learner_of(), data()[0]
     with jax.checking_leaks():
