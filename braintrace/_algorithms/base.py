@@ -84,11 +84,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _adopt(self, graph: ETraceGraph, args: Any) -> Compiled:
         """Take over a graph that was compiled for these arguments; the traces are the caller's affair."""
         key = self._key(args, {})
-        self._compiled[key], self._examples[key], self._current = (
-            Compiled(graph, self._reduced),
-            (args, {}),
-            key,
-        )
+        self._compiled[key] = Compiled(graph, self._reduced)
+        self._examples[key], self._current = (args, {}), key
         return self._compiled[key]
 
     def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
@@ -122,16 +119,15 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _key(self, args: Any, kwargs: Any) -> Key:
         return Key.of(self.model, args, kwargs)
 
-    def _settle(self) -> None:
-        """Go on with a form that was compiled for the states as they are now, if there is one."""
+    def _settle(self) -> bool:
+        """Go on with a form that was compiled for the states as they are now; whether it is another one."""
         now, current = shapes_of_states(self.model), self._current
-        if current is None or current.states == now:
-            return
         fitting = [key for key in self._examples if key.states == now]
-        if fitting:
-            alike = [key for key in fitting if key.static == current.static]
-            self._current = (alike or fitting)[-1]
-            self.init_etrace_state()
+        if current is None or current.states == now or not fitting:
+            return False
+        alike = [key for key in fitting if key.static == current.static]
+        self._current = (alike or fitting)[-1]
+        return True
 
     def _lookup(self, args: Any, kwargs: Any) -> Compiled:
         key = self._key(args, kwargs)
@@ -350,7 +346,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         finished part.
         """
         self._compiled_now()
-        self._settle()
+        if self._settle():
+            self.init_etrace_state()
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         states = list(self.states().values())
@@ -394,7 +391,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
     ) -> Any:
         """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default."""
         self._compiled_now()
-        self._settle()
+        if self._settle():
+            self.init_etrace_state()
         sequence = Sequence.check(sequences, None)
         call = self if step_fn is None else step_fn
 

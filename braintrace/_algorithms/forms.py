@@ -21,7 +21,7 @@ class Compiled:
     """One compiled form of a model: its graph and the functions made from it."""
 
     graph: ETraceGraph
-    reduced: Callable[[ETraceGraph], ETraceGraph] = lambda graph: graph  # to what the rule needs traces of
+    reduced: Callable[[ETraceGraph], ETraceGraph]  # to what the rule needs traces of
 
     @cached_property
     def executor(self) -> ETraceGraphExecutor:

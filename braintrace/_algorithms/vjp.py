@@ -90,9 +90,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         """Warn if a weight is made with another constant than the traces so far, or may be."""
         now = online.consts_of_weights(consts)
         traced = any(map(_compat.is_tracer, now))
-        pairs = zip(self._made_of or now, now, strict=True)
+        before = now if self._made_of is None else self._made_of
         self._made_of = None if traced else now
-        if traced or any(a is not b and not np.array_equal(a, b) for a, b in pairs):
+        same = len(before) == len(now) and all(map(_is_same, before, now))
+        if traced or not same:
             warn_user(
                 "A weight is made of a parameter and of something that the model closes over, which "
                 f"{'may change' if traced else 'has changed'} from step to step. A trace is of the weight as "
@@ -159,7 +160,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _refuse_unused(self, steps: Steps, weights: Any) -> None:
         """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
-        known = [*self.param_states.values(), *steps.advance.states, *steps.step.states]
+        known = [
+            *self.param_states.values(),
+            *self._by_path().values(),
+            *steps.advance.states,
+            *steps.step.states,
+        ]
         unused = [k for k, st in weights.items() if all(st is not other for other in known)]
         if unused:
             raise ValueError(
@@ -268,3 +274,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return carry, out
 
         return over_chunks(run, (), sequence, size)[1]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or np.array_equal(a, b)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,13 @@ class PullBack:
 
     @staticmethod
     def of(node: Node) -> PullBack | None:
-        """Traced with the node's shapes; None if it has no reverse mode."""
+        """Traced once, with the node's shapes; None if it has no reverse mode."""
+        if node not in _traced:
+            _traced[node] = PullBack._trace(node)
+        return _traced[node]
+
+    @staticmethod
+    def _trace(node: Node) -> PullBack | None:
         live = [i for i, a in enumerate(node.inputs) if _is_inexact(a)]
         outs = [j for j, v in enumerate(node.outputs) if _is_inexact(v)]
 
@@ -60,6 +67,9 @@ class PullBack:
             found = set().union(*(env.get(a, set()) for a in node.inputs if isinstance(a, Var)))
             env.update((v, found) for v in node.outputs)
         return {i: env.get(a, set()) if isinstance(a, Var) else set() for i, a in self.results.items()}
+
+
+_traced: WeakKeyDictionary[Node, PullBack | None] = WeakKeyDictionary()
 
 
 def _is_inexact(atom: Any) -> bool:

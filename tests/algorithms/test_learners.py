@@ -1019,6 +1019,29 @@ def test_back_to_a_batch_size_of_before(size):
     assert agree(learner.etrace_grad(xs, ys, step_fn=squared(learner), chunk_size=size), first, 1e-12)
 
 
+class Pruned(brainstate.nn.Module):
+    """One of two forms makes its weight of more than the parameter; both keep the same trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 4)))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x, pruned=False):
+        w = self.w.value * np.tri(3, 4) if pruned else self.w.value
+        self.h.value = 0.9 * self.h.value + braintrace.matmul(x, w)
+        return self.h.value
+
+
+def test_forms_that_share_traces_may_make_their_weights_of_more():
+    learner, xs = braintrace.D_RTRL(Pruned()), data(2, None)[0]
+    for pruned in (True, False):
+        learner.compile_graph(xs[0], pruned=pruned)
+    learner(xs[0], pruned=False)
+    with pytest.warns(UserWarning, match="has changed from step to step"):
+        learner(xs[1], pruned=True)
+
+
 class Scaled(brainstate.nn.Module):
     """A weight times a number that the model closes over."""
 
