@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from . import nn as nn
+from . import rules as rules
 from ._algorithms import BPTT as BPTT
 from ._algorithms import D_RTRL as D_RTRL
 from ._algorithms import ES_D_RTRL as ES_D_RTRL

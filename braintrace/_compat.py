@@ -230,6 +230,47 @@ def register_derived_rules(
     mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
 
 
+def _aval(x: Any) -> Any:
+    return jax.core.ShapedArray(x.shape, x.dtype)
+
+
+def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
+    """A primitive that applies its parameter `call` to its operands, with the derivative that `call` has.
+
+    `shapes(*avals, call)` are the shapes and types of what it gives.
+    """
+    prim = Primitive(name)
+    prim.multiple_results = True
+
+    def apply(*operands: Any, call: Callable[..., Any]) -> Any:
+        return call(*operands)
+
+    def jvp(primals: Any, tangents: Any, call: Callable[..., Any]) -> Any:
+        live = [i for i, t in enumerate(tangents) if not is_zero(t)]
+
+        def at(*vals: Any) -> Any:
+            operands = list(primals)
+            for i, v in zip(live, vals, strict=True):
+                operands[i] = v
+            return call(*operands)
+
+        outs, douts = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
+        # `jax.jvp` gives integers a tangent of type float0, where a rule gives none
+        none = [ad.Zero(_aval(t)) if t.dtype == jax.dtypes.float0 else t for t in douts]
+        return outs, none
+
+    def batch(args: Any, dims: Any, call: Callable[..., Any]) -> Any:
+        outs = jax.vmap(call, dims)(*args)
+        return outs, [0] * len(outs)
+
+    prim.def_impl(apply)
+    prim.def_abstract_eval(shapes)
+    ad.primitive_jvps[prim] = jvp
+    batching.primitive_batchers[prim] = batch
+    mlir.register_lowering(prim, mlir.lower_fun(apply, multiple_results=True))
+    return prim
+
+
 def register_bilinear_rules(
     prim: Primitive,
     plain: Callable[..., Any],

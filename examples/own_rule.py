@@ -25,7 +25,7 @@ task = braintrace.tasks.get("integrator", length=30)
 
 
 @dataclass(frozen=True)
-class FixedDecay:
+class FixedDecay(braintrace.rules.TraceRule):
     """Traces of every weight, which fade at the same rate whatever the state."""
 
     decay: float

@@ -1,20 +1,20 @@
 """Learning rules and the learners that keep their state."""
 
+from .._online.data import MultiStepData as MultiStepData
+from .._online.data import SingleStepData as SingleStepData
 from .base import EligibilityTrace as EligibilityTrace
 from .base import ETraceAlgorithm as ETraceAlgorithm
 from .bptt import BPTT as BPTT
 from .check import GradientCheck as GradientCheck
 from .check import check_gradients as check_gradients
 from .compile import compile as compile
-from .data import MultiStepData as MultiStepData
-from .data import SingleStepData as SingleStepData
 from .expon import GradExpon as GradExpon
 from .learners import D_RTRL as D_RTRL
 from .learners import ES_D_RTRL as ES_D_RTRL
+from .learners import RTRL as RTRL
 from .learners import IODimVjpAlgorithm as IODimVjpAlgorithm
 from .learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from .learners import pp_prop as pp_prop
 from .plan import Plan as Plan
 from .plan import plan as plan
-from .rtrl import RTRL as RTRL
 from .vjp import ETraceVjpAlgorithm as ETraceVjpAlgorithm

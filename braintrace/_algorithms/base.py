@@ -6,11 +6,11 @@ pure functions and writes the results back.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import brainstate
@@ -18,19 +18,22 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compiler import CompilationError, CompilationReport, ETraceGraph
-from .._compiler.diagnostics import show_path
+from .._compiler import CompilationError, CompilationReport, ETraceGraph, NotSupportedError
+from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.exactness import RuleKind
-from .._compiler.module_info import ModuleInfo, Path
+from .._compiler.module_info import ModuleInfo, Path, Traced
 from .._executor.executor import ETraceGraphExecutor
+from .._online.data import one_step, time_axes
+from .._online.drive import Drive
+from .._online.request import Request, check_chunk_size
+from .._online.sequence import NeverCalledError, Sequence
+from .._online.user_step import UserStep
+from .._rules.rule import Values
 from . import pickling
-from .data import one_step, time_axes
-from .drive import Drive
+from .driving import Driver
 from .forms import Compiled, Key, shapes_of_states, why_missing
-from .progress import Bar, Progress, Report, unchanged_on_error
-from .rule import Values
-from .sequence import NeverCalledError, Sequence
-from .watch import Watch
+from .progress import Bar, Report, unchanged_on_error
+from .resets import initial_states, reset
 
 
 class EligibilityTrace(brainstate.ShortTermState):
@@ -60,7 +63,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._current: Key | None = None
         self._traced_states: list[int] = []  # those of the model when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}
-        self._watch: Watch | None = None
+        self._seen: Seen | None = None
+        self._driver = Driver()
 
     def __pretty_repr_item__(self, name: str, value: Any) -> Any:
         return None if name.startswith("_") else (name, value)
@@ -100,15 +104,19 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
         return self._compiled[key]
 
+    def _kept(self) -> dict[str, Any]:
+        """The attributes of a copy; it compiles its own functions when it is first used."""
+        return {**vars(self), "_compiled": {}, "_zeros": {}, "_seen": None, "_driver": Driver()}
+
     def __reduce__(self) -> Any:
-        return pickling.restore, (type(self), pickling.dumps({**vars(self), "_compiled": {}, "_zeros": {}}))
+        return pickling.restore, (type(self), pickling.dumps(self._kept()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         for state in self.states().values():
             memo[id(state)] = pickling.copy_state(state)
-        for name, value in copy.deepcopy({**vars(self), "_compiled": {}, "_zeros": {}}, memo).items():
+        for name, value in copy.deepcopy(self._kept(), memo).items():
             object.__setattr__(new, name, value)
         return new
 
@@ -233,18 +241,41 @@ class ETraceAlgorithm(brainstate.nn.Module):
         known = {k: ref() for k, ref in self._zeros.items()}
         return all(known.get(k) is st.value for k, st in self.traces.items())
 
-    def reset_state(self, batch_size: int | None = None) -> None:
+    def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the model's states, the traces and the step counter.
 
-        A module that has no `reset_state` of its own gets the values that its `init_state` makes.
+        With `rows`, a boolean for each sample of the batch, only those samples begin anew: their part of the
+        states gets its initial values, their part of the traces becomes zero. A module that has no
+        `reset_state` of its own gets the values that its `init_state` makes.
         """
+        if rows is not None:
+            self._reset_rows(jnp.asarray(rows))
+            return
         options = {"batch_size": batch_size} if batch_size is not None else {}
-        brainstate.nn.reset_all_states(self.model, **options)
-        for module in self.model.nodes(brainstate.nn.Module).values():
-            _reset_by_init(module, **options)
+        reset(self.model, **options)
         self._settle()
         if self._current is not None:
             self.init_etrace_state()
+
+    def _reset_rows(self, rows: Any) -> None:
+        hidden = self._compiled_now().graph.module_info.hidden
+        if rows.ndim != 1 or rows.dtype != bool:
+            raise ValueError(
+                f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
+            )
+        found = self._by_path()
+        for path, start in initial_states(self, len(rows), hidden).items():
+            state = found[path]
+
+            def one(now: Any, start: Any) -> Any:
+                return jnp.where(rows.reshape(-1, *[1] * (now.ndim - 1)), start, now)
+
+            state.value = jax.tree.map(one, state.value, start)
+        self._store(self._forget(self._values(), rows))
+
+    def _forget(self, values: Values, rows: Any) -> Values:
+        """What the rule keeps, with nothing left of some samples."""
+        raise NotSupportedError(f"{type(self).__name__} does not know how samples of a batch begin anew.")
 
     def get_etrace_of(self, weight: Any) -> dict[str, Any]:
         """The traces of one parameter, given as its state or its path."""
@@ -281,8 +312,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self._lookup(one_args, one_kwargs)
-        consts = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
-        if consts is None:  # the same shapes, but another program: the model closes over something else now
+        traced = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
+        if traced is None:  # the same shapes, but another program: the model closes over something else now
             before, compiled = compiled, Compiled(self._compile(one_args, one_kwargs), self._reduced)
             if not self._agree(before, compiled):
                 raise CompilationError(
@@ -292,26 +323,43 @@ class ETraceAlgorithm(brainstate.nn.Module):
                     "now. What changes from step to step, such as an index into a buffer, must be an "
                     "argument of the model or a state."
                 )
-            program = compiled.graph.module_info.program
-            consts = list(program.consts.values())
+            info = compiled.graph.module_info
+            program, traced = info.program, Traced(info.closed_jaxpr, list(info.program.consts.values()))
             program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
             assert self._current is not None
             self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
-        if self._watch is not None:
-            self._watch.compare()
+        self._compare_states(compiled)
         if not any(stepped):
-            outs = self._step(compiled, data, consts)
+            outs = self._step(compiled, data, traced)
         else:
             lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
             if len(lengths) > 1:
                 raise ValueError(
                     f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
                 )
-            outs = self._window(compiled, data, stepped, lengths.pop(), consts)
-        if self._watch is not None:
-            self._watch.settle()
+            outs = self._window(compiled, data, stepped, lengths.pop(), traced)
+        self._seen = Seen.of(self._hidden_now(compiled), self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
+
+    def _hidden_now(self, compiled: Compiled) -> dict[str, brainstate.State]:
+        found = self._by_path()
+        entries = {e.path: e.state for e in compiled.carried}
+        hidden = {id(h.state) for h in compiled.graph.module_info.hidden}
+        return {show_path(p): found.get(p, st) for p, st in entries.items() if id(st) in hidden}
+
+    def _compare_states(self, compiled: Compiled) -> None:
+        """Warn if someone has set a hidden state since the last call and left the traces as they are."""
+        if self._seen is None or self._seen.traces_differ(self.traces):
+            return
+        names = self._seen.assigned(self._hidden_now(compiled))
+        if names:
+            warn_user(
+                f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
+                "the traces were not: they do not know of it, so the gradient goes on as if it had not been "
+                "done. To begin a new sequence, call `learner.reset_state()`, which resets both; what is "
+                "part of every step belongs in the model's `update`."
+            )
 
     def etrace_grad(
         self,
@@ -325,20 +373,25 @@ class ETraceAlgorithm(brainstate.nn.Module):
         has_aux: bool = False,
         return_value: bool = False,
         keep_traces: bool = True,
+        reset: Any = None,
         progress: bool | Report = False,
     ) -> Any:
         """Drive a whole sequence and return the accumulated online gradient, by parameter.
 
         `step_fn(*slices)` runs the learner once and returns the loss of that step. `chunk_size` steps are
-        taken at once (None: as many as memory allows): that changes speed and memory, never the numbers.
-        With a multi-step learner it is the window instead: slices have a leading axis of `chunk_size`,
-        `step_fn` wraps them in `MultiStepData` and returns as many losses.
+        taken at once (None: as many as memory allows): that changes speed and memory, never the numbers. A
+        multi-step learner back-propagates through windows of its `window` steps instead; there a `chunk_size`
+        above one is the window of a `step_fn` that takes several steps: slices have a leading axis of that
+        size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
 
-        `mask` (one number a step) weighs the losses; states and traces advance at every step. 'mean'
-        divides by the sum of the mask. `return_value` adds the losses to what is returned: of each step
-        before the mask ('per_step'), after it ('masked'), or as one number ('scalar'); `has_aux` adds
-        what `step_fn` returns beside the loss. Without `keep_traces` the traces are not advanced but set
-        back to zero, which saves computing them where the sequence is all there is.
+        `mask` (one number a step) weighs the losses; states and traces advance at every step. With a number
+        for each step and sample, `step_fn` returns a loss for each sample. 'mean' divides by the sum of the
+        mask. `return_value` adds the losses to what is returned: of each step before the mask ('per_step'),
+        after it ('masked'), or as one number ('scalar'); `has_aux` adds what `step_fn` returns beside the
+        loss. Without `keep_traces` the traces are not advanced but set back to zero, which saves computing
+        them where the sequence is all there is.
+
+        `reset`, flags of shape (time, batch): a sample whose flag is set begins anew before that step.
 
         `progress` shows a bar, or calls a function with the steps done and those in all, after each chunk
         or, where those are chosen for you, about twenty times. If the call fails or is interrupted, states
@@ -346,34 +399,24 @@ class ETraceAlgorithm(brainstate.nn.Module):
         finished part.
         """
         self._compiled_now()
+        check_chunk_size(chunk_size)
         if self._settle():
             self.init_etrace_state()
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
-        states = list(self.states().values())
         report = Bar() if progress is True else progress or None
-        found = self._by_path()
-        hidden = {show_path(p): found.get(p, st) for p, st in self.hidden_states.items()}
-        watch = Watch(hidden if self.traces else {}, list(self.traces.values()))
-        drive = Drive(
-            sequence=Sequence.check(sequences, mask, Progress(report, states) if report else None),
-            step_fn=watch.around(step_fn),
-            weights=self.param_states if weights is None else weights,
-            chunk_size=chunk_size,
-            has_aux=has_aux,
-            keep=keep_traces,
-            reduction=reduction,
-            loss_output=loss_output,
-            return_value=return_value,
+        sequence = Sequence.check(
+            sequences, mask, reset, report and (lambda done, total, _: report(done, total))
         )
-        carried = [k for k, st in drive.weights.items() if any(st is h for h in hidden.values())]
-        if carried:
-            raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
-        around, self._watch = self._watch, watch
+        request = Request(sequence, has_aux, reduction, loss_output, return_value)
+        weights = self._check_weights(self.param_states if weights is None else weights)
+        self._seen = None
         try:
-            with contextlib.nullcontext() if report else unchanged_on_error(states):
-                before = self.steps.value
-                grads, (losses, aux) = self._drive(drive)
+            before = self.steps.value
+            with unchanged_on_error(list(self.states().values()), unless=report is not None):
+                grads, losses, aux = self._driver.gradient(
+                    self, request, step_fn, weights, chunk_size, keep_traces
+                )
                 if _is_unchanged(before, self.steps.value):
                     raise NeverCalledError
                 if not keep_traces:
@@ -382,9 +425,21 @@ class ETraceAlgorithm(brainstate.nn.Module):
             if isinstance(report, Bar):
                 report.close()
             raise
-        finally:
-            self._watch = around
-        return drive.result(grads, losses, aux)
+        return request.result(grads, losses, aux)
+
+    def _check_weights(self, weights: Any) -> Any:
+        if not isinstance(weights, Mapping):
+            raise TypeError(
+                "`weights` is a dictionary of states, such as `model.states(brainstate.ParamState)`, not "
+                f"{type(weights).__name__}."
+            )
+        if not weights:
+            raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
+        hidden = self._hidden_now(self._compiled_now()).values()
+        carried = [k for k, st in weights.items() if any(st is h for h in hidden)]
+        if carried:
+            raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
+        return weights
 
     def etrace_evolve(
         self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
@@ -400,30 +455,33 @@ class ETraceAlgorithm(brainstate.nn.Module):
             out = call(*slices)
             return out if return_outputs else None
 
+        self._seen = None
         with unchanged_on_error(list(self.states().values())):
-            return self._evolve(sequence, step)
-
-    def _evolve(self, sequence: Sequence, step: Any) -> Any:
-        """Take all steps of a sequence, and return what each of them does."""
-        return brainstate.transform.for_loop(lambda slices: step(*slices), sequence.arrays)
-
-    def _drive(self, drive: Drive) -> tuple[Any, Any]:
-        """The summed gradients of a sequence, and the losses and other outputs of every step."""
-        return drive.in_turn()
+            return self._driver.evolve(self, sequence, step)
 
     def _initial_values(self, compiled: Compiled) -> Values:
         """The rule's arrays at the start, by stable names."""
         raise NotImplementedError
 
-    def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
+    def _step(self, compiled: Compiled, args: list[Any], traced: Traced) -> list[Any]:
         """One step: read states and traces, compute, write them back; the outputs' leaves."""
         raise NotImplementedError
 
     def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
+        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, traced: Traced
     ) -> list[Any]:
         """Several steps at once."""
         raise NotImplementedError
+
+    def _steps_at_once(self, chunk_size: int | None) -> int | None:
+        """How many steps `step_fn` takes at once for this `chunk_size`; None: one, whatever it is."""
+        return None
+
+    def _how(
+        self, step: UserStep, sequence: Sequence, chunk_size: int | None, keep: bool, *, is_window: bool
+    ) -> Drive:
+        """How to drive a step over a sequence."""
+        return Drive(step, size=sequence.pace)
 
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
@@ -458,15 +516,39 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self.traces[key].value = value
 
 
-def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
-    kind, plain = type(module), brainstate.nn.Module
-    if kind.reset_state is not plain.reset_state or kind.init_state is plain.init_state:
-        return
-    states = {name: st for name, st in vars(module).items() if isinstance(st, brainstate.State)}
-    module.init_state(**options)
-    for name, state in states.items():
-        state.value = getattr(module, name).value
-        setattr(module, name, state)  # the same object as before: others may hold it
+@dataclass(frozen=True)
+class Seen:
+    """The values of hidden states and traces after the last call, to know them again."""
+
+    states: dict[str, list[Any]]
+    traces: list[Any]
+
+    @staticmethod
+    def of(states: Mapping[str, brainstate.State], traces: Mapping[str, brainstate.State]) -> Seen | None:
+        leaves = {k: jax.tree.leaves(st.value) for k, st in states.items()}
+        kept = [st.value for st in traces.values()]
+        if not kept or any(map(_compat.is_tracer, jax.tree.leaves((leaves, kept)))):
+            return None  # no value of a step that is being traced outlives it
+        return Seen({k: list(map(_ref, v)) for k, v in leaves.items()}, list(map(_ref, kept)))
+
+    def traces_differ(self, traces: Mapping[str, brainstate.State]) -> bool:
+        now = [vars(st)["_value"] for st in traces.values()]
+        return len(now) != len(self.traces) or any(
+            ref() is not v for ref, v in zip(self.traces, now, strict=True)
+        )
+
+    def assigned(self, states: Mapping[str, brainstate.State]) -> list[str]:
+        """The states that someone gave other values."""
+        now = {k: jax.tree.leaves(st.value) for k, st in states.items() if k in self.states}
+        return [
+            k
+            for k, v in now.items()
+            if any(ref() is not a for ref, a in zip(self.states[k], v, strict=False))
+        ]
+
+
+def _ref(value: Any) -> Any:
+    return weakref.ref(value)
 
 
 def _belongs(key: str, trace: Any) -> bool:

@@ -10,18 +10,18 @@ from typing import Any
 
 import brainstate
 import jax
-import jax.numpy as jnp
 
 from .._compiler import ETraceGraph
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
+from .._online.data import MultiStepData, SingleStepData, one_step
+from .._online.drive import Drive
+from .._online.sequence import Sequence
+from .._online.user_step import UserStep
+from .._rules.rule import Values
 from .base import ETraceAlgorithm
-from .data import MultiStepData, SingleStepData, one_step
-from .drive import Drive
 from .forms import Compiled
-from .rule import Values
-from .sequence import over_chunks
 
 
 class BPTT(ETraceAlgorithm):
@@ -54,21 +54,13 @@ class BPTT(ETraceAlgorithm):
         self.steps.value = self.steps.value + (jax.tree.leaves(windows)[0].shape[0] if windows else 1)
         return call_model(self.model, *args, **kwargs)
 
-    def _drive(self, drive: Drive) -> tuple[Any, Any]:
-        sequence, size = drive.sequence, drive.chunk_size
+    def _how(
+        self, step: UserStep, sequence: Sequence, chunk_size: int | None, keep: bool, *, is_window: bool
+    ) -> Drive:
+        return Drive(step, size=sequence.length, windows=True, again=chunk_size)
 
-        def steps(arrays: Any) -> Any:
-            return brainstate.transform.for_loop(drive.loss, arrays)
-
-        def total() -> Any:
-            if size is None or size >= sequence.length:
-                losses, aux = steps(sequence.arrays)
-            else:
-                again = brainstate.transform.checkpoint(steps)
-                _, (losses, aux) = over_chunks(lambda c, a, _: (c, again(a)), (), sequence, size)
-            return jnp.sum(losses * sequence.mask.astype(losses.dtype)), (losses, aux)
-
-        return brainstate.transform.grad(total, drive.weights, has_aux=True)()  # type: ignore[no-any-return]
+    def _forget(self, values: Values, rows: Any) -> Values:
+        return values
 
 
 def call_model(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:

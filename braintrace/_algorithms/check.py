@@ -22,11 +22,12 @@ from .._compiler import Exactness
 from .._compiler.diagnostics import show_path
 from .._compiler.exactness import DroppedPath
 from .._compiler.module_info import Path
+from .._online.drive import weighed
+from .._online.request import check_choice, check_chunk_size, split_loss
+from .._online.sequence import Sequence, over_chunks
 from .base import ETraceAlgorithm
 from .bptt import call_model
-from .drive import check_choice, check_chunk_size
 from .pure import Pure
-from .sequence import Sequence, over_chunks, split_loss
 from .tables import Table
 
 # how far apart two ways of computing one gradient may be: sums of products in another order
@@ -225,19 +226,19 @@ def _bptt(
     learner: Any, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool
 ) -> Any:
     """The gradient of the summed losses through all steps."""
-    windows = getattr(learner, "vjp_method", None) == "multi-step" and chunk_size is not None
-    chunk_size = chunk_size if windows else None  # it changes no number otherwise
+    size = learner._steps_at_once(chunk_size)
+    samples = sequence.mask.shape[1:]
 
-    def losses(carry: Any, arrays: Any, mask: Any) -> Any:
-        if windows:
-            return carry, split_loss(step_fn(*arrays), has_aux, mask.shape)[0]
-        one = lambda slices: split_loss(step_fn(*slices), has_aux, ())[0]
+    def losses(carry: Any, arrays: Any, mask: Any, _: Any) -> Any:
+        if size is not None and size > 1:
+            return carry, split_loss(step_fn(*arrays), has_aux, mask.shape[:1], samples)[0]
+        one = lambda slices: split_loss(step_fn(*slices), has_aux, (), samples)[0]
         return carry, brainstate.transform.for_loop(one, arrays)
 
     def total() -> Any:
         _ = [state.value for state in weights.values()]  # also of those that the model does not use
-        _, found = over_chunks(losses, (), sequence, chunk_size or sequence.length)
-        return jnp.sum(found * sequence.mask.astype(found.dtype))
+        _, found = over_chunks(losses, (), sequence, size or sequence.length, brainstate.transform.scan)
+        return weighed(found, sequence.mask)
 
     return brainstate.transform.grad(total, weights)()
 

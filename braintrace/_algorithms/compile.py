@@ -9,8 +9,7 @@ import brainstate
 
 from .base import ETraceAlgorithm
 from .bptt import BPTT
-from .learners import D_RTRL, ES_D_RTRL
-from .rtrl import RTRL
+from .learners import D_RTRL, ES_D_RTRL, RTRL
 
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,

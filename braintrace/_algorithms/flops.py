@@ -92,7 +92,8 @@ _ZERO = "0.0"
 def _constant(value: Any) -> Any:
     """A name for a constant, the same for equal numbers."""
     number = np.ndim(value) == 0 and not _compat.is_tracer(value)
-    if not number or jnp.issubdtype(getattr(value, "dtype", float), jax.dtypes.extended):
+    dtype = getattr(value, "dtype", float)
+    if not number or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
         return id(value)
     return _ZERO if value == 0 else f"{value}"
 

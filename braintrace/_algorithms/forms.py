@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from .._compiler import ETraceGraph
 from .._compiler.module_info import StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
+from .._online.online import Online
 
 
 @dataclass(eq=False)
@@ -22,15 +23,16 @@ class Compiled:
 
     graph: ETraceGraph
     reduced: Callable[[ETraceGraph], ETraceGraph]  # to what the rule needs traces of
+    online: Online | None = None  # the functions of a rule on it
 
     @cached_property
     def executor(self) -> ETraceGraphExecutor:
         return ETraceGraphExecutor(self.reduced(self.graph))
 
     @property
-    def carried(self) -> list[StateEntry]:
+    def carried(self) -> tuple[StateEntry, ...]:
         """The states that are not parameters."""
-        return [e for e in self.graph.module_info.entries if not e.is_param]
+        return self.graph.module_info.carried
 
 
 class Key(NamedTuple):

@@ -9,8 +9,7 @@ import brainstate
 import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
-from .d_rtrl import DRule
-from .es_d_rtrl import ESRule
+from .._rules import DRule, ESRule, WholeRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 
@@ -19,9 +18,9 @@ class D_RTRL(ETraceVjpAlgorithm):
 
         trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
 
-    With `vjp_method='multi-step'`, a call on `MultiStepData` back-propagates through that window of steps,
-    and traces stand for what came before. `trace_dtype` is what traces are stored in (None: what they are
-    computed in).
+    With `vjp_method='multi-step'`, a call back-propagates along all paths, through one step or the window of
+    `MultiStepData`, and traces stand for what came before; `etrace_grad` with the loss of one step takes
+    windows of `window` steps. `trace_dtype` is what traces are stored in (None: what they are computed in).
     """
 
     def __init__(
@@ -29,10 +28,12 @@ class D_RTRL(ETraceVjpAlgorithm):
         model: brainstate.nn.Module,
         *,
         vjp_method: VjpMethod = "single-step",
+        window: int = 1,
         trace_dtype: Any = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(model, DRule(as_trace_dtype(trace_dtype)), vjp_method=vjp_method, name=name)
+        rule = DRule(as_trace_dtype(trace_dtype))
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
         self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
 
 
@@ -49,6 +50,7 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         decay_or_rank: Any = 0.9,
         *,
         vjp_method: VjpMethod = "single-step",
+        window: int = 1,
         trace_dtype: Any = None,
         name: str | None = None,
     ) -> None:
@@ -56,10 +58,21 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         if len(pair) != 2:
             raise ValueError(f"`decay_or_rank` is one value or a pair (inputs, states), not {decay_or_rank}.")
         inp, out = map(as_decay, pair)
-        super().__init__(
-            model, ESRule(inp, out, as_trace_dtype(trace_dtype)), vjp_method=vjp_method, name=name
-        )
+        rule = ESRule(inp, out, as_trace_dtype(trace_dtype))
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
         self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
+
+
+class RTRL(ETraceVjpAlgorithm):
+    """Real-time recurrent learning, exact on any model, with marked ops or without.
+
+    Memory is the number of carried numbers times the number of parameters.
+    """
+
+    rule_kind = RuleKind("RTRL", whole=True)
+
+    def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
+        super().__init__(model, WholeRule(), name=name)
 
 
 def as_decay(decay_or_rank: Any) -> float:

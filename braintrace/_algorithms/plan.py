@@ -22,14 +22,13 @@ import jax.numpy as jnp
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
 from .._compiler.module_info import extract_module_info
+from .._online.sequence import even_chunks
 from . import pickling
 from .base import EligibilityTrace, ETraceAlgorithm
 from .bptt import BPTT
 from .flops import count_flops
-from .learners import D_RTRL, ES_D_RTRL
+from .learners import D_RTRL, ES_D_RTRL, RTRL
 from .pure import Pure
-from .rtrl import RTRL
-from .sequence import even_chunks
 from .tables import Table, show_bytes, show_count
 
 RULES: dict[str, Callable[..., ETraceAlgorithm]] = {

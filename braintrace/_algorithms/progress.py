@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import brainstate
@@ -13,8 +12,11 @@ Report = Callable[[int, int], None]  # steps done, steps in all
 
 
 @contextmanager
-def unchanged_on_error(states: Sequence[brainstate.State]) -> Iterator[None]:
+def unchanged_on_error(states: Sequence[brainstate.State], *, unless: bool = False) -> Iterator[None]:
     """If the body fails or is interrupted, give the states the values they had before it."""
+    if unless:
+        yield
+        return
     before = [(state, state.value) for state in states]
     try:
         yield
@@ -22,14 +24,6 @@ def unchanged_on_error(states: Sequence[brainstate.State]) -> Iterator[None]:
         for state, value in before:
             state.value = value
         raise
-
-
-@dataclass
-class Progress:
-    """Where to report to after each chunk, and the states that a chunk changes."""
-
-    report: Report
-    states: Sequence[brainstate.State]
 
 
 class Bar:

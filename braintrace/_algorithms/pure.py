@@ -35,7 +35,7 @@ class Pure:
         jaxpr = _compat.parts(closed)[0]
         num = sum(t.num_leaves for t in trees)
         same = [a is b for a, b in zip(jaxpr.invars[-num:], jaxpr.outvars[-num:], strict=True)] if num else []
-        written = tuple(not all(part) for part in _cut(same, trees))
+        written = tuple(not all(part) for part in cut(same, trees))
         return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written)
 
     @property
@@ -58,9 +58,9 @@ class Pure:
         flat = [*jax.tree.leaves(args), *(leaf for leaves in values for leaf in leaves)]
         outs = _compat.jaxpr_as_fun(self.closed)(*flat)
         num = len(outs) - sum(t.num_leaves for t in self.trees)
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), outs[:num]), _cut(outs[num:], self.trees)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), outs[:num]), cut(outs[num:], self.trees)
 
 
-def _cut(leaves: Leaves, trees: tuple[Any, ...]) -> list[Leaves]:
+def cut(leaves: Leaves, trees: tuple[Any, ...]) -> list[Leaves]:
     items = iter(leaves)
     return [[next(items) for _ in range(t.num_leaves)] for t in trees]

@@ -77,6 +77,14 @@ class Hidden:
 
 
 @dataclass(frozen=True, eq=False)
+class Traced:
+    """A model's step, traced once more: the program as it is now, and what it closes over."""
+
+    closed_jaxpr: _compat.ClosedJaxpr
+    consts: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
 class ModuleInfo:
     """A model's step as a program, with the states it reads and writes."""
 
@@ -89,7 +97,7 @@ class ModuleInfo:
     out_atoms: tuple[Atom, ...]
     out_tree: Any
     state_trees: tuple[Any, ...]
-    retrace: Callable[..., list[Any] | None]
+    retrace: Callable[..., Traced | None]
 
     def __repr__(self) -> str:
         counts = {"parameter": self.params, "hidden state": self.hidden, "operation": self.program.nodes}
@@ -99,6 +107,11 @@ class ModuleInfo:
     @cached_property
     def params(self) -> tuple[StateEntry, ...]:
         return tuple(e for e in self.entries if e.is_param)
+
+    @cached_property
+    def carried(self) -> tuple[StateEntry, ...]:
+        """The states that are not parameters."""
+        return tuple(e for e in self.entries if not e.is_param)
 
     @cached_property
     def invar_to_leaf(self) -> dict[Var, tuple[Path, int]]:
@@ -187,17 +200,18 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         _check_that_it_stays(entry)
     entries = _with_own_outputs(program, entries)
 
-    def retrace(*args: Any, **kwargs: Any) -> list[Any] | None:
+    def retrace(*args: Any, **kwargs: Any) -> Traced | None:
         """Trace again, since what the model closes over may have changed (a time, a step size).
 
         The constants as they are now, with the program brought up to date; None if it is another program.
         """
         data, rebuild, _ = split_static(args, kwargs)
-        again = read_program(_trace(model, rebuild, data)[0])
+        closed = _trace(model, rebuild, data)[0]
+        again = read_program(closed)
         if not _same_form(program, again):
             return None
         _bring_up_to_date(program, again)
-        return list(again.consts.values())
+        return Traced(closed, list(again.consts.values()))
 
     return ModuleInfo(
         model=model,

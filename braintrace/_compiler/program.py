@@ -149,20 +149,24 @@ class UnreadableSite(Exception):
         self.program, self.node, self.op = program, node, op
 
 
-def read_program(closed: _compat.ClosedJaxpr) -> Program:
-    """The program of a closed jaxpr."""
-    return _Reader().program(*_compat.parts(closed), (), ())
+def read_program(closed: _compat.ClosedJaxpr, *, marks: bool = True) -> Program:
+    """The program of a closed jaxpr; without `marks`, marked operations are operations like others."""
+    return _Reader(marks).program(*_compat.parts(closed), (), ())
 
 
 class _Reader:
     """Numbers variables and sites while it reads jaxprs, which JAX shares between calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: bool) -> None:
+        self.marks = marks
         self.num_vars = 0
         self.sites: list[Site] = []
         self.holds: dict[int, bool] = {}
         self.callers: tuple[JaxprEqn, ...] = ()
         self.opened: list[Node] = []
+
+    def is_site(self, eqn: JaxprEqn) -> bool:
+        return self.marks and isinstance(eqn.primitive, ETPPrimitive)
 
     def var(self, aval: Any) -> Var:
         self.num_vars += 1
@@ -210,7 +214,7 @@ class _Reader:
             outputs = tuple(self.var(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
             node = Node(eqn, inputs, outputs, loops, callers=self.callers)
-            if isinstance(eqn.primitive, ETPPrimitive):
+            if self.is_site(eqn):
                 node.site = Site(
                     index=len(self.sites),
                     primitive=eqn.primitive,
@@ -252,7 +256,7 @@ class _Reader:
 
     def site_eqns(self, jaxpr: Any) -> Iterator[JaxprEqn]:
         for eqn in jaxpr.eqns:
-            if isinstance(eqn.primitive, ETPPrimitive):
+            if self.is_site(eqn):
                 yield eqn
             for inner in _compat.all_jaxprs(eqn):
                 yield from self.site_eqns(inner)
@@ -260,8 +264,7 @@ class _Reader:
     def holds_site(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self.holds:
             self.holds[id(jaxpr)] = any(
-                isinstance(eqn.primitive, ETPPrimitive) or any(map(self.holds_site, _compat.all_jaxprs(eqn)))
-                for eqn in jaxpr.eqns
+                self.is_site(eqn) or any(map(self.holds_site, _compat.all_jaxprs(eqn))) for eqn in jaxpr.eqns
             )
         return self.holds[id(jaxpr)]
 

@@ -59,7 +59,6 @@ class ETraceGraphExecutor:
 
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph = graph
-        self.initial: list[tuple[Any, Any]] = []  # rules, and the shapes of their arrays at the start
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -150,11 +149,10 @@ class ETraceGraphExecutor:
     def reads_old_states(self) -> bool:
         return reads_old_states(self.graph)
 
-    def zero_deltas(self) -> tuple[list[Any], list[Any]]:
-        """Zeros for the new states, and for the old ones where an output reads them."""
+    def zero_deltas(self) -> list[Any]:
+        """Zeros for each hidden state."""
         hidden = self.graph.module_info.hidden
-        zeros = [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in hidden]
-        return zeros, list(zeros) if self.reads_old_states else []
+        return [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in hidden]
 
     def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
         """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""
@@ -175,24 +173,25 @@ def is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def pull_back(function: Callable[..., Any], *args: list[Any]) -> tuple[list[Any], Callable[..., Any]]:
+def pull_back(function: Callable[..., Any], *args: list[Any], has_aux: bool = False) -> tuple[Any, ...]:
     """`jax.vjp` over the inexact leaves of lists of arrays; the others get None.
 
-    `function(*args)` returns a list of arrays; cotangents of those that are not inexact are ignored. The
-    pull-back is a pytree, so that a derivative rule may keep it.
+    `function(*args)` returns a list of arrays, and with `has_aux` anything else beside it, which is the third
+    result; cotangents of arrays that are not inexact are ignored. The pull-back is a pytree, so that a
+    derivative rule may keep it.
     """
     keep = [[is_inexact(a) for a in arg] for arg in args]
     live = [[a for a, k in zip(arg, ks, strict=True) if k] for arg, ks in zip(args, keep, strict=True)]
 
-    def inner(*live: list[Any]) -> tuple[list[Any], list[Any]]:
+    def inner(*live: list[Any]) -> tuple[list[Any], Any]:
         full = []
         for arg, part, ks in zip(args, live, keep, strict=True):
             rest = iter(part)
             full.append([next(rest) if k else a for a, k in zip(arg, ks, strict=True)])
-        outs = function(*full)
-        return [o for o in outs if is_inexact(o)], outs
+        outs, aux = function(*full) if has_aux else (function(*full), None)
+        return [o for o in outs if is_inexact(o)], (outs, aux)
 
-    _, vjp, outs = jax.vjp(inner, *live, has_aux=True)
+    _, vjp, (outs, aux) = jax.vjp(inner, *live, has_aux=True)
     counted = [is_inexact(o) for o in outs]
 
     def pull(vjp: Any, cotangents: list[Any]) -> tuple[list[Any], ...]:
@@ -203,4 +202,5 @@ def pull_back(function: Callable[..., Any], *args: list[Any]) -> tuple[list[Any]
             result.append([next(rest) if k else None for k in ks])
         return tuple(result)
 
-    return outs, jax.tree_util.Partial(pull, vjp)
+    found = jax.tree_util.Partial(pull, vjp)
+    return (outs, found, aux) if has_aux else (outs, found)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiler.errors import NotSupportedError
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
@@ -268,6 +269,60 @@ class Trace:
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
         return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
+
+    # -- samples that begin anew -------------------------------------------------------------------
+
+    def where(self, keep: Any, trace: Any) -> Any:
+        """The trace, zero for the samples (the first hidden axis) that `keep` has False for."""
+        kept = self.lift(self._of_samples(keep)[None], self._no_inputs, 1)
+        kept = jnp.broadcast_to(_align_states(kept, self.at, self.letters), trace.shape)
+        return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
+
+    def where_instant(self, keep: Any, J: Any) -> Any:
+        """The same for an array with states and then the positions where `J` is."""
+        kept = jnp.broadcast_to(self.to_site(self._of_samples(keep)[None], 1), J.shape)
+        return jax.lax.select(kept != 0, J, jnp.zeros_like(J))
+
+    def where_input(self, keep: Any, x: Any) -> Any:
+        """The same for an array like what the op averages: its first input, or its factor."""
+        axis = self.sample_axis
+        if axis is None:
+            raise NotSupportedError(
+                f"The samples of a batch cannot begin anew one by one: the input of the op at "
+                f"{self.relation.site.source} does not belong to one sample. Reset all of them."
+            )
+        shape = [-1 if a == axis else 1 for a in range(x.ndim)]
+        return jnp.where(keep.reshape(shape), x, jnp.zeros_like(x))
+
+    @cached_property
+    def sample_axis(self) -> int | None:
+        """The axis of the first input (of the factor, where that is not a number) along which samples lie."""
+        (first, *rest), num = self._no_inputs, self.group.varshape[0]
+        with jax.ensure_compile_time_eval():
+            wanted = self.lift(self._of_samples(jnp.arange(1, num + 1))[None], self._no_inputs, 1)[0]
+            is_input = jnp.issubdtype(first.dtype, jnp.inexact)
+            given = first if is_input else self.factor(self._no_inputs)[0]  # type: ignore[index]
+            for axis in (a for a, n in enumerate(given.shape) if n == num):
+                number = jnp.arange(1, num + 1).reshape([-1 if a == axis else 1 for a in range(given.ndim)])
+                probe = jnp.broadcast_to(number, given.shape).astype(given.dtype)
+                x, have = self.factor([probe, *rest] if is_input else self._no_inputs)  # type: ignore[misc]
+                x = x if is_input else probe
+                letters = tuple(dict.fromkeys((*self.at, *have)))
+                x, want = promoted(align(x, have, letters), align(wanted, self.at, letters))
+                if bool(jnp.all((x == want) | (x == 0) | (want == 0))):
+                    return axis
+        return None
+
+    def _of_samples(self, q: Any) -> Any:
+        """A number for each sample at every hidden position."""
+        shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
+        return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
+
+    @property
+    def _no_inputs(self) -> list[Any]:
+        site = self.relation.site
+        avals = [a.aval for a in site.inputs[: site.num_inputs]]
+        return [jnp.zeros((*site.loops, *a.shape), a.dtype) for a in avals]
 
     def unview(self, dw: Any, weight: Any) -> Any:
         """A gradient with the letters of the weight, shaped as the effective weight."""

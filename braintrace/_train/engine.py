@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from .._algorithms.base import ETraceAlgorithm
 from .._algorithms.bptt import call_model
-from .._algorithms.sequence import Sequence, over_chunks, split_loss
+from .._online.request import split_loss
+from .._online.sequence import Sequence, over_chunks
 from .data import Batch, size_of
 from .outside import warn_of_unlearned
 
@@ -127,7 +128,8 @@ class Engine:
             self.learner.reset_state(size_of(xs) if self.batched else None)
         sequence = _sequence(xs, ys, mask)
         size = self.update_every or sequence.length
-        _, (losses, aux, bad) = over_chunks(lambda c, a, m: (c, self._update(a, m)), (), sequence, size)
+        update = lambda c, arrays, mask, _: (c, self._update(arrays, mask))
+        _, (losses, aux, bad) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
         return {**self._scores(losses, aux, sequence), "losses": losses, "bad": bad}
 
     def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
@@ -163,7 +165,7 @@ class Engine:
         slices = jax.tree.map(lambda a: a[0], arrays)
 
         def loss_of() -> Any:
-            loss, aux = split_loss(self._step(*slices), True, ())
+            loss, aux = split_loss(self._step(*slices), has_aux=True)
             return jnp.where(mask[0] != 0, loss, jnp.zeros_like(loss)), (loss, aux)  # the mean of one step
 
         grads, kept = brainstate.transform.grad(loss_of, self.learner.param_states, has_aux=True)()
@@ -204,8 +206,9 @@ class Engine:
         brainstate.nn.reset_all_states(model, **({"batch_size": size_of(xs)} if self.batched else {}))
         with _calling(self.learner, partial(call_model, model)):
             if self._in_windows:
-                run = lambda c, arrays, _: (c, self._step(*arrays))
-                _, (losses, aux) = over_chunks(run, (), sequence, self.chunk_size or 1)
+                run = lambda c, arrays, *_: (c, self._step(*arrays))
+                size, scan = self.chunk_size or 1, brainstate.transform.scan
+                _, (losses, aux) = over_chunks(run, (), sequence, size, scan)
             else:
                 losses, aux = brainstate.transform.for_loop(self._step, *sequence.arrays)
         for state, value in kept.values():

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import braintrace
-from braintrace._algorithms import d_rtrl
-from braintrace._algorithms.d_rtrl import DRule
 from braintrace._compat import primitives
 from braintrace._executor import fused
+from braintrace._rules import d_rtrl
+from braintrace._rules.d_rtrl import DRule
 
 from ..oracle import Brute, bptt, loss
 from ..run import agree, compiled, difference, online, sequence

@@ -9,7 +9,9 @@ traces get no gradient: the losses of several calls add up, and nothing is count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,45 +22,53 @@ from .._compat import Literal
 from .._compiler.program import Var
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
-from .._executor.traces import states
-from .chunk import Record, over_time, step_by_step
-from .rule import Gradients, Rule, Signals, Values, add_all, add_to
+from .._executor.traces import Trace, states
+from .._rules.chunk import Record, over_time
+from .._rules.rule import Gradients, Rule, Signals, TraceRule, Values, add_to
+from .window import Window
 
 Leaves = list[Any]
 Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
 
 
 class Online:
-    """The functions of one rule on one compiled graph."""
+    """The functions of one rule on one compiled graph.
 
-    def __init__(self, executor: ETraceGraphExecutor, rule: Rule) -> None:
-        self.executor, self.rule = executor, rule
-        self.info, self.traces = executor.graph.module_info, executor.traces
+    With `windows`, a call is a window of steps, back-propagated through along all paths; else the signals of
+    a step are those of design section 1, and the traces after the step answer for them.
+    """
+
+    def __init__(self, executor: ETraceGraphExecutor, rule: Rule, *, windows: bool) -> None:
+        self.executor, self.rule, self.windows = executor, rule, windows
+        self.info = executor.graph.module_info
+
+    @property
+    def traces(self) -> list[Trace]:
+        return self.executor.traces
+
+    @property
+    def trace_rule(self) -> TraceRule:
+        assert isinstance(self.rule, TraceRule)
+        return self.rule
 
     def initial_values(self) -> Values:
         """The rule's arrays at the start."""
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._initial)  # type: ignore[no-any-return]
 
-        def probe(inputs: Leaves) -> Values:
-            _, _, env, operands = self.executor.forward(self._given_all(inputs))
-            return self.rule.init(self.traces, self.executor.local(env, operands))
+    @cached_property
+    def _initial(self) -> Any:
+        return jax.eval_shape(lambda: self.rule.start(self))
 
-        shapes = next((found for rule, found in self.executor.initial if rule is self.rule), None)
-        if shapes is None:
-            shapes = jax.eval_shape(probe, self._structs())
-            self.executor.initial.append((self.rule, shapes))
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
-
-    def _structs(self) -> Leaves:
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.info.program.inputs]
-
-    def _given_all(self, inputs: Leaves) -> StepInputs:
-        """What a step is given, from all inputs of the program."""
-        known = dict(zip(self.info.program.inputs, inputs, strict=True))
-        return StepInputs(
-            args=[known[v] for v in self.info.arg_invars],
-            consts=list(self.info.program.consts.values()),
-            states=[[known[v] for v in e.invars] for e in self.info.entries],
+    def example_local(self) -> Local:
+        """The local Jacobians of a step, for their shapes."""
+        zeros = {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.info.program.inputs}
+        given = StepInputs(
+            args=[zeros[v] for v in self.info.arg_invars],
+            consts=[jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.info.program.consts],
+            states=[[zeros[v] for v in e.invars] for e in self.info.entries],
         )
+        _, _, env, operands = self.executor.forward(given)
+        return self.executor.local(env, operands)
 
     def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
         given, others = iter(params), iter(rest)
@@ -68,24 +78,75 @@ class Online:
     def _carried(self, states: list[Leaves]) -> list[Leaves]:
         return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_param]
 
-    def _advance(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
-    ) -> tuple[Leaves, list[Leaves], Values, Local]:
-        outs, states, env, operands = self.executor.forward(self._given(params, args, consts, rest))
-        local = self.executor.local(env, operands)
-        return outs, self._carried(states), self.rule.update(self.traces, values, local), local
+    def forward(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
+    ) -> tuple[Leaves, list[Leaves]]:
+        """The outputs of a step and the new states, along all paths."""
+        outs, states, _, _ = self.executor.forward(self._given(params, args, consts, rest))
+        return outs, self._carried(states)
 
-    def step(
+    def outputs(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
+    ) -> tuple[Leaves, list[Leaves], dict[int, Any]]:
+        """The same, and the outputs of the sites that feed a state."""
+        outs, states, ys = self.executor.outputs(self._given(params, args, consts, rest))
+        return outs, self._carried(states), ys
+
+    def local(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: dict[int, Any]
+    ) -> Local:
+        """The local Jacobians of a step whose sites gave `ys`."""
+        _, _, env, operands = self.executor.forward(self._given(params, args, consts, rest), ys)
+        return self.executor.local(env, operands)
+
+    def begin_anew(self, keep: Any, rest: list[Leaves], initial: list[Leaves]) -> list[Leaves]:
+        """The carried states, with the initial ones for the samples that `keep` has False for.
+
+        What has no axis of samples in front stays as it is.
+        """
+
+        def one(now: Any, start: Any) -> Any:
+            if now.shape[:1] != keep.shape:
+                return now
+            return jnp.where(keep.reshape(-1, *[1] * (now.ndim - 1)), now, start)
+
+        return jax.tree.map(one, rest, initial)  # type: ignore[no-any-return]
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        params: Leaves,
+        args: Leaves,
+        consts: Leaves,
+        rest: list[Leaves],
+        values: Values,
+        stepped: Sequence[bool] | None,
+    ) -> tuple[Leaves, list[Leaves], Values]:
+        """One step; or, where `stepped` says which arguments have time in front, a window of steps.
+
+        Its derivative is the online gradient.
+        """
+        if self.windows or stepped is not None:
+            return self._window(params, args, consts, rest, values, stepped)
+        return self._step(params, args, consts, rest, values)
+
+    def _step(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
     ) -> tuple[Leaves, list[Leaves], Values]:
-        """One step, with the gradient of single-step mode."""
+        rule = self.trace_rule
+
+        def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+            outs, states, env, operands = self.executor.forward(self._given(params, args, consts, rest))
+            local = self.executor.local(env, operands)
+            return outs, self._carried(states), rule.update(self.traces, values, local), local
 
         @jax.custom_vjp
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            return self._advance(params, args, consts, rest, values)[:3]
+            return advance(params, args, consts, rest, values)[:3]
 
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, new, after, local = self._advance(params, args, consts, rest, values)
+            outs, new, after, local = advance(params, args, consts, rest, values)
 
             def differentiable(
                 params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves
@@ -93,7 +154,8 @@ class Online:
                 outs, states = self.executor.signals(self._given(params, args, consts, rest), (new, old))
                 return [*outs, *_flat(self._carried(states))]
 
-            _, pull = pull_back(differentiable, params, args, consts, *self.executor.zero_deltas())
+            old = self.executor.zero_deltas() if self.executor.reads_old_states else []
+            _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas(), old)
             partial = not all(t.positions.complete for t in self.traces)
             kept = (local.inputs, local.weights, local.J if partial else {})
             before = values if self.executor.reads_old_states else None
@@ -105,12 +167,12 @@ class Online:
             dparams, dargs, dconsts, deltas, old_deltas = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
             signals = self.executor.group_signals(deltas)
-            grads = self.rule.gradient(self.traces, after, signals, local)
+            grads = rule.gradient(self.traces, after, signals, local)
             for key, value in self._counted_twice(signals, local).items():
                 grads[key] = grads[key] - value
             if before is not None:
                 old_signals = self.executor.group_signals(old_deltas)
-                for key, value in self.rule.gradient(self.traces, before, old_signals, local).items():
+                for key, value in rule.gradient(self.traces, before, old_signals, local).items():
                     grads[key] = grads[key] + value
             dparams = _add(dparams, self.to_parameters(params, consts, grads))
             return dparams, dargs, dconsts, None, None
@@ -118,84 +180,73 @@ class Online:
         step.defvjp(forward, backward)
         return step(params, args, consts, rest, values)  # type: ignore[no-any-return]
 
-    def window(
+    def _window(
         self,
         params: Leaves,
         args: Leaves,
-        stepped: Sequence[bool],
         consts: Leaves,
         rest: list[Leaves],
         values: Values,
+        stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
-        """Several steps, back-propagated through as one; traces stand for what came before.
+        """Back-propagated through as one; what the rule keeps stands for what came before."""
+        length = 1 if stepped is None else next(len(a) for a, s in zip(args, stepped, strict=True) if s)
 
-        `stepped` tells which arguments have a leading axis of time; the outputs all do.
-        """
+        def run(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Any:
+            """The outputs, the new states, and the states before and the sites of every step."""
+            if stepped is None:
+                outs, new, ys = self.outputs(params, args, consts, rest)
+                return outs, new, jax.tree.map(lambda a: a[None], (rest, ys))
 
-        def scan(body: Callable[..., Any], carry: Any, args: Leaves) -> Any:
-            moving = [a for a, s in zip(args, stepped, strict=True) if s]
-
-            def one(carry: Any, slices: Leaves) -> Any:
+            def body(rest: list[Leaves], slices: Leaves) -> Any:
                 now = iter(slices)
-                return body(carry, [next(now) if s else a for a, s in zip(args, stepped, strict=True)])
+                one = [next(now) if s else a for a, s in zip(args, stepped, strict=True)]
+                outs, new, ys = self.outputs(params, one, consts, rest)
+                return new, (outs, (rest, ys))
 
-            return jax.lax.scan(one, carry, moving)
+            moving = [a for a, s in zip(args, stepped, strict=True) if s]
+            new, (outs, taken) = jax.lax.scan(body, rest, moving)
+            return outs, new, taken
 
-        def plain(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> tuple[Leaves, list[Leaves]]:
-            def body(rest: list[Leaves], args: Leaves) -> Any:
-                outs, states, _, _ = self.executor.forward(self._given(params, args, consts, rest))
-                return self._carried(states), outs
-
-            new, outs = scan(body, _like(flat, rest), args)
-            return outs, new
-
-        def roll(params: Leaves, args: Leaves, consts: Leaves, rest: Any, values: Any) -> Any:
-            def body(carry: Any, args: Leaves) -> Any:
-                rest, values = carry
-                outs, new, values, _ = self._advance(params, args, consts, rest, values)
-                return (new, values), outs
-
-            (new, values), outs = scan(body, (rest, values), args)
-            return outs, new, values
+        def window(params: Leaves, args: Leaves, consts: Leaves, taken: Any) -> Window:
+            flags = stepped or [False] * len(args)
+            args = [a if s else _repeated(a, length) for a, s in zip(args, flags, strict=True)]
+            return Window(self, length, params, args, [_repeated(c, length) for c in consts], *taken)
 
         @jax.custom_vjp
-        def window(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            return roll(params, args, consts, rest, values)
+        def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+            outs, new, taken = run(params, args, consts, rest)
+            return outs, new, self.rule.advance(self, values, window(params, args, consts, taken))
 
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Leaves:
-                outs, new = plain(params, args, consts, flat)
-                return [*outs, *_flat(new)]
+            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
+                outs, new, taken = run(params, args, consts, _like(flat, rest))
+                return [*outs, *_flat(new)], jax.lax.stop_gradient(taken)
 
-            outs, new, after = roll(params, args, consts, rest, values)
-            _, pull = pull_back(differentiable, params, args, consts, _flat(rest))
-            first = [a[0] if s else a for a, s in zip(args, stepped, strict=True)]
-            local = self._advance(params, first, consts, rest, values)[3]
-            kept = (local.inputs, local.weights)
-            return (outs, new, after), (pull, values, kept, params, consts)
+            results, pull, taken = pull_back(differentiable, params, args, consts, _flat(rest), has_aux=True)
+            steps = window(params, args, consts, taken)
+            num = len(self.info.out_atoms)
+            new = _like(results[num:], rest)
+            first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
+            return (results[:num], new, self.rule.advance(self, values, steps)), (pull, values, params, first)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            pull, values, (inputs, weights), params, consts = residuals
+            pull, values, params, first = residuals
             outs, new, _ = cotangents
-            dparams, dargs, dconsts, flat = pull([*outs, *_flat(new)])
-            carried = [e for e in self.info.entries if not e.is_param]
-            by_var = dict(zip((v for e in carried for v in e.invars), flat, strict=True))
-            signals = self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
-            grads = self.rule.gradient(self.traces, values, signals, Local(inputs, weights, {}, {}))
-            dparams = _add(dparams, self.to_parameters(params, consts, grads))
-            return dparams, dargs, dconsts, None, None
+            dparams, dargs, dconsts, start = pull([*outs, *_flat(new)])
+            past = self.rule.past(self, values, start, Window(self, 1, params, *first))
+            return _add(dparams, past), dargs, dconsts, None, None
 
-        window.defvjp(forward, backward)
-        return window(params, args, consts, rest, values)  # type: ignore[no-any-return]
+        call.defvjp(forward, backward)
+        return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
+
+    def at_groups(self, signals: Leaves) -> Signals:
+        """Signals at the leaves of the carried states, by group."""
+        carried = [v for e in self.info.entries if not e.is_param for v in e.invars]
+        by_var = dict(zip(carried, signals, strict=True))
+        return self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
 
     # -- chunks ------------------------------------------------------------------------------------
-
-    def outputs(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
-    ) -> tuple[Leaves, list[Leaves], dict[int, Any]]:
-        """One step forward, and the outputs of the sites that feed a state."""
-        outs, states, ys = self.executor.outputs(self._given(params, args, consts, rest))
-        return outs, self._carried(states), ys
 
     def differentiable(
         self,
@@ -215,36 +266,26 @@ class Online:
         outs, states = self.executor.signals(given, added, ys)
         return outs, self._carried(states), local
 
-    def as_signals(self, deltas: Leaves, old_deltas: Leaves) -> tuple[Signals, Signals | None]:
-        """Derivatives of what was added to the states, by group."""
-        old = self.executor.group_signals(old_deltas) if self.executor.reads_old_states else None
-        return self.executor.group_signals(deltas), old
-
     def chunk(
         self,
         params: Leaves,
         consts: Leaves,
         values: Values,
         total: Gradients,
-        arrays: Any,
-        signals: tuple[Signals, Signals | None],
+        record: Record,
         *,
         fresh: bool,
         keep: bool,
     ) -> tuple[Values, Gradients]:
         """The traces after recorded steps, and the gradients of effective weights, added to `total`."""
-        inputs, D, J = arrays
         weights = self.executor.weights(self._known_params(params, consts))
-        record = Record(Local(inputs, weights, D, J), *signals)
-        if hasattr(self.rule, "chunk"):
-            values, grads = self.rule.chunk(self.traces, values, record, total, fresh=fresh, keep=keep)
-        else:
-            values, grads = step_by_step(self.rule, self.traces, values, record)
-            grads = add_all(total, grads)
+        record = replace(record, local=replace(record.local, weights=weights))
+        assert record.signals is not None
+        values, grads = self.trace_rule.chunk(self.traces, values, record, total, fresh=fresh, keep=keep)
         for trace in self.traces:
             if not trace.positions.complete:
                 key = (trace.relation.site.index, trace.name)
-                g = states(signals[0][trace.group.index], 1)
+                g = states(record.signals[trace.group.index], 1)
                 twice = over_time(trace, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return values, grads
@@ -272,16 +313,6 @@ class Online:
         known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))
         known.update(zip(self.info.program.consts, consts, strict=True))
         return known
-
-    def by_path(self, leaves: Leaves) -> dict[Any, Any]:
-        """The leaves of the parameters as the trees that users know, by path."""
-        items = iter(leaves)
-        trees = zip(self.info.entries, self.info.state_trees, strict=True)
-        return {
-            e.path: jax.tree.unflatten(tree, [next(items) for _ in e.invars])
-            for e, tree in trees
-            if e.is_param
-        }
 
     def record_bytes(self) -> int:
         """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
@@ -338,6 +369,10 @@ def _like(flat: Leaves, lists: list[Leaves]) -> list[Leaves]:
 
 def _add(a: Leaves, b: Leaves) -> Leaves:
     return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
+
+
+def _repeated(x: Any, length: int) -> Any:
+    return jnp.broadcast_to(jnp.asarray(x)[None], (length, *jnp.shape(x)))
 
 
 def _bytes(aval: Any) -> int:

@@ -6,7 +6,7 @@ trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -17,13 +17,13 @@ from .._executor.executor import Local
 from .._executor.fused import fits, on_one_gpu, step
 from .._executor.traces import Trace, add_up, promoted
 from .chunk import Record, backward, chunk_gradient, chunk_traces, step_by_step
-from .rule import Gradients, Signals, Values, add_all, add_to
+from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 
 _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
 
 
 @dataclass(frozen=True)
-class DRule:
+class DRule(TraceRule):
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in)."""
 
     dtype: Any = None
@@ -78,13 +78,22 @@ class DRule:
         fresh: bool,
         keep: bool,
     ) -> tuple[Values, Gradients]:
+        record = record.begun_anew()
         if record.length == 1 and keep and record.old_signals is None:
-            return self._one_step(traces, values, record, total)
+            return self._one_step(traces, values, replace(record, keep=None), total)
         before = None if fresh else values
-        found = {k: backward(record, k, traces=keep) for k in record.signals}
+        found = {k: backward(record, k, traces=keep) for k in record.local.D}
         grads = chunk_gradient(traces, before, record, found)
         after = chunk_traces(traces, before, record, found, values) if keep else values
         return after, add_all(total, grads)
+
+    def through(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+        record = record.begun_anew()
+        found = {k: backward(record, k, traces=True) for k in record.local.D}
+        return chunk_traces(traces, values, record, found, values)
+
+    def reset(self, traces: Sequence[Trace], values: Values, keep: Any) -> Values:
+        return {t.key: t.where(keep, values[t.key]) for t in traces}
 
     def _one_step(
         self, traces: Sequence[Trace], values: Values, record: Record, total: Gradients
@@ -104,7 +113,7 @@ class DRule:
             found, grads = step_by_step(self, others, mine, record)
             after.update(found)
             total = add_all(total, grads)
-        local, signals, _ = record.one(jax.tree.map(lambda a: a[0], record.steps))
+        local, signals, _, _ = record.one(jax.tree.map(lambda a: a[0], record.steps))
         for trace in fused:
             D, factor, J = local.at(trace)
             assert factor is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .._executor.executor import Local
 from .._executor.traces import Rows, States, Trace, add_up, dot, promoted, stack, states
-from .rule import Gradients, Rule, Signals, Values, add_to
+from .rule import Gradients, Signals, TraceRule, Values, add_to
 
 TIME = ("time",)
 
@@ -34,33 +34,44 @@ class Record:
     """What is kept of the steps of a chunk, with an axis of time in front of each array but the weights."""
 
     local: Local
-    signals: Signals
-    old_signals: Signals | None  # of outputs that read old states; None where none does
-
-    @property
-    def length(self) -> int:
-        """How many steps there are."""
-        return int(jax.tree.leaves(self.signals)[0].shape[0])
+    length: int
+    signals: Signals | None = None  # None: there is no loss
+    old_signals: Signals | None = None  # of what reads old states; None where nothing does
+    keep: Any = None  # (time, batch): False where a sample begins anew before the step; None: none does
 
     @property
     def steps(self) -> Any:
         """The arrays with a time axis, for a scan."""
-        return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals
+        return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals, self.keep
 
-    def one(self, step: Any) -> tuple[Local, Signals, Signals | None]:
+    def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
         """One step of such a scan."""
-        inputs, D, J, signals, old = step
-        return Local(inputs, self.local.weights, D, J), signals, old
+        inputs, D, J, signals, old, keep = step
+        return Local(inputs, self.local.weights, D, J), signals, old, keep
+
+    def begun_anew(self) -> Record:
+        """The same with samples that begin anew told by `D` and signals alone: nothing passes to them."""
+        if self.keep is None:
+            return self
+
+        def kept(array: Any, lead: int) -> Any:
+            shape = (self.length, *[1] * lead, -1, *[1] * (array.ndim - lead - 2))
+            return jnp.where(self.keep.reshape(shape), array, jnp.zeros_like(array))
+
+        D = jax.tree.map(lambda d: kept(d, 0), self.local.D)
+        old = jax.tree.map(lambda g: kept(g, 1), self.old_signals)
+        return replace(self, local=replace(self.local, D=D), old_signals=old)
 
 
 def step_by_step(
-    rule: Rule, traces: Sequence[Trace], values: Values, record: Record
+    rule: TraceRule, traces: Sequence[Trace], values: Values, record: Record
 ) -> tuple[Values, Gradients]:
     """The traces after a chunk and its summed gradients, for any rule."""
 
     def body(carry: Any, step: Any) -> Any:
         values, grads = carry
-        local, signals, old = record.one(step)
+        local, signals, old, keep = record.one(step)
+        values = values if keep is None else rule.reset(traces, values, keep)
         found = rule.gradient(traces, values, old, local) if old is not None else {}
         values = rule.update(traces, values, local)
         for key, value in rule.gradient(traces, values, signals, local).items():
@@ -80,14 +91,17 @@ def step_by_step(
 class Backward:
     """What one pass from the last step of a chunk to its first finds of a group."""
 
-    q: States  # of every step
-    start: States  # the signal that is left for the states before the chunk
+    q: States | None  # of every step; None: there are no signals
+    start: States | None  # the signal that is left for the states before the chunk
     products: tuple[Rows, Rows] | None  # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None: no memory
 
 
 def backward(record: Record, group: int, *, traces: bool) -> Backward:
     """`q`, and the products of `D` if the traces after the chunk are wanted."""
-    g, D = record.signals[group], record.local.D[group]
+    D = record.local.D[group]
+    if record.signals is None:
+        return Backward(None, None, None if D is None else _products(D))
+    g = record.signals[group]
     old = None if record.old_signals is None else record.old_signals[group]
     if D is None:
         if old is None:
@@ -112,6 +126,19 @@ def backward(record: Record, group: int, *, traces: bool) -> Backward:
     return Backward(q, start, (each, total))
 
 
+def _products(D: Rows) -> tuple[Rows, Rows]:
+    """`D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`."""
+
+    def body(product: Rows, D: Rows) -> Any:
+        columns = list(zip(*D, strict=True))
+        return [[dot(row, column) for column in columns] for row in product], product
+
+    D = _promoted(D)
+    one = [[jnp.full_like(d[0], s == r) for r, d in enumerate(row)] for s, row in enumerate(D)]
+    total, each = jax.lax.scan(body, one, D, reverse=True, unroll=unroll())
+    return each, total
+
+
 def _promoted(arrays: Any) -> Any:
     leaves, tree = jax.tree.flatten(arrays)
     return jax.tree.unflatten(tree, promoted(*leaves))
@@ -125,10 +152,13 @@ def chunk_gradient(
     for trace in traces:
         site, k = trace.relation.site.index, trace.group.index
         inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
+        q, start = found[k].q, found[k].start
+        assert q is not None
+        assert start is not None
         if values is not None:
-            start = trace.lift(jnp.stack(found[k].start), [a[0] for a in inputs], 1)
-            add_to(grads, trace, trace.contract(start, values[trace.key]))
-        add_to(grads, trace, over_time(trace, record, weight, found[k].q))
+            lifted = trace.lift(jnp.stack(start), [a[0] for a in inputs], 1)
+            add_to(grads, trace, trace.contract(lifted, values[trace.key]))
+        add_to(grads, trace, over_time(trace, record, weight, q))
     return grads
 
 

@@ -19,13 +19,11 @@ import numpy as np
 from .._executor.executor import Local, is_inexact
 from .._executor.traces import Rows, States, Trace, add_up, promoted, states, times
 from .chunk import TIME, Record, factors, unroll
-from .rule import Gradients, Signals, Values, add_all, add_to
-
-_COUNT = "steps"
+from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 
 
 @dataclass(frozen=True)
-class ESRule:
+class ESRule(TraceRule):
     """Averages of inputs (decay `inp`) and of state Jacobians (decay `out`)."""
 
     inp: float
@@ -38,8 +36,9 @@ class ESRule:
         return 1 if jax.default_backend() == "cpu" else 2
 
     def init(self, traces: Sequence[Trace], local: Local) -> Values:
-        values: Values = {_COUNT: jnp.zeros((), jnp.int32)}
+        values: Values = {}
         for trace in traces:
+            values[_count_key(trace)] = jnp.zeros(trace.group.varshape[:1], jnp.int32)  # for each sample
             weight = local.weights[trace.relation.site.index][trace.name]
             now, J = _input(trace, local), jnp.stack(_instant(trace, local))
             if now is not None:  # not in the type of an input of few bits: an average needs more
@@ -49,8 +48,9 @@ class ESRule:
         return values
 
     def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
-        result: Values = {_COUNT: values[_COUNT] + 1}
+        result: Values = {}
         for trace in traces:
+            result[_count_key(trace)] = values[_count_key(trace)] + 1
             now = _input(trace, local)
             if now is not None:
                 result[_input_key(trace)] = self._input(values[_input_key(trace)], now)
@@ -75,22 +75,40 @@ class ESRule:
         for trace in traces:
             site = trace.relation.site.index
             inputs, weight = local.inputs[site], local.weights[site][trace.name]
-            f, g = states(values[_state_key(trace)], 0), states(signals[trace.group.index], 0)
+            signal = signals[trace.group.index]
+            signal = signal * self._scale(trace, values[_count_key(trace)], signal.dtype, signal.ndim)
+            f, g = states(values[_state_key(trace)], 0), states(signal, 0)
             dy = trace.to_y(trace.pair(g, f, by=times))
-            dy = dy * self._scale(trace, values[_COUNT], dy.dtype)
             factor = None if trace.layout.x is None else _factor(trace, values[_input_key(trace)], inputs)
             add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight))
         return grads
 
-    def _scale(self, trace: Trace, count: Any, dtype: Any) -> Any:
-        """What takes the bias of the start out, after `count` steps."""
+    def _scale(self, trace: Trace, count: Any, dtype: Any, ndim: int) -> Any:
+        """What takes the bias of the start out, after `count` steps, for signals of `ndim` axes."""
         real = jnp.finfo(dtype).dtype
         # before the first step the averages are zero, and so is what they say
         steps = jnp.maximum(count, 1).astype(real)
         scale = 1 / (1 - jnp.asarray(self.out, real) ** steps)
         if trace.layout.x is None:
             scale = scale * (1 - jnp.asarray(self.inp, real) ** steps) / (1 - self.inp)
-        return scale.astype(dtype)
+        lead = count.ndim - len(trace.group.varshape[:1])  # an axis of time, then one of states
+        shape = (*count.shape[:lead], 1, *count.shape[lead:])
+        return scale.reshape(*shape, *[1] * (ndim - len(shape))).astype(dtype)
+
+    def reset(self, traces: Sequence[Trace], values: Values, keep: Any) -> Values:
+        result: Values = {}
+        for trace in traces:
+            count = values[_count_key(trace)]
+            result[_count_key(trace)] = jnp.where(keep, count, jnp.zeros_like(count))
+            result[_state_key(trace)] = trace.where_instant(keep, values[_state_key(trace)])
+            if trace.layout.x is not None:
+                result[_input_key(trace)] = trace.where_input(keep, values[_input_key(trace)])
+        return result
+
+    def through(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+        start = {k: states(values[k], 0) for k in map(_state_key, traces)}
+        after = self._averages(traces, values, start, record.begun_anew())[2]
+        return {**{k: v[-1] for k, v in _counts(traces, values, record).items()}, **after}
 
     def chunk(
         self,
@@ -103,28 +121,30 @@ class ESRule:
         keep: bool,
     ) -> tuple[Values, Gradients]:
         """The averages step by step, which is cheap; all the products of the two at once."""
+        record = record.begun_anew()
+        assert record.signals is not None
         start = {k: states(values[k], 0) for k in map(_state_key, traces)}
         x, f, after = self._averages(traces, values, start, record)
-        count = values[_COUNT] + jnp.arange(1, record.length + 1, dtype=values[_COUNT].dtype)
-        parts = [(x, f, count, record.signals)]
+        counts = _counts(traces, values, record)
+        parts = [(x, f, counts, record.signals)]
         if record.old_signals is not None:  # of the averages before each step
             old_x = {k: _before(values[k], v) for k, v in x.items()}
             old_f = {k: list(map(_before, start[k], v)) for k, v in f.items()}
-            parts.append((old_x, old_f, count - 1, record.old_signals))
+            old_counts = {k: _before(values[k], v) for k, v in counts.items()}
+            parts.append((old_x, old_f, old_counts, record.old_signals))
         grads: Gradients = {}
         for x, f, count, signals in parts:
             for trace in traces:
                 site = trace.relation.site.index
                 inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
-                g = states(signals[trace.group.index], 1)
-                dy = trace.to_y(trace.pair(g, f[_state_key(trace)], 1, by=times), 1)
-                scale = self._scale(trace, count, dy.dtype)
-                dy = dy * scale.reshape(-1, *[1] * (dy.ndim - 1))
+                signal = signals[trace.group.index]
+                signal = signal * self._scale(trace, count[_count_key(trace)], signal.dtype, signal.ndim)
+                dy = trace.to_y(trace.pair(states(signal, 1), f[_state_key(trace)], 1, by=times), 1)
                 factor = None
                 if trace.layout.x is not None:
                     factor = _factors(trace, x[_input_key(trace)], inputs)
                 add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight, TIME))
-        return {_COUNT: values[_COUNT] + record.length, **after}, add_all(total, grads)
+        return {**{k: v[-1] for k, v in counts.items()}, **after}, add_all(total, grads)
 
     def _averages(
         self, traces: Sequence[Trace], values: Values, start: dict[str, list[Any]], record: Record
@@ -133,22 +153,40 @@ class ESRule:
         local = record.local
         inputs = {_input_key(t): _inputs(t, local) for t in traces if t.layout.x is not None}
         each: Values = {}
-        if jax.default_backend() != "cpu":  # fewer and larger operations
+        if jax.default_backend() != "cpu" and record.keep is None:  # fewer and larger operations
             each, inputs = {k: filtered(self.inp, values[k], v) for k, v in inputs.items()}, {}
         instants = {_state_key(t): _instant(t, local) for t in traces}
 
         def body(carry: Any, step: Any) -> Any:
-            (x, f), (now, D, J) = carry, step
+            (x, f), (now, D, J, keep) = carry, step
+            if keep is not None:
+                x = {k: of_input[k].where_input(keep, v) for k, v in x.items()}
             x = {k: self._input(x[k], v) for k, v in now.items()}
             found = {key: (t, f[key], D[t.group.index], J[key]) for key, t in by_key.items()}
             new = x, {key: self._state(*args) for key, args in found.items()}
             return new, new
 
         by_key = {_state_key(t): t for t in traces}
+        of_input = {_input_key(t): t for t in traces}
         first = {k: values[k] for k in inputs}, start
-        (last, end), (looped, f) = jax.lax.scan(body, first, (inputs, local.D, instants), unroll=unroll())
+        steps = (inputs, local.D, instants, record.keep)
+        (last, end), (looped, f) = jax.lax.scan(body, first, steps, unroll=unroll())
         after = {k: v[-1].astype(values[k].dtype) for k, v in each.items()}
         return each | looped, f, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
+
+
+def _counts(traces: Sequence[Trace], values: Values, record: Record) -> Values:
+    """How many steps each sample has taken, after every step."""
+    start = {k: values[k] for k in map(_count_key, traces)}
+    if record.keep is None:
+        number = jnp.arange(1, record.length + 1, dtype=jnp.int32)
+        return {k: v[None] + number.reshape(-1, *[1] * v.ndim) for k, v in start.items()}
+
+    def body(counts: Values, keep: Any) -> Any:
+        counts = {k: jnp.where(keep, v, jnp.zeros_like(v)) + 1 for k, v in counts.items()}
+        return counts, counts
+
+    return jax.lax.scan(body, start, record.keep)[1]  # type: ignore[no-any-return]
 
 
 def _before(start: Any, each: Any) -> Any:
@@ -182,6 +220,10 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
 
 def _instant(trace: Trace, local: Local) -> States:
     return local.J[trace.relation.site.index, trace.group.index]
+
+
+def _count_key(trace: Trace) -> str:
+    return f"steps->{trace.group.index}"
 
 
 def _state_key(trace: Trace) -> str:

@@ -1,0 +1,135 @@
+"""What a user's step does beside the learner, which traces do not know of; it is said once, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._compiler.diagnostics import warn_user
+from .._compiler.slices import dependents, needed
+from .._online.drive import Drive
+from .._online.user_step import UserStep, variables
+
+
+def warn_of_paths(drive: Drive, weights: Mapping[int, Any]) -> None:
+    """Warn of paths through time that a gradient in steps, chunks or windows leaves out.
+
+    `weights` are the parameters whose gradient is asked for, by leaf.
+    """
+    step = drive.step
+    if not step.calls:
+        return
+    if step.node is not None:
+        _warn_of_assigned(step)
+    outside = [i for i in weights if step.node is not None and i not in (step.params or ())]
+    carried = [i for i in _carried(step) if not _is_the_models(step, i)]
+    reached = _reached_by(step, outside)
+    if reached:
+        warn_user(
+            f"{_names(step, reached)} act through a state that the step carries on, but are not the model's: "
+            f"their gradient is that within {'a window' if drive.windows else 'the step'} only. Make them "
+            "part of the model that the learner is given, or train them by BPTT."
+        )
+    lost = _lost(step, carried, weights)
+    if lost:
+        warn_user(
+            f"`step_fn` carries {_names(step, lost)} from step to step and its loss reads it: what "
+            f"parameters did to it {'before the window' if drive.windows else 'in earlier steps'} is not in "
+            "the gradient. Make it a hidden state of the model."
+        )
+    if step.node is not None:
+        old = [i for i in step.hidden if i is not None]
+        args = variables(step._operands[1])
+        fed = [i for i in old if any(a in dependents(_before_call(step), [step.leaves[i]]) for a in args)]
+        if fed and not drive.windows:
+            warn_user(
+                f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
+                "follow that path through time. Read the state inside of the model."
+            )
+    elif not drive.together and not drive.windows and _reads_hidden(step):
+        warn_user(
+            "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
+            "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "
+            "the learner once, at the top of `step_fn`."
+        )
+
+
+def _names(step: UserStep, leaves: Any) -> str:
+    return ", ".join(dict.fromkeys(f"`{step.names[i]}`" for i in leaves))
+
+
+def _warn_of_assigned(step: UserStep) -> None:
+    assert step.node is not None
+    _, _, _, rest, values = step._operands
+    _, new, after = step.call.results(list(step.node.outputs))
+    if any(values[k] is not step.leaves[i] or step.new[i] is not after[k] for k, i in step.traces.items()):
+        return  # whoever sets the traces as well knows what they do
+    before = [a for leaves in rest for a in leaves]
+    later = [a for leaves in new for a in leaves]
+    carried = [v for e in step.online.info.carried for v in e.invars]
+    hidden = {h.invar for h in step.online.info.hidden}
+    assigned = [
+        i
+        for v, i, a, b in zip(carried, step.carried, before, later, strict=True)
+        if v in hidden and i is not None and (a is not step.leaves[i] or step.new[i] is not b)
+    ]
+    if assigned:
+        warn_user(
+            f"`step_fn` assigns {_names(step, assigned)}, beside the model's own step: the traces do not "
+            "know of it, so the gradient goes on as if it had not been done. Do it in the model's `update`; "
+            "or, to begin a new episode, set the traces back as well (`learner.reset_state()`)."
+        )
+
+
+def _carried(step: UserStep) -> list[int]:
+    """The numbers that a step changes, beside traces."""
+    traces = set(step.traces.values())
+    return [
+        i for i in step.moving if i not in traces and jnp.issubdtype(step.leaves[i].aval.dtype, jnp.inexact)
+    ]
+
+
+def _is_the_models(step: UserStep, leaf: int) -> bool:
+    return leaf in step.carried
+
+
+def _reached_by(step: UserStep, weights: Any) -> list[int]:
+    """The weights that a carried number depends on."""
+    new = variables(step.new[i] for i in _carried(step))
+    return [i for i in weights if any(a in dependents(step.program, [step.leaves[i]]) for a in new)]
+
+
+def _lost(step: UserStep, carried: list[int], weights: Mapping[int, Any]) -> list[int]:
+    """Of what is carried beside the model: what depends on a weight and is read by the loss later on."""
+    moved = [step.leaves[i] for i in weights]
+    moved += [step.leaves[i] for i in step.carried if i is not None]
+    after = dependents(step.program, moved)
+    return [
+        i
+        for i in carried
+        if step.new[i] in after
+        and any(step.leaves[i] in n.inputs for n in needed(step.program, step.outs[:1]))
+    ]
+
+
+def _before_call(step: UserStep) -> Any:
+    """The program up to the call."""
+    at = step.program.nodes.index(step.node)  # type: ignore[arg-type]
+    return type(step.program)(step.program.inputs, (), step.program.nodes[:at], step.program.consts)
+
+
+def _reads_hidden(step: UserStep) -> bool:
+    hidden = {step.leaves[i] for i in step.carried if i is not None}
+    atoms = [
+        a
+        for n in needed(step.program, step.outs[:1])
+        if not any(c is n or c in _inside(n) for c in step.calls)
+        for a in n.inputs
+    ]
+    return any(a in hidden and jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in variables(atoms))
+
+
+def _inside(node: Any) -> list[Any]:
+    return [n for p in node.inner for m in p.nodes for n in (m, *_inside(m))]

@@ -1,0 +1,262 @@
+"""Drive a learner over sequences: states become values, a pure function runs, values become states.
+
+What was compiled is remembered by the program of the user's step, so that a second call compiles nothing, be
+it with another function of the same program.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._compiler.diagnostics import show_path
+from .._online.drive import Drive, Given
+from .._online.fingerprint import fingerprint
+from .._online.request import Request
+from .._online.sequence import Sequence, is_traced
+from .._online.user_step import UserStep
+from .beside import warn_of_paths
+from .pure import Pure, cut
+from .resets import initial_states
+
+if TYPE_CHECKING:
+    from .base import ETraceAlgorithm
+
+Weights = Mapping[Any, brainstate.State]
+_REMEMBERED = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A user's step, traced with the states that it touches."""
+
+    pure: Pure
+    step: UserStep
+    first: dict[int, int]  # of each state, by its identity: its first leaf
+
+    @staticmethod
+    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> Traced:
+        """Trace `function` on one step of the arrays."""
+        slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
+        pure = Pure.trace(function, *slices)
+        first: dict[int, int] = {}
+        names: list[str] = []
+        paths = {id(st): p for p, st in learner.states().items()}
+        for state, tree in zip(pure.states, pure.trees, strict=True):
+            first[id(state)] = len(names)
+            path = paths.get(id(state))
+            name = (
+                f"a {type(state).__name__} outside of the model" if path is None else show_path(_inner(path))
+            )
+            names += [name] * tree.num_leaves
+        traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
+        found = learner._by_path()
+        carried: list[int | None] = []
+        for e in learner.graph.module_info.carried:
+            at = first.get(id(found.get(e.path, e.state)))
+            carried += [None if at is None else at + n for n in range(len(e.invars))]
+        return Traced(pure, UserStep.read(pure.closed, names, traces, carried), first)
+
+    def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
+        """The leaves of each state, if the step touches it."""
+        trees = {id(st): t for st, t in zip(self.pure.states, self.pure.trees, strict=True)}
+        return {
+            k: [self.first[id(st)] + n for n in range(trees[id(st)].num_leaves)]
+            for k, st in states.items()
+            if id(st) in self.first
+        }
+
+    def assign(self, leaves: list[Any]) -> None:
+        self.pure.assign(cut(leaves, self.pure.trees))
+
+
+class Driver:
+    """Drives one learner; remembers what it compiled."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, tuple[Drive, Any]] = OrderedDict()
+
+    def gradient(
+        self,
+        learner: ETraceAlgorithm,
+        request: Request,
+        step_fn: Callable[..., Any],
+        weights: Weights,
+        chunk_size: int | None,
+        keep: bool,
+    ) -> tuple[Any, Any, Any]:
+        """The summed gradients, and the losses and other outputs of every step."""
+        taken = learner._steps_at_once(chunk_size)
+        if taken is None:
+            return self._steps(learner, request, request.sequence, step_fn, weights, chunk_size, keep)
+        if taken == 1:  # a plain step; or, as before there was one, a window of one
+            try:
+                return self._steps(learner, request, request.sequence, step_fn, weights, 1, keep)
+            except Exception as plain:
+                try:
+                    return self._windows(learner, request, step_fn, weights, 1, keep)
+                except Exception:
+                    raise plain from None
+        return self._windows(learner, request, step_fn, weights, taken, keep)
+
+    def _windows(
+        self,
+        learner: ETraceAlgorithm,
+        request: Request,
+        step_fn: Callable[..., Any],
+        weights: Weights,
+        size: int,
+        keep: bool,
+    ) -> tuple[Any, Any, Any]:
+        """`step_fn` takes so many steps at once, and one window with what is left."""
+        whole = request.sequence
+        if whole.reset is not None:
+            raise ValueError(
+                "`reset` needs a `step_fn` of one step; a learner's `window` says how it is windowed."
+            )
+        count, left = divmod(whole.length, size)
+        parts = [(0, count, size)] * bool(count) + [(count * size, 1, left)] * bool(left)
+        found = []
+        for start, number, length in parts:
+            steps = jax.tree.map(
+                lambda a, i=start, n=number, k=length: a[i : i + n * k].reshape(n, k, *a.shape[1:]),
+                whole.steps,
+            )
+            sequence = Sequence(steps[0], number, steps[1], progress=whole.progress)
+            grads, *outs = self._steps(learner, request, sequence, step_fn, weights, None, keep, (length,))
+            flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
+            found.append((grads, flat))
+        grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
+        losses, aux = jax.tree.map(lambda *a: jnp.concatenate(a), *(o for _, o in found))
+        return grads, losses, aux
+
+    def _steps(
+        self,
+        learner: ETraceAlgorithm,
+        request: Request,
+        sequence: Sequence,
+        step_fn: Callable[..., Any],
+        weights: Weights,
+        chunk_size: int | None,
+        keep: bool,
+        lead: tuple[int, ...] = (),
+    ) -> tuple[Any, Any, Any]:
+        def function(*slices: Any) -> Any:
+            return request.split(step_fn(*slices), lead)
+
+        traced = Traced.of(learner, function, sequence.arrays)
+        at = traced.leaves_of(weights)
+        self._refuse_unused(learner, traced, weights)
+        leaves = [leaf for values in traced.pure.values() for leaf in values]
+        wanted = tuple(
+            dict.fromkeys(
+                i
+                for found in at.values()
+                for i in found
+                if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)
+            )
+        )
+        begins, initial = self._initial(learner, traced, sequence)
+        drive = replace(
+            learner._how(traced.step, sequence, chunk_size, keep, is_window=bool(lead)),
+            wanted=wanted,
+            begins=begins,
+            forget=learner._forget,
+        )
+        if not lead:
+            warn_of_paths(drive, {i: k for k, found in at.items() for i in found})
+        total, outs, after = self._run(traced, drive, sequence, leaves, initial, "gradient")
+        traced.assign(after)
+        by_leaf = dict(zip(wanted, total, strict=True))
+        grads = {
+            k: jax.tree.map(jnp.zeros_like, st.value)
+            if k not in at
+            else jax.tree.unflatten(
+                jax.tree.structure(st.value), [by_leaf.get(i, jnp.zeros_like(leaves[i])) for i in at[k]]
+            )
+            for k, st in weights.items()
+        }
+        return grads, *jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
+
+    def evolve(self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any]) -> Any:
+        """What every step returns."""
+        traced = Traced.of(learner, step, sequence.arrays)
+        leaves = [leaf for values in traced.pure.values() for leaf in values]
+        drive = learner._how(traced.step, sequence, None, True, is_window=False)
+        outs, after = self._run(traced, drive, sequence, leaves, [], "evolve")
+        traced.assign(after)
+        return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
+
+    def _run(
+        self,
+        traced: Traced,
+        drive: Drive,
+        sequence: Sequence,
+        leaves: list[Any],
+        initial: list[Any],
+        what: str,
+    ) -> Any:
+        consts = list(traced.step.program.consts.values())
+        given = Given(consts, leaves, initial)
+        function = {"gradient": Drive.__call__, "evolve": Drive.evolve}[what]
+        if is_traced((given, sequence)) or sequence.progress is not None:
+            return function(drive, given, self._reporting(traced, sequence))
+        key = (what, fingerprint(traced.pure.closed), drive.options)
+        if key not in self._known:
+            self._known[key] = drive, jax.jit(lambda given, sequence: function(drive, given, sequence))
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key][1](given, sequence)
+
+    def _reporting(self, traced: Traced, sequence: Sequence) -> Sequence:
+        """The sequence, with states that are up to date whenever progress is reported."""
+        report = sequence.progress
+        if report is None:
+            return sequence
+
+        def progress(done: int, total: int, carry: Any) -> None:
+            if carry is not None:
+                leaves = [leaf for values in traced.pure.values() for leaf in values]
+                now = dict(zip(traced.step.moving, carry.moving, strict=True))
+                traced.assign([now.get(i, a) for i, a in enumerate(leaves)])
+            report(done, total, None)
+
+        return replace(sequence, progress=progress)
+
+    def _initial(
+        self, learner: ETraceAlgorithm, traced: Traced, sequence: Sequence
+    ) -> tuple[tuple[int, ...], list[Any]]:
+        """The leaves that have initial values for samples that begin anew, and these values."""
+        if sequence.reset is None:
+            return (), []
+        size = sequence.reset.shape[1]
+        start = initial_states(learner, size, learner.graph.module_info.hidden)
+        states = learner._by_path()
+        begins, values = [], []
+        for path, at in traced.leaves_of({p: states[p] for p in start}).items():
+            begins += at
+            values += jax.tree.leaves(start[path])
+        return tuple(begins), values
+
+    def _refuse_unused(self, learner: ETraceAlgorithm, traced: Traced, weights: Weights) -> None:
+        """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
+        known = {*map(id, learner.model.states().values()), *traced.first}
+        known |= {id(e.state) for e in learner.graph.module_info.entries}
+        unused = [k for k, st in weights.items() if id(st) not in known]
+        if unused:
+            raise ValueError(
+                f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
+                "does not use."
+            )
+
+
+def _inner(path: Any) -> Any:
+    """The path in the model, of a path in the learner."""
+    return path[1:] if path[:1] == ("model",) else path

@@ -1,0 +1,72 @@
+"""The values that a model's states begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._compiler import CompilationError
+from .._compiler.diagnostics import show_path
+from .._compiler.module_info import Path
+from .pure import Pure
+
+
+def reset(model: brainstate.nn.Module, **options: Any) -> None:
+    """Reset all states; a module that has no `reset_state` of its own gets what its `init_state` makes."""
+    brainstate.nn.reset_all_states(model, **options)
+    for module in model.nodes(brainstate.nn.Module).values():
+        _reset_by_init(module, **options)
+
+
+def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
+    """The initial values of the states that a reset sets and that have `size` samples in front, by path."""
+    model = learner.model
+
+    def start() -> Any:
+        reset(model, batch_size=size)
+
+    before = {id(st): st.value for st in model.states().values()}
+    try:
+        pure = Pure.trace(start)
+        _, new = pure(pure.values())
+    finally:
+        for st in model.states().values():
+            st.value = before[id(st)]
+    values = {
+        id(st): jax.tree.unflatten(tree, leaves)
+        for st, tree, leaves, written in zip(pure.states, pure.trees, new, pure.written, strict=True)
+        if written
+    }
+    found = {}
+    for path, st in model.states().items():
+        now = before[id(st)]
+        sampled = all(jnp.shape(leaf)[:1] == (size,) for leaf in jax.tree.leaves(now))
+        if sampled and id(st) in values and _shapes(now) == _shapes(values[id(st)]):
+            found[tuple(map(str, path))] = values[id(st)]
+    missing = [h.path for h in hidden if not any(h.path[: len(p)] == p for p in found)]
+    if missing:
+        names = ", ".join(f"`{show_path(p)}`" for p in missing)
+        raise CompilationError(
+            f"Samples of a batch cannot begin anew one by one: {names} has no axis of {size} samples in "
+            "front, or its module has no `reset_state` or `init_state` that gives it one for "
+            f"`batch_size={size}`."
+        )
+    return found
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+
+
+def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
+    kind, plain = type(module), brainstate.nn.Module
+    if kind.reset_state is not plain.reset_state or kind.init_state is plain.init_state:
+        return
+    states = {name: st for name, st in vars(module).items() if isinstance(st, brainstate.State)}
+    module.init_state(**options)
+    for name, state in states.items():
+        state.value = getattr(module, name).value
+        setattr(module, name, state)  # the same object as before: others may hold it

@@ -1,0 +1,1 @@
+"""The functional learner: steps, windows and chunks as pure functions over arrays."""

@@ -1,0 +1,83 @@
+"""A learner's call as one operation: what a user's function does with it is read from the function's jaxpr.
+
+By itself it computes what the learner does, and its derivative is the online gradient; whoever evaluates such
+a jaxpr may have it do something else instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .. import _compat
+from .._compiler.module_info import Traced
+from .._rules.rule import Values
+from .fingerprint import CALL, fingerprint
+from .online import Leaves, Online
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is called: the functions of a rule on a model, and how its operands are laid out."""
+
+    online: Online
+    traced: Traced  # the model as it was traced for this call
+    stepped: tuple[bool, ...] | None  # of a window: which arguments have time in front
+    tree: Any  # of (params, args, consts, rest, values)
+
+    @property
+    def fingerprint(self) -> Hashable:
+        return self.online, self.stepped, self.tree, fingerprint(self.traced.closed_jaxpr)
+
+    def operands(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, list[Leaves], Values]:
+        """The parameters, arguments, constants, carried states and what the rule keeps."""
+        return jax.tree.unflatten(self.tree, leaves)  # type: ignore[no-any-return]
+
+    def __call__(self, *leaves: Any) -> Leaves:
+        params, args, consts, rest, values = self.operands(list(leaves))
+        return jax.tree.leaves(self.online.call(params, args, consts, rest, values, self.stepped))
+
+    def results(self, leaves: Leaves) -> tuple[Leaves, list[Leaves], Values]:
+        """The outputs, the carried states and what the rule keeps, of the leaves of a result."""
+        _, _, _, rest, values = self.operands([None] * self.tree.num_leaves)
+        outs = [0] * len(self.online.info.out_atoms)
+        some = jax.tree.structure((outs, *jax.tree.map(lambda _: 0, (rest, values), is_leaf=_is_none)))
+        return jax.tree.unflatten(some, leaves)  # type: ignore[no-any-return]
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def bind(
+    online: Online,
+    traced: Traced,
+    params: Leaves,
+    args: Leaves,
+    rest: list[Leaves],
+    values: Values,
+    stepped: tuple[bool, ...] | None = None,
+) -> tuple[Leaves, list[Leaves], Values]:
+    """Call a learner's functions: its outputs, the carried states, and what the rule keeps."""
+    leaves, tree = jax.tree.flatten((params, args, traced.consts, rest, values))
+    call = Call(online, traced, stepped, tree)
+    return call.results(call_p.bind(*leaves, call=call))
+
+
+def _shapes(*avals: Any, call: Call) -> list[Any]:
+    _, args, _, rest, values = call.operands(list(avals))
+    lead = (
+        ()
+        if call.stepped is None
+        else next(a.shape[:1] for a, s in zip(args, call.stepped, strict=True) if s)
+    )
+    outs = [(*lead, *a.aval.shape) for a in call.online.info.out_atoms]
+    types = [a.aval.dtype for a in call.online.info.out_atoms]
+    shaped = [jax.core.ShapedArray(s, t) for s, t in zip(outs, types, strict=True)]
+    return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((rest, values)))]
+
+
+call_p = _compat.call_primitive(CALL, _shapes)

@@ -1,0 +1,411 @@
+"""A gradient over a whole sequence, as a pure function: step by step, in chunks, or in windows.
+
+All three evaluate the same program of a user's step. In *chunks*, only the states are computed one step after
+the other; with the states before each step known, losses, learning signals, local Jacobians and within-step
+gradients of all steps are one mapped computation, and each trace is touched once. In *windows*, the losses of
+the steps of a window are back-propagated through them along all paths, and what the rule keeps answers for
+what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._executor.executor import Local, is_inexact
+from .._rules.chunk import Record
+from .._rules.rule import Values
+from .call import Call
+from .online import Leaves
+from .sequence import Sequence, over_chunks
+from .user_step import AtCall, UserStep, as_it_is
+from .window import Window, each_step
+
+
+@dataclass(frozen=True, eq=False)
+class Drive:
+    """How to drive a user's step over a sequence."""
+
+    step: UserStep
+    size: int  # of a chunk or window
+    wanted: tuple[int, ...] = ()  # the leaves whose gradient is asked for; all inexact
+    together: bool = False  # whether the steps of a chunk are taken together
+    windows: bool = False
+    again: int | None = None  # BPTT: the steps whose values are stored; those of others are computed again
+    keep: bool = True  # what the rule keeps is wanted after the sequence
+    fresh: bool = False  # it is known to be zero before
+    begins: tuple[int, ...] = ()  # the leaves that have initial values for samples that begin anew
+    forget: Callable[[Values, Any], Values] | None = None  # what the rule keeps, without some samples
+    turns: int = 1
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All that it does differently for one and the same program."""
+        return (
+            self.wanted,
+            self.size,
+            self.together,
+            self.windows,
+            self.again,
+            self.keep,
+            self.fresh,
+            self.begins,
+            self.turns,
+        )
+
+    def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
+        """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
+        run: Any = self._in_turn
+        start: Any = ()
+        if self.windows:
+            run = self._in_windows
+        elif self.together:
+            run, start = self._in_chunks, self._no_traced(given)
+        carry = Carry([jnp.zeros_like(given.leaves[i]) for i in self.wanted], start, given.moving(self.step))
+
+        def part(carry: Carry, arrays: Any, mask: Any, reset: Any) -> tuple[Carry, Leaves]:
+            slices = self._without_nan(jax.tree.leaves(arrays), mask)
+            found: tuple[Carry, Leaves] = run(given, carry, Part(slices, mask, reset))
+            return found
+
+        carry, outs = over_chunks(part, carry, sequence, self.size)
+        total = carry.total
+        if self.together and not self.windows:
+            total = self._with_traced(given, total, carry.traced)
+        return total, outs, self._leaves(given, carry.moving)
+
+    # -- parts that all share ----------------------------------------------------------------------
+
+    def _leaves(self, given: Given, moving: Leaves, some: Leaves | None = None) -> Leaves:
+        """All leaves, with those that move, and those that are differentiated, as they are now."""
+        now = dict(zip(self.step.moving, moving, strict=True))
+        now.update(zip(self.wanted, some or (), strict=some is not None))
+        return [now.get(i, a) for i, a in enumerate(given.leaves)]
+
+    def _begin_anew(self, given: Given, leaves: Leaves, reset: Any) -> Leaves:
+        """The leaves before a step, with the initial ones for the samples that begin anew."""
+        if reset is None:
+            return leaves
+        result = list(leaves)
+        for i, start in zip(self.begins, given.initial, strict=True):
+            rows = reset.reshape(-1, *[1] * (start.ndim - 1))
+            result[i] = jnp.where(rows, start, result[i])
+        return result
+
+    def _without_nan(self, slices: Leaves, mask: Any) -> Leaves:
+        """Targets of steps that do not count, with zeros for what is not a number: 0 * NaN is NaN."""
+
+        def one(leaf: Any, is_target: bool) -> Any:
+            if not is_target or not is_inexact(leaf) or leaf.shape[: mask.ndim] != mask.shape:
+                return leaf
+            unused = (mask == 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
+            return jnp.where(unused & jnp.isnan(leaf), jnp.zeros_like(leaf), leaf)
+
+        return [one(leaf, t) for leaf, t in zip(slices, self.step.targets, strict=True)]
+
+    # -- step by step ------------------------------------------------------------------------------
+
+    def _in_turn(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+        step = self.step
+
+        def body(carry: Any, now: Any) -> Any:
+            (total, moving), (slices, mask, reset) = carry, now
+            leaves = self._begin_anew(given, self._leaves(given, moving), reset)
+            if reset is not None and self.forget is not None:
+                kept = self.forget({k: leaves[i] for k, i in step.traces.items()}, reset)
+                for k, i in step.traces.items():
+                    leaves[i] = kept[k]
+
+            def loss(some: Leaves) -> Any:
+                now = dict(zip(self.wanted, some, strict=True))
+                live = [now.get(i, a) for i, a in enumerate(leaves)]
+                targets = [*step.outs, *(step.new[i] for i in step.moving)]
+                found = step.run(given.consts, slices, live, targets)
+                outs = found[: len(step.outs)]
+                return weighed(outs[0], mask), (outs, found[len(step.outs) :])
+
+            grads, (outs, moving) = jax.grad(loss, has_aux=True)([leaves[i] for i in self.wanted])
+            return (add(total, grads), moving), outs
+
+        (total, moving), outs = jax.lax.scan(
+            body, (carry.total, carry.moving), (part.slices, part.mask, part.reset), unroll=self.turns
+        )
+        return Carry(total, carry.traced, moving), outs
+
+    # -- in chunks ---------------------------------------------------------------------------------
+
+    def _in_chunks(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+        """Record the steps of a chunk, then do all that concerns traces at once."""
+        step, online = self.step, self.step.online
+        length = len(part.mask)
+        before, ys, moving = self._forward(given, carry.moving, part)
+        reads_old = online.executor.reads_old_states or step.reads_old_states
+        zeros = [jnp.zeros((length, *d.shape), d.dtype) for d in online.executor.zero_deltas()]
+        deltas = (zeros, zeros if reads_old else [])
+
+        def losses(some: Leaves, deltas: Any) -> Any:
+            def one(now: Any) -> Any:
+                return self._differentiable(given, some, *now)
+
+            outs, local = each_step(one, (deltas, ys, before, part.slices))
+            return weighed(outs[0], part.mask), (outs, local)
+
+        some = [given.leaves[i] for i in self.wanted]
+        loss, pull, (outs, local) = jax.vjp(losses, some, deltas, has_aux=True)
+        grads, (dnew, dold) = pull(jnp.ones_like(loss))
+        by_group = jax.vmap(online.executor.group_signals)
+        record = Record(
+            Local(local[0], {}, *local[1:]),
+            length,
+            signals=by_group(dnew),
+            old_signals=by_group(dold) if reads_old else None,
+            keep=None if part.reset is None else ~part.reset,
+        )
+        leaves = self._leaves(given, carry.moving)
+        values, traced = online.chunk(
+            [leaves[i] for i in step.params or ()],
+            step.fixed_consts(given.consts, leaves),
+            {k: leaves[i] for k, i in step.traces.items()},
+            carry.traced,
+            record,
+            fresh=self.fresh,
+            keep=self.keep,
+        )
+        number = {i: k for k, i in step.traces.items()}
+        moving = [values[number[i]] if i in number else a for i, a in zip(step.moving, moving, strict=True)]
+        return Carry(add(carry.total, grads), traced, moving), outs
+
+    def _forward(self, given: Given, moving: Leaves, part: Part) -> tuple[Any, Any, Leaves]:
+        """The leaves that move, before each step; the outputs of sites; and those leaves after the last."""
+        step = self.step
+
+        def body(moving: Leaves, now: Any) -> Any:
+            slices, reset = now
+            found: list[Any] = []
+
+            def at_call(call: Call, operands: Leaves) -> Leaves:
+                params, args, consts, rest, values = call.operands(operands)
+                outs, new, ys = call.online.outputs(params, args, consts, rest)
+                found.append(ys)
+                return [*outs, *jax.tree.leaves((new, values))]
+
+            leaves = self._begin_anew(given, self._leaves(given, moving), reset)
+            targets = [*(step.new[i] for i in step.moving), *step.node.outputs[:1]]  # type: ignore[union-attr]
+            after = step.run(given.consts, slices, leaves, targets, at_call)
+            return after[: len(step.moving)], ([leaves[i] for i in step.moving], found[0])
+
+        after, (before, ys) = jax.lax.scan(body, moving, (part.slices, part.reset))
+        return before, ys, after
+
+    def _differentiable(
+        self, given: Given, some: Leaves, deltas: Any, ys: Any, before: Leaves, slices: Leaves
+    ) -> tuple[Leaves, Any]:
+        """One step in its differentiable form: what it returns, and what traces need of it."""
+        step = self.step
+        new, old = deltas
+        found: list[Local] = []
+
+        def at_call(call: Call, operands: Leaves) -> Leaves:
+            params, args, consts, rest, values = call.operands(operands)
+            added = (new, old if call.online.executor.reads_old_states else [])
+            outs, after, local = call.online.differentiable(params, args, consts, rest, added, ys)
+            found.append(local)
+            return [*outs, *jax.tree.leaves((after, values))]
+
+        leaves = self._leaves(given, before, some)
+        moved = list(leaves)
+        for i, delta in zip(step.hidden, old, strict=bool(old)):
+            if i is not None:
+                moved[i] = moved[i] + delta
+        targets = [*step.outs, *step.node.outputs[:1]]  # type: ignore[union-attr]
+        outs = step.run(given.consts, slices, moved, targets, at_call, for_call=leaves)
+        return outs[: len(step.outs)], found[0].arrays
+
+    def _no_traced(self, given: Given) -> Any:
+        params = [given.leaves[i] for i in self.step.params or ()]
+        return self.step.online.no_gradients(params, self.step.fixed_consts(given.consts, given.leaves))
+
+    def _with_traced(self, given: Given, total: Leaves, traced: Any) -> Leaves:
+        """The gradients, with those of effective weights carried back to the parameters."""
+        params = [given.leaves[i] for i in self.step.params or ()]
+        consts = self.step.fixed_consts(given.consts, given.leaves)
+        return self._add_params(total, self.step.online.to_parameters(params, consts, traced))
+
+    def _add_params(self, total: Leaves, found: Leaves) -> Leaves:
+        total = list(total)
+        for i, grad in zip(self.step.params or (), found, strict=True):
+            if i in self.wanted and grad is not None:
+                at = self.wanted.index(i)
+                total[at] = total[at] + grad.astype(total[at].dtype)
+        return total
+
+    # -- in windows --------------------------------------------------------------------------------
+
+    def _in_windows(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+        step = self.step
+        starts = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
+
+        def losses(some: Leaves, start: Leaves) -> Any:
+            moving = list(carry.moving)
+            for n, leaf in zip(starts, start, strict=True):
+                moving[n] = leaf
+            moving, (outs, taken) = self._along(given, some, moving, part)
+            return weighed(outs[0], part.mask), (outs, moving, jax.lax.stop_gradient(taken))
+
+        now = self._leaves(given, carry.moving)
+        some = [now[i] for i in self.wanted]
+        loss, pull, (outs, moving, taken) = jax.vjp(
+            losses, some, [carry.moving[n] for n in starts], has_aux=True
+        )
+        grads, signals = pull(jnp.ones_like(loss))
+        total = add(carry.total, grads)
+        if step.node is None:  # BPTT
+            return Carry(total, carry.traced, moving), outs
+        window = self._window(given, carry.moving, part, taken)
+        values = {k: now[i] for k, i in step.traces.items()}
+        if not self.fresh:
+            by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
+            total = self._add_params(total, self._past(window, values, by_leaf, part))
+        if self.keep:
+            moving = self._advanced(window, values, moving)
+        return Carry(total, carry.traced, moving), outs
+
+    def _along(
+        self,
+        given: Given,
+        some: Leaves | None,
+        moving: Leaves,
+        part: Part,
+        at_call: AtCall | None = None,
+    ) -> Any:
+        """Steps along all paths: the leaves after them; what each returns, and what the model was given."""
+        step = self.step
+
+        def body(moving: Leaves, now: Any) -> Any:
+            slices, reset = now
+            found: list[Any] = [()]
+
+            def along(call: Call, operands: Leaves) -> Leaves:
+                params, args, consts, rest, values = call.operands(operands)
+                outs, new, ys = call.online.outputs(params, args, consts, rest)
+                found.append((args, consts, rest, ys))
+                return [*outs, *jax.tree.leaves((new, values))]
+
+            leaves = self._begin_anew(given, self._leaves(given, moving, some), reset)
+            targets = [*step.outs, *(step.new[i] for i in step.moving)]
+            results = step.run(given.consts, slices, leaves, targets, at_call or along)
+            return results[len(step.outs) :], (results[: len(step.outs)], found[-1])
+
+        def several(moving: Leaves, slices: Any, mask: Any, reset: Any) -> Any:
+            return jax.lax.scan(body, moving, (slices, reset))
+
+        length = len(part.mask)
+        if self.again is None or self.again >= length:
+            return several(moving, part.slices, part.mask, part.reset)
+        sequence = Sequence(part.slices, length, part.mask, part.reset)
+        return over_chunks(jax.checkpoint(several), moving, sequence, self.again)
+
+    def _window(self, given: Given, moving: Leaves, part: Part, taken: Any) -> Window:
+        leaves = self._leaves(given, moving)
+        params = [leaves[i] for i in self.step.params or ()]
+        keep = None if part.reset is None else ~part.reset
+        args, consts, before, ys = taken
+        return Window(self.step.online, len(part.mask), params, args, consts, before, ys, keep)
+
+    def _past(self, window: Window, values: Values, signals: dict[int, Any], part: Part) -> Leaves:
+        """What came before the window, for signals at its start."""
+        online = self.step.online
+        avals = [v.aval for e in online.info.carried for v in e.invars]
+        full = [
+            signals[i] if i in signals else jnp.zeros(a.shape, a.dtype) if is_inexact(a) else None
+            for i, a in zip(self.step.carried, avals, strict=True)
+        ]
+        return online.rule.past(online, values, full, window)
+
+    def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
+        """The leaves that move after a window, with those of the rule."""
+        online = self.step.online
+        after = online.rule.advance(online, values, window)
+        number = {i: after[k] for k, i in self.step.traces.items()}
+        return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
+
+    # -- without a loss ----------------------------------------------------------------------------
+
+    def evolve(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
+        """What every step returns, and the leaves after the last, without any gradient."""
+        if not (self.together or self.windows) or self.step.node is None:
+            return self._evolve_in_turn(given, sequence)
+
+        # its derivative, should anyone ask for it, is that of the steps
+        evolve = jax.custom_vjp(self._evolve_together)
+        evolve.defvjp(lambda *args: jax.vjp(self._evolve_in_turn, *args), lambda pull, cts: pull(cts))
+        return evolve(given, sequence)
+
+    def _evolve_in_turn(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
+        def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
+            now = Part(jax.tree.leaves(arrays), mask, reset)
+            moving, (outs, _) = self._along(given, None, moving, now, as_it_is)
+            return moving, outs
+
+        moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
+        return outs, self._leaves(given, moving)
+
+    def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
+        def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
+            now = Part(jax.tree.leaves(arrays), mask, reset)
+            after, (outs, taken) = self._along(given, None, moving, now)
+            values = {k: self._leaves(given, moving)[i] for k, i in self.step.traces.items()}
+            return self._advanced(self._window(given, moving, now, taken), values, after), outs
+
+        moving, outs = over_chunks(part, given.moving(self.step), sequence, self.size)
+        return outs, self._leaves(given, moving)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Given:
+    """The values that a drive begins with."""
+
+    consts: Leaves  # what the step closes over
+    leaves: Leaves  # of the states that it touches
+    initial: Leaves  # of those that have values for samples that begin anew
+
+    def moving(self, step: UserStep) -> Leaves:
+        return [self.leaves[i] for i in step.moving]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Carry:
+    """What goes from one part of a sequence to the next."""
+
+    total: Leaves  # the gradients so far
+    traced: Any  # those of effective weights, which go to the parameters at the end
+    moving: Leaves
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some steps of a sequence."""
+
+    slices: Leaves
+    mask: Any
+    reset: Any
+
+
+def masked(losses: Any, mask: Any) -> Any:
+    """Losses times the mask; where that is zero a loss does not count, whatever it is."""
+    mask = mask.astype(losses.dtype)
+    return jnp.where(mask == 0, jnp.zeros_like(losses), losses * mask)
+
+
+def weighed(losses: Any, mask: Any) -> Any:
+    return jnp.sum(masked(losses, mask))
+
+
+def add(a: Leaves, b: Leaves) -> Leaves:
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)  # type: ignore[no-any-return]

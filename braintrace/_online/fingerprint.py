@@ -1,0 +1,112 @@
+"""When two jaxprs are the same program: so that a second call with an equal one compiles nothing.
+
+Equal are: operations, shapes, numbers written in the program, and, of functions with derivative rules of
+their own, these rules as well. Not compared are names, source lines and the values of what a program closes
+over, which are inputs of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compat import Literal
+
+CALL = "online_step"
+
+
+def fingerprint(closed: Any) -> Hashable:
+    """A key that is equal for equal programs."""
+    jaxpr, consts = _compat.parts(closed)
+    return _jaxpr(jaxpr), tuple(map(_aval, consts))
+
+
+def _jaxpr(jaxpr: Any) -> Hashable:
+    number: dict[Any, int] = {}
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        number[var] = len(number)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        ins = tuple(_atom(a, number) for a in eqn.invars)
+        for var in eqn.outvars:
+            number[var] = len(number)
+        outs = tuple(map(_aval, (v.aval for v in eqn.outvars)))
+        eqns.append((eqn.primitive, ins, outs, _params(eqn)))
+    heads = tuple(map(_aval, (v.aval for v in (*jaxpr.constvars, *jaxpr.invars))))
+    return heads, tuple(eqns), tuple(_atom(a, number) for a in jaxpr.outvars)
+
+
+def _atom(atom: Any, number: dict[Any, int]) -> Hashable:
+    return _number(atom.val) if isinstance(atom, Literal) else number[atom]
+
+
+def _aval(x: Any) -> Hashable:
+    return tuple(jnp.shape(x)), str(jnp.result_type(x)), bool(getattr(x, "weak_type", False))
+
+
+def _number(value: Any) -> Hashable:
+    """A constant by its value; one that is not known yet is like no other."""
+    if _compat.is_tracer(value):
+        return object()
+    array = np.asarray(value)
+    return array.shape, str(array.dtype), array.tobytes()
+
+
+def _params(eqn: Any) -> Hashable:
+    if _compat.called_jaxpr(eqn, custom=True) is not None:
+        jaxpr, consts = _compat.called_jaxpr(eqn, custom=True)  # type: ignore[misc]
+        return _jaxpr(jaxpr), tuple(map(_number, consts)), _own_rule(eqn)
+    if eqn.primitive.name == CALL:  # of a learner
+        return eqn.params["call"].fingerprint  # type: ignore[no-any-return]
+    return tuple((name, _value(value)) for name, value in sorted(eqn.params.items()))
+
+
+def _own_rule(eqn: Any) -> Hashable:
+    """The pull-back of a function with a derivative rule of its own."""
+
+    def pull(args: Any, cotangents: Any) -> Any:
+        live = [i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+        def function(*some: Any) -> Any:
+            now = dict(zip(live, some, strict=True))
+            outs = _compat.bind(eqn, *(now.get(i, a) for i, a in enumerate(args)))
+            return [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)]
+
+        return jax.vjp(function, *(args[i] for i in live))[1](cotangents)
+
+    avals = [a.aval for a in eqn.invars]
+    outs = [v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    try:
+        closed = jax.make_jaxpr(pull)(
+            *([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in some] for some in (avals, outs))
+        )
+    except Exception:  # whatever a user's rule may raise where it is not asked for
+        return object()
+    jaxpr, consts = _compat.parts(closed)
+    return _jaxpr(jaxpr), tuple(map(_number, consts))
+
+
+def _struct(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _value(value: Any) -> Hashable:
+    if isinstance(value, _compat.ClosedJaxpr | _compat.Jaxpr):
+        jaxpr, consts = _compat.parts(value)
+        return _jaxpr(jaxpr), tuple(map(_number, consts))
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return tuple(map(_value, value))
+    if isinstance(value, dict):
+        return tuple((k, _value(v)) for k, v in value.items())
+    if isinstance(value, np.ndarray | jax.Array):
+        return _number(value)
+    try:
+        hash(value)
+    except TypeError:
+        return object()
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""What is asked of a gradient over a sequence, and what is returned of it."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import brainunit as u
+import jax
+import jax.numpy as jnp
+
+from .drive import masked
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked arguments of a gradient over a sequence."""
+
+    sequence: Sequence
+    has_aux: bool
+    reduction: str
+    loss_output: str = "per_step"
+    return_value: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("reduction", self.reduction, ("mean", "sum"))
+        check_choice("loss_output", self.loss_output, ("per_step", "masked", "scalar"))
+
+    def split(self, out: Any, lead: tuple[int, ...] = ()) -> tuple[Any, Any]:
+        """The loss of a step, or of the steps of a window (`lead`: how many), and what else is returned."""
+        return split_loss(out, self.has_aux, lead, self.sequence.mask.shape[1:])
+
+    def result(self, grads: Any, losses: Any, aux: Any) -> Any:
+        """What the caller asked for, of summed gradients and of all steps."""
+        mask = self.sequence.mask.astype(losses.dtype)
+        counted = masked(losses, mask)
+        total = counted.sum()
+        if self.reduction == "mean":
+            count = mask.sum()
+            scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
+            grads, total = jax.tree.map(lambda v: v * scale.astype(v.dtype), (grads, total))
+        value = {"per_step": losses, "masked": counted, "scalar": total}[self.loss_output]
+        found = (grads, *((value,) if self.return_value else ()), *((aux,) if self.has_aux else ()))
+        return found if len(found) > 1 else grads
+
+
+def split_loss(
+    out: Any, has_aux: bool, lead: tuple[int, ...] = (), samples: tuple[int, ...] = ()
+) -> tuple[Any, Any]:
+    """The loss that a step returned, checked and without its unit, and the rest of what it returned."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError("With `has_aux=True`, `step_fn` returns a pair: the loss, and anything else.")
+    loss, aux = out if has_aux else (out, None)
+    loss = u.get_mantissa(loss)
+    if isinstance(loss, tuple | list | dict):
+        raise TypeError(
+            f"`step_fn` must return the loss of the step, not a {type(loss).__name__}; to return a pair of "
+            "the loss and anything else, pass `has_aux=True`."
+        )
+    if loss is None:
+        raise TypeError("`step_fn` must return the loss of the step; it returned None.")
+    loss = jnp.asarray(loss)
+    if loss.shape != (*lead, *samples):
+        raise ValueError(
+            f"`step_fn` must return {_expected(lead, samples)}; it returned an array of shape "
+            f"{jnp.shape(loss)}."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"The loss must be a real floating number; its type is {loss.dtype}.")
+    return loss, aux
+
+
+def _expected(lead: tuple[int, ...], samples: tuple[int, ...]) -> str:
+    if not lead and not samples:
+        return "one number, the loss of the step"
+    if not samples:
+        return f"{lead[0]} losses, one for each step"
+    steps = f"of each of {lead[0]} steps, " if lead else ""
+    return f"{steps}{samples[0]} losses, one for each sample, since the mask has a number for each"
+
+
+def check_chunk_size(chunk_size: Any) -> None:
+    if chunk_size is None:
+        return
+    if not isinstance(chunk_size, numbers.Integral) or isinstance(chunk_size, bool):
+        raise TypeError(f"`chunk_size` is an integer or None, not {chunk_size!r}.")
+    if chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, not {chunk_size}.")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is one of {', '.join(map(repr, choices))}, not {value!r}.")

@@ -1,0 +1,211 @@
+"""A user's step, `step_fn`, as a program that knows where it calls the learner.
+
+It is traced once. The program is then evaluated as often as needed, with the call of the learner, one
+equation in it, doing what is asked for: go forward only, go forward in differentiable form, be part of a
+window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compiler.program import Atom, Node, Program, Var, read, read_program
+from .._compiler.slices import dependents, needed
+from .call import Call, call_p
+from .online import Leaves, Online
+
+AtCall = Callable[[Call, Leaves], Leaves]
+
+
+def as_it_is(call: Call, operands: Leaves) -> Leaves:
+    """The call by itself, with the online gradient as its derivative."""
+    return call_p.bind(*operands, call=call)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class UserStep:
+    """What a step computes from slices of the sequences and from the leaves of the states that it touches."""
+
+    program: Program
+    num_slices: int
+    names: tuple[str, ...]  # of the states' leaves
+    traces: dict[str, int]  # which leaf holds each array that the rule keeps
+    carried: tuple[
+        int | None, ...
+    ]  # which leaf each of the model's carried leaves is; None: it is not touched
+    has_effects: bool
+
+    @staticmethod
+    def read(
+        closed: Any,
+        names: Sequence[str],
+        traces: dict[str, int],
+        carried: Sequence[int | None],
+    ) -> UserStep:
+        """The program of a jaxpr `(slices, leaves) -> (loss and other outputs, new leaves)`."""
+        program = read_program(closed, marks=False)
+        num = len(program.inputs) - len(names)
+        return UserStep(program, num, tuple(names), traces, tuple(carried), bool(closed.effects))
+
+    @property
+    def slices(self) -> tuple[Var, ...]:
+        return self.program.inputs[: self.num_slices]
+
+    @property
+    def leaves(self) -> tuple[Var, ...]:
+        return self.program.inputs[self.num_slices :]
+
+    @property
+    def outs(self) -> tuple[Atom, ...]:
+        """The loss, and what else the step returns."""
+        return self.program.outputs[: len(self.program.outputs) - len(self.names)]
+
+    @property
+    def new(self) -> tuple[Atom, ...]:
+        """The leaves after the step."""
+        return self.program.outputs[len(self.program.outputs) - len(self.names) :]
+
+    @cached_property
+    def moving(self) -> list[int]:
+        """The leaves that a step changes."""
+        return [i for i, (old, new) in enumerate(zip(self.leaves, self.new, strict=True)) if old is not new]
+
+    @cached_property
+    def calls(self) -> list[Node]:
+        """The calls of the learner, wherever they are."""
+        return list(_calls(self.program))
+
+    @cached_property
+    def node(self) -> Node | None:
+        """The one call of the learner, on one step, if there is just one and it is not inside of anything."""
+        if len(self.calls) != 1 or self.calls[0] not in self.program.nodes:
+            return None
+        return self.calls[0] if self.calls[0].params["call"].stepped is None else None
+
+    @property
+    def call(self) -> Call:
+        assert self.node is not None
+        return self.node.params["call"]  # type: ignore[no-any-return]
+
+    @property
+    def online(self) -> Online:
+        return self.call.online
+
+    @cached_property
+    def _operands(self) -> tuple[Any, Any, Any, Any, Any]:
+        assert self.node is not None
+        return self.call.operands(list(self.node.inputs))
+
+    @cached_property
+    def params(self) -> list[int] | None:
+        """Which leaf each of the model's parameters is; None if a step computes one of them by itself."""
+        number = {v: i for i, v in enumerate(self.leaves) if i not in self.moving}
+        found = [number.get(a) if isinstance(a, Var) else None for a in self._operands[0]]
+        return None if any(i is None for i in found) else [i for i in found if i is not None]
+
+    @cached_property
+    def _varying(self) -> set[Var]:
+        """What differs from step to step."""
+        return dependents(self.program, [*self.slices, *(self.leaves[i] for i in self.moving)])
+
+    def why_in_turn(self) -> str | None:
+        """Why the steps of a chunk cannot be taken together; None: they can."""
+        if self.node is None:
+            return "the learner is not called just once, outside of control flow and transformations"
+        if self.has_effects:
+            return "a step prints or calls back"
+        if self.params is None:
+            return "a step changes a parameter"
+        _, _, consts, _, values = self._operands
+        if any(values[k] is not self.leaves[i] for k, i in self.traces.items()):
+            return "a step writes a trace"
+        readers = [n for n in self.program.nodes if n is not self.node]
+        mine = {self.leaves[i] for i in self.traces.values()}
+        _, _, after = self.call.results(list(self.node.outputs))
+        mine.update(v for v in after.values() if isinstance(v, Var))
+        if any(a in mine for a in variables([*(a for n in readers for a in n.inputs), *self.outs])):
+            return "a step reads a trace"
+        if any(self.new[i] is not after[k] for k, i in self.traces.items()):
+            return "a step writes a trace"
+        if any(a in self._varying for a in variables(self.online.consts_of_weights(consts))):
+            return "a weight may change from step to step"
+        return None
+
+    @cached_property
+    def hidden(self) -> list[int | None]:
+        """Which leaf each hidden array is."""
+        at = dict(zip((v for e in self.online.info.carried for v in e.invars), self.carried, strict=True))
+        return [at[h.invar] for h in self.online.info.hidden]
+
+    @cached_property
+    def reads_old_states(self) -> bool:
+        """Whether what is returned depends on a hidden state otherwise than by the call."""
+        old = {self.leaves[i] for i in self.hidden if i is not None}
+        atoms = [a for n in needed(self.program, self.outs) if n is not self.node for a in n.inputs]
+        return any(a in old for a in variables((*atoms, *self.outs)))
+
+    @cached_property
+    def targets(self) -> list[bool]:
+        """Of each slice, whether no state depends on it."""
+        atoms = [*self.new, *(a for n in needed(self.program, self.new) for a in n.inputs)]
+        read = set(variables(atoms))
+        return [v not in read for v in self.slices]
+
+    def run(
+        self,
+        consts: Leaves,
+        slices: Leaves,
+        leaves: Leaves,
+        targets: Sequence[Atom],
+        at_call: AtCall = as_it_is,
+        for_call: Leaves | None = None,
+    ) -> Leaves:
+        """The values of `targets`, and nothing that they do not need.
+
+        `for_call` are the leaves that the call sees, if they are others.
+        """
+        env: dict[Var, Any] = dict(zip(self.program.consts, consts, strict=True))
+        env.update(zip(self.slices, slices, strict=True))
+        seen = {**env, **dict(zip(self.leaves, leaves if for_call is None else for_call, strict=True))}
+        env.update(zip(self.leaves, leaves, strict=True))
+        prints = [v for n in self.program.nodes if n.eqn.effects for v in (*n.inputs, *n.outputs)]
+        wanted = {id(n) for n in needed(self.program, [*targets, *prints])}
+        for node in self.program.nodes:
+            if id(node) not in wanted and not node.eqn.effects:
+                continue
+            if node is self.node:
+                outs = at_call(self.call, [read({**env, **seen}, a) for a in node.inputs])
+            else:
+                outs = _compat.bind(node.eqn, *(read(env, a) for a in node.inputs))
+            env.update(zip(node.outputs, outs, strict=True))
+        return [read(env, a) for a in targets]
+
+    def fixed_consts(self, consts: Leaves, leaves: Leaves) -> Leaves:
+        """What the model closes over, at the call; zeros for what differs from step to step."""
+        atoms = self._operands[2]
+        varies = [isinstance(a, Var) and a in self._varying for a in atoms]
+        kept = [a for a, v in zip(atoms, varies, strict=True) if not v]
+        nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]
+        known = iter(self.run(consts, nothing, leaves, kept))
+        zeros = [
+            jnp.zeros(a.aval.shape, a.aval.dtype) if v else None for a, v in zip(atoms, varies, strict=True)
+        ]
+        return [next(known) if z is None else z for z in zeros]
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [a for a in atoms if isinstance(a, Var)]
+
+
+def _calls(program: Program) -> Any:
+    for node in program.nodes:
+        if node.primitive is call_p:
+            yield node
+        for inner in node.inner:
+            yield from _calls(inner)

@@ -1,0 +1,150 @@
+"""RTRL: the whole influence of every parameter on every carried number. Exact, for small models.
+
+    P[t] = dh[t]/dh[t-1] P[t-1] + dh[t]/dw        gradient = dL/dw within the window + dL/dh[start] P[start]
+
+A window may be one step or many; the numbers are the same. A longer one saves a product of `P` with a square
+matrix at every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from .._compiler.slices import has_while
+from .._executor.executor import is_inexact
+from .rule import Leaves, Rule, Values
+
+if TYPE_CHECKING:
+    from .._online.online import Online
+    from .._online.window import Window
+
+
+@dataclass(frozen=True)
+class WholeRule(Rule):
+    """The influence of every number of every parameter on every number that is carried."""
+
+    def start(self, online: Online) -> Values:
+        size = sum(_real_size(v.aval) for v in _carried(online))
+        params = _named_params(online)
+        return {
+            name: jnp.zeros((size, *_real_shape(a)), jnp.finfo(a.dtype).dtype) for name, a in params.items()
+        }
+
+    def advance(self, online: Online, values: Values, window: Window) -> Values:
+        at, restore = _real(window.params)
+        before = jax.tree.map(lambda a: a[0], window.before)
+        if window.keep is not None:  # what begins anew there is no function of the state before
+            values = self.forget(online, values, ~window.keep[0])
+        leaves, tree = jax.tree.flatten(before)
+        start, rebuild = _real(leaves)
+
+        def end(h: Any, w: Any) -> Any:
+            return _real(jax.tree.leaves(window.end(restore(w), jax.tree.unflatten(tree, rebuild(h)))))[0]
+
+        # a `while` loop has no reverse mode
+        forward_only = any(has_while(n) for n in online.info.program.nodes)
+        by_state, by_param = (jax.jacfwd if forward_only else jax.jacrev)(end, (0, 1))(start, at)
+        sizes = [v.size for v in _real_leaves(window.params)]
+        split = jnp.split(by_param, list(itertools.accumulate(sizes))[:-1], axis=1) if values else []
+        return {
+            name: _carry(by_state, values[name]) + part.reshape(values[name].shape)
+            for name, part in zip(_named_params(online), split, strict=True)
+        }
+
+    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
+        before = jax.tree.leaves(window.before)
+        pairs = [(d, x) for d, x in zip(signals, before, strict=True) if d is not None]
+        signal = jnp.concatenate([_real_cotangent(d, x) for d, x in pairs])
+        found = iter([_carry(signal, values[name]) for name in _named_params(online)])
+        return [_cotangent(next(found), p) if is_inexact(p) else None for p in window.params]
+
+    def forget(self, online: Online, values: Values, rows: Any) -> Values:
+        parts = []
+        for v in _carried(online):
+            is_sampled = v.aval.shape[:1] == rows.shape
+            of = rows if is_sampled else jnp.zeros(1, bool)
+            count = _real_size(v.aval)  # a complex number is its two parts, which stand in front
+            halves = 2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
+            shape = (halves, len(of), count // (halves * len(of)))
+            parts.append(jnp.broadcast_to(of.reshape(1, -1, 1), shape).ravel())
+        gone = jnp.concatenate(parts)
+        return {
+            k: jnp.where(gone.reshape(-1, *[1] * (p.ndim - 1)), jnp.zeros_like(p), p)
+            for k, p in values.items()
+        }
+
+
+def _carried(online: Online) -> list[Any]:
+    return [v for e in online.info.entries if not e.is_param for v in e.invars]
+
+
+def _named_params(online: Online) -> dict[str, Any]:
+    """The inexact leaves of the parameters, by stable names."""
+    return {
+        f"{'.'.join(e.path)}:{i}": v.aval
+        for e in online.info.params
+        for i, v in enumerate(e.invars)
+        if jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    }
+
+
+def _carry(by_state: Any, influence: Any) -> Any:
+    """`by_state @ influence`, whatever `by_state` says of a state that nothing has reached yet."""
+    reached = jnp.any(influence != 0, axis=tuple(range(1, influence.ndim)))
+    reached = jnp.broadcast_to(reached.reshape([1] * (by_state.ndim - 1) + [-1]), by_state.shape)
+    return jnp.tensordot(jnp.where(reached, by_state, 0), influence, 1)
+
+
+def _real_leaves(leaves: Leaves) -> Leaves:
+    """The inexact leaves as real arrays; a complex one as its two parts."""
+    return [
+        jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+        for x in map(jnp.asarray, leaves)
+        if is_inexact(x)
+    ]
+
+
+def _real(leaves: Leaves) -> tuple[Any, Any]:
+    """The inexact leaves as one real vector, and the way back."""
+    flat, unravel = ravel_pytree(_real_leaves(leaves))
+
+    def restore(vector: Any) -> Leaves:
+        parts = iter(unravel(vector))
+        result = []
+        for leaf in leaves:
+            if not is_inexact(leaf):
+                result.append(leaf)
+            elif jnp.iscomplexobj(leaf):
+                re, im = next(parts)
+                result.append((re + 1j * im).astype(leaf.dtype))
+            else:
+                result.append(next(parts).astype(leaf.dtype))
+        return result
+
+    return flat, restore
+
+
+def _real_cotangent(d: Any, x: Any) -> Any:
+    """A cotangent as JAX gives it, as one of the real vector: of `a + ib` it is `da - i db`."""
+    if not jnp.iscomplexobj(x):
+        return d.ravel()
+    return jnp.stack([d.real, -d.imag]).ravel()
+
+
+def _cotangent(real: Any, like: Any) -> Any:
+    return (real[0] - 1j * real[1]).astype(like.dtype) if jnp.iscomplexobj(like) else real.astype(like.dtype)
+
+
+def _real_shape(aval: Any) -> tuple[int, ...]:
+    return (2, *aval.shape) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else tuple(aval.shape)
+
+
+def _real_size(aval: Any) -> int:
+    return math.prod(_real_shape(aval)) if jnp.issubdtype(aval.dtype, jnp.inexact) else 0

@@ -1,0 +1,151 @@
+"""What a learning rule is: a frozen value with pure functions over a dictionary of arrays.
+
+Whatever a rule keeps, it answers four questions, and steps, windows and chunks are written once for all
+rules: what is kept at the start, how it advances over a window of steps, what gradient it makes of a signal
+at the window's start, and what is left of it when some samples begin anew.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .._compiler.errors import NotSupportedError
+from .._executor.executor import Local
+from .._executor.traces import Trace
+
+if TYPE_CHECKING:
+    from .._online.online import Online
+    from .._online.window import Window
+    from .chunk import Record
+
+Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
+Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
+Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
+Leaves = list[Any]
+
+
+class Rule(ABC):
+    """A learning rule. `windows`: signals are taken at the start of a window, along all paths."""
+
+    windows: ClassVar[bool] = True
+
+    @abstractmethod
+    def start(self, online: Online) -> Values:
+        """The arrays at the start; called with abstract values, for shapes and types."""
+
+    @abstractmethod
+    def advance(self, online: Online, values: Values, window: Window) -> Values:
+        """The arrays after a window of steps."""
+
+    @abstractmethod
+    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
+        """The gradients of the parameters, of signals at the carried states before a window."""
+
+    @abstractmethod
+    def forget(self, online: Online, values: Values, rows: Any) -> Values:
+        """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
+
+    @property
+    def turns(self) -> int:
+        """How many steps of a loop go together."""
+        return 1
+
+    def fuses(self, values: Values) -> bool:
+        """Whether a chunk of one step is faster than a step by itself."""
+        return False
+
+
+class TraceRule(Rule):
+    """A rule over the traces of weights: what it keeps of them, how that advances, and its gradient.
+
+    A rule of one's own is a frozen dataclass with `init`, `update` and `gradient`; `reset` for episodes in
+    a batch.
+    """
+
+    windows = False
+    follows_chains: ClassVar[bool] = False  # a trace of a state is the chain rule on those of others
+
+    @abstractmethod
+    def init(self, traces: Sequence[Trace], local: Local) -> Values:
+        """The arrays at the start; `local` has abstract values, for shapes and types."""
+
+    @abstractmethod
+    def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+        """Advance one step."""
+
+    @abstractmethod
+    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
+        """The gradient of the step's loss, from the traces after the step."""
+
+    def reset(self, traces: Sequence[Trace], values: Values, keep: Any) -> Values:
+        """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
+        raise NotSupportedError(
+            f"The rule {type(self).__name__} does not say how samples of a batch begin anew: give it a "
+            "method `reset(traces, values, keep)`, or reset all of them (`learner.reset_state()`)."
+        )
+
+    def chunk(
+        self,
+        traces: Sequence[Trace],
+        values: Values,
+        record: Record,
+        total: Gradients,
+        *,
+        fresh: bool,
+        keep: bool,
+    ) -> tuple[Values, Gradients]:
+        """The traces after the steps in `record`, and their gradients, added to `total`.
+
+        `fresh`: the traces are known to be zero. Unless `keep`, the traces are not wanted any more.
+        """
+        from .chunk import step_by_step
+
+        values, grads = step_by_step(self, traces, values, record)
+        return values, add_all(total, grads)
+
+    def through(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+        """The traces after the steps in `record`."""
+
+        def body(values: Values, step: Any) -> Any:
+            local, _, _, keep = record.one(step)
+            values = values if keep is None else self.reset(traces, values, keep)
+            return self.update(traces, values, local), None
+
+        return jax.lax.scan(body, values, record.steps)[0]
+
+    # -- as any rule -------------------------------------------------------------------------------
+
+    def start(self, online: Online) -> Values:
+        return self.init(online.traces, online.example_local())
+
+    def advance(self, online: Online, values: Values, window: Window) -> Values:
+        if window.length == 1:
+            values = values if window.keep is None else self.reset(online.traces, values, window.keep[0])
+            return self.update(online.traces, values, window.first)
+        return self.through(online.traces, values, window.record)
+
+    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
+        grads = self.gradient(online.traces, values, online.at_groups(signals), window.inputs_of_first)
+        return online.to_parameters(window.params, window.first_consts, grads)
+
+    def forget(self, online: Online, values: Values, rows: Any) -> Values:
+        return self.reset(online.traces, values, ~rows)
+
+
+def add_to(grads: Gradients, trace: Trace, value: Any) -> None:
+    """Add what one trace gives to the gradient of its effective weight."""
+    key = (trace.relation.site.index, trace.name)
+    grads[key] = grads[key] + value if key in grads else value
+
+
+def add_all(total: Gradients, grads: Gradients) -> Gradients:
+    """The gradients, added to those so far, in the types of these."""
+    return {
+        k: v + (grads[k] if jnp.iscomplexobj(v) else grads[k].real).astype(v.dtype) if k in grads else v
+        for k, v in total.items()
+    }
