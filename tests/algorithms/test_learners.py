@@ -692,12 +692,22 @@ def test_evolve_takes_windows_and_may_be_part_of_a_step():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, truth)
 
 
-def test_grad_expon():
-    average = braintrace.GradExpon({"w": jnp.zeros(2)}, 2.0)
-    decay = np.exp(-0.5)
-    np.testing.assert_allclose(average.update({"w": jnp.ones(2)})["w"], 1 - decay, rtol=1e-6)
-    average.reset_state()
-    assert not np.any(average.average.value["w"])
+@pytest.mark.parametrize("given", [2.0, np.exp(-0.5), 2.0 * u.ms, 2e-3 * u.second])
+def test_grad_expon(given):
+    with brainstate.environ.context(dt=1.0 * u.ms):
+        total = braintrace.GradExpon({"w": jnp.zeros(2), "b": jnp.zeros(1) * u.mV}, given)
+    new, decay = {"w": jnp.ones(2), "b": jnp.ones(1) * u.mV}, np.exp(-0.5)
+    for expected in (1, 1 + decay, 1 + decay * (1 + decay)):
+        total.update(new)
+        np.testing.assert_allclose(total.gradients.value["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(total.gradients.value["b"].to_decimal(u.mV), expected, rtol=1e-6)
+    total.reset_state()
+    assert not np.any(total.gradients.value["w"])
+
+
+def test_a_time_constant_shorter_than_a_step():
+    with brainstate.environ.context(dt=1.0 * u.ms):
+        assert np.isclose(braintrace.GradExpon(jnp.zeros(2), 0.5 * u.ms).decay, np.exp(-2))
 
 
 class WithoutReset(brainstate.nn.Module):
