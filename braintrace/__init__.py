@@ -10,6 +10,7 @@ from ._algorithms import RTRL as RTRL
 from ._algorithms import EligibilityTrace as EligibilityTrace
 from ._algorithms import ETraceAlgorithm as ETraceAlgorithm
 from ._algorithms import ETraceVjpAlgorithm as ETraceVjpAlgorithm
+from ._algorithms import ETraceVmap as ETraceVmap
 from ._algorithms import GradExpon as GradExpon
 from ._algorithms import GradientCheck as GradientCheck
 from ._algorithms import IODimVjpAlgorithm as IODimVjpAlgorithm
@@ -72,7 +73,7 @@ _LATER = ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "wr
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "tasks", *_LATER})
+    return sorted({*globals(), "__version__", "tasks", *_LATER})
 
 
 def __getattr__(name: str) -> object:
@@ -80,6 +81,10 @@ def __getattr__(name: str) -> object:
 
     if name == "tasks":
         return importlib.import_module(".tasks", __name__)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("braintrace")
     if name in _LATER:
         return getattr(importlib.import_module("._train", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

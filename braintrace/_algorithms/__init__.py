@@ -5,6 +5,7 @@ from .base import ETraceAlgorithm as ETraceAlgorithm
 from .bptt import BPTT as BPTT
 from .check import GradientCheck as GradientCheck
 from .check import check_gradients as check_gradients
+from .compile import ETraceVmap as ETraceVmap
 from .compile import compile as compile
 from .data import MultiStepData as MultiStepData
 from .data import SingleStepData as SingleStepData

@@ -24,8 +24,9 @@ from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo, Path
 from .._executor.executor import ETraceGraphExecutor
 from . import pickling
-from .data import one_step, time_axes
-from .drive import Drive
+from .count import Count
+from .data import MultiStepData, one_step, time_axes
+from .drive import Drive, check_chunk_size
 from .forms import Compiled, Key, shapes_of_states, why_missing
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
@@ -44,6 +45,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     """
 
     rule_kind = RuleKind("a rule of one's own", known=False)  # for the verdict on exactness
+    takes_windows = False  # whether `chunk_size` is how many steps `step_fn` is given
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._name = name
         self.model = model
         self.traces: dict[str, EligibilityTrace] = {}
-        self.steps = brainstate.ShortTermState(jnp.zeros((), jnp.int32))
+        self.steps = Count(jnp.zeros((), jnp.int32))
         self._compiled: dict[Key, Compiled] = {}
         self._examples: dict[Key, Any] = {}  # what each was compiled with
         self._current: Key | None = None
@@ -175,14 +177,18 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """The pure functions of that graph."""
         return self._compiled_now().executor
 
+    graph_executor = executor
+
     @property
     def report(self) -> CompilationReport:
         """What is learned how under this rule, and what is left out."""
         return CompilationReport(self.graph, self.rule_kind)
 
-    def show_graph(self) -> None:
-        """Print what is learned how: a tree of groups, sites and parameters."""
-        self.report.show()
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Print what is learned how, a tree of groups, sites and parameters; or return it, or both."""
+        if verbose:
+            self.report.show()
+        return self.report.to_str() if return_msg else None
 
     def _repr_html_(self) -> str | None:
         return self.report._repr_html_() if self.is_compiled else None
@@ -211,9 +217,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return dict(self.traces)
 
     @property
-    def running_index(self) -> Any:
-        """How many steps were taken since the last reset."""
-        return self.steps.value
+    def running_index(self) -> Count:
+        """How many steps were taken since the last reset: a state that compares as a number."""
+        return self.steps
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
@@ -387,24 +393,34 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return drive.result(grads, losses, aux)
 
     def etrace_evolve(
-        self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any] | None = None,
+        chunk_size: int | None = None,
+        return_outputs: bool = False,
     ) -> Any:
-        """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default."""
+        """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default.
+
+        `chunk_size` is as in `etrace_grad`: how many steps are taken at once, or a window.
+        """
         self._compiled_now()
+        check_chunk_size(chunk_size)
         if self._settle():
             self.init_etrace_state()
         sequence = Sequence.check(sequences, None)
-        call = self if step_fn is None else step_fn
+        in_windows = chunk_size is not None and self.takes_windows
+        alone = (lambda *slices: self(*map(MultiStepData, slices))) if in_windows else self
+        call = alone if step_fn is None else step_fn
 
         def step(*slices: Any) -> Any:
             out = call(*slices)
             return out if return_outputs else None
 
         with unchanged_on_error(list(self.states().values())):
-            return self._evolve(sequence, step)
+            return self._evolve(sequence, step, chunk_size)
 
-    def _evolve(self, sequence: Sequence, step: Any) -> Any:
-        """Take all steps of a sequence, and return what each of them does."""
+    def _evolve(self, sequence: Sequence, step: Any, size: int | None = None) -> Any:
+        """Take all steps of a sequence, so many at once, and return what each of them does."""
         return brainstate.transform.for_loop(lambda slices: step(*slices), sequence.arrays)
 
     def _drive(self, drive: Drive) -> tuple[Any, Any]:

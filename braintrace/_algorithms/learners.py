@@ -21,19 +21,27 @@ class D_RTRL(ETraceVjpAlgorithm):
 
     With `vjp_method='multi-step'`, a call on `MultiStepData` back-propagates through that window of steps,
     and traces stand for what came before. `trace_dtype` is what traces are stored in (None: what they are
-    computed in).
+    computed in). `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code
+    written for 0.2.x chose a code path by them.
     """
 
     def __init__(
         self,
         model: brainstate.nn.Module,
-        *,
-        vjp_method: VjpMethod = "single-step",
-        trace_dtype: Any = None,
         name: str | None = None,
+        vjp_method: VjpMethod = "single-step",
+        fast_solve: bool = True,
+        trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
     ) -> None:
         super().__init__(model, DRule(as_trace_dtype(trace_dtype)), vjp_method=vjp_method, name=name)
         self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
+
+    @property
+    def etrace_bwg(self) -> dict[str, Any]:
+        """The states that hold the traces of the weights, by name."""
+        return self.etrace_states
 
 
 class ES_D_RTRL(ETraceVjpAlgorithm):
@@ -47,10 +55,12 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         self,
         model: brainstate.nn.Module,
         decay_or_rank: Any = 0.9,
-        *,
-        vjp_method: VjpMethod = "single-step",
-        trace_dtype: Any = None,
         name: str | None = None,
+        vjp_method: VjpMethod = "single-step",
+        fast_solve: bool = True,
+        control_flow: Any = None,
+        *,
+        trace_dtype: Any = None,
     ) -> None:
         pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
         if len(pair) != 2:
@@ -60,6 +70,16 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
             model, ESRule(inp, out, as_trace_dtype(trace_dtype)), vjp_method=vjp_method, name=name
         )
         self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
+
+    @property
+    def etrace_xs(self) -> dict[str, Any]:
+        """The states that hold averages of inputs, by name."""
+        return {k: st for k, st in self.traces.items() if k.endswith(":x")}
+
+    @property
+    def etrace_dfs(self) -> dict[str, Any]:
+        """The states that hold averages of what an op's output does to the hidden states, by name."""
+        return {k: st for k, st in self.traces.items() if not k.endswith(":x")}
 
 
 def as_decay(decay_or_rank: Any) -> float:

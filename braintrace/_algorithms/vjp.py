@@ -52,6 +52,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
         self.rule = rule
         self.vjp_method = vjp_method
+        self.takes_windows = vjp_method == "multi-step"
         self.memory_budget = memory_budget()
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
         self._recorder: Recorder | None = None
@@ -223,15 +224,17 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if self._recorder is not None:
             raise TakeInTurnError("`step_fn` drives the learner over a sequence")
 
-    def _evolve(self, sequence: Sequence, step: Any) -> Any:
+    def _evolve(self, sequence: Sequence, step: Any, size: int | None = None) -> Any:
         self._refuse_inside()
 
         def in_turn(*arrays: Any) -> Any:
             return ETraceAlgorithm._evolve(self, replace(sequence, arrays=arrays), step)
 
         def at_once(*arrays: Any) -> Any:
-            return self._evolve_at_once(replace(sequence, arrays=arrays), step, fresh)
+            return self._evolve_at_once(replace(sequence, arrays=arrays), step, fresh, size)
 
+        if self.takes_windows and size is not None:
+            return over_chunks(lambda carry, arrays, _: (carry, step(*arrays)), (), sequence, size)[1]
         if self.vjp_method == "multi-step":
             return in_turn(*sequence.arrays)
         fresh = self._is_fresh()
@@ -255,10 +258,10 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         fast.assign([new[id(st)] for st in fast.states])
         return out
 
-    def _evolve_at_once(self, sequence: Sequence, step: Any, fresh: bool) -> Any:
+    def _evolve_at_once(self, sequence: Sequence, step: Any, fresh: bool, size: int | None) -> Any:
         steps = self._record(sequence, lambda slices: step(*slices), {})
         online = steps.online
-        size = self._best_chunk(sequence.length, sequence.length)
+        size = int(min(size or self._best_chunk(sequence.length, sequence.length), sequence.length))
         params, _ = self._read(online.info)
         none = online.no_gradients(params, steps.consts)
 

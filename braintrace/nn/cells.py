@@ -30,7 +30,7 @@ Cell = TypeVar("Cell", bound=type)
 
 def _sized(cell: Cell) -> Cell:
     """Let a cell be given its two sizes by either name, as numbers or as tuples of one number."""
-    own: Any = cell.__init__
+    own: Any = cell.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
     def init(self: Any, *args: Any, in_size: Any = None, out_size: Any = None, **options: Any) -> None:
