@@ -48,6 +48,7 @@ from ._compiler import (
 )
 from ._executor import ETraceGraphExecutor as ETraceGraphExecutor
 from ._executor import ETraceVjpGraphExecutor as ETraceVjpGraphExecutor
+from ._loading import load_parameters as load_parameters
 from ._ops import ETPPrimitive as ETPPrimitive
 from ._ops import Term as Term
 from ._ops import conv as conv

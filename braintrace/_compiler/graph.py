@@ -276,9 +276,9 @@ def _warn(graph: ETraceGraph) -> None:
 _warned: weakref.WeakKeyDictionary[brainstate.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def find_hidden_groups_from_minfo(info: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """The hidden groups of a traced model, and the group of each hidden path."""
-    groups = find_groups(info, Positions(info.program))
+    groups = find_groups(minfo, Positions(minfo.program))
     return groups, {p: g for g in groups for p in g.hidden_paths}
 
 
@@ -290,15 +290,15 @@ def find_hidden_groups_from_module(
 
 
 def find_hidden_param_op_relations_from_minfo(
-    info: ModuleInfo, hid_path_to_group: dict[Path, HiddenGroup] | None = None
+    minfo: ModuleInfo, hid_path_to_group: dict[Path, HiddenGroup] | None = None
 ) -> list[HiddenParamOpRelation]:
     """The relations of a traced model, to its hidden groups where they are known."""
     groups = None
     if hid_path_to_group is not None:
         groups = list({g.index: g for g in hid_path_to_group.values()}.values())
-        if [v for g in groups for v in g.hidden_invars if v not in info.hidden_path_to_invar.values()]:
+        if [v for g in groups for v in g.hidden_invars if v not in minfo.hidden_path_to_invar.values()]:
             raise ValueError("The hidden groups are of another trace of the model than the `ModuleInfo`.")
-    return graph_from_info(info, include_hidden_perturb=False, groups=groups).hidden_param_op_relations
+    return graph_from_info(minfo, include_hidden_perturb=False, groups=groups).hidden_param_op_relations
 
 
 def find_hidden_param_op_relations_from_module(
@@ -308,9 +308,9 @@ def find_hidden_param_op_relations_from_module(
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))
 
 
-def add_hidden_perturbation_from_minfo(info: ModuleInfo) -> HiddenPerturbation:
+def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     """The perturbed step of a traced model."""
-    return HiddenPerturbation(info, tuple(find_hidden_groups_from_minfo(info)[0]))
+    return HiddenPerturbation(minfo, tuple(find_hidden_groups_from_minfo(minfo)[0]))
 
 
 def add_hidden_perturbation_in_module(
