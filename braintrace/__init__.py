@@ -48,6 +48,16 @@ from ._compiler import (
 )
 from ._executor import ETraceGraphExecutor as ETraceGraphExecutor
 from ._executor import ETraceVjpGraphExecutor as ETraceVjpGraphExecutor
+from ._legacy import ControlFlowPolicy as ControlFlowPolicy
+from ._legacy import ConvOp as ConvOp
+from ._legacy import ElemWiseOp as ElemWiseOp
+from ._legacy import ElemWiseParam as ElemWiseParam
+from ._legacy import ETraceOp as ETraceOp
+from ._legacy import ETraceParam as ETraceParam
+from ._legacy import LoraOp as LoraOp
+from ._legacy import MatMulOp as MatMulOp
+from ._legacy import NonTempParam as NonTempParam
+from ._legacy import SpMatMulOp as SpMatMulOp
 from ._loading import load_parameters as load_parameters
 from ._ops import ETPPrimitive as ETPPrimitive
 from ._ops import Term as Term
