@@ -93,9 +93,12 @@ def __getattr__(name: str) -> object:
     if name == "tasks":
         return importlib.import_module(".tasks", __name__)
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("braintrace")
+        try:
+            return version("braintrace")
+        except PackageNotFoundError:
+            raise AttributeError("`braintrace` is not installed here, so that it has no version.") from None
     if name in _LATER:
         return getattr(importlib.import_module("._train", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

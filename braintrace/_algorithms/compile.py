@@ -98,14 +98,17 @@ class ETraceVmap(brainstate.nn.Vmap):
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Reset the states, traces and step counter of every sample."""
-        if batch_size not in (None, self.axis_size):
+        if batch_size is not None and self.axis_size not in (None, batch_size):
             raise ValueError(
                 f"The learner is mapped over {self.axis_size} samples; call `braintrace.compile` for "
                 f"{batch_size}."
             )
         states = self.module.states(self.vmap_states)
         reset = brainstate.transform.vmap(
-            self.module.reset_state, in_states=states, out_states=states, axis_size=self.axis_size
+            self.module.reset_state,
+            in_states=states,
+            out_states=states,
+            axis_size=self.axis_size or batch_size,
         )
         reset()
 
