@@ -11,6 +11,7 @@ from ._algorithms import RTRL as RTRL
 from ._algorithms import EligibilityTrace as EligibilityTrace
 from ._algorithms import ETraceAlgorithm as ETraceAlgorithm
 from ._algorithms import ETraceVjpAlgorithm as ETraceVjpAlgorithm
+from ._algorithms import ETraceVmap as ETraceVmap
 from ._algorithms import GradExpon as GradExpon
 from ._algorithms import GradientCheck as GradientCheck
 from ._algorithms import IODimVjpAlgorithm as IODimVjpAlgorithm
@@ -48,6 +49,17 @@ from ._compiler import (
 )
 from ._executor import ETraceGraphExecutor as ETraceGraphExecutor
 from ._executor import ETraceVjpGraphExecutor as ETraceVjpGraphExecutor
+from ._legacy import ControlFlowPolicy as ControlFlowPolicy
+from ._legacy import ConvOp as ConvOp
+from ._legacy import ElemWiseOp as ElemWiseOp
+from ._legacy import ElemWiseParam as ElemWiseParam
+from ._legacy import ETraceOp as ETraceOp
+from ._legacy import ETraceParam as ETraceParam
+from ._legacy import LoraOp as LoraOp
+from ._legacy import MatMulOp as MatMulOp
+from ._legacy import NonTempParam as NonTempParam
+from ._legacy import SpMatMulOp as SpMatMulOp
+from ._loading import load_parameters as load_parameters
 from ._ops import ETPPrimitive as ETPPrimitive
 from ._ops import Term as Term
 from ._ops import conv as conv
@@ -73,7 +85,7 @@ _LATER = ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "wr
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "tasks", *_LATER})
+    return sorted({*globals(), "__version__", "tasks", *_LATER})
 
 
 def __getattr__(name: str) -> object:
@@ -81,6 +93,13 @@ def __getattr__(name: str) -> object:
 
     if name == "tasks":
         return importlib.import_module(".tasks", __name__)
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("braintrace")
+        except PackageNotFoundError:
+            raise AttributeError("`braintrace` is not installed here, so that it has no version.") from None
     if name in _LATER:
         return getattr(importlib.import_module("._train", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

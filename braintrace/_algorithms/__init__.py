@@ -7,6 +7,7 @@ from .base import ETraceAlgorithm as ETraceAlgorithm
 from .bptt import BPTT as BPTT
 from .check import GradientCheck as GradientCheck
 from .check import check_gradients as check_gradients
+from .compile import ETraceVmap as ETraceVmap
 from .compile import compile as compile
 from .expon import GradExpon as GradExpon
 from .learners import D_RTRL as D_RTRL

@@ -30,6 +30,7 @@ from .._online.sequence import NeverCalledError, Sequence
 from .._online.user_step import UserStep
 from .._rules.rule import Values
 from . import pickling
+from .count import Count
 from .driving import Driver
 from .forms import Compiled, Key, shapes_of_states, why_missing
 from .progress import Bar, Report, unchanged_on_error
@@ -57,7 +58,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._name = name
         self.model = model
         self.traces: dict[str, EligibilityTrace] = {}
-        self.steps = brainstate.ShortTermState(jnp.zeros((), jnp.int32))
+        self.steps = Count(jnp.zeros((), jnp.int32))
         self._compiled: dict[Key, Compiled] = {}
         self._examples: dict[Key, Any] = {}  # what each was compiled with
         self._current: Key | None = None
@@ -183,14 +184,18 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """The pure functions of that graph."""
         return self._compiled_now().executor
 
+    graph_executor = executor
+
     @property
     def report(self) -> CompilationReport:
         """What is learned how under this rule, and what is left out."""
         return CompilationReport(self.graph, self.rule_kind)
 
-    def show_graph(self) -> None:
-        """Print what is learned how: a tree of groups, sites and parameters."""
-        self.report.show()
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Print what is learned how, a tree of groups, sites and parameters; or return it, or both."""
+        if verbose:
+            self.report.show()
+        return self.report.to_str() if return_msg else None
 
     def _repr_html_(self) -> str | None:
         return self.report._repr_html_() if self.is_compiled else None
@@ -219,9 +224,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return dict(self.traces)
 
     @property
-    def running_index(self) -> Any:
-        """How many steps were taken since the last reset."""
-        return self.steps.value
+    def running_index(self) -> Count:
+        """How many steps were taken since the last reset: a state that compares as a number."""
+        return self.steps
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
@@ -442,10 +447,18 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return weights
 
     def etrace_evolve(
-        self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any] | None = None,
+        chunk_size: int | None = None,
+        return_outputs: bool = False,
     ) -> Any:
-        """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default."""
+        """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default.
+
+        `chunk_size` is as in `etrace_grad`: how many steps are taken at once, or a window.
+        """
         self._compiled_now()
+        check_chunk_size(chunk_size)
         if self._settle():
             self.init_etrace_state()
         sequence = Sequence.check(sequences, None)
@@ -457,7 +470,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         self._seen = None
         with unchanged_on_error(list(self.states().values())):
-            return self._driver.evolve(self, sequence, step)
+            return self._driver.evolve(self, sequence, step, chunk_size, alone=step_fn is None)
 
     def _initial_values(self, compiled: Compiled) -> Values:
         """The rule's arrays at the start, by stable names."""

@@ -14,6 +14,7 @@ from .learners import D_RTRL, ES_D_RTRL, RTRL
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,
     "es_d_rtrl": ES_D_RTRL,
+    "esd_rtrl": ES_D_RTRL,
     "pp_prop": ES_D_RTRL,
     "rtrl": RTRL,
     "bptt": BPTT,
@@ -26,6 +27,7 @@ def compile(
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
+    verbose: int = 0,
     vmap: bool = False,
     **options: Any,
 ) -> Any:
@@ -33,7 +35,8 @@ def compile(
 
     `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`); `options` are its own.
     With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
-    samples, and the learner is mapped over the first axis of its inputs.
+    samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints what is learned
+    how, 2 every finding of the compiler as well.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(3, 4)
@@ -55,37 +58,56 @@ def compile(
         if not vmap:
             brainstate.nn.init_all_states(model, batch_size=batch_size)
             learner.compile_graph(*example_inputs)
-            return learner
+        else:
 
-        def init(*inputs: Any) -> None:
-            brainstate.nn.init_all_states(model)
-            learner.compile_graph(*inputs)
+            def init(*inputs: Any) -> None:
+                brainstate.nn.init_all_states(model)
+                learner.compile_graph(*inputs)
 
-        mapped = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
-        mapped(*example_inputs)
-    return MappedLearner(learner, batch_size)
+            mapped = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
+            mapped(*example_inputs)
+    if verbose:
+        learner.report.show(verbose)
+    return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
 
 
-class MappedLearner(brainstate.nn.Vmap):
+class ETraceVmap(brainstate.nn.Vmap):
     """A learner of a single sample, called on many at once: each has its own states and traces.
 
     All else (`etrace_grad`, `report`, `param_states`, ...) is the learner's own.
     """
 
-    def __init__(self, learner: ETraceAlgorithm, batch_size: int | None) -> None:
-        super().__init__(learner, vmap_states="new", vmap_out_states="new")
-        self.batch_size = batch_size
+    def __init__(
+        self,
+        module: ETraceAlgorithm,
+        in_axes: Any = 0,
+        out_axes: Any = 0,
+        vmap_states: Any = None,
+        vmap_out_states: Any = None,
+        axis_name: Any = None,
+        axis_size: int | None = None,
+    ) -> None:
+        out_states = vmap_states if vmap_out_states is None else vmap_out_states
+        super().__init__(module, in_axes, out_axes, vmap_states, out_states, axis_name, axis_size)
+        self.vmap_states = vmap_states
+
+    def etrace_evolve(self, *sequences: Any, step_fn: Any = None, **options: Any) -> Any:
+        """Advance states and traces of every sample over a sequence; time first, then samples."""
+        return self.module.etrace_evolve(*sequences, step_fn=step_fn or self, **options)
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Reset the states, traces and step counter of every sample."""
-        if batch_size not in (None, self.batch_size):
+        if batch_size is not None and self.axis_size not in (None, batch_size):
             raise ValueError(
-                f"The learner is mapped over {self.batch_size} samples; call `braintrace.compile` for "
+                f"The learner is mapped over {self.axis_size} samples; call `braintrace.compile` for "
                 f"{batch_size}."
             )
-        states = self.module.states("new")
+        states = self.module.states(self.vmap_states)
         reset = brainstate.transform.vmap(
-            self.module.reset_state, in_states=states, out_states=states, axis_size=self.batch_size
+            self.module.reset_state,
+            in_states=states,
+            out_states=states,
+            axis_size=self.axis_size or batch_size,
         )
         reset()
 

@@ -115,26 +115,16 @@ class Driver:
         keep: bool,
     ) -> tuple[Any, Any, Any]:
         """`step_fn` takes so many steps at once, and one window with what is left."""
-        whole = request.sequence
-        if whole.reset is not None:
+        if request.sequence.reset is not None:
             raise ValueError(
-                "`reset` needs a `step_fn` of one step; a learner's `window` says how it is windowed."
+                "`reset` needs a `step_fn` of one step; the learner's own `window` says how many go together."
             )
-        count, left = divmod(whole.length, size)
-        parts = [(0, count, size)] * bool(count) + [(count * size, 1, left)] * bool(left)
         found = []
-        for start, number, length in parts:
-            steps = jax.tree.map(
-                lambda a, i=start, n=number, k=length: a[i : i + n * k].reshape(n, k, *a.shape[1:]),
-                whole.steps,
-            )
-            sequence = Sequence(steps[0], number, steps[1], progress=whole.progress)
+        for sequence, length in _in_windows(request.sequence, size):
             grads, *outs = self._steps(learner, request, sequence, step_fn, weights, None, keep, (length,))
-            flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
-            found.append((grads, flat))
+            found.append((grads, outs))
         grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
-        losses, aux = jax.tree.map(lambda *a: jnp.concatenate(a), *(o for _, o in found))
-        return grads, losses, aux
+        return grads, *_joined([outs for _, outs in found])
 
     def _steps(
         self,
@@ -184,11 +174,28 @@ class Driver:
         }
         return grads, *jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
 
-    def evolve(self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any]) -> Any:
-        """What every step returns."""
+    def evolve(
+        self,
+        learner: ETraceAlgorithm,
+        sequence: Sequence,
+        step: Callable[..., Any],
+        chunk_size: int | None,
+        *,
+        alone: bool,
+    ) -> Any:
+        """What every step returns; `alone`: a step is a call of the learner, and nothing else."""
+        taken = learner._steps_at_once(chunk_size)
+        if taken is None or taken == 1 or alone:
+            return self._evolve(learner, sequence, step, chunk_size)
+        outs = [self._evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
+        return _joined(outs)
+
+    def _evolve(
+        self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
+    ) -> Any:
         traced = Traced.of(learner, step, sequence.arrays)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
-        drive = learner._how(traced.step, sequence, None, True, is_window=False)
+        drive = learner._how(traced.step, sequence, chunk_size, True, is_window=False)
         outs, after = self._run(traced, drive, sequence, leaves, [], "evolve")
         traced.assign(after)
         return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
@@ -255,6 +262,24 @@ class Driver:
                 f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
                 "does not use."
             )
+
+
+def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
+    """A sequence of windows of `size` steps, and one with what is left; and how many steps a window has."""
+    count, left = divmod(whole.length, size)
+    found = []
+    for start, number, length in ((0, count, size), (count * size, 1, left)):
+        if number * length:
+            steps = whole.part(start, start + number * length)
+            arrays, mask, _ = jax.tree.map(lambda a, n=number, k=length: a.reshape(n, k, *a.shape[1:]), steps)
+            found.append((Sequence(arrays, number, mask, progress=whole.progress), length))
+    return found
+
+
+def _joined(outs: list[Any]) -> Any:
+    """What windows returned, as what their steps did."""
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
+    return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)
 
 
 def _inner(path: Any) -> Any:

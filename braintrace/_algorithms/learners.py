@@ -21,20 +21,30 @@ class D_RTRL(ETraceVjpAlgorithm):
     With `vjp_method='multi-step'`, a call back-propagates along all paths, through one step or the window of
     `MultiStepData`, and traces stand for what came before; `etrace_grad` with the loss of one step takes
     windows of `window` steps. `trace_dtype` is what traces are stored in (None: what they are computed in).
+    `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code written for 0.2.x
+    chose a code path by them.
     """
 
     def __init__(
         self,
         model: brainstate.nn.Module,
-        *,
-        vjp_method: VjpMethod = "single-step",
-        window: int = 1,
-        trace_dtype: Any = None,
         name: str | None = None,
+        vjp_method: VjpMethod = "single-step",
+        fast_solve: bool = True,
+        trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
+        *,
+        window: int = 1,
     ) -> None:
         rule = DRule(as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
         self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
+
+    @property
+    def etrace_bwg(self) -> dict[str, Any]:
+        """The states that hold the traces of the weights, by name."""
+        return self.etrace_states
 
 
 class ES_D_RTRL(ETraceVjpAlgorithm):
@@ -48,11 +58,13 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         self,
         model: brainstate.nn.Module,
         decay_or_rank: Any = 0.9,
-        *,
+        name: str | None = None,
         vjp_method: VjpMethod = "single-step",
+        fast_solve: bool = True,
+        control_flow: Any = None,
+        *,
         window: int = 1,
         trace_dtype: Any = None,
-        name: str | None = None,
     ) -> None:
         pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
         if len(pair) != 2:
@@ -61,6 +73,16 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         rule = ESRule(inp, out, as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
         self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
+
+    @property
+    def etrace_xs(self) -> dict[str, Any]:
+        """The states that hold averages of inputs, by name."""
+        return {k: st for k, st in self.traces.items() if k.endswith(":x")}
+
+    @property
+    def etrace_dfs(self) -> dict[str, Any]:
+        """The states that hold averages of what an op's output does to the hidden states, by name."""
+        return {k: st for k, st in self.traces.items() if ":f->" in k}
 
 
 class RTRL(ETraceVjpAlgorithm):

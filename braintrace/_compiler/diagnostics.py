@@ -109,12 +109,12 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
 _OURS = tuple(os.path.dirname(p) for p in (os.path.dirname(__file__), brainstate.__file__, jax.__file__))
 
 
-def warn_user(message: str) -> None:
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """A warning that points at the user's own line, not at a line of a library."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def show_path(path: Iterable[str]) -> str:

@@ -38,7 +38,7 @@ class ETraceGraph(NamedTuple):
     diagnostics: list[CompilationRecord]
 
     def __str__(self) -> str:
-        return self.explain()
+        return self._report().to_str()
 
     def __repr__(self) -> str:
         return f"<ETraceGraph of {type(self.module_info.model).__name__}: {self._report().in_short()}>"
@@ -50,9 +50,23 @@ class ETraceGraph(NamedTuple):
         """Whether the gradient of a rule (D_RTRL where none is given) is that of BPTT, and what it drops."""
         return find_exactness(self, rule)
 
-    def explain(self) -> str:
-        """A tree of groups, sites and parameters, as plain text."""
-        return self._report().to_str()
+    def explain(
+        self,
+        *,
+        kind: DiagnosticKind | None = None,
+        weight_path: Path | None = None,
+        hidden_path: Path | None = None,
+    ) -> str | tuple[CompilationRecord, ...]:
+        """A tree of groups, sites and parameters, as plain text; or the findings of one kind or path."""
+        if kind is None and weight_path is None and hidden_path is None:
+            return self._report().to_str()
+        return tuple(
+            r
+            for r in self.diagnostics
+            if kind in (None, r.kind)
+            and weight_path in (None, r.weight_path)
+            and (hidden_path is None or hidden_path in r.hidden_paths)
+        )
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """A drawing of what feeds what; written to `path` if one is given."""
@@ -99,12 +113,14 @@ def compile_etrace_graph(
     return graph
 
 
-def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) -> ETraceGraph:
-    """The graph of a traced model."""
+def graph_from_info(
+    info: ModuleInfo, *, include_hidden_perturb: bool = True, groups: list[HiddenGroup] | None = None
+) -> ETraceGraph:
+    """The graph of a traced model, with its hidden groups where they are known."""
     origin = provenance(info.program, [v for e in info.params for v in e.invars])
     _check(info, origin)
     positions = Positions(info.program)
-    groups = find_groups(info, positions)
+    groups = find_groups(info, positions) if groups is None else groups
     new = {h.outvar: i for i, h in enumerate(h for g in groups for h in g.hidden)}
     group_of = [g.index for g in groups for _ in g.hidden]
     var_goals, site_goals = goals(info.program, new, group_of)
@@ -260,9 +276,9 @@ def _warn(graph: ETraceGraph) -> None:
 _warned: weakref.WeakKeyDictionary[brainstate.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def find_hidden_groups_from_minfo(info: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """The hidden groups of a traced model, and the group of each hidden path."""
-    groups = find_groups(info, Positions(info.program))
+    groups = find_groups(minfo, Positions(minfo.program))
     return groups, {p: g for g in groups for p in g.hidden_paths}
 
 
@@ -273,9 +289,16 @@ def find_hidden_groups_from_module(
     return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))
 
 
-def find_hidden_param_op_relations_from_minfo(info: ModuleInfo) -> list[HiddenParamOpRelation]:
-    """The relations of a traced model."""
-    return graph_from_info(info, include_hidden_perturb=False).hidden_param_op_relations
+def find_hidden_param_op_relations_from_minfo(
+    minfo: ModuleInfo, hid_path_to_group: dict[Path, HiddenGroup] | None = None
+) -> list[HiddenParamOpRelation]:
+    """The relations of a traced model, to its hidden groups where they are known."""
+    groups = None
+    if hid_path_to_group is not None:
+        groups = list({g.index: g for g in hid_path_to_group.values()}.values())
+        if [v for g in groups for v in g.hidden_invars if v not in minfo.hidden_path_to_invar.values()]:
+            raise ValueError("The hidden groups are of another trace of the model than the `ModuleInfo`.")
+    return graph_from_info(minfo, include_hidden_perturb=False, groups=groups).hidden_param_op_relations
 
 
 def find_hidden_param_op_relations_from_module(
@@ -285,9 +308,9 @@ def find_hidden_param_op_relations_from_module(
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))
 
 
-def add_hidden_perturbation_from_minfo(info: ModuleInfo) -> HiddenPerturbation:
+def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     """The perturbed step of a traced model."""
-    return HiddenPerturbation(info, tuple(find_hidden_groups_from_minfo(info)[0]))
+    return HiddenPerturbation(minfo, tuple(find_hidden_groups_from_minfo(minfo)[0]))
 
 
 def add_hidden_perturbation_in_module(

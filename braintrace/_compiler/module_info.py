@@ -104,6 +104,20 @@ class ModuleInfo:
         shown = ", ".join(number(len(found), noun) for noun, found in counts.items())
         return f"<ModuleInfo of {type(self.model).__name__}: {shown}>"
 
+    @property
+    def jaxpr(self) -> Any:
+        """The step as JAX traced it."""
+        return _compat.parts(self.closed_jaxpr)[0]
+
+    @property
+    def num_var_out(self) -> int:
+        """How many outputs of the jaxpr are the model's own; those that follow are new states."""
+        return len(self.out_atoms)
+
+    @property
+    def num_var_state(self) -> int:
+        return len(self.jaxpr.outvars) - self.num_var_out
+
     @cached_property
     def params(self) -> tuple[StateEntry, ...]:
         return tuple(e for e in self.entries if e.is_param)

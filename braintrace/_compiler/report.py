@@ -92,18 +92,22 @@ class CompilationReport:
         groups, online = number(counts["hidden_groups"], "group"), counts["etrace_weights"]
         return f"{groups}, {online} of {number(params, 'parameter')} learned online"
 
-    def to_str(self) -> str:
-        """A tree of groups, sites and parameters, as plain text."""
+    def to_str(self, level: int = 1) -> str:
+        """A tree of groups, sites and parameters, as plain text; from level 2 on, with every finding."""
         from rich.console import Console
 
         from .pictures.tree import make_tree
 
         text = io.StringIO()
         Console(file=text, width=_WIDE, color_system=None, force_jupyter=False).print(make_tree(self))
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        return "\n".join([*lines, *self._details(level)])
 
-    def show(self) -> None:
-        """Print the tree, in colour where there is a terminal."""
+    def _details(self, level: int) -> list[str]:
+        return [str(r) for r in self.diagnostics if level > 1 and r.level < DiagnosticLevel.WARNING]
+
+    def show(self, level: int = 1) -> None:
+        """Print `to_str`, in colour where there is a terminal."""
         from rich.console import Console
 
         from .pictures.tree import make_tree
@@ -111,8 +115,10 @@ class CompilationReport:
         console = Console()
         if console.is_terminal or console.is_jupyter:
             console.print(make_tree(self))
+            for line in self._details(level):
+                console.print(line, markup=False, highlight=False)
         else:
-            print(self.to_str())
+            print(self.to_str(level))
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """A drawing of what feeds what; written to `path` if one is given."""

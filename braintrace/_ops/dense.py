@@ -131,17 +131,24 @@ einsum_p = register_primitive("etp_einsum", _einsum, lambda equation: {"weight":
 
 
 def einsum(equation: str, x: Any, weight: Any, *, weight_fn: WeightFn | None = None) -> Any:
-    """`jnp.einsum(equation, x, weight)`, learned online; the equation is explicit (`'bi,io->bo'`).
+    """`jnp.einsum(equation, x, weight)`, learned online.
+
+    Without an arrow, the output has the letters that occur once, in the order of the alphabet.
 
     >>> import jax.numpy as jnp
     >>> einsum("bhd,hde->bhe", jnp.ones((5, 2, 3)), jnp.ones((2, 3, 4))).shape
     (5, 2, 4)
     """
+    equation = equation.replace(" ", "")
+    if "->" not in equation:
+        letters = equation.replace("...", "").replace(",", "")
+        once = sorted(a for a in letters if letters.count(a) == 1)
+        equation = f"{equation}->{'...' * ('...' in equation)}{''.join(once)}"
     factor, _, _ = Term(equation).parse()
     if factor is None:
         raise ValueError(f"The equation {equation!r} must have two operands, x and weight.")
     weight = on_mantissa(weight_fn, weight)
-    return einsum_p(spikes_as(weight, x), weights={"weight": weight}, equation=equation.replace(" ", ""))
+    return einsum_p(spikes_as(weight, x), weights={"weight": weight}, equation=equation)
 
 
 def _embedding(indices: jax.Array, weight: jax.Array, *, size: int, dtype: Any) -> jax.Array:

@@ -7,7 +7,9 @@ from the implementation; what a trace needs comes from index letters (see `lette
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import brainunit as u
@@ -62,7 +64,8 @@ class ETPPrimitive(_compat.Primitive):
         if "bias" in given and u.get_unit(given["bias"]) != unit:
             given["bias"] = u.Quantity(given["bias"]).to(unit)
         operands = [jnp.asarray(u.get_mantissa(v)) for v in (*inputs, *given.values())]
-        y = self.bind(*operands, names=tuple(given), levels=(), **options)
+        apply = self.plain if _without_marks.get() else self.bind
+        y = apply(*operands, names=tuple(given), levels=(), **options)
         return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
 
     def plain(self, *operands: Any, names: tuple[str, ...], levels: Levels, **options: Any) -> Any:
@@ -108,6 +111,19 @@ class ETPPrimitive(_compat.Primitive):
         else:  # merged under `vmap`: one of them has its axis, so all do
             weights = dict.fromkeys(effective, tuple(any(level[-len(names) :]) for level in levels))
         return {n: layout(terms[n], inputs, weights[n], y_ndim) for n in effective}
+
+
+_without_marks = contextvars.ContextVar("without_marks", default=False)
+
+
+@contextlib.contextmanager
+def without_marks() -> Iterator[None]:
+    """Marked operations in here compute the same as ordinary ones: their weights get no trace."""
+    token = _without_marks.set(True)
+    try:
+        yield
+    finally:
+        _without_marks.reset(token)
 
 
 def _options(params: Mapping[str, Any]) -> dict[str, Any]:

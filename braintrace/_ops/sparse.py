@@ -52,18 +52,20 @@ sparse_p = register_primitive(
 
 def sparse_matmul(
     x: Any,
-    weight_data: Any,
+    weight_data: Any = None,
     *,
     sparse_mat: Any,
     bias: Any = None,
+    weight: Any = None,
     weight_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
 ) -> Any:
     """`x @ M + bias`, learned online; `M` (in, out) has the sparsity of `sparse_mat`.
 
-    `weight_data` (entries,) are the entries of `M` in the storage order of `sparse_mat`; a single number is
-    the weight of all. `sparse_mat` is a CSR, CSC, COO, BCOO or BCSR matrix of `brainevent`,
-    `brainunit.sparse`, `jax.experimental.sparse` or `scipy.sparse`; its own entries are not used.
+    `weight_data` (`weight` is another name for it) are the entries of `M`, of shape (entries,), in the
+    storage order of `sparse_mat`; a single number is the weight of all. `sparse_mat` is a CSR, CSC, COO, BCOO
+    or BCSR matrix of `brainevent`, `brainunit.sparse`, `jax.experimental.sparse` or `scipy.sparse`; its own
+    entries are not used.
 
     >>> import jax.numpy as jnp
     >>> from jax.experimental.sparse import BCSR
@@ -71,9 +73,11 @@ def sparse_matmul(
     >>> print(sparse_matmul(jnp.ones(3), M.data, sparse_mat=M))
     [4. 2.]
     """
+    if (weight_data is None) == (weight is None):
+        raise TypeError("`sparse_matmul` takes `weight_data` or `weight`, which mean the same: one of them.")
     row, col = _coordinates(sparse_mat)
     rows, size = sparse_mat.shape
-    weight = on_mantissa(weight_fn, weight_data)
+    weight = on_mantissa(weight_fn, weight if weight_data is None else weight_data)
     shape, have = shape_of(weight), shape_of(x)
     if shape not in ((), (1,), row.shape):
         raise ValueError(

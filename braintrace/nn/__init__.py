@@ -40,6 +40,8 @@ from .readout import LeakyRateReadout as LeakyRateReadout
 from .readout import LeakySpikeReadout as LeakySpikeReadout
 from .synapses import COBA as COBA
 from .synapses import CUBA as CUBA
+from .synapses import STD as STD
+from .synapses import STP as STP
 from .synapses import Alpha as Alpha
 from .synapses import DualExpon as DualExpon
 from .synapses import Expon as Expon
@@ -49,6 +51,10 @@ _UNMARKED = frozenset(
     """AllToAll OneToOne EventLinear FixedNumConn EventFixedNumConn EventFixedProb ScaledWSConv1d
     ScaledWSConv2d ScaledWSConv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d""".split()
 )
+
+# what this package makes itself; the rest is found by name
+__all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__)]
+__all__ += ["surrogate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,12 +6,16 @@ by element, `s` the logistic function.
 What a trace cannot follow, and a learner therefore leaves out, is stated with each cell: the influence of
 `h[t-1]` on `h[t]` through a product (that is what makes D-RTRL diagonal), and a gate that acts through
 another product only, which is learned within the step.
+
+Every cell takes `in_size` and `out_size` for `num_in` and `num_out`, and a tuple of one number for each.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import brainstate
 import jax
@@ -20,6 +24,33 @@ from brainstate.nn import init, sigmoid
 
 from .._ops import ETPPrimitive, element_wise, matmul
 from .linear import Linear
+
+Cell = TypeVar("Cell", bound=type)
+
+
+def _sized(cell: Cell) -> Cell:
+    """Let a cell be given its two sizes by either name, as numbers or as tuples of one number."""
+    own: Any = cell.__init__  # type: ignore[misc]
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, in_size: Any = None, out_size: Any = None, **options: Any) -> None:
+        given = {"num_in": in_size, "num_out": out_size}
+        options |= {name: size for name, size in given.items() if size is not None}
+        options |= {name: _units(name, options[name]) for name in given if name in options}
+        first = [_units(name, size) for name, size in zip(given, args, strict=False)]
+        own(self, *first, *args[2:], **options)
+
+    cell.__init__ = init  # type: ignore[misc]
+    return cell
+
+
+def _units(name: str, size: Any) -> int:
+    if isinstance(size, tuple | list) and len(size) == 1:
+        (size,) = size
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise TypeError(f"`{name}` of a cell is a number of units or a tuple of one, not {size!r}.") from None
 
 
 def _join(*parts: Any) -> Any:
@@ -51,6 +82,7 @@ def _gates(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in ("logistic", "tanh")  # which give their own derivatives
 
 
+@_sized
 class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
     """`h = activation(W [x, h])`. Left out: all of `dh[t]/dh[t-1]`, which is through `W`.
 
@@ -67,6 +99,7 @@ class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
         return self.h.value
 
 
+@_sized
 class MGUCell(brainstate.nn.MGUCell):
     """`f = s(Wf [x, h])`, `h = (1 - f) * h + f * activation(Wh [x, f * h])`.
 
@@ -87,6 +120,7 @@ class MGUCell(brainstate.nn.MGUCell):
         return self.h.value
 
 
+@_sized
 class LSTMCell(brainstate.nn.LSTMCell):
     """`i, g, f, o = W [x, h]`, `c = s(f + 1) * c + s(i) * activation(g)`, `h = s(o) * activation(c)`.
 
@@ -110,6 +144,7 @@ class LSTMCell(brainstate.nn.LSTMCell):
         return h
 
 
+@_sized
 class URLSTMCell(brainstate.nn.URLSTMCell):
     """An LSTM whose gate `g` is refined: `f, r, n, o = W [x, h]`, `f = s(f + b)`, `r = s(r - b)`,
 
@@ -159,6 +194,7 @@ def _function(activation: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
     return getattr(brainstate.nn, activation) if isinstance(activation, str) else activation
 
 
+@_sized
 class GRUCell(_Cell):
     """`z = s(Wz [x, h])`, `r = s(Wr [x, h])`, `h = (1 - z) * h + z * activation(Wh [x, r * h])`.
 
@@ -200,6 +236,7 @@ class GRUCell(_Cell):
         return self.h.value
 
 
+@_sized
 class CFNCell(_Cell):
     """A chaos-free network: `f, i = s(Wfi [x, h])`, `h = f * activation(h) + i * activation(Wh x)`.
 
@@ -234,6 +271,7 @@ class CFNCell(_Cell):
         return self.h.value
 
 
+@_sized
 class MinimalRNNCell(_Cell):
     """`n = activation(Wx x)`, `f = s(Wf [n, h])`, `h = f * h + (1 - f) * n`.
 
@@ -269,6 +307,7 @@ class MinimalRNNCell(_Cell):
         return self.h.value
 
 
+@_sized
 class MiniGRU(_Cell):
     """A GRU whose gates see the input only: `z, n = W x`, `h = (1 - s(z)) * h + s(z) * n`.
 
@@ -300,6 +339,7 @@ class MiniGRU(_Cell):
         return self.h.value
 
 
+@_sized
 class MiniLSTM(_Cell):
     """An LSTM whose gates see the input only: `f, i, n = W x`, `h = (s(f) * h + s(i) * n) / (s(f) + s(i))`.
 

@@ -140,7 +140,7 @@ class GroupedLinear(brainstate.nn.Module):
 
 
 class LoRA(brainstate.nn.LoRA):
-    """`y = x @ lora_a @ lora_b + base_module(x)`, the base frozen: its parameters get no gradient.
+    """`y = scale * x @ lora_a @ lora_b + base_module(x)`, the base frozen: its parameters get no gradient.
 
     >>> import jax.numpy as jnp
     >>> layer = LoRA(3, 1, 2, base_module=Linear(3, 2))
@@ -150,9 +150,32 @@ class LoRA(brainstate.nn.LoRA):
 
     __call__ = brainstate.nn.Module.__call__
 
+    def __init__(
+        self,
+        in_features: int,
+        lora_rank: int,
+        out_features: int,
+        *,
+        base_module: Any = None,
+        kernel_init: Any = init.LecunNormal(),
+        param_type: type = brainstate.ParamState,
+        in_size: Any = None,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(
+            in_features,
+            lora_rank,
+            out_features,
+            base_module=base_module,
+            kernel_init=kernel_init,
+            param_type=param_type,
+            in_size=in_size,
+        )
+        self.scale = scale
+
     def update(self, x: Any) -> Any:
         params = self.weight.value
-        y = lora_matmul(x, params["lora_a"], params["lora_b"])
+        y = lora_matmul(x, params["lora_a"], params["lora_b"], alpha=self.scale)
         return y if self.base_module is None else y + frozen(self.base_module, x)
 
 

@@ -17,7 +17,8 @@ from .neurons import Neuron, Reset, Spike, leaky_step, soft_reset
 class LeakyRateReadout(Dynamics):
     """`r = exp(-dt / tau) r + x @ weight`, with `dt` of `brainstate.environ`.
 
-    Nothing is left out: online gradients are those of back-propagation through time.
+    Nothing is left out: online gradients are those of back-propagation through time. `r_init` is another
+    name of `r_initializer`.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -36,8 +37,9 @@ class LeakyRateReadout(Dynamics):
         r_initializer: Any = init.ZeroInit(),
         name: str | None = None,
         param_type: type = brainstate.ParamState,
+        r_init: Any = None,
     ) -> None:
-        super().__init__(in_size, out_size, name, {"r": r_initializer})
+        super().__init__(in_size, out_size, name, {"r": r_initializer if r_init is None else r_init})
         self.tau = tau
         self.weight = param_type(init.param(w_init, (self.in_size[-1], self.out_size[-1]), allow_none=False))
 

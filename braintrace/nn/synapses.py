@@ -2,6 +2,9 @@
 
 The input of a synapse is what arrives in the step (weights times spikes), its state has the shape of the
 neurons it drives: `LIF(n)(COBA(E)(Expon(n)(Linear(m, n)(spikes))))` is one group of states.
+
+Short-term plasticity comes before the weights: `Linear(m, n)(STP(m)(spikes))`. It is of the neurons that
+send the spikes, and gives what each of them releases.
 """
 
 from __future__ import annotations
@@ -108,6 +111,65 @@ class Alpha(Dynamics):
         self.g.value = (g + h * (brainstate.environ.get_dt() / self.tau)) * kept
         self.h.value = h * kept + np.e * x
         return self.g.value
+
+
+class STP(Dynamics):
+    """Short-term plasticity (Tsodyks & Markram): spikes `z` make `u` rise and use up resources `x`.
+
+        u <- u exp(-dt / tau_f) + z U (1 - u)        x <- 1 - (1 - x) exp(-dt / tau_d) - z u x
+
+    It gives `z u x`, with `u` as it is after the spike and `x` as it was before; `x` starts at one.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     synapse = STP(1, U=0.5)
+    ...     _ = brainstate.nn.init_all_states(synapse)
+    ...     [round(float(synapse(jnp.array([z]))[0]), 3) for z in (1.0, 0.0, 1.0)]
+    [0.75, 0.0, 0.225]
+    """
+
+    def __init__(
+        self,
+        in_size: Any,
+        U: Any = 0.15,
+        tau_f: Any = 1500.0 * u.ms,
+        tau_d: Any = 200.0 * u.ms,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(in_size, in_size, name, {"u": U, "x": 1.0})
+        self.U, self.tau_f, self.tau_d = U, tau_f, tau_d
+
+    def update(self, z: Any) -> Any:
+        old_u, old_x = self.u.value, self.x.value
+        use = old_u * decay(self.tau_f) + z * self.U * (1 - old_u)
+        left = 1 - (1 - old_x) * decay(self.tau_d)
+        self.u.value, self.x.value = use, left - z * use * old_x
+        return z * use * left
+
+
+class STD(Dynamics):
+    """Short-term depression: each spike `z` uses up a part `U` of the resources `x`.
+
+        x <- 1 - (1 - x) exp(-dt / tau) - z U x
+
+    It gives `z x`, with `x` as it was before the spike; `x` starts at one.
+
+    >>> import jax.numpy as jnp
+    >>> with brainstate.environ.context(dt=1.0 * u.ms):
+    ...     synapse = STD(1, U=0.5)
+    ...     _ = brainstate.nn.init_all_states(synapse)
+    ...     [round(float(synapse(jnp.array([z]))[0]), 3) for z in (1.0, 0.0, 1.0)]
+    [1.0, 0.0, 0.505]
+    """
+
+    def __init__(self, in_size: Any, tau: Any = 200.0 * u.ms, U: Any = 0.07, name: str | None = None) -> None:
+        super().__init__(in_size, in_size, name, {"x": 1.0})
+        self.tau, self.U = tau, U
+
+    def update(self, z: Any) -> Any:
+        left = 1 - (1 - self.x.value) * decay(self.tau)
+        self.x.value = left - z * self.U * self.x.value
+        return z * left
 
 
 class CUBA(brainstate.nn.Module):

@@ -482,6 +482,49 @@ def test_a_second_call_compiles_nothing():
     assert len(traced) == count
 
 
+# -- names and options that code written for 0.2.x uses ---------------------------------------------
+
+
+def test_options_by_position_and_without_effect(capsys):
+    xs, ys = data(2)
+    plain = learner_of()
+    given = braintrace.D_RTRL(
+        net(), "mine", "single-step", fast_solve=False, chunked_trace=False, control_flow=None
+    )
+    given.compile_graph(xs[0])
+    assert given.name == "mine"
+    for x, y in zip(xs, ys, strict=True):
+        assert equal(gradient_of_step(plain, x, y), gradient_of_step(given, x, y))
+    factored = braintrace.compile(
+        Net(), "esd_rtrl", xs[0], batch_size=BATCH, decay_or_rank=0.8, verbose=1, control_flow=None
+    )
+    shown = capsys.readouterr().out
+    assert shown.strip() == factored.report.to_str()
+    assert factored.show_graph(verbose=False, return_msg=True) == shown.strip()
+    assert not capsys.readouterr().out
+    assert braintrace.ES_D_RTRL(net(), 0.9, "other", "multi-step").vjp_method == "multi-step"
+
+
+def test_names_of_traces_and_of_the_counter():
+    learner, factored = learner_of(), learner_of(braintrace.ES_D_RTRL)
+    assert learner.etrace_bwg == learner.etrace_states
+    assert {**factored.etrace_xs, **factored.etrace_dfs} == factored.etrace_states
+    assert factored.etrace_xs
+    assert factored.etrace_dfs
+    assert learner.graph_executor is learner.executor
+    learner(data()[0][0])
+    assert learner.running_index.value == 1
+    assert learner.running_index == 1
+    assert learner.running_index in [learner.model.cell.h, learner.running_index]
+    assert np.asarray(learner.running_index).shape == ()
+    learner.running_index.value = jnp.zeros((), jnp.int32)
+    assert int(learner.running_index) == 0
+
+
+def test_version():
+    assert braintrace.__version__.split(".")[0].isdigit()
+
+
 # -- modes ------------------------------------------------------------------------------------------
 
 
@@ -654,6 +697,21 @@ def test_evolving_advances_states_and_traces():
     for key, state in other.traces.items():
         np.testing.assert_allclose(learner.traces[key].value, state.value, rtol=1e-12)
     assert int(learner.running_index) == LENGTH
+    for again, size in ((learner_of(), 4), (learner_of(vjp_method="multi-step"), 4)):
+        found = again.etrace_evolve(xs, chunk_size=size, return_outputs=True)
+        np.testing.assert_allclose(found, outs, rtol=1e-12)
+        assert again.running_index.value == LENGTH
+    for key, state in other.traces.items():  # of the last one, which keeps all states' traces
+        np.testing.assert_allclose(again.traces[key].value[: len(state.value)], state.value, rtol=1e-12)
+
+
+def test_evolving_many_samples_at_once():
+    xs, _ = data()
+    outs = learner_of().etrace_evolve(xs, return_outputs=True)
+    mapped = braintrace.compile(net(None), "d_rtrl", xs[0], batch_size=BATCH, vmap=True)
+    assert isinstance(mapped, braintrace.ETraceVmap)
+    np.testing.assert_allclose(mapped.etrace_evolve(xs, return_outputs=True), outs, rtol=1e-6)
+    assert np.all(mapped.running_index == LENGTH)
 
 
 @pytest.mark.slow
@@ -692,12 +750,22 @@ def test_evolve_takes_windows_and_may_be_part_of_a_step():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, truth)
 
 
-def test_grad_expon():
-    average = braintrace.GradExpon({"w": jnp.zeros(2)}, 2.0)
-    decay = np.exp(-0.5)
-    np.testing.assert_allclose(average.update({"w": jnp.ones(2)})["w"], 1 - decay, rtol=1e-6)
-    average.reset_state()
-    assert not np.any(average.average.value["w"])
+@pytest.mark.parametrize("given", [2.0, np.exp(-0.5), 2.0 * u.ms, 2e-3 * u.second])
+def test_grad_expon(given):
+    with brainstate.environ.context(dt=1.0 * u.ms):
+        total = braintrace.GradExpon({"w": jnp.zeros(2), "b": jnp.zeros(1) * u.mV}, given)
+    new, decay = {"w": jnp.ones(2), "b": jnp.ones(1) * u.mV}, np.exp(-0.5)
+    for expected in (1, 1 + decay, 1 + decay * (1 + decay)):
+        total.update(new)
+        np.testing.assert_allclose(total.gradients.value["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(total.gradients.value["b"].to_decimal(u.mV), expected, rtol=1e-6)
+    total.reset_state()
+    assert not np.any(total.gradients.value["w"])
+
+
+def test_a_time_constant_shorter_than_a_step():
+    with brainstate.environ.context(dt=1.0 * u.ms):
+        assert np.isclose(braintrace.GradExpon(jnp.zeros(2), 0.5 * u.ms).decay, np.exp(-2))
 
 
 class WithoutReset(brainstate.nn.Module):

@@ -298,6 +298,8 @@ def test_module_info():
     assert info.compiled_model_states == (model.w, model.c, model.h)
     assert [v.aval.shape for v in info.arg_invars] == [x.shape]
     assert info.dict().keys() >= {"closed_jaxpr", "program", "hidden"}
+    assert [v.aval.shape for v in info.jaxpr.outvars[: info.num_var_out]] == [(2, 2)]
+    assert len(info.jaxpr.outvars) == info.num_var_out + info.num_var_state
 
 
 def test_find_functions_agree_with_the_graph():
@@ -316,6 +318,11 @@ def test_find_functions_agree_with_the_graph():
     ):
         expected = [r.path_classification for r in graph.hidden_param_op_relations]
         assert [r.path_classification for r in found] == expected
+    with pytest.raises(ValueError, match="another trace"):
+        bt.find_hidden_param_op_relations_from_minfo(info, by_path)
+    _, by_path = bt.find_hidden_groups_from_minfo(info)
+    (relation, *_) = bt.find_hidden_param_op_relations_from_minfo(info, by_path)
+    assert all(g is by_path[p] for g in relation.hidden_groups for p in g.hidden_paths)
     for found in (
         bt.add_hidden_perturbation_from_minfo(info),
         bt.add_hidden_perturbation_in_module(model, x),
@@ -377,6 +384,18 @@ def test_report():
     assert report.excluded_weights == {("b",): "feeds a hidden state without a marked op"}
     assert report.counts["relations"] == report.counts["etrace_weights"] == 1
     assert "matmul w" in report.to_str()
+    assert "[INFO]" not in report.to_str(1)
+    assert all(str(r) in report.to_str(2) for r in report.diagnostics if r.level is bt.DiagnosticLevel.INFO)
+
+
+def test_findings_of_one_kind_or_path():
+    graph, kind = graph_of("gru"), bt.DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT
+    (found,) = graph.explain(kind=kind)
+    assert (found.kind, found.weight_path) == (kind, ("wr",))
+    assert found in graph.explain(weight_path=("wr",))
+    assert all(("h",) in r.hidden_paths for r in graph.explain(hidden_path=("h",)))
+    assert graph.explain(kind=kind, weight_path=("wz",)) == ()
+    assert graph.explain() == str(graph)
 
 
 def test_a_path_that_is_left_out_is_reported():

@@ -55,6 +55,21 @@ def test_gru_without_a_trace_for_the_reset_gate() -> None:
         learner.get_etrace_of(("Wr", "weight"))
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in CELLS if name[:3] not in ("LRU", "Lea") and "_" not in name]
+)
+def test_sizes_by_either_name_and_as_tuples(name: str) -> None:
+    cell = getattr(nn, name)
+    with jax.numpy_rank_promotion("allow"):
+        made = [cell(3, 4), cell(num_in=3, num_out=(4,)), cell(in_size=(3,), out_size=4), cell((3,), [4])]
+    shapes = [jax.tree.map(jnp.shape, {k: st.value for k, st in m.states().items()}) for m in made]
+    assert shapes == shapes[:1] * 4
+    with pytest.raises(TypeError, match="tuple of one"):
+        cell(3, (4, 5))
+    with pytest.raises(TypeError):
+        cell(3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CELLS if "without" not in name])
 def test_training(name: str) -> None:

@@ -169,7 +169,9 @@ def test_same_arguments_and_defaults(name: str) -> None:
     def arguments(package: Any) -> list[Any]:
         given = inspect.signature(getattr(package, name).__init__).parameters.values()
         return [
-            (p.name, p.kind, p.default if isinstance(p.default, DATA) else type(p.default)) for p in given
+            (p.name, p.kind, p.default if isinstance(p.default, DATA) else type(p.default))
+            for p in given
+            if p.name != "scale"  # only ours has it
         ]
 
     assert arguments(nn) == arguments(brainstate.nn)
@@ -274,6 +276,9 @@ def test_lora_leaves_the_base_as_it_is() -> None:
     full = params["lora_a"] @ params["lora_b"] + before["weight"]
     np.testing.assert_allclose(of_x, 2 * layer(x) @ full.T)
     assert base.weight.value is before
+    scaled = nn.LoRA(3, 2, 4, scale=0.5)
+    scaled.weight.value = params
+    np.testing.assert_allclose(2 * scaled(x), layer(x) - base(x))
 
 
 def test_signs_stay_through_training() -> None:
@@ -342,6 +347,12 @@ def test_the_rest_is_brainstates_own() -> None:
         _ = nn.AllToAll
     with pytest.raises(AttributeError, match="no attribute 'Lienar'"):
         _ = nn.Lienar
+
+
+def test_all_is_what_is_our_own() -> None:
+    assert {"Linear", "GRUCell", "LeakyRateReadout", "STP", "surrogate", "soft_reset"} <= {*nn.__all__}
+    assert all(hasattr(nn, name) for name in nn.__all__)
+    assert not {"Any", "LayerNorm"} & {*nn.__all__}
 
 
 def test_no_weights_by_the_back_door() -> None:

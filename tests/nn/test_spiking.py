@@ -191,6 +191,21 @@ def test_units_that_do_not_fit_are_refused() -> None:
 # -- derivatives ---------------------------------------------------------------------------------------
 
 
+def test_short_term_plasticity() -> None:
+    """Against Tsodyks and Markram's equations between spikes, step by step in numpy."""
+    z = (np.random.RandomState(0).rand(40, 3) > 0.6).astype(float)
+    with brainstate.environ.context(dt=1.0):
+        both, depressed = nn.STP(3, U=0.3, tau_f=30.0, tau_d=9.0), nn.STD(3, U=0.3, tau=9.0)
+        brainstate.nn.init_all_states([both, depressed])
+        x, use, alone = np.ones(3), np.full(3, 0.3), np.ones(3)
+        for now in z:
+            left, left_alone = (1 - (1 - r) * np.exp(-1 / 9) for r in (x, alone))
+            use = use * np.exp(-1 / 30) + now * 0.3 * (1 - use)
+            np.testing.assert_allclose(both(jnp.asarray(now)), now * use * left, rtol=1e-10)
+            np.testing.assert_allclose(depressed(jnp.asarray(now)), now * left_alone, rtol=1e-10)
+            x, alone = left - now * use * x, left_alone - now * 0.3 * alone
+
+
 SURROGATES = {
     "sigmoid": (nn.surrogate.sigmoid(3.0), lambda x: jax.nn.sigmoid(3.0 * x)),
     "triangle": (nn.surrogate.triangle(1.0, 1.0), lambda x: x - x * jnp.abs(x) / 2),

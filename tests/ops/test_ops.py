@@ -545,8 +545,20 @@ def test_numpy_and_python_numbers() -> None:
         bt.matmul(x, w, 0.5, weight_fn=lambda w: w.at[0].set(0)), x[:, 1:] @ w[1:] + 0.5
     )
     np.testing.assert_array_equal(bt.element_wise(0.5, double), 1.0)
-    np.testing.assert_array_equal(bt.sparse_matmul(x, 2.0, sparse_mat=SPARSE), x @ (2 * (DENSE != 0)))
+    for y in (
+        bt.sparse_matmul(x, 2.0, sparse_mat=SPARSE),
+        bt.sparse_matmul(x, weight=2.0, sparse_mat=SPARSE),
+    ):
+        np.testing.assert_array_equal(y, x @ (2 * (DENSE != 0)))
     np.testing.assert_array_equal(bt.embedding(2, w), w[2])
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"), [("bo, oi", (4, 3)), ("...i,io", (2, 4, 3)), ("zi,ia", (4, 3))]
+)
+def test_einsum_without_an_arrow(equation: str, shape: tuple[int, ...]) -> None:
+    x, w = jnp.ones(shape), jnp.arange(15.0).reshape(3, 5)
+    np.testing.assert_array_equal(bt.einsum(equation, x, w), jnp.einsum(equation, x, w))
 
 
 def test_mixed_types() -> None:
@@ -595,6 +607,9 @@ def test_type_errors() -> None:
         bt.embedding(one(2), one(3, 2))
     with pytest.raises(TypeError, match="not both"):
         bt.element_wise(one(2), double, weight_fn=double)
+    for weights in ({}, {"weight_data": one(7), "weight": one(7)}):
+        with pytest.raises(TypeError, match="one of them"):
+            bt.sparse_matmul(one(3), sparse_mat=SPARSE, **weights)
     fixed = brainevent.FixedNumPerPre((one(3, 2), np.zeros((3, 2), int)), shape=(3, 4))
     batched = BCOO((one(2, 1), np.zeros((2, 1, 2), int)), shape=(2, 3, 4))
     for matrix in (batched, fixed, one(3, 4)):

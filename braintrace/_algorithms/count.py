@@ -1,0 +1,31 @@
+"""A counter that is a state, so that `jit` sees it, and reads as a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import numpy as np
+
+
+class Count(brainstate.ShortTermState):
+    """A number of steps, `value`; of each sample, where a learner is mapped over many.
+
+    >>> import jax.numpy as jnp
+    >>> count = Count(jnp.array(3))
+    >>> bool(count == 3), int(count), int(count.value)
+    (True, 3, 3)
+    """
+
+    __hash__ = brainstate.State.__hash__
+
+    def __eq__(self, other: Any) -> Any:
+        if isinstance(other, brainstate.State):  # as in `state in states`
+            return self is other
+        return self.value == other
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self.value, *args, **kwargs)
