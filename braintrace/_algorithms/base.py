@@ -203,7 +203,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def other_states(self) -> dict[Path, brainstate.State]:
         """The states that are carried but not traced, by path."""
         hidden = {id(h.state) for h in self.graph.module_info.hidden}
-        return {e.path: e.state for e in self._compiled_now().carried if id(e.state) not in hidden}
+        entries = self.graph.module_info.entries
+        return {e.path: e.state for e in entries if not e.is_param and id(e.state) not in hidden}
 
     @property
     def etrace_states(self) -> dict[str, EligibilityTrace]:
@@ -354,7 +355,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         report = Bar() if progress is True else progress or None
         found = self._by_path()
         hidden = {show_path(p): found.get(p, st) for p, st in self.hidden_states.items()}
-        watch = Watch(hidden if self.traces else {}, list(self.traces.values()))
+        watched = {**hidden, **self._masks()} if self.traces else {}
+        watch = Watch(watched, list(self.traces.values()))
         drive = Drive(
             sequence=Sequence.check(sequences, mask, Progress(report, states) if report else None),
             step_fn=watch.around(step_fn),
@@ -425,6 +427,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Several steps at once."""
         raise NotImplementedError
 
+    def _masks(self) -> dict[str, brainstate.State]:
+        """The states that traced weights are made of, beside the parameters."""
+        return {}
+
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
@@ -433,23 +439,22 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return {tuple(map(str, path)): st for path, st in self.model.states().items()}
 
     def _read(self, info: ModuleInfo) -> tuple[list[Any], list[list[Any]]]:
-        """The leaves of the parameters, and of each other state, found by path."""
+        """The leaves of the parameters and other fixed states, and of each carried state, found by path."""
         found = self._by_path()
         params: list[Any] = []
         rest: list[list[Any]] = []
         for entry in info.entries:
             leaves = jax.tree.leaves(found.get(entry.path, entry.state).value)
-            params.extend(leaves) if entry.is_param else rest.append(leaves)
+            params.extend(leaves) if entry.is_fixed else rest.append(leaves)
         return params, rest
 
     def _write(self, compiled: Compiled, leaves: list[list[Any]], values: Values, steps: int) -> None:
-        """Store the new values of the states that are not parameters, of the traces and the counter."""
+        """Store the new values of the carried states, of the traces and the counter."""
         found = self._by_path()
         info = compiled.graph.module_info
-        trees = [t for e, t in zip(info.entries, info.state_trees, strict=True) if not e.is_param]
+        trees = [t for e, t in zip(info.entries, info.state_trees, strict=True) if not e.is_fixed]
         for entry, tree, new in zip(compiled.carried, trees, leaves, strict=True):
-            if entry.written:
-                found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
+            found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
         self._store(values)
         self.steps.value = self.steps.value + steps
 

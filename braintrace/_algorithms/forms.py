@@ -29,8 +29,8 @@ class Compiled:
 
     @property
     def carried(self) -> list[StateEntry]:
-        """The states that are not parameters."""
-        return [e for e in self.graph.module_info.entries if not e.is_param]
+        """The states that a step hands to the next."""
+        return [e for e in self.graph.module_info.entries if not e.is_fixed]
 
 
 class Key(NamedTuple):

@@ -62,11 +62,11 @@ class Online:
 
     def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
         given, others = iter(params), iter(rest)
-        states = [[next(given) for _ in e.invars] if e.is_param else next(others) for e in self.info.entries]
+        states = [[next(given) for _ in e.invars] if e.is_fixed else next(others) for e in self.info.entries]
         return StepInputs(args, consts, states)
 
     def _carried(self, states: list[Leaves]) -> list[Leaves]:
-        return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_param]
+        return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_fixed]
 
     def _advance(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
@@ -178,7 +178,7 @@ class Online:
             pull, values, (inputs, weights), params, consts = residuals
             outs, new, _ = cotangents
             dparams, dargs, dconsts, flat = pull([*outs, *_flat(new)])
-            carried = [e for e in self.info.entries if not e.is_param]
+            carried = [e for e in self.info.entries if not e.is_fixed]
             by_var = dict(zip((v for e in carried for v in e.invars), flat, strict=True))
             signals = self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
             grads = self.rule.gradient(self.traces, values, signals, Local(inputs, weights, {}, {}))
@@ -264,12 +264,12 @@ class Online:
         program = self.info.program
         weights = [w for t in self.traces for w in t.relation.site.weights.values()]
         atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
-        read = {a for a in atoms if isinstance(a, Var)}
         numbers = [a.val for a in atoms if isinstance(a, Literal)]
-        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in read), *numbers]
+        made_of = self.executor.made_of
+        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in made_of), *numbers]
 
     def _known_params(self, params: Leaves, consts: Leaves) -> dict[Any, Any]:
-        known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))
+        known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
         known.update(zip(self.info.program.consts, consts, strict=True))
         return known
 
@@ -280,13 +280,13 @@ class Online:
         return {
             e.path: jax.tree.unflatten(tree, [next(items) for _ in e.invars])
             for e, tree in trees
-            if e.is_param
+            if e.is_fixed
         }
 
     def record_bytes(self) -> int:
         """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
         program = self.info.program
-        moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_param for v in e.invars)}
+        moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_fixed for v in e.invars)}
         for node in program.nodes:
             if any(a in moving for a in node.inputs if isinstance(a, Var)):
                 moving.update(node.outputs)

@@ -70,6 +70,7 @@ class _Flow:
     def __init__(self, compiled: Compiled, stepped: list[bool], length: int) -> None:
         self.executor, self.stepped, self.length = compiled.executor, stepped, length
         self.info = compiled.graph.module_info
+        self.learned = [e.is_param for e in self.info.fixed for _ in e.invars]
         self.forward_only = any(has_while(n) for n in self.info.program.nodes)
 
     def run(
@@ -79,10 +80,10 @@ class _Flow:
             now, given, others = iter(slices), iter(params), iter(rest)
             one = [next(now) if s else a for a, s in zip(args, self.stepped, strict=True)]
             states = [
-                [next(given) for _ in e.invars] if e.is_param else next(others) for e in self.info.entries
+                [next(given) for _ in e.invars] if e.is_fixed else next(others) for e in self.info.entries
             ]
             outs, new, _, _ = self.executor.forward(StepInputs(one, consts, states))
-            return [xs for e, xs in zip(self.info.entries, new, strict=True) if not e.is_param], outs
+            return [xs for e, xs in zip(self.info.entries, new, strict=True) if not e.is_fixed], outs
 
         moving = [a for a, s in zip(args, self.stepped, strict=True) if s]
         new, outs = jax.lax.scan(body, rest, moving, length=self.length)
@@ -90,18 +91,21 @@ class _Flow:
 
     def advance(self, params: Leaves, args: Leaves, consts: Leaves, rest: Any, values: Values) -> Values:
         """The influence after the window."""
-        at, restore = _real(params)
+        learned = [p for p, k in zip(params, self.learned, strict=True) if k]
+        at, restore = _real(learned)
         start, rebuild = _real([x for xs in rest for x in xs])
 
         def end(h: Any, w: Any) -> Any:
             leaves = iter(rebuild(h))
             given = [[next(leaves) for _ in xs] for xs in rest]
-            _, new = self.run(restore(w), args, consts, given)
+            now = iter(restore(w))
+            whole = [next(now) if k else p for p, k in zip(params, self.learned, strict=True)]
+            _, new = self.run(whole, args, consts, given)
             return _real([x for xs in new for x in xs])[0]
 
         jacobian = jax.jacfwd if self.forward_only else jax.jacrev
         by_state, by_param = jacobian(end, (0, 1))(start, at)
-        sizes = [v.size for v in _real_leaves(params)]
+        sizes = [v.size for v in _real_leaves(learned)]
         names = self._names()
         split = jnp.split(by_param, list(_running(sizes))[:-1], axis=1) if names else []
         return {
@@ -135,7 +139,10 @@ class _Flow:
                 ]
             )
             past = iter([_carry(signal, values[name]) for name in self._names()])
-            dparams = [None if d is None else d + _cotangent(next(past), d) for d in dparams]
+            dparams = [
+                d + _cotangent(next(past), d) if k and d is not None else None
+                for d, k in zip(dparams, self.learned, strict=True)
+            ]
             return dparams, dargs, dconsts, None, None
 
         call.defvjp(forward, backward)

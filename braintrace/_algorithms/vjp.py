@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _compat
 from .._compiler import ETraceGraph, compile_etrace_graph
-from .._compiler.diagnostics import warn_user
+from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.memory import remembering
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
@@ -54,6 +54,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.vjp_method = vjp_method
         self.memory_budget = memory_budget()
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
+        self._masked_by: list[Any] | None = None  # the same of states, as far as they could be seen
         self._recorder: Recorder | None = None
         # its shape tells a recorded step from another: what is jitted inside `step_fn` must not mix them up
         self._level: Any = None
@@ -84,7 +85,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def init_etrace_state(self) -> None:
         super().init_etrace_state()
-        self._made_of = None
+        self._made_of = self._masked_by = None
 
     def _compare_weights(self, online: Online, consts: list[Any]) -> None:
         """Warn if a weight is made with another constant than the traces so far, or may be."""
@@ -94,18 +95,29 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._made_of = None if traced else now
         same = len(before) == len(now) and all(map(_is_same, before, now))
         if traced or not same:
-            warn_user(
-                "A weight is made of a parameter and of something that the model closes over, which "
-                f"{'may change' if traced else 'has changed'} from step to step. A trace is of the weight as "
-                "the op sees it and goes back to the parameter with the last value, so that the gradient is "
-                "wrong if that changes. Apply it to the input or the output of the op instead of the weight; "
-                "as an argument of the model, it leaves the weight without a trace."
-            )
+            how = "may change" if traced else "has changed"
+            _warn_of_change("something that the model closes over", how, "as an argument of the model")
+
+    def _masks(self) -> dict[str, brainstate.State]:
+        found = self._by_path()
+        return {show_path(e.path): found.get(e.path, e.state) for e in self.executor.masks}
+
+    def _compare_masks(self) -> None:
+        """Warn if a state that a weight is made of is not what it was for the traces so far."""
+        masks = self._masks()
+        now = [leaf for st in masks.values() for leaf in jax.tree.leaves(st.value)]
+        if any(map(_compat.is_tracer, now)):
+            return  # an input of a compiled function: nobody can see what it was before
+        before, self._masked_by = self._masked_by or now, now
+        if not (len(before) == len(now) and all(map(_is_same, before, now))):
+            names = ", ".join(f"`{name}`" for name in masks)
+            _warn_of_change(f"the state {names}", "has changed", "written by the step")
 
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
         self._compare_weights(online, consts)
+        self._compare_masks()
         level = self._recording.value
         if self._recorder is not None:
             if level is not self._level:  # of another trace
@@ -135,6 +147,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _drive(self, drive: Drive) -> tuple[Any, Any]:
         self._refuse_inside()
+        self._compare_masks()
         sequence, size, weights = drive.sequence, drive.chunk_size, drive.weights
         turns = getattr(self.rule, "turns", 1)
         if self.vjp_method == "multi-step":
@@ -199,7 +212,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 steps = Steps.trace(run, self._recording, deltas, first)
         finally:
             self._recording.value = normal
-        steps.check([*weights.values(), *self.param_states.values()], list(self.traces.values()))
+        fixed = [*weights.values(), *self.param_states.values(), *self._masks().values()]
+        steps.check(fixed, list(self.traces.values()))
         return steps
 
     def _chunk(
@@ -225,6 +239,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _evolve(self, sequence: Sequence, step: Any) -> Any:
         self._refuse_inside()
+        self._compare_masks()
 
         def in_turn(*arrays: Any) -> Any:
             return ETraceAlgorithm._evolve(self, replace(sequence, arrays=arrays), step)
@@ -274,6 +289,16 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return carry, out
 
         return over_chunks(run, (), sequence, size)[1]
+
+
+def _warn_of_change(what: str, how: str, instead: str) -> None:
+    warn_user(
+        f"A weight is made of a parameter and of {what}, which {how} from step to step. A trace is of the "
+        "weight as the op sees it and goes back to the parameter with the last value, so that the gradient "
+        "is wrong if that changes. Apply it to the input or the output of the op instead of the weight, or "
+        f"set the traces back when it changes (`learner.reset_state()`); {instead}, it leaves the weight "
+        "without a trace."
+    )
 
 
 def _is_same(a: Any, b: Any) -> bool:

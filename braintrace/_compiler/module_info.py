@@ -44,6 +44,11 @@ class StateEntry:
     def written(self) -> bool:
         return any(a is not b for a, b in zip(self.invars, self.outvars, strict=True))
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is as it was after the step: a parameter, or a state that is only read (a mask, say)."""
+        return self.is_param or not self.written
+
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
@@ -99,6 +104,11 @@ class ModuleInfo:
     @cached_property
     def params(self) -> tuple[StateEntry, ...]:
         return tuple(e for e in self.entries if e.is_param)
+
+    @cached_property
+    def fixed(self) -> tuple[StateEntry, ...]:
+        """What effective weights are made of: the parameters, and states that no step writes."""
+        return tuple(e for e in self.entries if e.is_fixed)
 
     @cached_property
     def invar_to_leaf(self) -> dict[Var, tuple[Path, int]]:

@@ -79,8 +79,9 @@ class SiteWeights:
                 "is nothing to learn there.",
                 primitive=site.primitive,
             )
+        fixed = {v for e in self.info.fixed for v in e.invars}
         for name, (inputs, carried, _) in self.found.items():
-            foreign = [v for v in inputs if v not in self.leaf_of]
+            foreign = [v for v in inputs if v not in fixed]
             if (foreign or carried) and self.behind[name]:
                 what = (
                     ", ".join(dict.fromkeys(self._name(v) for v in foreign)) or "a value that a loop carries"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import brainstate
 import brainunit as u
@@ -19,7 +20,8 @@ from braintrace._algorithms import d_rtrl, es_d_rtrl
 from braintrace._algorithms.pure import Pure
 
 from ..oracle import bptt
-from ..run import agree, difference, online
+from ..run import agree, difference, online, sequence
+from ..zoo import CASES
 
 BATCH, LENGTH = 2, 6
 
@@ -1073,6 +1075,40 @@ def test_a_weight_that_changes_from_step_to_step_is_said():
 
     with pytest.warns(UserWarning, match="may change from step to step"):
         learner.etrace_grad(xs, step_fn=step, chunk_size=1)
+
+
+def test_a_mask_in_a_state_is_a_constant_until_it_is_assigned():
+    case = CASES["weight_mask_in_a_state"]
+    xs = jnp.stack(sequence(case, 4))
+
+    def gradient(rule, size=None, step=lambda learner, x: jnp.sum(learner(x) ** 2), **options):
+        learner = rule(case.build(), **options)
+        learner.compile_graph(xs[0])
+        return learner, learner.etrace_grad(xs, step_fn=partial(step, learner), chunk_size=size)
+
+    _, truth = gradient(braintrace.BPTT)
+    assert truth[("w",)].any()
+    for rule, size in ((braintrace.D_RTRL, 1), (braintrace.D_RTRL, 2), (braintrace.RTRL, None)):
+        learner, found = gradient(rule, size)
+        assert agree(truth, found, 1e-10), (rule, size)
+    assert ("mask",) in learner.other_states
+
+    learner, _ = gradient(braintrace.D_RTRL)
+    whole = lambda: learner.etrace_grad(xs, step_fn=lambda x: learner(x).sum())
+    for again in (lambda: learner(xs[1]), whole):
+        learner.model.mask.value = ~learner.model.mask.value
+        with pytest.warns(UserWarning, match="the state `mask`, `gain`, which has changed"):
+            again()
+    learner.reset_state()
+    learner(xs[0])  # the traces begin anew: no warning
+
+    def assigns(learner, x):
+        learner.model.gain.value = learner.model.gain.value * 0.9
+        return jnp.sum(learner(x))
+
+    with pytest.warns(UserWarning, match="`step_fn` assigns `gain`"):
+        found = [gradient(braintrace.D_RTRL, size, assigns)[1] for size in (1, None)]
+    assert agree(*found, 1e-10)
 
 
 # -- what is given and returned ------------------------------------------------------------------------
