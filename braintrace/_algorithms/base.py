@@ -26,7 +26,7 @@ from .._executor.executor import ETraceGraphExecutor
 from . import pickling
 from .data import one_step, time_axes
 from .drive import Drive
-from .forms import Compiled, Key, shapes_of_states, why_missing
+from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Progress, Report, unchanged_on_error
 from .rule import Values
 from .sequence import NeverCalledError, Sequence
@@ -132,7 +132,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _lookup(self, args: Any, kwargs: Any) -> Compiled:
         key = self._key(args, kwargs)
         if key not in self._examples:
-            raise CompilationError(why_missing(key, self._examples))
+            raise NotCompiledError(key, self._examples)
         if key != self._current:
             old = self._current
             agree = old is not None and self._agree(self._form(old), self._form(key))
@@ -314,6 +314,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._watch.settle()
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
+    @time_first
     def etrace_grad(
         self,
         *sequences: Any,
@@ -356,7 +357,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         found = self._by_path()
         hidden = {show_path(p): found.get(p, st) for p, st in self.hidden_states.items()}
         watched = {**hidden, **self._masks()} if self.traces else {}
-        watch = Watch(watched, list(self.traces.values()))
+        watch = Watch(watched, list(self.traces.values()), self.model)
         drive = Drive(
             sequence=Sequence.check(sequences, mask, Progress(report, states) if report else None),
             step_fn=watch.around(step_fn),
@@ -388,6 +389,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._watch = around
         return drive.result(grads, losses, aux)
 
+    @time_first
     def etrace_evolve(
         self, *sequences: Any, step_fn: Callable[..., Any] | None = None, return_outputs: bool = False
     ) -> Any:

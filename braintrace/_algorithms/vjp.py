@@ -96,7 +96,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         same = len(before) == len(now) and all(map(_is_same, before, now))
         if traced or not same:
             how = "may change" if traced else "has changed"
-            _warn_of_change("something that the model closes over", how, "as an argument of the model")
+            _warn_of_change(
+                "something that the model closes over", how, "as an argument of the model", self.model
+            )
 
     def _masks(self) -> dict[str, brainstate.State]:
         found = self._by_path()
@@ -111,7 +113,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         before, self._masked_by = self._masked_by or now, now
         if not (len(before) == len(now) and all(map(_is_same, before, now))):
             names = ", ".join(f"`{name}`" for name in masks)
-            _warn_of_change(f"the state {names}", "has changed", "written by the step")
+            _warn_of_change(f"the state {names}", "has changed", "written by the step", self.model)
 
     def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
@@ -291,13 +293,14 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return over_chunks(run, (), sequence, size)[1]
 
 
-def _warn_of_change(what: str, how: str, instead: str) -> None:
+def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:
     warn_user(
         f"A weight is made of a parameter and of {what}, which {how} from step to step. A trace is of the "
         "weight as the op sees it and goes back to the parameter with the last value, so that the gradient "
         "is wrong if that changes. Apply it to the input or the output of the op instead of the weight, or "
         f"set the traces back when it changes (`learner.reset_state()`); {instead}, it leaves the weight "
-        "without a trace."
+        "without a trace.",
+        about=model,
     )
 
 

@@ -21,6 +21,7 @@ class Watch:
 
     states: Mapping[str, brainstate.State]
     traces: Sequence[brainstate.State]
+    about: Any = None  # the model
     assigned: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,8 @@ class Watch:
                 warn_user(
                     f"`step_fn` assigns {names}, beside the model's own step: the traces do not know of it, "
                     "so the gradient goes on as if it had not been done. Do it in the model's `update`; or, "
-                    "to begin a new episode, set the traces back as well (`learner.reset_state()`)."
+                    "to begin a new episode, set the traces back as well (`learner.reset_state()`).",
+                    about=self.about,
                 )
             return out
 
