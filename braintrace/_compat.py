@@ -134,7 +134,8 @@ def library_line(eqn: JaxprEqn) -> str:
     """The same in a library's code (ours or another's), for what no line of the user's made."""
     hidden = (os.path.dirname(jax.__file__), os.path.join(os.path.dirname(__file__), "_"))
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        if not frame.file_name.startswith(hidden):
+        units = f"{os.sep}saiunit{os.sep}" in frame.file_name  # its wrappers of `jax.numpy` say nothing
+        if not frame.file_name.startswith(hidden) and not units:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
 

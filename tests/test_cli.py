@@ -57,6 +57,20 @@ def as_users_have_it(tmp_path, monkeypatch) -> Iterator[None]:
         yield
 
 
+RAISES = """\
+import brainstate
+class Net(brainstate.nn.Module):
+    def __init__(self, name="y"):
+        super().__init__()
+        self.size = {"y": 3}[name]
+    def update(self, x):
+        import jax
+        def inner(x):
+            return {}["z"]
+        return jax.jit(inner)(x)
+"""
+
+
 @pytest.fixture
 def model(tmp_path):
     name = f"model_{tmp_path.name.replace('-', '_')}"  # a module is imported once
@@ -135,6 +149,13 @@ def test_errors_have_no_traceback_unless_asked_for(model, capsys, tmp_path):
     assert "--debug" in shown
     with pytest.raises(Exception, match=r".+"):
         main(["graph", f"{model}:Net", "--input", "7", "--debug"])
+    (tmp_path / "raises.py").write_text(RAISES)
+    for what, line in (("Net('x')", "5"), ("Net", "9")):
+        assert main(["graph", f"raises:{what}", "--input", "7"]) == 1
+        shown = capsys.readouterr().err
+        assert f"raises:{what}: KeyError: " in shown
+        assert f"raises.py:{line} (" in shown
+        assert len(shown.splitlines()) == 2
     (tmp_path / "broken.py").write_text("x = 1\ny = x / 0\n")
     assert main(["graph", "broken:Net", "--input", "7"]) == 1
     assert "broken.py:2" in capsys.readouterr().err

@@ -558,6 +558,25 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h) + x @ p.w
 
 
+@case(
+    "weight",
+    "weight_mask_in_a_state",
+    "matmul v: h; matmul w: h",
+    x=(2, 3),
+    w=(3, 4),
+    v=(2, 3, 4),
+    h=(2, 4),
+    mask=lambda draw: brainstate.State(jnp.asarray(_MASK)),
+    gain=lambda draw: brainstate.ShortTermState(draw((3, 4), 1.0)),
+    positions={0: np.tile(np.arange(8).reshape(1, 2, 4), (2, 1, 1))},
+)
+def _(p, s, x):
+    """States that the step reads and never writes, in a weight and in the weights of a loop."""
+    more = lax.scan(lambda y, v: (y + bt.matmul(x, v * s.gain), None), jnp.zeros_like(s.h), p.v)[0]
+    h = 0.9 * s.h + bt.matmul(x, jnp.where(s.mask, p.w, 0.0)) + more
+    return {"h": h}, jnp.tanh(h)
+
+
 # -- one weight, several sites; several sites, one state -----------------------------------------------
 
 

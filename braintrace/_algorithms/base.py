@@ -32,7 +32,7 @@ from .._rules.rule import Values
 from . import pickling
 from .count import Count
 from .driving import Driver
-from .forms import Compiled, Key, shapes_of_states, why_missing
+from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .resets import initial_states, reset
 
@@ -141,7 +141,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _lookup(self, args: Any, kwargs: Any) -> Compiled:
         key = self._key(args, kwargs)
         if key not in self._examples:
-            raise CompilationError(why_missing(key, self._examples))
+            raise NotCompiledError(key, self._examples)
         if key != self._current:
             old = self._current
             agree = old is not None and self._agree(self._form(old), self._form(key))
@@ -216,7 +216,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def other_states(self) -> dict[Path, brainstate.State]:
         """The states that are carried but not traced, by path."""
         hidden = {id(h.state) for h in self.graph.module_info.hidden}
-        return {e.path: e.state for e in self._compiled_now().carried if id(e.state) not in hidden}
+        entries = self.graph.module_info.entries
+        return {e.path: e.state for e in entries if not e.is_param and id(e.state) not in hidden}
 
     @property
     def etrace_states(self) -> dict[str, EligibilityTrace]:
@@ -363,9 +364,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
                 "the traces were not: they do not know of it, so the gradient goes on as if it had not been "
                 "done. To begin a new sequence, call `learner.reset_state()`, which resets both; what is "
-                "part of every step belongs in the model's `update`."
+                "part of every step belongs in the model's `update`.",
+                about=self.model,
             )
 
+    @time_first
     def etrace_grad(
         self,
         *sequences: Any,
@@ -416,6 +419,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         request = Request(sequence, has_aux, reduction, loss_output, return_value)
         weights = self._check_weights(self.param_states if weights is None else weights)
         self._seen = None
+        self._compare_masks()
         try:
             before = self.steps.value
             with unchanged_on_error(list(self.states().values()), unless=report is not None):
@@ -446,6 +450,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
         return weights
 
+    @time_first
     def etrace_evolve(
         self,
         *sequences: Any,
@@ -469,6 +474,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             return out if return_outputs else None
 
         self._seen = None
+        self._compare_masks()
         with unchanged_on_error(list(self.states().values())):
             return self._driver.evolve(self, sequence, step, chunk_size, alone=step_fn is None)
 
@@ -496,6 +502,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """How to drive a step over a sequence."""
         return Drive(step, size=sequence.pace)
 
+    def _compare_masks(self) -> None:
+        """Warn if a state that a weight is made of is not what it was for the traces so far."""
+
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
@@ -504,23 +513,22 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return {tuple(map(str, path)): st for path, st in self.model.states().items()}
 
     def _read(self, info: ModuleInfo) -> tuple[list[Any], list[list[Any]]]:
-        """The leaves of the parameters, and of each other state, found by path."""
+        """The leaves of the parameters and other fixed states, and of each carried state, found by path."""
         found = self._by_path()
         params: list[Any] = []
         rest: list[list[Any]] = []
         for entry in info.entries:
             leaves = jax.tree.leaves(found.get(entry.path, entry.state).value)
-            params.extend(leaves) if entry.is_param else rest.append(leaves)
+            params.extend(leaves) if entry.is_fixed else rest.append(leaves)
         return params, rest
 
     def _write(self, compiled: Compiled, leaves: list[list[Any]], values: Values, steps: int) -> None:
-        """Store the new values of the states that are not parameters, of the traces and the counter."""
+        """Store the new values of the carried states, of the traces and the counter."""
         found = self._by_path()
         info = compiled.graph.module_info
-        trees = [t for e, t in zip(info.entries, info.state_trees, strict=True) if not e.is_param]
+        trees = [t for e, t in zip(info.entries, info.state_trees, strict=True) if not e.is_fixed]
         for entry, tree, new in zip(compiled.carried, trees, leaves, strict=True):
-            if entry.written:
-                found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
+            found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
         self._store(values)
         self.steps.value = self.steps.value + steps
 

@@ -7,22 +7,23 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._compiler.diagnostics import warn_user
+from .._compiler.diagnostics import show_path, warn_user
+from .._compiler.program import Var
 from .._compiler.slices import dependents, needed
 from .._online.drive import Drive
 from .._online.user_step import UserStep, variables
 
 
-def warn_of_paths(drive: Drive, weights: Mapping[int, Any]) -> None:
+def warn_of_paths(drive: Drive, weights: Mapping[int, Any], about: Any) -> None:
     """Warn of paths through time that a gradient in steps, chunks or windows leaves out.
 
-    `weights` are the parameters whose gradient is asked for, by leaf.
+    `weights` are the parameters whose gradient is asked for, by leaf; `about` is the model.
     """
     step = drive.step
     if not step.calls:
         return
     if step.node is not None:
-        _warn_of_assigned(step)
+        _warn_of_assigned(step, about)
     outside = [i for i in weights if step.node is not None and i not in (step.params or ())]
     carried = [i for i in _carried(step) if not _is_the_models(step, i)]
     reached = _reached_by(step, outside)
@@ -30,14 +31,16 @@ def warn_of_paths(drive: Drive, weights: Mapping[int, Any]) -> None:
         warn_user(
             f"{_names(step, reached)} act through a state that the step carries on, but are not the model's: "
             f"their gradient is that within {'a window' if drive.windows else 'the step'} only. Make them "
-            "part of the model that the learner is given, or train them by BPTT."
+            "part of the model that the learner is given, or train them by BPTT.",
+            about=about,
         )
     lost = _lost(step, carried, weights)
     if lost:
         warn_user(
             f"`step_fn` carries {_names(step, lost)} from step to step and its loss reads it: what "
             f"parameters did to it {'before the window' if drive.windows else 'in earlier steps'} is not in "
-            "the gradient. Make it a hidden state of the model."
+            "the gradient. Make it a hidden state of the model.",
+            about=about,
         )
     if step.node is not None:
         old = [i for i in step.hidden if i is not None]
@@ -46,13 +49,15 @@ def warn_of_paths(drive: Drive, weights: Mapping[int, Any]) -> None:
         if fed and not drive.windows:
             warn_user(
                 f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
-                "follow that path through time. Read the state inside of the model."
+                "follow that path through time. Read the state inside of the model.",
+                about=about,
             )
     elif not drive.together and not drive.windows and _reads_hidden(step):
         warn_user(
             "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
             "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "
-            "the learner once, at the top of `step_fn`."
+            "the learner once, at the top of `step_fn`.",
+            about=about,
         )
 
 
@@ -60,9 +65,9 @@ def _names(step: UserStep, leaves: Any) -> str:
     return ", ".join(dict.fromkeys(f"`{step.names[i]}`" for i in leaves))
 
 
-def _warn_of_assigned(step: UserStep) -> None:
+def _warn_of_assigned(step: UserStep, about: Any) -> None:
     assert step.node is not None
-    _, _, _, rest, values = step._operands
+    fixed, _, _, rest, values = step._operands
     _, new, after = step.call.results(list(step.node.outputs))
     if any(values[k] is not step.leaves[i] or step.new[i] is not after[k] for k, i in step.traces.items()):
         return  # whoever sets the traces as well knows what they do
@@ -75,11 +80,22 @@ def _warn_of_assigned(step: UserStep) -> None:
         for v, i, a, b in zip(carried, step.carried, before, later, strict=True)
         if v in hidden and i is not None and (a is not step.leaves[i] or step.new[i] is not b)
     ]
-    if assigned:
+    names = [step.names[i] for i in assigned]
+    leaves = {step.leaves[i] for i in range(len(step.leaves)) if i not in step.moving}
+    of_masks = {v: e for e in step.online.executor.masks for v in e.invars}
+    inputs = [v for e in step.online.info.fixed for v in e.invars]
+    names += [
+        show_path(of_masks[v].path)
+        for v, a in zip(inputs, fixed, strict=True)
+        if v in of_masks and not (isinstance(a, Var) and a in leaves)
+    ]
+    if names:
+        shown = ", ".join(dict.fromkeys(f"`{name}`" for name in names))
         warn_user(
-            f"`step_fn` assigns {_names(step, assigned)}, beside the model's own step: the traces do not "
-            "know of it, so the gradient goes on as if it had not been done. Do it in the model's `update`; "
-            "or, to begin a new episode, set the traces back as well (`learner.reset_state()`)."
+            f"`step_fn` assigns {shown}, beside the model's own step: the traces do not know of it, so "
+            "the gradient goes on as if it had not been done. Do it in the model's `update`; or, to "
+            "begin a new episode, set the traces back as well (`learner.reset_state()`).",
+            about=about,
         )
 
 

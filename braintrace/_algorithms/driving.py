@@ -160,7 +160,7 @@ class Driver:
             forget=learner._forget,
         )
         if not lead:
-            warn_of_paths(drive, {i: k for k, found in at.items() for i in found})
+            warn_of_paths(drive, {i: k for k, found in at.items() for i in found}, learner.model)
         total, outs, after = self._run(traced, drive, sequence, leaves, initial, "gradient")
         traced.assign(after)
         by_leaf = dict(zip(wanted, total, strict=True))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
-from .._compiler import ETraceGraph
+from .._compiler import CompilationError, ETraceGraph
 from .._compiler.module_info import StateEntry, split_static
 from .._executor.executor import ETraceGraphExecutor
 from .._online.online import Online
+
+Drives = TypeVar("Drives", bound=Callable[..., Any])
 
 
 @dataclass(eq=False)
@@ -60,6 +63,42 @@ def shapes_of_states(model: brainstate.nn.Module) -> tuple[Any, ...]:
     )
 
 
+class NotCompiledError(CompilationError):
+    """No form is compiled for a call."""
+
+    def __init__(self, asked: Key, compiled: Collection[Key]) -> None:
+        super().__init__(why_missing(asked, compiled))
+        self.asked, self.compiled = asked, tuple(compiled)
+
+    def looks_batch_first(self, sequences: Any) -> bool:
+        """Whether the step of a sequence, with its first two axes exchanged, is what was compiled for."""
+        asked, known = ({s for s, _ in data} for data in (self.asked.data, self._known()))
+        shapes = [tuple(jnp.shape(a)) for a in jax.tree.leaves(sequences)]
+        return any(s[1:] in asked and (s[0], *s[2:]) in known - asked for s in shapes if len(s) > 1)
+
+    def _known(self) -> list[Any]:
+        return [one for key in self.compiled for one in key.data]
+
+
+def time_first(drive: Drives) -> Drives:
+    """A method over sequences that says so where they seem to have the batch first."""
+
+    @functools.wraps(drive)
+    def checked(self: Any, *sequences: Any, **options: Any) -> Any:
+        try:
+            return drive(self, *sequences, **options)
+        except NotCompiledError as e:
+            if not e.looks_batch_first(sequences):
+                raise
+            shapes = ", ".join(str(tuple(jnp.shape(a))) for a in jax.tree.leaves(sequences))
+            raise CompilationError(
+                f"The sequences, of shapes {shapes}, seem to have the batch first: time must be the first "
+                f"axis, then the batch. Exchange them (`jnp.swapaxes(xs, 0, 1)`). {e}"
+            ) from e
+
+    return cast(Drives, checked)
+
+
 def why_missing(asked: Key, compiled: Collection[Key]) -> str:
     """What to say where no form is compiled for a call."""
     shapes = _shapes(asked.data)
@@ -92,12 +131,38 @@ def why_missing(asked: Key, compiled: Collection[Key]) -> str:
             "Initialise the states as they were (`learner.reset_state(batch_size)`), or call "
             "`learner.compile_graph(x)` again."
         )
-    return (
+    like = [key for key in compiled if key.static == asked.static and len(key.data) == len(asked.data)]
+    return next(filter(None, (_mistake(asked, key) for key in like)), None) or (
         f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it is "
         f"compiled for inputs {[_shapes(key.data) for key in compiled]}, given in the same way (by position "
         "or by name). Check the batch and feature sizes; for another batch size, initialise the states for "
         "it and call `learner.compile_graph(x)` again."
     )
+
+
+def _mistake(asked: Key, known: Key) -> str | None:
+    """What was meant, where one form is near."""
+    pairs = [(s, t, *k) for (s, t), k in zip(asked.data, known.data, strict=True)]
+    if all(s == k for s, _, k, _ in pairs):
+        types = ", ".join(f"{t} and not {u}" for _, t, _, u in pairs if t != u)
+        wanted = next((u for _, t, _, u in pairs if t != u), None)
+        return wanted and (
+            f"The learner is compiled for inputs of shapes {_shapes(known.data)}, and this one is {types}. "
+            f"Convert it (`x.astype('{wanted}')`), or call `learner.compile_graph(x)` with an input of this "
+            "type as well."
+        )
+    longer = {s[0] for s, _, k, _ in pairs if s != k and s[1:] == k}
+    if len(longer) == 1 and all(k in (s, s[1:]) for s, _, k, _ in pairs):
+        length = longer.pop()
+        return (
+            f"The learner takes one step at a time: it is compiled for inputs {_shapes(known.data)}, and "
+            f"{_shapes(asked.data)} looks like a whole sequence of {length} steps. Go through it with "
+            "`learner.etrace_grad(xs, step_fn=...)`, `learner.etrace_evolve(xs)` or a loop; a learner with "
+            "`vjp_method='multi-step'` takes a window of steps as `braintrace.MultiStepData(xs)`. If it is a "
+            "batch, initialise the states for it (`brainstate.nn.init_all_states(model, batch_size="
+            f"{length})`) and call `learner.compile_graph(x)` again."
+        )
+    return None
 
 
 def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError, compile_etrace_graph
-from .._compiler.diagnostics import warn_user
+from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.graph import graph_from_info
 from .._compiler.memory import remembering
 from .._compiler.module_info import Traced, extract_module_info
@@ -64,6 +64,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.window = window
         self.memory_budget = memory_budget()
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
+        self._masked_by: list[Any] | None = None  # the same of states, as far as they could be seen
 
     @property
     def _in_windows(self) -> bool:
@@ -103,7 +104,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def init_etrace_state(self) -> None:
         super().init_etrace_state()
-        self._made_of = None
+        self._made_of = self._masked_by = None
 
     def _compare_weights(self, online: Online, consts: list[Any]) -> None:
         """Warn if a weight is made with another constant than the traces so far, or may be."""
@@ -113,13 +114,22 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self._made_of = None if traced else now
         same = len(before) == len(now) and all(map(_is_same, before, now))
         if traced or not same:
-            warn_user(
-                "A weight is made of a parameter and of something that the model closes over, which "
-                f"{'may change' if traced else 'has changed'} from step to step. A trace is of the weight as "
-                "the op sees it and goes back to the parameter with the last value, so that the gradient is "
-                "wrong if that changes. Apply it to the input or the output of the op instead of the weight; "
-                "as an argument of the model, it leaves the weight without a trace."
+            how = "may change" if traced else "has changed"
+            _warn_of_change(
+                "something that the model closes over", how, "as an argument of the model", self.model
             )
+
+    def _compare_masks(self) -> None:
+        """Warn if a state that a weight is made of is not what it was for the traces so far."""
+        found = self._by_path()
+        masks = {show_path(e.path): found.get(e.path, e.state) for e in self.executor.masks}
+        now = [leaf for st in masks.values() for leaf in jax.tree.leaves(st.value)]
+        if any(map(_compat.is_tracer, now)):
+            return  # an input of a compiled function: nobody can see what it was before
+        before, self._masked_by = self._masked_by or now, now
+        if not (len(before) == len(now) and all(map(_is_same, before, now))):
+            names = ", ".join(f"`{name}`" for name in masks)
+            _warn_of_change(f"the state {names}", "has changed", "written by the step", self.model)
 
     def _step(self, compiled: Compiled, args: list[Any], traced: Traced) -> list[Any]:
         return self._call(compiled, args, traced, None, 1)
@@ -140,6 +150,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
         self._compare_weights(online, traced.consts)
+        self._compare_masks()
         outs, new, values = bind(online, traced, params, args, rest, self._values(), stepped)
         self._write(compiled, new, values, length)
         return outs
@@ -184,6 +195,17 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
 
 _WHOLE = 16  # steps of a window, where that changes no number
+
+
+def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:
+    warn_user(
+        f"A weight is made of a parameter and of {what}, which {how} from step to step. A trace is of the "
+        "weight as the op sees it and goes back to the parameter with the last value, so that the gradient "
+        "is wrong if that changes. Apply it to the input or the output of the op instead of the weight, or "
+        f"set the traces back when it changes (`learner.reset_state()`); {instead}, it leaves the weight "
+        "without a trace.",
+        about=model,
+    )
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .._lines import raising_line
 from . import bench, completion, inspection, tasks, train
 from .errors import UsageError
 
@@ -67,11 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if given.debug:
             raise
-        return _tell(error, given.command)
+        return _tell(error, given)
 
 
-def _tell(error: Exception, command: str) -> int:
-    print(f"braintrace {command}: {str(error) or type(error).__name__}", file=sys.stderr)
+def _tell(error: Exception, given: argparse.Namespace) -> int:
+    command, message = given.command, str(error) or type(error).__name__
+    if line := raising_line(error):  # it came out of the user's own code
+        message = f"{type(error).__name__}: {message} ({line})"
+    if getattr(given, "model", None) and not isinstance(error, UsageError):
+        message = f"{given.model}: {message}"
+    print(f"braintrace {command}: {message}", file=sys.stderr)
     if isinstance(error, UsageError):
         print(f"`braintrace {command} --help` has examples.", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .._lines import raising_line
 from .errors import UsageError
 
 SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=32)'"
@@ -169,7 +170,7 @@ def _module(where: str) -> ModuleType:
         raise
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"{at.filename}:{at.lineno}"
+        line = raising_line(error) or f"{at.filename}:{at.lineno}"
         raise RuntimeError(
             f"`{where}` cannot be imported: {type(error).__name__}: {error} ({line})"
         ) from error

@@ -6,6 +6,7 @@ import enum
 import os
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -109,8 +110,17 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
 _OURS = tuple(os.path.dirname(p) for p in (os.path.dirname(__file__), brainstate.__file__, jax.__file__))
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that points at the user's own line, not at a line of a library."""
+# what was said of a model, which is compiled again for each batch size and traced again in each loop
+_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning, *, about: Any = None) -> None:
+    """A warning that points at the user's own line, not at a line of a library; once of each model."""
+    if about is not None:
+        said = _said.setdefault(about, set())
+        if message in said:
+            return
+        said.add(message)
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1

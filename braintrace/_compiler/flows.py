@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from .links import ELEMENT_WISE, FLAT
+from .links import ELEMENT_WISE
 from .module_info import Path
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
@@ -170,7 +170,7 @@ class Flows:
         }
         for node in self.program.nodes:
             union = 0
-            if node.site is None and node.primitive.name not in FLAT:
+            if node.site is None and not node.is_flat:
                 for atom in node.inputs:
                     if isinstance(atom, Var):
                         union |= bits.get(atom, 0)
@@ -229,7 +229,7 @@ class Flows:
         lost: set[Var] = set()
         for node in reversed(self.program.nodes):
             made = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-            if node.primitive.name in FLAT:
+            if node.is_flat:
                 continue
             inputs = [a for a in node.inputs if isinstance(a, Var)]
             if any(v in open_ and v not in new for v in made):

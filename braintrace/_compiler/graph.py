@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 
+from .._lines import is_users
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
 from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
@@ -17,11 +17,12 @@ from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
 from .perturbation import HiddenPerturbation
 from .positions import Positions
 from .program import Var
-from .provenance import Provenance, goals, provenance
+from .provenance import Goal, Provenance, goals, provenance
 from .relation import HiddenParamOpRelation
 from .relations import find_relations
 from .site_weights import name_site
 from .slices import between
+from .unmarked import unmarked_layers
 
 if TYPE_CHECKING:
     from .report import CompilationReport
@@ -125,11 +126,12 @@ def graph_from_info(
     group_of = [g.index for g in groups for _ in g.hidden]
     var_goals, site_goals = goals(info.program, new, group_of)
     relations, records = find_relations(info, groups, positions, origin, site_goals)
+    learned = {g.index for r in relations for g in r.hidden_groups}
     records = [
-        *_program_records(info),
+        *_program_records(info, var_goals),
         *group_records(groups, info),
-        *_without_mark(info, groups, var_goals),
-        *_cascades(info, groups, var_goals),
+        *_without_mark(info, groups, var_goals, origin),
+        *_cascades(info, groups, var_goals, learned),
         *records,
     ]
     return ETraceGraph(
@@ -168,7 +170,15 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
         )
 
 
-def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
+def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
+    """The new states that a parameter reaches without a marked op."""
+    bits = 0
+    for var in entry.invars:
+        bits |= var_goals[var].direct if var in var_goals else 0
+    return bits
+
+
+def _program_records(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[CompilationRecord]:
     records = []
     if not info.program.sites:
         names = ", ".join(f"`{show_path(e.path)}`{_first_use(info, e)}" for e in info.params) or "none"
@@ -177,8 +187,11 @@ def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
                 DiagnosticKind.NO_MARKED_OP,
                 DiagnosticLevel.WARNING,
                 f"The model has no marked op, so no weight is learned online (parameters: {names}); each "
-                "gets the gradient within the step only. Use `braintrace.matmul(x, w)` instead of `x @ w`, "
-                "or the layers of `braintrace.nn`.",
+                "gets the gradient within the step only. "
+                + (
+                    unmarked_layers(info.model, [e.path for e in info.params if _feeds(e, var_goals)])
+                    or "Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers of `braintrace.nn`."
+                ),
             )
         )
     for node in info.program.opened:
@@ -195,33 +208,43 @@ def _program_records(info: ModuleInfo) -> list[CompilationRecord]:
     return records
 
 
-def _first_use(info: ModuleInfo, entry: StateEntry) -> str:
+def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> str:
     for node in info.program.nodes:
-        if any(v is a for v in entry.invars for a in node.inputs):
-            return f", used by `{node.primitive.name}` at {node.source}"
+        if any(v is a for v in entry.invars for a in node.inputs) and not (plain and node.site):
+            # of a layer of a library the hint says more than the line
+            return f", used by `{node.primitive.name}` at {node.source}" if is_users(node.source) else ""
     return ""
 
 
 def _without_mark(
-    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any]
+    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any], origin: Provenance
 ) -> list[CompilationRecord]:
     """Parameters that feed a state by ordinary operations, in a model that marks others."""
+    weights = [w for site in info.program.sites for w in site.weights.values()]
     leaves = [h.path for g in groups for h in g.hidden]
     records = []
     for entry in info.params if info.program.sites else ():
-        bits = 0
-        for var in entry.invars:
-            bits |= var_goals[var].direct if var in var_goals else 0
-        if bits:
+        if bits := _feeds(entry, var_goals):
             paths = tuple(p for i, p in enumerate(leaves) if bits >> i & 1)
             names = ", ".join(f"`{show_path(p)}`" for p in paths)
+            use = _first_use(info, entry, plain=True)
+            marked = any(v in origin.of(w)[0] for v in entry.invars for w in weights)
+            gets = (
+                "this use gets the gradient within the step only (the marked one is learned online)"
+                if marked
+                else "it gets the gradient within the step only"
+            )
             records.append(
                 CompilationRecord(
                     DiagnosticKind.PARAMETER_WITHOUT_MARK,
                     DiagnosticLevel.WARNING,
-                    f"`{show_path(entry.path)}`{_first_use(info, entry)}, feeds {names} without a marked op; "
-                    "it gets the gradient within the step only. Use `braintrace.matmul(x, w, b)`, "
-                    "`braintrace.element_wise(w)` or a layer of `braintrace.nn` to learn it online.",
+                    f"`{show_path(entry.path)}`{f'{use},' if use else ''} feeds {names} without a marked op; "
+                    f"{gets}. "
+                    + (
+                        unmarked_layers(info.model, [entry.path])
+                        or "Use `braintrace.matmul(x, w, b)`, `braintrace.element_wise(w)` or a layer of "
+                        "`braintrace.nn` to learn it online."
+                    ),
                     weight_path=entry.path,
                     hidden_paths=paths,
                 )
@@ -230,9 +253,12 @@ def _without_mark(
 
 
 def _cascades(
-    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any]
+    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any], learned: set[int]
 ) -> list[CompilationRecord]:
-    """States that reach another group's new state without a marked op: a path that no trace follows."""
+    """States that reach another group's new state without a marked op: a path that no trace follows.
+
+    Nothing is missed where nothing is learned through the first state (a clock, say).
+    """
     leaves = [(g, h.path) for g in groups for h in g.hidden]
     records = []
     for group in groups:
@@ -252,9 +278,13 @@ def _cascades(
             records.append(
                 CompilationRecord(
                     DiagnosticKind.HIDDEN_STATE_CASCADE,
-                    DiagnosticLevel.WARNING,
+                    DiagnosticLevel.WARNING if group.index in learned else DiagnosticLevel.INFO,
                     f"The state {names} reaches {others} without a marked op, and not unit by unit{where}; "
-                    f"what is learned through {names} does not count what {others} remembers of it.",
+                    + (
+                        f"what is learned through {names} does not count what {others} remembers of it."
+                        if group.index in learned
+                        else f"no marked op feeds {names}, so that no trace misses it."
+                    ),
                     primitive=at.primitive if at else None,
                     hidden_paths=(*group.hidden_paths, *other.hidden_paths),
                     context={"sources": [at.source] if at else []},
@@ -264,16 +294,11 @@ def _cascades(
 
 
 def _warn(graph: ETraceGraph) -> None:
-    """One warning per model at most, with what the user may well not have meant."""
+    """One warning, with what the user may well not have meant."""
     model = graph.module_info.model
     message = warning_of(type(model).__name__, graph.diagnostics)
-    if message is not None and _warned.get(model) != message:
-        _warned[model] = message
-        warn_user(message)
-
-
-# what was said of a model; it is compiled again for each batch size
-_warned: weakref.WeakKeyDictionary[brainstate.nn.Module, str] = weakref.WeakKeyDictionary()
+    if message is not None:
+        warn_user(message, about=model)
 
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:

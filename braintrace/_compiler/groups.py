@@ -18,8 +18,11 @@ from .links import ELEMENT_WISE
 from .module_info import Hidden, ModuleInfo, Path
 from .positions import Positions
 from .program import Node, Var
+from .provenance import provenance
 from .reach import Reach
 from .slices import Slice, between, cut, has_while, uses_while
+
+_FEW = 8  # numbers of one unit: a trace grows with their number
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +244,7 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                     DiagnosticKind.HIDDEN_STATE_MIXED,
                     DiagnosticLevel.WARNING,
                     f"Positions of {names} reach other positions without a marked op{where}; traces keep the "
-                    "diagonal of that dependence only.",
+                    f"diagonal of that dependence only.{_could_be_grouped(group)}",
                     primitive=None if at is None else at.primitive,
                     hidden_paths=paths,
                     context={"sources": [n.source for n in group.mixers]},
@@ -273,3 +276,22 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                 )
             )
     return records
+
+
+def _could_be_grouped(group: HiddenGroup) -> str:
+    """A hint, where only the numbers along a short last axis reach each other (rotated pairs, say)."""
+    made_of = provenance(group.info.program)
+    params = set(group.info.invar_to_leaf)
+    if any(not params.isdisjoint(made_of.of(a)[0]) for node in group.mixers for a in node.inputs):
+        return ""  # more likely a weight that lacks a mark
+    width = group.varshape[-1] if len(group.varshape) > 1 and group.num_state == len(group.hidden) else 0
+    if not 1 < width <= _FEW:
+        return ""
+    for h, r in zip(group.hidden, group.within, strict=True):
+        row, used = h.positions // width, r.highest >= 0
+        if np.any(used & ((r.lowest // width != row) | (r.highest // width != row))):
+            return ""
+    return (
+        f" Only the {width} numbers along the last axis reach each other: in a "
+        "`brainstate.HiddenGroupState` they belong to one unit, and traces follow all of them."
+    )

@@ -56,7 +56,7 @@ ELEMENT_WISE = frozenset(
 FLAT = frozenset(["stop_gradient", "ceil", "floor", "round", "sign", "is_finite"])  # no derivative
 _REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"])
 _CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
-_INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
+INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
 
 
 def links(
@@ -171,7 +171,7 @@ def _copies(
     primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
 ) -> Linked | None:
     """Copy element numbers instead of data, to learn where each element of the output comes from."""
-    data = range(_INDEXED.get(primitive.name, len(ins)))
+    data = range(INDEXED.get(primitive.name, len(ins)))
     operands: list[Any] = []
     starts, start = {}, 0
     for i, a in enumerate(ins):

@@ -15,6 +15,8 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal
+from .._lines import raising_line
+from .._ops.primitive import StateGivenError
 from .diagnostics import number, show_path
 from .errors import CompilationError, NotSupportedError
 from .links import Array
@@ -43,6 +45,11 @@ class StateEntry:
     @property
     def written(self) -> bool:
         return any(a is not b for a, b in zip(self.invars, self.outvars, strict=True))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is as it was after the step: a parameter, or a state that is only read (a mask, say)."""
+        return self.is_param or not self.written
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +130,14 @@ class ModuleInfo:
         return tuple(e for e in self.entries if e.is_param)
 
     @cached_property
+    def fixed(self) -> tuple[StateEntry, ...]:
+        """What effective weights are made of: the parameters, and states that no step writes."""
+        return tuple(e for e in self.entries if e.is_fixed)
+
+    @cached_property
     def carried(self) -> tuple[StateEntry, ...]:
-        """The states that are not parameters."""
-        return tuple(e for e in self.entries if not e.is_param)
+        """The states that a step hands to the next."""
+        return tuple(e for e in self.entries if not e.is_fixed)
 
     @cached_property
     def invar_to_leaf(self) -> dict[Var, tuple[Path, int]]:
@@ -205,7 +217,7 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     entries, trees = [], []
     for i, state in enumerate(states):
         leaves, tree = jax.tree.flatten(state.value)
-        path = paths.get(id(state), ("<outside the model>", str(i)))
+        path = paths.get(id(state)) or _outside(state, i)
         invars = tuple(next(ins) for _ in leaves)
         outvars = tuple(next(outs) for _ in leaves)
         entries.append(StateEntry(path, state, invars, outvars))
@@ -241,6 +253,13 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     )
 
 
+def _outside(state: brainstate.State, number: int) -> Path:
+    """A name for a state that the step uses and the model does not hold."""
+    if state is brainstate.random.DEFAULT:
+        return ("brainstate.random.DEFAULT",)
+    return "<outside the model>", f"{type(state).__name__} {number}"
+
+
 def _check_that_it_stays(entry: StateEntry) -> None:
     """A step leaves a state in the shape and type in which it found it: else there is no next step."""
     for old, new in zip(entry.invars, entry.outvars, strict=True):
@@ -249,8 +268,9 @@ def _check_that_it_stays(entry: StateEntry) -> None:
             raise CompilationError(
                 f"The state `{show_path(entry.path)}` is {was[1]}{list(was[0])} before the step and "
                 f"{now[1]}{list(now[0])} after it: there could be no second step. If it lacks a batch axis, "
-                "initialise it with one, by `brainstate.nn.init_all_states(model, batch_size=...)`; if its "
-                "type differs, give it the type that the step computes."
+                "initialise it with one, by `brainstate.nn.init_all_states(model, batch_size=...)`; if the "
+                "input is a whole sequence, give one step of it; if its type differs, give it the one that "
+                "the step computes."
             )
 
 
@@ -351,9 +371,11 @@ def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[An
     function = brainstate.transform.StatefulFunction(step, return_only_write=False)
     try:
         function.make_jaxpr(*data)
+    except StateGivenError as e:
+        raise CompilationError(str(e)) from e
     except AttributeError as e:
         raise CompilationError(
-            f"The model's step failed while it was traced: {e}. If the missing attribute is a state, "
+            f"The model's step failed while it was traced{_at(e)}: {e}. If the missing attribute is a state, "
             "call `brainstate.nn.init_all_states(model)` first."
         ) from e
     except (TypeError, ValueError) as e:
@@ -366,14 +388,20 @@ def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[An
         }
         shapes = [tuple(jnp.shape(d)) for d in data]
         raise CompilationError(
-            f"The model's step failed while it was traced with arrays of shapes {shapes}: {e} Its states "
-            f"have the shapes {states}. Check the feature size, and that inputs and states agree about a "
-            "batch axis (`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an "
-            "array, such as a string, is passed to the model as it is."
+            f"The model's step failed while it was traced with arrays of shapes {shapes}{_at(e)}: {e} Its "
+            f"states have the shapes {states}. Check the feature size, that the arrays are those of one step "
+            "and not of a sequence, and that inputs and states agree about a batch axis "
+            "(`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an array, "
+            "such as a string, is passed to the model as it is."
         ) from e
     closed = function.get_jaxpr(*data)
     out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
     return closed, out_tree, tuple(function.get_states(*data))
+
+
+def _at(error: Exception) -> str:
+    line = raising_line(error)
+    return f", at {line}" if line else ""
 
 
 def _is_traced(value: Any) -> bool:

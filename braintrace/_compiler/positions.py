@@ -330,9 +330,7 @@ class Positions:
         if through:
             return True
         ends = (node.inputs[i].aval.dtype, node.outputs[j].aval.dtype)
-        return node.primitive.name not in _links.FLAT and all(
-            jnp.issubdtype(dtype, jnp.inexact) for dtype in ends
-        )
+        return not node.is_flat and all(jnp.issubdtype(dtype, jnp.inexact) for dtype in ends)
 
     def _program(self, node: Node, which: int, known: Any = None) -> Positions:
         """The positions of a program inside a node, with what is known of its inputs."""

@@ -19,11 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
 from .._ops.letters import Layout
 from .._ops.primitive import ETPPrimitive
+from .links import FLAT
 
 AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
 
@@ -66,6 +68,17 @@ class Node:
     @property
     def params(self) -> dict[str, Any]:
         return self.eqn.params
+
+    @property
+    def zeros(self) -> list[Literal]:
+        """The numbers in the program by which it multiplies, and which are zero."""
+        ins = self.inputs if self.primitive is primitives.mul_p else ()
+        return [a for a in ins if isinstance(a, Literal) and np.ndim(a.val) == 0 and a.val == 0]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its derivative is zero, or none."""
+        return self.primitive.name in FLAT or bool(self.zeros)
 
     @property
     def sites(self) -> list[Site]:
@@ -241,6 +254,7 @@ class _Reader:
                 if not node.inner:
                     self.refuse_sites(program, node)
             program.nodes.append(node)
+            program.read += node.zeros
         return [read(a) for a in jaxpr.outvars]
 
     @contextmanager

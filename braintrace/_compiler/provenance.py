@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import Literal, primitives
-from .links import FLAT
 from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
 
@@ -54,7 +53,7 @@ def _forward(program: Program, bits: dict[Var, int], params: int) -> None:
             given = _given(node, which, ins, union)
             bits.update(zip(inner.inputs, given, strict=True))
             _forward(inner, bits, params)
-        if node.primitive.name in FLAT:
+        if node.is_flat:
             union &= ~params
         for v in node.outputs:
             bits[v] = union
@@ -137,7 +136,7 @@ def _backward(
         for v in node.outputs:
             if v in env and (through or jnp.issubdtype(v.aval.dtype, jnp.inexact)):
                 goal = goal | (env[v] & mask(v))
-        if not goal or (node.primitive.name in FLAT and not through):
+        if not goal or (node.is_flat and not through):
             continue
         if node.site is not None:
             i = node.site.index

@@ -60,7 +60,7 @@ class CompilationReport:
         """States that are carried from step to step but not traced."""
         hidden = {id(h.state) for h in self.graph.module_info.hidden}
         return [
-            e.path for e in self.graph.module_info.entries if not e.is_param and id(e.state) not in hidden
+            e.path for e in self.graph.module_info.entries if not e.is_fixed and id(e.state) not in hidden
         ]
 
     @property

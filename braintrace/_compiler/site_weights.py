@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .errors import CompilationError
 from .groups import HiddenGroup, mixing_nodes
+from .links import INDEXED
 from .module_info import ModuleInfo, Path
-from .program import Node, Site, Var
+from .program import Atom, Node, Site, Var
 from .provenance import Goal, Provenance, provenance
 from .reach import Reach
 from .relation import HiddenParamOpRelation, PathClassification
@@ -79,8 +80,9 @@ class SiteWeights:
                 "is nothing to learn there.",
                 primitive=site.primitive,
             )
+        fixed = {v for e in self.info.fixed for v in e.invars}
         for name, (inputs, carried, _) in self.found.items():
-            foreign = [v for v in inputs if v not in self.leaf_of]
+            foreign = [v for v in inputs if v not in fixed]
             if (foreign or carried) and self.behind[name]:
                 what = (
                     ", ".join(dict.fromkeys(self._name(v) for v in foreign)) or "a value that a loop carries"
@@ -173,18 +175,30 @@ def partial_path(
 ) -> CompilationRecord:
     nodes: list[Node] = mixing_nodes(info, came, {**env, site.output: sites[site.index]})
     where = f"`{nodes[0].primitive.name}` at {nodes[0].source}" if nodes else "the step"
+    origin = provenance(info.program)
+    how = (
+        "goes by indices that are known only as it runs, so that any position may reach any other"
+        if nodes and any(origin.of(a)[0] for a in _indices(nodes[0]))
+        else "mixes positions"
+    )
     names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
     return CompilationRecord(
         DiagnosticKind.RELATION_PARTIAL_PATH,
         DiagnosticLevel.WARNING,
-        f"Between `{site.primitive.name}` {weights.label} at {site.source} and {names}, {where} mixes "
-        "positions; the trace keeps one position for each, and what goes to the others is learned within "
-        "the step only.",
+        f"Between `{site.primitive.name}` {weights.label} at {site.source} and {names}, {where} "
+        f"{how}; the trace keeps one position for each, and what goes to the others is learned within the "
+        "step only.",
         primitive=site.primitive,
         weight_path=next(iter(weights.paths.values())),
         hidden_paths=tuple(group.hidden_paths),
         context={"sources": [n.source for n in nodes], "site": site, "nodes": nodes},
     )
+
+
+def _indices(node: Node) -> tuple[Atom, ...]:
+    name = node.primitive.name
+    first = 1 if name.startswith("scatter") else INDEXED.get(name, len(node.inputs))
+    return node.inputs[first : 2 if name.startswith("scatter") else None]
 
 
 def included(

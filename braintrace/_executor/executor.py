@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler.graph import ETraceGraph
+from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var, run
 from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
 from .signals import differentiable_step, output, reads_old_states
 from .traces import Rows, States, Trace, find_traces, stack
-from .weights import Effective, effective_weights
+from .weights import Effective, effective_weights, needs
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +130,22 @@ class ETraceGraphExecutor:
         inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
         return Local(inputs, self.weights(env), D, J)
 
+    @cached_property
+    def made_of(self) -> set[Var]:
+        """The variables of the program that effective weights are made of."""
+        info, relations = self.graph.module_info, self.graph.hidden_param_op_relations
+        return {v for r in relations for v in needs(info.program, r.site)}
+
+    @cached_property
+    def masks(self) -> list[StateEntry]:
+        """The states that effective weights are made of, beside the parameters."""
+        entries = self.graph.module_info.fixed
+        return [e for e in entries if not e.is_param and not self.made_of.isdisjoint(e.invars)]
+
     def weights(self, known: Mapping[Var, Any]) -> Effective:
-        """The effective weights, from the parameters in `known`."""
+        """The effective weights, from the parameters and other fixed states in `known`."""
         info = self.graph.module_info
-        params = {v: known[v] for e in info.params for v in e.invars}
+        params = {v: known[v] for e in info.fixed for v in e.invars}
         consts = {v: known[v] for v in info.program.consts}
         return effective_weights(info.program, {**consts, **params}, self.graph.hidden_param_op_relations)
 

@@ -48,7 +48,7 @@ def _site_weights(program: Program, known: Mapping[Var, Any], site: Site, varyin
     if node.site is site:
         return _values(program, known, list(site.weights.values()))
     inner = next(p for p in node.inner if any(s is site for s in p.sites))
-    wanted = _needs(inner, site)
+    wanted = needs(inner, site)
     atoms = _operands(node)
     given = [i for i, v in enumerate(inner.inputs) if v in wanted]
     values = dict(zip(given, _values(program, known, [atoms[i] for i in given]), strict=True))
@@ -81,14 +81,14 @@ def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -
     return evaluate(program, [(a, None) for a in atoms], view)
 
 
-def _needs(program: Program, site: Site) -> set[Var]:
+def needs(program: Program, site: Site) -> set[Var]:
     """The inputs of a program that the weights of a site inside it are made of."""
     (holder,) = [n for n in program.nodes if any(s is site for s in n.sites)]
     if holder.site is site:
         wanted = {a for a in site.weights.values() if isinstance(a, Var)}
     else:
         inner = next(p for p in holder.inner if any(s is site for s in p.sites))
-        below = _needs(inner, site)
+        below = needs(inner, site)
         pairs = zip(_operands(holder), inner.inputs, strict=True)
         wanted = {a for a, v in pairs if v in below and isinstance(a, Var)}
     for node in needed(program, list(wanted)):

@@ -72,11 +72,11 @@ class Online:
 
     def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
         given, others = iter(params), iter(rest)
-        states = [[next(given) for _ in e.invars] if e.is_param else next(others) for e in self.info.entries]
+        states = [[next(given) for _ in e.invars] if e.is_fixed else next(others) for e in self.info.entries]
         return StepInputs(args, consts, states)
 
     def _carried(self, states: list[Leaves]) -> list[Leaves]:
-        return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_param]
+        return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_fixed]
 
     def forward(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
@@ -242,7 +242,7 @@ class Online:
 
     def at_groups(self, signals: Leaves) -> Signals:
         """Signals at the leaves of the carried states, by group."""
-        carried = [v for e in self.info.entries if not e.is_param for v in e.invars]
+        carried = [v for e in self.info.carried for v in e.invars]
         by_var = dict(zip(carried, signals, strict=True))
         return self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
 
@@ -305,19 +305,19 @@ class Online:
         program = self.info.program
         weights = [w for t in self.traces for w in t.relation.site.weights.values()]
         atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
-        read = {a for a in atoms if isinstance(a, Var)}
         numbers = [a.val for a in atoms if isinstance(a, Literal)]
-        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in read), *numbers]
+        made_of = self.executor.made_of
+        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in made_of), *numbers]
 
     def _known_params(self, params: Leaves, consts: Leaves) -> dict[Any, Any]:
-        known = dict(zip((v for e in self.info.params for v in e.invars), params, strict=True))
+        known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
         known.update(zip(self.info.program.consts, consts, strict=True))
         return known
 
     def record_bytes(self) -> int:
         """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
         program = self.info.program
-        moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_param for v in e.invars)}
+        moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_fixed for v in e.invars)}
         for node in program.nodes:
             if any(a in moving for a in node.inputs if isinstance(a, Var)):
                 moving.update(node.outputs)

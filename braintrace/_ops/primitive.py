@@ -16,7 +16,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _lines
 from .letters import Layout, Term, layout, over_levels
 
 Terms = Mapping[str, Term] | Callable[..., Mapping[str, Term]]
@@ -162,14 +162,29 @@ def register_primitive(
 
 def on_mantissa(fn: WeightFn | None, v: Any) -> Any:
     """`fn` of an array; of a quantity, `fn` of its mantissa with the same unit."""
+    _refuse_state(v)
     if fn is None or v is None:
         return v
     result, unit = fn(jnp.asarray(u.get_mantissa(v))), u.get_unit(v)
     return result if unit == u.UNITLESS else u.Quantity(result, unit=unit)
 
 
+class StateGivenError(TypeError):
+    """An op was given a state where it takes a state's value."""
+
+
+def _refuse_state(v: Any) -> None:
+    if hasattr(v, "value") and not hasattr(v, "dtype"):
+        op, line = _lines.calling_line("_ops")
+        where = f"`{op}` at {line}" if line else f"`{op}`"
+        raise StateGivenError(
+            f"{where} takes arrays, and was given a `{type(v).__name__}` itself: pass its `.value`."
+        )
+
+
 def spikes_as(weight: Any, x: Any) -> Any:
     """`x`, which may be boolean or integer (spikes, counts): then as numbers of the weight's type."""
+    _refuse_state(x)
     if jnp.issubdtype(jnp.result_type(u.get_mantissa(x)), jnp.inexact):
         return x
     dtype = jnp.result_type(u.get_mantissa(weight))

@@ -38,7 +38,8 @@ class WholeRule(Rule):
         }
 
     def advance(self, online: Online, values: Values, window: Window) -> Values:
-        at, restore = _real(window.params)
+        learned = _learned(online)
+        at, restore = _real([p for p, k in zip(window.params, learned, strict=True) if k])
         before = jax.tree.map(lambda a: a[0], window.before)
         if window.keep is not None:  # what begins anew there is no function of the state before
             values = self.forget(online, values, ~window.keep[0])
@@ -46,12 +47,14 @@ class WholeRule(Rule):
         start, rebuild = _real(leaves)
 
         def end(h: Any, w: Any) -> Any:
-            return _real(jax.tree.leaves(window.end(restore(w), jax.tree.unflatten(tree, rebuild(h)))))[0]
+            now = iter(restore(w))
+            params = [next(now) if k else p for p, k in zip(window.params, learned, strict=True)]
+            return _real(jax.tree.leaves(window.end(params, jax.tree.unflatten(tree, rebuild(h)))))[0]
 
         # a `while` loop has no reverse mode
         forward_only = any(has_while(n) for n in online.info.program.nodes)
         by_state, by_param = (jax.jacfwd if forward_only else jax.jacrev)(end, (0, 1))(start, at)
-        sizes = [v.size for v in _real_leaves(window.params)]
+        sizes = [math.prod(_real_shape(a)) for a in _named_params(online).values()]
         split = jnp.split(by_param, list(itertools.accumulate(sizes))[:-1], axis=1) if values else []
         return {
             name: _carry(by_state, values[name]) + part.reshape(values[name].shape)
@@ -63,7 +66,8 @@ class WholeRule(Rule):
         pairs = [(d, x) for d, x in zip(signals, before, strict=True) if d is not None]
         signal = jnp.concatenate([_real_cotangent(d, x) for d, x in pairs])
         found = iter([_carry(signal, values[name]) for name in _named_params(online)])
-        return [_cotangent(next(found), p) if is_inexact(p) else None for p in window.params]
+        live = [k and is_inexact(p) for p, k in zip(window.params, _learned(online), strict=True)]
+        return [_cotangent(next(found), p) if k else None for p, k in zip(window.params, live, strict=True)]
 
     def forget(self, online: Online, values: Values, rows: Any) -> Values:
         parts = []
@@ -82,7 +86,12 @@ class WholeRule(Rule):
 
 
 def _carried(online: Online) -> list[Any]:
-    return [v for e in online.info.entries if not e.is_param for v in e.invars]
+    return [v for e in online.info.carried for v in e.invars]
+
+
+def _learned(online: Online) -> list[bool]:
+    """Of each fixed leaf, whether it is a parameter's."""
+    return [e.is_param for e in online.info.fixed for _ in e.invars]
 
 
 def _named_params(online: Online) -> dict[str, Any]:

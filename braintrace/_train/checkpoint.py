@@ -13,7 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiler.diagnostics import warn_user
 from .engine import Engine
+
+# what a run writes beside its arrays, and cannot go on without
+NOTES = {"learner", "epoch", "index", "batch_size", "seconds", "reached"}
 
 
 class Checkpoints:
@@ -60,6 +64,42 @@ class Checkpoints:
             )
             loaded = self._manager.restore(number, args=args)
         return loaded["arrays"], loaded["notes"]
+
+    def load_newest(self) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """The newest one that can be read: its number, arrays and notes.
+
+        One that is damaged is said and set aside, so that another can be written in its place.
+        """
+        damaged: list[str] = []
+        for number in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                arrays, notes = self.load(number)
+                missing = NOTES - notes.keys()
+                if missing:
+                    raise KeyError(f"its notes have no {', '.join(sorted(missing))}")
+            except Exception as error:  # whatever orbax makes of a file that is cut, or not there
+                reason = " ".join(str(error).split())[:200]
+                damaged.append(f"{self.path(number)} ({type(error).__name__}: {reason})")
+                continue
+            if damaged:
+                for later in [n for n in self._manager.all_steps() if n > number]:
+                    self._set_aside(later)
+                warn_user(
+                    f"Damaged, and set aside as `damaged-*` beside it: {'; '.join(damaged)}. The run goes on "
+                    f"from {self.path(number)}, which was made after batch {number}."
+                )
+            return number, arrays, notes
+        raise ValueError(
+            f"No checkpoint in {self.folder} can be read: {'; '.join(damaged)}. Bring them back from a copy, "
+            "or start afresh with another `checkpoint_dir`."
+        )
+
+    def _set_aside(self, number: int) -> None:
+        old = self.path(number)
+        names = (self.folder / f"damaged-{number}{more}" for more in ("", *map("-{}".format, range(2, 1000))))
+        old.rename(next(p for p in names if not p.exists()))
+        with _quiet():
+            self._manager.reload()
 
     def close(self) -> None:
         self._manager.close()
@@ -128,7 +168,7 @@ def _quiet() -> Iterator[None]:
     """Without the log lines of orbax, of which there are many for each checkpoint."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)  # a damaged file is told by whoever reads it
     try:
         yield
     finally:

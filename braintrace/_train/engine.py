@@ -98,7 +98,7 @@ class Engine:
             seen.append((args, kwargs))
             raise _Called
 
-        first = slice(0, self.chunk_size) if self._in_windows else 0
+        first = slice(0, self.chunk_size) if self.in_windows else 0
         slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
         with _calling(self.learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
             self.step_fn(*slices)
@@ -108,7 +108,7 @@ class Engine:
         return args, kwargs
 
     @property
-    def _in_windows(self) -> bool:
+    def in_windows(self) -> bool:
         return self.chunk_size is not None and getattr(self.learner, "vjp_method", None) == "multi-step"
 
     # -- training ----------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Engine:
     def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
         """One update from some steps: their losses, what else `step_fn` returned, and what is not finite."""
         learner, params = self.learner, self.parameters()
-        if self.update_every == 1 and not self._in_windows:
+        if self.update_every == 1 and not self.in_windows:
             grads, losses, aux = self._gradient_of_step(arrays, mask)
         else:
             grads, losses, aux = learner.etrace_grad(
@@ -205,7 +205,7 @@ class Engine:
         sequence = _sequence(xs, ys, mask)
         brainstate.nn.reset_all_states(model, **({"batch_size": size_of(xs)} if self.batched else {}))
         with _calling(self.learner, partial(call_model, model)):
-            if self._in_windows:
+            if self.in_windows:
                 run = lambda c, arrays, *_: (c, self._step(*arrays))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan
                 _, (losses, aux) = over_chunks(run, (), sequence, size, scan)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
 
+from .._compiler.diagnostics import warn_user
 from .checkpoint import Checkpoints, collect, restore
 from .data import Batch, Batches, read, size_of, steps_of
 from .engine import Engine
 from .errors import DivergedError
 from .progress import Watch
 from .result import FitResult, Log, Row, to_columns, to_rows
+from .settings import settings
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Run:
                 f"{where.parent} holds checkpoints of an earlier run. To continue that run pass "
                 "`resume=True`; to start afresh choose another `checkpoint_dir` or remove this one."
             )
-        arrays, notes = self.checkpoints.load(latest)
+        latest, arrays, notes = self.checkpoints.load_newest()
+        where = self.checkpoints.path(latest)
         if notes["learner"] != type(self.engine.learner).__name__:
             raise ValueError(
                 f"The checkpoint {where} was made with {notes['learner']}, and this learner is "
@@ -100,14 +104,32 @@ class Run:
                 "`batches` now gives fewer in that epoch."
             )
         if (size := self._size(last)) != notes["batch_size"]:
-            warnings.warn(
+            warn_user(
                 f"The checkpoint {where} was made with batches of {notes['batch_size']} sequences, and "
                 f"`batches` now gives {size}. The run goes on with these, after as many batches as before; "
-                "for the run that it would have been, give batches of the same size.",
-                stacklevel=3,
+                "for the run that it would have been, give batches of the same size."
             )
         self.engine.prepare(first)
         restore(self.engine, arrays, where)
+        self._compare(notes.get("settings", {}), where)
+
+    def _compare(self, before: dict[str, Any], where: Path) -> None:
+        """Say what is not as it was when the checkpoint was made."""
+        now = self._settings
+        changed = [
+            f"{name} was {before[name]} and is {now[name]}"
+            for name in now
+            if name in before and not _alike(before[name], now[name])
+        ]
+        if changed:
+            warn_user(
+                f"The run goes on from {where} with other settings than it was made with: "
+                f"{'; '.join(changed)}. For the run that it would have been, give the same."
+            )
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return settings(self.engine)
 
     def _size(self, batch: Batch) -> int | None:
         return size_of(batch[0]) if self.engine.batched else None
@@ -220,8 +242,15 @@ class Run:
             "batch_size": self._trained_size,
             "seconds": self.seconds,
             "reached": self.result.reached,
+            "settings": self._settings,
         }
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two settings are the same; numbers to three digits."""
+    numbers = isinstance(a, float) and isinstance(b, float)
+    return bool(np.isclose(a, b, rtol=1e-3, atol=0)) if numbers else bool(a == b)
 
 
 class Interrupt:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
+from functools import partial
 
 import brainstate
 import brainunit as u
@@ -19,7 +21,8 @@ from braintrace._algorithms.pure import Pure
 from braintrace._rules import d_rtrl, es_d_rtrl
 
 from ..oracle import bptt
-from ..run import agree, difference, online
+from ..run import agree, difference, online, sequence
+from ..zoo import CASES
 
 BATCH, LENGTH = 2, 6
 
@@ -119,7 +122,46 @@ def forgotten_batch_size():
     learner(jnp.ones((2, 3)))
 
 
+class Forgetful(brainstate.nn.Module):
+    """A model that hands an op the parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.ones((3, 4)))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x):
+        self.h.value = 0.9 * self.h.value + braintrace.matmul(x, self.w)
+        return self.h.value
+
+
+def without_value():
+    braintrace.D_RTRL(Forgetful()).compile_graph(jnp.ones(3))
+
+
+def batch_first(drive):
+    learner = learner_of()
+    getattr(learner, drive)(data()[0].swapaxes(0, 1), step_fn=lambda x: learner(x).sum())
+
+
+def compiled_with_a_sequence():
+    braintrace.D_RTRL(Moving(lambda y: y[..., :4])).compile_graph(data()[0])
+
+
+NO_VALUE = (
+    rf"`matmul` at {re.escape(__file__)}:\d+ takes arrays, and was given a `ParamState` itself.*\.value"
+)
+
 MISTAKES = {
+    "no value": (without_value, NO_VALUE),
+    "sequence": (lambda: learner_of()(data()[0]), "looks like a whole sequence of 6 steps.*etrace_grad"),
+    "sequence to compile": (compiled_with_a_sequence, "whole sequence, give one step"),
+    "batch first": (lambda: batch_first("etrace_grad"), r"shapes \(2, 6, 3\), seem to have the batch first"),
+    "batch first, no loss": (lambda: batch_first("etrace_evolve"), "time must be the first axis"),
+    "integers": (
+        lambda: learner_of()(jnp.ones((2, 3), int)),
+        r"is int64 and not float64.*astype\('float64'\)",
+    ),
     "grows": (state_that_grows, "batch axis, initialise it with one"),
     "forgotten": (forgotten_batch_size, r"`cell.h` has float\d+\[4\] and had float\d+\[2, 4\]"),
     "trace type": (lambda: braintrace.D_RTRL(net(), trace_dtype=jnp.int32), "trace_dtype"),
@@ -128,7 +170,7 @@ MISTAKES = {
     "option of reset": (lambda: learner_of().reset_state(batchsize=2), "batchsize"),
     "not compiled": (lambda: braintrace.D_RTRL(net())(jnp.ones((2, 3))), "compile_graph"),
     "other batch": (other_batch, "batch"),
-    "batched call": (unbatched, "not compiled for inputs"),
+    "batched call": (unbatched, "If it is a batch, initialise the states"),
     "wrong features": (wrong_features, "feature size"),
     "batched input": (batched_input_on_unbatched_states, "batch axis"),
     "uninitialised": (states_not_initialised, "init_all_states"),
@@ -1140,6 +1182,55 @@ def test_a_weight_that_changes_from_step_to_step_is_said():
 
     with pytest.warns(UserWarning, match="may change from step to step"):
         learner.etrace_grad(xs, step_fn=step, chunk_size=1)
+
+
+def test_a_warning_is_given_once_of_a_model():
+    learner = learner_of()
+
+    def step(x, y):
+        learner.model.cell.h.value = learner.model.cell.h.value * 0.5
+        return jnp.sum((learner(x) - y) ** 2)
+
+    with warnings.catch_warnings(record=True, action="always") as found:
+        for size in (None, 2, 1, None):
+            learner.etrace_grad(*data(), step_fn=step, chunk_size=size)
+    assert [w.filename for w in found] == [__file__]
+    assert "`step_fn` assigns `cell.h`" in str(found[0].message)
+
+
+def test_a_mask_in_a_state_is_a_constant_until_it_is_assigned():
+    case = CASES["weight_mask_in_a_state"]
+    xs = jnp.stack(sequence(case, 4))
+
+    def gradient(rule, size=None, step=lambda learner, x: jnp.sum(learner(x) ** 2), **options):
+        learner = rule(case.build(), **options)
+        learner.compile_graph(xs[0])
+        return learner, learner.etrace_grad(xs, step_fn=partial(step, learner), chunk_size=size)
+
+    _, truth = gradient(braintrace.BPTT)
+    assert truth[("w",)].any()
+    for rule, size in ((braintrace.D_RTRL, 1), (braintrace.D_RTRL, 2), (braintrace.RTRL, None)):
+        learner, found = gradient(rule, size)
+        assert agree(truth, found, 1e-10), (rule, size)
+    assert ("mask",) in learner.other_states
+
+    whole = lambda learner: learner.etrace_grad(xs, step_fn=lambda x: learner(x).sum())
+    for again in (lambda learner: learner(xs[1]), whole):
+        learner, _ = gradient(braintrace.D_RTRL)
+        learner.model.mask.value = ~learner.model.mask.value
+        learner.reset_state()
+        again(learner)  # the traces began anew: no warning
+        learner.model.mask.value = ~learner.model.mask.value
+        with pytest.warns(UserWarning, match="the state `mask`, `gain`, which has changed"):
+            again(learner)
+
+    def assigns(learner, x):
+        learner.model.gain.value = learner.model.gain.value * 0.9
+        return jnp.sum(learner(x))
+
+    with pytest.warns(UserWarning, match="`step_fn` assigns `gain`"):
+        found = [gradient(braintrace.D_RTRL, size, assigns)[1] for size in (1, None)]
+    assert agree(*found, 1e-10)
 
 
 # -- what is given and returned ------------------------------------------------------------------------

@@ -623,6 +623,121 @@ def test_a_parameter_without_a_mark_is_told_first():
     assert points_at(str(found[0].message), "test_graph.py", "+ p.b")
 
 
+def warnings_of(f, params, states, x=(3,), **more):
+    """The model's findings that are warnings, and the verdict on it."""
+    with warnings.catch_warnings(action="ignore"):
+        graph = compile_etrace_graph(Step(f, params, {**states, **more}), jnp.ones(x))
+    return [r.message for r in graph.diagnostics if r.level is DiagnosticLevel.WARNING], graph.exactness()
+
+
+def test_a_use_without_a_mark_beside_a_marked_one():
+    def f(p, s, x):
+        h = 0.9 * s.h + bt.matmul(x, p.w, p.b) + jnp.tanh(p.b)
+        return {"h": h}, h
+
+    (message,), verdict = warnings_of(f, {"w": (3, 4), "b": 4}, {"h": 4})
+    assert "`b`, used by `tanh`" in message
+    assert points_at(message, "test_graph.py", "jnp.tanh(p.b)")
+    assert "this use gets the gradient within the step only (the marked one is learned online)" in message
+    assert list(verdict.weights) == [("b",)]
+
+
+def test_indices_that_are_not_known_are_said_to_be_so():
+    def f(p, s, x):
+        y = bt.matmul(x, p.w)
+        return {"h": 0.9 * s.h + y[jnp.argsort(y)]}, s.h
+
+    (message,), _ = warnings_of(f, {"w": (3, 4)}, {"h": 4})
+    assert "`gather` at" in message
+    assert "goes by indices that are known only as it runs" in message
+    assert "mixes" not in message
+
+
+def test_a_clock_is_no_reason_to_warn():
+    def f(p, s, x):
+        t = s.t + 0.1
+        return {"t": t, "h": 0.9 * s.h + bt.matmul(x, p.w) * jnp.sin(t)}, s.h
+
+    found, verdict = warnings_of(f, {"w": (3, 4)}, {"h": 4, "t": ()})
+    assert verdict.exact
+    assert found == []
+
+
+@pytest.mark.parametrize("product", [bt.matmul, jnp.matmul])
+def test_a_layer_times_zero_drops_nothing_until_it_is_not_zero(product):
+    gain = 0.0
+
+    def f(p, s, x):
+        h = 0.9 * s.h + bt.matmul(x, p.w) + gain * product(s.h, p.u)
+        return {"h": h}, h
+
+    model = Step(f, {"w": (3, 4), "u": (4, 4)}, {"h": 4})
+    learner = bt.D_RTRL(model)
+    learner.compile_graph(jnp.ones(3))  # no warning
+    assert learner.report.exactness.exact
+    gain = 0.5
+    if product is bt.matmul:
+        with pytest.raises(CompilationError, match="has become another program"):
+            learner(jnp.ones(3))
+    else:  # it needs no other traces
+        with pytest.warns(UserWarning, match="`u`, used by `dot_general`"):
+            learner(jnp.ones(3))
+        assert not learner.report.exactness.exact
+
+
+def test_pairs_that_are_rotated_get_a_hint_that_helps():
+    def f(p, s, x):
+        a, b = s.h[:, 0], s.h[:, 1]
+        h = jnp.stack([0.8 * a - 0.6 * b, 0.6 * a + 0.8 * b], -1) + bt.matmul(x, p.w).reshape(4, 2)
+        return {"h": h}, h
+
+    (message,), verdict = warnings_of(f, {"w": (3, 8)}, {"h": (4, 2)})
+    assert "Only the 2 numbers along the last axis reach each other" in message
+    assert "HiddenGroupState" in message
+    assert not verdict.exact
+    group = lambda draw: brainstate.HiddenGroupState(draw((4, 2)))
+    found, verdict = warnings_of(f, {"w": (3, 8)}, {"h": group})
+    assert found == []
+    assert verdict.exact
+
+    def g(p, s, x):  # units of a batch, and a weight without a mark: no pairs
+        h = jnp.tanh(s.h @ p.u + bt.matmul(x, p.w))
+        return {"h": h}, h
+
+    found, _ = warnings_of(g, {"w": (3, 4), "u": (4, 4)}, {"h": (2, 4)}, x=(2, 3))
+    assert "HiddenGroupState" not in " ".join(found)
+
+
+def test_states_outside_the_model_have_names():
+    def f(p, s, x):
+        h = 0.9 * s.h + bt.matmul(x, p.w) * brainstate.random.rand(4)
+        return {"h": h}, h
+
+    report = bt.CompilationReport(compile_etrace_graph(Step(f, {"w": (3, 4)}, {"h": 4}), jnp.ones(3)))
+    assert report.dynamic_states == [("brainstate.random.DEFAULT",)]
+
+
+def test_layers_of_brainstate_are_told_with_their_marked_namesakes():
+    class Net(brainstate.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.readout = brainstate.nn.GRUCell(3, 4), brainstate.nn.Linear(4, 2)
+
+        def update(self, x):
+            return self.readout(self.cell(x))
+
+    for make, where in ((Net, "`cell`"), (lambda: brainstate.nn.GRUCell(3, 4), "the model")):
+        with jax.numpy_rank_promotion("allow"):
+            model = make()
+        brainstate.nn.init_all_states(model)
+        with pytest.warns(UserWarning, match="has no marked op") as found:
+            compile_etrace_graph(model, jnp.ones(3))
+        first = str(found[0].message).splitlines()[1]
+        assert first.endswith(f"Use `braintrace.nn.GRUCell` instead of `brainstate.nn.GRUCell` for {where}.")
+        assert "site-packages" not in first
+        assert found[0].filename == __file__
+
+
 def test_a_cascade_is_told_with_its_line():
     graph = graph_of("cascade_summed")
     (record,) = [r for r in graph.diagnostics if r.kind is DiagnosticKind.HIDDEN_STATE_CASCADE]

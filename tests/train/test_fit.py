@@ -369,6 +369,41 @@ def test_says_what_is_wrong(tmp_path):
         go([batch(0, size=3)] * 2, checkpoint_dir=tmp_path, resume=True, max_batches=2)
 
 
+def damage(folder):
+    """Cut every file of a checkpoint short, as a full disk does."""
+    for file in filter(Path.is_file, folder.rglob("*")):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_resuming_from_a_damaged_checkpoint(tmp_path):
+    def go(number, rate=1e-2, **options):
+        learner, loss = make()
+        options = {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "progress": False, **options}
+        braintrace.fit(learner, epoch, loss, optax.adam(rate), max_batches=number, resume=True, **options)
+        return parameters(learner)
+
+    whole = go(7, checkpoint_dir=tmp_path / "whole")
+    go(6)
+    damage(tmp_path / "6")
+    shutil.rmtree(tmp_path / "4" / "notes")
+    with pytest.warns(UserWarning, match="Damaged, and set aside") as caught:
+        found = go(7)
+    same(whole, found)
+    (message,) = [str(w.message) for w in caught]
+    for word in (str(tmp_path / "6"), str(tmp_path / "4"), f"goes on from {tmp_path / '2'}"):
+        assert word in message
+    assert [w.filename for w in caught] == [__file__]
+    names = sorted(p.name for p in tmp_path.iterdir() if p.name != "whole")
+    assert names == ["4", "6", "7", "damaged-4", "damaged-6"]
+    with pytest.warns(UserWarning, match="`update_every` was sequence and is 1") as caught:
+        go(8, rate=2e-2, update_every=1)
+    assert "was 0.01 and is 0.02" in str(caught[0].message)
+    for folder in tmp_path.glob("[0-9]*"):
+        damage(folder)
+    with pytest.raises(ValueError, match=r"No checkpoint in .* can be read: .*start afresh"):
+        go(9)
+
+
 def test_rows_survive_columns():
     kept = [{"batch": 1, "epoch": 0, "loss": 0.5}, {"batch": 2, "epoch": 0, "loss": 0.25, "extra": 1.0}]
     assert to_rows(to_columns(kept)) == kept
