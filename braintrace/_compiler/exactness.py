@@ -20,7 +20,7 @@ import numpy as np
 
 from .diagnostics import CompilationRecord, show_path
 from .flows import Carried, Flows, opened_sites
-from .groups import HiddenGroup, not_complex_linear
+from .groups import HiddenGroup
 from .module_info import Path
 from .program import Node, Site, Var
 from .provenance import Goal
@@ -222,11 +222,6 @@ class _Verdict:
                 node = next(iter(record.context["nodes"]), None)
                 what = f"how {label} acts on other units of {self._states(bits)} beyond the step"
                 yield from each(what, bits, *_named(node, "by"))
-            info = self.graph.module_info
-            made = [v for n in info.program.nodes if relation.site in n.sites for v in n.outputs]
-            if bits & self.flows.live and (turned := not_complex_linear(group, info, made)):
-                what = f"what {label} passes on that is not complex-linear"
-                yield from each(what, bits, *_named(turned[0], "by"))
             if (
                 self.rule.averages is not None
                 and bits & self.harmful
@@ -267,7 +262,6 @@ class _Verdict:
     def _from_group(self, group: HiddenGroup) -> Iterator[DroppedPath]:
         own = self.flows.group_bits(group.index)
         hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
-        turned = not_complex_linear(group, self.graph.module_info)
         for c, within in zip(self.flows.of(own), group.within, strict=True):
             paths = self._learned_through(c, group)
             if not paths:
@@ -284,9 +278,6 @@ class _Verdict:
                 node = group.mixers[0] if group.mixers else None
                 what = f"how units of `{show_path(c.path)}` act on other units"
                 yield from _each(paths, what, *_named(node, "by"), (c.path,))
-            if turned and own & old.direct & self.harmful:
-                what = f"what `{show_path(c.path)}` passes on that is not complex-linear"
-                yield from _each(paths, what, *_named(turned[0], "by"), (c.path,))
             beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful
             beyond |= (new.direct | new.crossing) & hidden & ~own & self.flows.live
             kept = (old.direct | old.crossing | new.direct | new.crossing) & ~hidden & self.flows.live

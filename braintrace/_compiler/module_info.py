@@ -47,13 +47,17 @@ class StateEntry:
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """One array of hidden state: `num_state` numbers (along a last axis, if grouped) at each position."""
+    """One array of hidden state: `num_state` numbers (along a last axis, if grouped) at each position.
+
+    A complex array that is `split` counts as two real ones: all real parts, then all imaginary ones.
+    """
 
     path: Path
     state: brainstate.State
     invar: Var
     outvar: Var
     grouped: bool
+    split: bool = False
 
     def __repr__(self) -> str:
         return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"
@@ -65,7 +69,7 @@ class Hidden:
 
     @property
     def num_state(self) -> int:
-        return int(self.invar.aval.shape[-1]) if self.grouped else 1
+        return (int(self.invar.aval.shape[-1]) if self.grouped else 1) * (2 if self.split else 1)
 
     @property
     def positions(self) -> Array:

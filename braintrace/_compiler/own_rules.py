@@ -69,6 +69,11 @@ class PullBack:
         return {i: env.get(a, set()) if isinstance(a, Var) else set() for i, a in self.results.items()}
 
 
+def has_own_rule(node: Node) -> bool:
+    """Whether it is a `custom_jvp` or `custom_vjp` function."""
+    return _compat.called_jaxpr(node.eqn, custom=True) is not None
+
+
 _traced: WeakKeyDictionary[Node, PullBack | None] = WeakKeyDictionary()
 
 
