@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from .._compiler import ETraceGraph
+from .._compiler.diagnostics import DiagnosticKind
 from .._compiler.exactness import RuleKind
-from .._compiler.graph import graph_from_info
+from .._compiler.graph import graph_from_info, warn_of
 from .._compiler.module_info import extract_module_info
 from .._compiler.slices import has_while
 from .._executor.executor import StepInputs, is_inexact, pull_back
@@ -36,7 +37,9 @@ class RTRL(ETraceAlgorithm):
     rule_kind = RuleKind("RTRL", whole=True)
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
-        return graph_from_info(extract_module_info(self.model, *args, **kwargs))
+        graph = graph_from_info(extract_module_info(self.model, *args, **kwargs))
+        warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
+        return graph
 
     def _initial_values(self, compiled: Compiled) -> Values:
         info = compiled.graph.module_info

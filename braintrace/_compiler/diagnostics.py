@@ -46,6 +46,7 @@ class DiagnosticKind(enum.Enum):
     HIDDEN_STATE_CASCADE = "a state reaches another group's state"
     NO_MARKED_OP = "no marked op in the model"
     PARAMETER_WITHOUT_MARK = "feeds a hidden state without a marked op"
+    RULE_NOT_LINEAR = "a derivative rule that is not linear"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ _IMPORTANCE = {
     kind: i
     for i, kind in enumerate(
         [
+            DiagnosticKind.RULE_NOT_LINEAR,
             DiagnosticKind.NO_MARKED_OP,
             DiagnosticKind.PARAMETER_WITHOUT_MARK,
             DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,

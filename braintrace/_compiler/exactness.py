@@ -37,6 +37,7 @@ class RuleKind:
     name: str = "D_RTRL"
     known: bool = True  # whether it is a rule of the library's, whose traces are as above
     whole: bool = False  # the influence of everything on everything is kept
+    at_once: bool = False  # the losses of all steps are pulled back together
     averages: tuple[float, float] | None = None  # decays of input and state averages that make up a trace
     windows: bool = False  # back-propagates through windows; traces stand for what came before
 
@@ -148,10 +149,11 @@ def find_exactness(graph: ETraceGraph, rule: RuleKind | None = None) -> Exactnes
     """
     rule = rule or RuleKind()
     params = graph.module_info.params
-    if rule.whole:
+    if rule.at_once:
         return Exactness(rule.name, [], len(params))
     order = {e.path: i for i, e in enumerate(params)}
-    found = dict.fromkeys(_Verdict(graph, rule).dropped())
+    verdict = _Verdict(graph, rule)
+    found = dict.fromkeys(verdict.not_linear() if rule.whole else verdict.dropped())
     return Exactness(
         rule.name, sorted(found, key=lambda d: order[d.weight_path]), len(params), windows=rule.windows
     )
@@ -180,6 +182,12 @@ class _Verdict:
             what = f"the derivative rule of a function that holds {self._label(site)}"
             way = f"inside `{name}`"
             yield from _each(self.behind[site.index], what, way, opened.primitive, opened.source, ())
+        yield from self.not_linear()
+
+    def not_linear(self) -> Iterator[DroppedPath]:
+        what = "what the losses of several steps do together in a derivative rule that is not linear,"
+        for node, paths in self.flows.not_linear:
+            yield from _each(paths, what, *_named(node, "that of"), ())
 
     # -- from a parameter to a new state -----------------------------------------------------------
 

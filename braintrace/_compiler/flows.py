@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .links import ELEMENT_WISE, FLAT
 from .module_info import Path
+from .own_rules import not_linear
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
 from .slices import has_while
@@ -214,6 +215,30 @@ class Flows:
         plain = [n for n in found if n.primitive.name not in _MOVES]
         mixing = [n for n in plain if n.primitive.name not in ELEMENT_WISE]
         return next(iter([*mixing, *plain, *found]), None)
+
+    # -- derivative rules that are not linear ------------------------------------------------------
+
+    @cached_property
+    def not_linear(self) -> list[tuple[Node, list[Path]]]:
+        """Functions that pull back losses of several steps, not linearly, and the parameters behind them."""
+        found = []
+        for holder, node in not_linear(self.program):
+            if any(self._goal(self.whole, v) & self.live for v in holder.outputs):
+                found.append((node, self._behind(holder)))
+        return found
+
+    def _behind(self, node: Node) -> list[Path]:
+        """The parameters that act on the outputs of a node, in the same step or in later ones."""
+        here = 1 << (self._first_site + len(self.program.sites))
+        starts = dict(self._starts)
+        for v in node.outputs:
+            starts[v] = starts.get(v, Goal()) | Goal(direct=here)
+        env = spread(self.program, starts, {})[0]
+        ways, before = here, 0
+        while ways != before:
+            before = ways
+            ways |= sum(c.bit for c in self.carried if not c.bit & ways and self._goal(env, c.old) & ways)
+        return [e.path for e in self.info.params if any(self._goal(env, v) & ways for v in e.invars)]
 
     # -- loops without a reverse mode --------------------------------------------------------------
 

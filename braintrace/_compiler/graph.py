@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
@@ -11,6 +12,7 @@ import brainstate
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
 from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
+from .flows import Flows
 from .groups import HiddenGroup, find_groups, group_records
 from .links import ELEMENT_WISE
 from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
@@ -95,7 +97,7 @@ def compile_etrace_graph(
     """
     info = extract_module_info(model, *args, **kwargs)
     graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
-    _warn(graph)
+    warn_of(graph)
     return graph
 
 
@@ -116,7 +118,7 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
         *_cascades(info, groups, var_goals),
         *records,
     ]
-    return ETraceGraph(
+    graph = ETraceGraph(
         module_info=info,
         hidden_groups=groups,
         hid_path_to_group={p: g for g in groups for p in g.hidden_paths},
@@ -124,6 +126,8 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
         hidden_perturb=HiddenPerturbation(info, tuple(groups)) if include_hidden_perturb else None,
         diagnostics=records,
     )
+    records += _not_linear(graph)
+    return graph
 
 
 def _check(info: ModuleInfo, origin: Provenance) -> None:
@@ -247,10 +251,28 @@ def _cascades(
     return records
 
 
-def _warn(graph: ETraceGraph) -> None:
+def _not_linear(graph: ETraceGraph) -> list[CompilationRecord]:
+    return [
+        CompilationRecord(
+            DiagnosticKind.RULE_NOT_LINEAR,
+            DiagnosticLevel.WARNING,
+            f"The function called at {node.source} has a derivative rule (`custom_vjp`) that is not linear "
+            "in the gradient it is given, as clipping is not. BPTT gives it what the losses of all steps "
+            "sum up to, and no online rule can: the gradient of "
+            f"{', '.join(f'`{show_path(p)}`' for p in paths)} is approximate. Clip the gradients of "
+            "parameters instead, or train with `braintrace.BPTT`.",
+            primitive=node.primitive,
+            context={"sources": [node.source], "weight_paths": paths},
+        )
+        for node, paths in Flows(graph).not_linear
+    ]
+
+
+def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = DiagnosticKind) -> None:
     """One warning per model at most, with what the user may well not have meant."""
     model = graph.module_info.model
-    message = warning_of(type(model).__name__, graph.diagnostics)
+    records = [r for r in graph.diagnostics if r.kind in kinds]
+    message = warning_of(type(model).__name__, records)
     if message is not None and _warned.get(model) != message:
         _warned[model] = message
         warn_user(message)

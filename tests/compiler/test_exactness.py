@@ -13,9 +13,11 @@ from jax import lax
 
 import braintrace as bt
 from braintrace._compiler import RuleKind
+from braintrace._compiler.own_rules import not_linear
+from braintrace._compiler.program import read_program
 
 from ..oracle import bptt
-from ..run import agree, online, sequence
+from ..run import agree, difference, online, sequence
 from ..zoo import CASES, Step
 
 
@@ -160,3 +162,77 @@ def test_a_stack_of_layers_is_summed_up_in_a_few_lines():
     assert len(text.splitlines()) == 7
     assert "more: see `.dropped`" in text
     assert len(verdict.weights) == 18
+
+
+def with_backward(bwd: Any) -> Any:
+    """The identity, with a backward of one's own: from the input and a gradient to a gradient."""
+    f = jax.custom_vjp(lambda x: x)
+    f.defvjp(lambda x: (x, x), lambda x, g: (bwd(x, g),))
+    return f
+
+
+@pytest.mark.parametrize(
+    ("bwd", "linear"),
+    [
+        (lambda x, g: jnp.where(jnp.abs(x) < 1, g / (1 + x**2), 0), True),
+        (lambda x, g: jax.vjp(jax.nn.softmax, x)[1](g)[0] - g[::-1], True),
+        (lambda x, g: jnp.nan_to_num(g) * x, True),  # not by its form
+        (lambda x, g: lax.scan(lambda c, a: (c + a, c * 2), g[0], g)[1], True),
+        (lambda x, g: jnp.clip(g, -0.1, 0.1), False),
+        (lambda x, g: jnp.clip(g, -1e4, 1e4) * jnp.sqrt(x), False),
+        (lambda x, g: g * jnp.minimum(1, 5 / jnp.linalg.norm(g)), False),
+        (lambda x, g: jax.nn.relu(g), False),
+        (lambda x, g: g + 0.1 * x, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_backward_is_tried_for_linearity(bwd, linear, dtype):
+    with jax.numpy_dtype_promotion("standard"):
+        program = read_program(jax.make_jaxpr(with_backward(bwd))(jnp.ones(5, dtype)))
+        assert (not list(not_linear(program))) == linear
+
+
+def test_a_backward_that_prints_is_not_run(capsys):
+    bwd = lambda x, g: (jax.debug.print("{}", g), jnp.tanh(g))[1]
+    assert list(not_linear(read_program(jax.make_jaxpr(with_backward(bwd))(jnp.ones(5)))))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+
+
+clipped = with_backward(lambda x, g: jnp.clip(g, -0.1, 0.1))
+CLIPPED = {
+    "state": (lambda p, s, x: ({"h": 0.9 * clipped(s.h) + bt.matmul(x, p.w)}, s.h), "w"),
+    "op": (lambda p, s, x: ({"h": 0.9 * s.h + clipped(bt.matmul(x, p.w))}, s.h), "w"),
+    "one of two": (
+        lambda p, s, x: (
+            {
+                "h": 0.9 * s.h + bt.matmul(x, p.w),
+                "m": lax.scan(lambda m, _: (0.5 * jax.jit(clipped)(m), None), s.m, length=2)[0]
+                + bt.matmul(x, p.v),
+            },
+            s.h + s.m,
+        ),
+        "v",
+    ),
+    "readout": (lambda p, s, x: ({"h": 0.9 * s.h + bt.matmul(x, p.w)}, clipped(s.h)), ""),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_backward_that_is_not_linear_is_exact_for_bptt_alone(name):
+    step, missed = CLIPPED[name]
+    build = lambda: Step(step, {"w": (3, 4), "v": (3, 4)}, {"h": 4, "m": 4})
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(4)]
+    truth = bptt(build(), xs)
+    for learner in (bt.D_RTRL(build()), bt.RTRL(build())):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            learner.compile_graph(xs[0])
+        said = [str(w.message) for w in caught if "that is not linear" in str(w.message)]
+        assert len(said) == bool(missed)
+        assert not missed or ("test_exactness.py" in said[0] and f"of `{missed}` is approximate" in said[0])
+        differs = {path for path, d in difference(truth, online(learner, xs)).items() if d > 1e-10}
+        verdict = learner.report.exactness
+        assert differs == set(verdict.weights) == {(n,) for n in missed}, str(verdict)
+    learner = bt.BPTT(build())
+    learner.compile_graph(xs[0])
+    assert learner.report.exactness.exact
