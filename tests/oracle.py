@@ -29,7 +29,7 @@ _CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jax
 def interpret(jaxpr: Any, args: Any, pins: Any = (), at_site: Any = None) -> list[Any]:
     """Evaluate a flat jaxpr; `pins` replace variables as they are made, `at_site` what sites give."""
     pins = dict(pins)
-    env = dict(zip(jaxpr.invars, args, strict=True))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     number = 0
     for eqn in jaxpr.eqns:
         vals = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
@@ -61,7 +61,7 @@ class Functional:
     """A model as one flat function: (params, carried states, x) -> (outputs, new states)."""
 
     jaxpr: Any
-    consts: Any
+    consts: Any  # of the jaxpr, and of the model
     num_x: int
     param_paths: list[Any]
     param_trees: list[Any]
@@ -126,7 +126,7 @@ def functional(model: Any, x: Any) -> Functional:
     made = jax.make_jaxpr(flat)(*consts, *jax.tree.leaves(xs), *params, *carried)
     return Functional(
         jaxpr=made.jaxpr,
-        consts=consts,
+        consts=[*made.consts, *consts],
         num_x=num_x,
         param_paths=[paths[id(st)] for st, p in zip(states, is_param, strict=True) if p],
         param_trees=[jax.tree.structure(st.value) for st, p in zip(states, is_param, strict=True) if p],

@@ -126,7 +126,9 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
         hidden_perturb=HiddenPerturbation(info, tuple(groups)) if include_hidden_perturb else None,
         diagnostics=records,
     )
-    records += _not_linear(graph)
+    flows = Flows(graph)
+    records += [*_not_linear(flows), *_untraced(flows)]
+    records += _unheard(graph, flows)
     return graph
 
 
@@ -251,7 +253,50 @@ def _cascades(
     return records
 
 
-def _not_linear(graph: ETraceGraph) -> list[CompilationRecord]:
+def _untraced(flows: Flows) -> list[CompilationRecord]:
+    """States without a trace through which parameters act on later losses: delays, above all."""
+    kinds = {e.path: type(e.state).__name__ for e in flows.info.entries}
+    records = []
+    for c, paths in flows.untraced:
+        names = ", ".join(f"`{show_path(p)}`" for p in paths)
+        records.append(
+            CompilationRecord(
+                DiagnosticKind.STATE_WITHOUT_TRACE,
+                DiagnosticLevel.WARNING,
+                f"Losses depend on what {names} did in earlier steps through `{show_path(c.path)}` "
+                f"({kinds[c.path]}), which has no trace: that part of the gradient is missing, which may be "
+                "all of it. Keep it in a `brainstate.HiddenState` that is updated unit by unit, or train "
+                "with `braintrace.RTRL`; in windows (`vjp_method='multi-step'`), what stays in one counts.",
+                weight_path=paths[0],
+                hidden_paths=(c.path,),
+                context={"weight_paths": paths},
+            )
+        )
+    return records
+
+
+def _unheard(graph: ETraceGraph, flows: Flows) -> list[CompilationRecord]:
+    """Parameters without any gradient that nothing else was said about."""
+    known = {r.weight_path for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING}
+    known.update(p for r in graph.diagnostics for p in r.context.get("weight_paths", ()))
+    silent = [p for p in flows.unheard if p not in known]
+    dropped = find_exactness(graph).weights if silent and flows.program.sites else {}
+    return [
+        CompilationRecord(
+            DiagnosticKind.GRADIENT_IS_ZERO,
+            DiagnosticLevel.WARNING,
+            f"Step by step, the gradient of `{show_path(path)}` is zero: it acts on losses of later steps "
+            f"only, and not counted is {dropped[path][0].reason}. Let what comes after read the states as "
+            "the step leaves them, not as it finds them, or train with `braintrace.RTRL` or in windows "
+            "(`vjp_method='multi-step'`).",
+            weight_path=path,
+        )
+        for path in silent
+        if path in dropped
+    ]
+
+
+def _not_linear(flows: Flows) -> list[CompilationRecord]:
     return [
         CompilationRecord(
             DiagnosticKind.RULE_NOT_LINEAR,
@@ -264,7 +309,7 @@ def _not_linear(graph: ETraceGraph) -> list[CompilationRecord]:
             primitive=node.primitive,
             context={"sources": [node.source], "weight_paths": paths},
         )
-        for node, paths in Flows(graph).not_linear
+        for node, paths in flows.not_linear
     ]
 
 

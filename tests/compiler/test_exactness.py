@@ -236,3 +236,63 @@ def test_a_backward_that_is_not_linear_is_exact_for_bptt_alone(name):
     learner = bt.BPTT(build())
     learner.compile_graph(xs[0])
     assert learner.report.exactness.exact
+
+
+def leaky(p: Any, s: Any, x: Any) -> Any:
+    return 0.9 * s.h + bt.matmul(x, p.w)
+
+
+def long(draw: Any) -> brainstate.State:
+    return brainstate.LongTermState(draw(4))
+
+
+@pytest.mark.parametrize(
+    ("step", "states", "words"),
+    [
+        (  # a readout that remembers, where no trace is kept
+            lambda p, s, x: ({"h": leaky(p, s, x), "m": 0.5 * s.m + s.h}, s.m @ p.r),
+            {"m": long},
+            "what `w` did in earlier steps through `m` (LongTermState), which has no trace",
+        ),
+        (  # by way of a hidden state
+            lambda p, s, x: ({"h": 0.9 * s.h + s.m, "m": 0.5 * s.m + bt.matmul(x, p.w)}, s.h @ p.r),
+            {"m": long},
+            "what `w` did in earlier steps through `m` (LongTermState), which has no trace",
+        ),
+        (  # a layer that reads the one before as it was
+            lambda p, s, x: ({"h": leaky(p, s, x), "m": 0.9 * s.m + bt.matmul(s.h, p.r)}, s.m),
+            {"m": 4},
+            "the gradient of `w` is zero: it acts on losses of later steps only, and not counted is what `m`",
+        ),
+        (  # running statistics that no output reads, and a clock
+            lambda p, s, x: (
+                {"h": leaky(p, s, x) * jnp.cos(s.t), "m": 0.9 * s.m + 0.1 * s.h, "t": s.t + 1},
+                s.h @ p.r,
+            ),
+            {"m": long, "t": lambda draw: brainstate.ShortTermState(jnp.zeros(4))},
+            "",
+        ),
+        (  # what an ordinary recurrence drops, too
+            lambda p, s, x: (
+                {"h": leaky(p, s, x) + bt.matmul(s.m, p.r), "m": 0.5 * s.m + s.h},
+                s.h,
+            ),
+            {"m": long},
+            "",
+        ),
+    ],
+    ids=["readout", "into a state", "late layer", "statistics", "recurrence"],
+)
+def test_a_gradient_that_a_state_swallows_is_said(step, states, words):
+    build = lambda: Step(step, {"w": (3, 4), "r": (4, 4)}, {"h": 4, **states})
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(4)]
+    learner = bt.D_RTRL(build())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        learner.compile_graph(xs[0])
+    assert len(caught) == bool(words)
+    assert all(words in str(w.message) for w in caught), caught[0].message
+    truth, found = bptt(build(), xs), online(learner, xs)
+    assert bool(jnp.any(found["w",])) != bool(words)
+    verdict = learner.report.exactness
+    assert {p for p, d in difference(truth, found).items() if d > 1e-10} == set(verdict.weights), str(verdict)
+    assert agree(truth, online(bt.RTRL(build()), xs), 1e-10)
