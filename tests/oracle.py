@@ -68,7 +68,6 @@ class Functional:
     params: list[Any]  # leaves
     state_paths: list[Any]  # of each carried leaf
     states: list[Any]  # leaves
-    grouped: list[bool]
     num_out: int
 
     def args(self, params: Any, states: Any, x: Any) -> list[Any]:
@@ -138,12 +137,6 @@ def functional(model: Any, x: Any) -> Functional:
             for _ in vs
         ],
         states=carried,
-        grouped=[
-            isinstance(st, brainstate.HiddenGroupState)
-            for st, vs, p in zip(states, leaves, is_param, strict=True)
-            if not p
-            for _ in vs
-        ],
         num_out=num_out,
     )
 
@@ -178,15 +171,7 @@ class Brute:
         self.groups = []
         for group in graph.hidden_groups:
             members = [i for p in group.hidden_paths for i, q in enumerate(f.state_paths) if q == tuple(p)]
-            places = []
-            for i in members:
-                shape = f.states[i].shape
-                hidden = shape[:-1] if f.grouped[i] else shape
-                number = np.arange(np.prod(hidden, dtype=int)).reshape(hidden)
-                places.append(
-                    np.broadcast_to(number[..., None], shape).ravel() if f.grouped[i] else number.ravel()
-                )
-            self.groups.append((members, np.concatenate(places)))
+            self.groups.append((members, np.concatenate([h.positions.ravel() for h in group.hidden])))
         self.sites = {}  # (site, group) -> which of (hidden number, y element) the trace keeps
         for r in graph.hidden_param_op_relations:
             for g, m in zip(r.hidden_groups, r.position_maps, strict=True):

@@ -1827,6 +1827,51 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
+# -- delay lines -----------------------------------------------------------------------------------------
+
+
+def _line(kind: Any, *shape: int) -> Callable[[Draw], brainstate.State]:
+    return lambda draw: kind(draw(shape))
+
+
+@case(
+    "delay", "delay_rolled", "matmul w: h b", groups="h b", x=(2, 3), w=(3, 4), h=(2, 4),
+    b=_line(brainstate.LongTermState, 3, 2, 4),
+)  # fmt: skip
+def _(p, s, x):
+    h = jnp.tanh(0.9 * s.h + bt.matmul(x, p.w))
+    return {"h": h, "b": jnp.roll(s.b, 1, 0).at[0].set(h)}, jnp.tanh(s.b[-1])
+
+
+@case(
+    "delay", "delay_ring", "matmul w: h b", groups="h b", w=(3, 4), o=(4, 2), h=4,
+    b=_line(brainstate.DelayState, 3, 4), i=lambda draw: brainstate.ShortTermState(jnp.zeros((), int)),
+)  # fmt: skip
+def _(p, s, x):
+    """Written at every second step, at a place that moves."""
+    h = 0.9 * s.h + bt.matmul(x, p.w)
+    b = lax.cond(s.i % 2 == 0, lambda b: b.at[s.i // 2 % 3].set(jnp.tanh(h)), lambda b: b, s.b)
+    return {"h": h, "b": b, "i": s.i + 1}, bt.matmul(s.b[(s.i // 2 - 2) % 3] + b[s.i // 2 % 3], p.o)
+
+
+@case(
+    "delay", "delay_fed_back", "matmul w: h b", groups="h b", w=(3, 4), h=4, b=_line(brainstate.State, 4, 6)
+)
+def _(p, s, x):
+    """The states of a position lie along the last axis; more than a few."""
+    h = 0.9 * s.h + bt.matmul(x, p.w) - 0.3 * jnp.tanh(s.b[:, 1])
+    return {"h": h, "b": jnp.concatenate([h[:, None], s.b[:, :-1]], 1)}, jnp.tanh(h)
+
+
+@case(
+    "delay", "delay_of_broadcast", "matmul w: h b", groups="h b", w=(3, 1), h=4,
+    b=_line(brainstate.HiddenState, 2, 4), positions={0: Broadcast([0, 0, 0, 0])},
+)  # fmt: skip
+def _(p, s, x):
+    h = 0.9 * s.h + x[0] * bt.matmul(x, p.w)
+    return {"h": h, "b": jnp.stack([h, s.b[0]])}, jnp.tanh(s.b[1])
+
+
 # -- states that start from zero ----------------------------------------------------------------------
 
 

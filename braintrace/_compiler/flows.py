@@ -227,14 +227,14 @@ class Flows:
         found = []
         for c in self.carried:
             if c.group is None and c.bit & self.live:
-                paths = self._behind([c.new])
-                if not self._is_seen(c):
+                paths = self.behind([c.new])
+                if not self.is_seen(c):
                     paths = [p for p in paths if p not in self._learned]
                 if paths:
                     found.append((c, paths))
         return found
 
-    def _is_seen(self, c: Carried) -> bool:
+    def is_seen(self, c: Carried) -> bool:
         """Whether the outputs, or a hidden state without a marked op in between, depend on it."""
         hidden = sum(d.bit for d in self.carried if d.group is not None) & self.live
         to_states = self.from_states.get(c.old, Goal()).direct
@@ -277,10 +277,10 @@ class Flows:
         found = []
         for holder, node in not_linear(self.program):
             if any(self._goal(self.whole, v) & self.live for v in holder.outputs):
-                found.append((node, self._behind(holder.outputs)))
+                found.append((node, self.behind(holder.outputs)))
         return found
 
-    def _behind(self, variables: Sequence[Var]) -> list[Path]:
+    def behind(self, variables: Sequence[Var]) -> list[Path]:
         """The parameters that act on variables, in the same step or in later ones."""
         here = 1 << (self._first_site + len(self.program.sites))
         starts = dict(self._starts)

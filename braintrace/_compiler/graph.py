@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Container
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 
+from .delays import LONGEST, delay_lines
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
 from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
@@ -102,7 +104,19 @@ def compile_etrace_graph(
 
 
 def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) -> ETraceGraph:
-    """The graph of a traced model."""
+    """The graph of a traced model; delay lines that a loss asks about are hidden states, too."""
+    graph = _graph_of(info, include_hidden_perturb)
+    lines = delay_lines(graph)
+    if lines:
+        others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
+        graph = _graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
+    flows = Flows(graph)
+    graph.diagnostics.extend([*_not_linear(flows), *_untraced(flows)])
+    graph.diagnostics.extend(_unheard(graph, flows))
+    return graph
+
+
+def _graph_of(info: ModuleInfo, include_hidden_perturb: bool) -> ETraceGraph:
     origin = provenance(info.program, [v for e in info.params for v in e.invars])
     _check(info, origin)
     positions = Positions(info.program)
@@ -118,7 +132,7 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
         *_cascades(info, groups, var_goals),
         *records,
     ]
-    graph = ETraceGraph(
+    return ETraceGraph(
         module_info=info,
         hidden_groups=groups,
         hid_path_to_group={p: g for g in groups for p in g.hidden_paths},
@@ -126,10 +140,6 @@ def graph_from_info(info: ModuleInfo, *, include_hidden_perturb: bool = True) ->
         hidden_perturb=HiddenPerturbation(info, tuple(groups)) if include_hidden_perturb else None,
         diagnostics=records,
     )
-    flows = Flows(graph)
-    records += [*_not_linear(flows), *_untraced(flows)]
-    records += _unheard(graph, flows)
-    return graph
 
 
 def _check(info: ModuleInfo, origin: Provenance) -> None:
@@ -265,8 +275,9 @@ def _untraced(flows: Flows) -> list[CompilationRecord]:
                 DiagnosticLevel.WARNING,
                 f"Losses depend on what {names} did in earlier steps through `{show_path(c.path)}` "
                 f"({kinds[c.path]}), which has no trace: that part of the gradient is missing, which may be "
-                "all of it. Keep it in a `brainstate.HiddenState` that is updated unit by unit, or train "
-                "with `braintrace.RTRL`; in windows (`vjp_method='multi-step'`), what stays in one counts.",
+                f"all of it. A delay line of up to {LONGEST} places has traces by itself. Keep anything else "
+                "in a `brainstate.HiddenState` that is updated unit by unit, or train by `braintrace.RTRL`; "
+                "in windows (`vjp_method='multi-step'`), what stays in one counts.",
                 weight_path=paths[0],
                 hidden_paths=(c.path,),
                 context={"weight_paths": paths},
@@ -313,7 +324,7 @@ def _not_linear(flows: Flows) -> list[CompilationRecord]:
     ]
 
 
-def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = DiagnosticKind) -> None:
+def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
     """One warning per model at most, with what the user may well not have meant."""
     model = graph.module_info.model
     records = [r for r in graph.diagnostics if r.kind in kinds]

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
-from .links import ELEMENT_WISE
+from .links import ELEMENT_WISE, Array
 from .module_info import Hidden, ModuleInfo, Path
 from .own_rules import PullBack, has_own_rule
 from .positions import Positions
@@ -79,10 +79,27 @@ class HiddenGroup:
             for h, r in zip(self.hidden, self.within, strict=True)
         )
 
+    @cached_property
+    def coupled(self) -> Array:
+        """Which old states, by column, each new one may depend on: few, where one is a delay line."""
+        if self.num_state <= _FEW or any(h.split for h in self.hidden):
+            return np.ones((self.num_state, self.num_state), bool)
+        positions = Positions(self.info.program)
+        rows = []
+        for h in self.hidden:
+            whole = Reach.at(h.positions)
+            for state in range(1 if h.axis is None else h.invar.aval.shape[h.axis]):
+                one = (...,) if h.axis is None else (slice(None),) * (h.axis + 1) + (state,)
+                start = Reach.empty(tuple(h.invar.aval.shape))
+                start.low[one], start.high[one] = whole.low[one], whole.high[one]
+                reached, _ = positions.reaches({h.outvar: start})
+                rows.append(np.concatenate([_states_in(old, reached.get(old.invar)) for old in self.hidden]))
+        return np.stack(rows)
+
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
         """The states of the group as one array, `varshape + (num_state,)`."""
         pairs = zip(self.hidden, values, strict=True)
-        parts = [p for h, v in pairs for p in _parts(h, v if h.grouped else v[..., None])]
+        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, -1))]
         return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
 
     def stack_hidden(self, values: Sequence[Any], *, dual: bool = False) -> jax.Array:
@@ -91,9 +108,7 @@ class HiddenGroup:
         `dual`: the values are cotangents of the states.
         """
         pairs = zip(self.hidden, values, strict=True)
-        parts = [
-            p for h, v in pairs for p in _parts(h, jnp.moveaxis(v, -1, 0) if h.grouped else v[None], dual)
-        ]
+        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, 0), dual)]
         return jnp.concatenate([p.astype(self.dtype) for p in parts])
 
     def split_hidden(self, array: Any) -> list[jax.Array]:
@@ -102,7 +117,8 @@ class HiddenGroup:
         found = []
         for h, p in zip(self.hidden, jnp.split(array, ends, axis=-1), strict=True):
             whole = jax.lax.complex(*jnp.split(p, 2, axis=-1)) if h.split else p
-            found.append((whole if h.grouped else whole[..., 0]).astype(h.invar.aval.dtype))
+            whole = whole[..., 0] if h.axis is None else jnp.moveaxis(whole, -1, h.axis)
+            found.append(whole.astype(h.invar.aval.dtype))
         return found
 
     @cached_property
@@ -134,6 +150,18 @@ class HiddenGroup:
     def dict(self) -> dict[str, Any]:
         names = ("index", "hidden_paths", "hidden_states", "hidden_invars", "hidden_outvars", "varshape")
         return {name: getattr(self, name) for name in (*names, "num_state", "transition_jaxpr")}
+
+
+_FEW = 4  # states whose coupling is not looked into
+
+
+def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
+    """Which states of an array reach anything."""
+    if reach is None:
+        return np.zeros(hidden.num_state, bool)
+    hit = reach.highest >= 0
+    others = tuple(a for a in range(hit.ndim) if a != hidden.axis)
+    return np.atleast_1d(np.any(hit, axis=others))
 
 
 def _parts(hidden: Hidden, value: Any, dual: bool = False) -> list[Any]:

@@ -263,7 +263,7 @@ class LocalGroup:
         cotangents = []
         for h, value in zip(self.group.hidden, new, strict=True):
             if 0 <= state < h.num_state:
-                ones = mask[..., None] if h.grouped else mask
+                ones = mask if h.axis is None else jnp.expand_dims(mask, h.axis)
                 cotangents.append(_at_state(h, state, ones, value.dtype, dual=True))
             else:
                 cotangents.append(jnp.zeros_like(value))
@@ -372,14 +372,15 @@ def _select(array: Any, colour: Any, kept: Any) -> Any:
 
 def _states(hidden: Hidden, array: Any) -> list[Any]:
     """A cotangent of a hidden array, state by state."""
-    found = [array[..., s] for s in range(array.shape[-1])] if hidden.grouped else [array]
+    found = [array] if hidden.axis is None else states(array, hidden.axis)
     return [*(a.real for a in found), *(-a.imag for a in found)] if hidden.split else found
 
 
 def _at_state(hidden: Hidden, state: int, ones: Any, dtype: Any, *, dual: bool = False) -> Any:
     """Ones, given as booleans, at one state of a hidden array: a tangent of it or, `dual`, a cotangent."""
     num = hidden.num_state // 2 if hidden.split else hidden.num_state
-    if hidden.grouped:
-        ones = ones & (np.arange(num) == state % num)
+    if hidden.axis is not None:
+        shape = [num if a == hidden.axis else 1 for a in range(ones.ndim)]
+        ones = ones & (np.arange(num) == state % num).reshape(shape)
     ones = ones.astype(dtype)
     return ones if state < num else ones * jnp.asarray(-1j if dual else 1j, dtype)

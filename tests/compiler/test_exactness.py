@@ -296,3 +296,35 @@ def test_a_gradient_that_a_state_swallows_is_said(step, states, words):
     verdict = learner.report.exactness
     assert {p for p, d in difference(truth, found).items() if d > 1e-10} == set(verdict.weights), str(verdict)
     assert agree(truth, online(bt.RTRL(build()), xs), 1e-10)
+
+
+class Delayed(brainstate.nn.Module):
+    """A leaky state that is read some steps later."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.sin(jnp.arange(12.0)).reshape(3, 4))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+        with brainstate.environ.context(dt=1.0):
+            self.delay = brainstate.nn.Delay(self.h.value, entries={"read": float(steps)})
+        brainstate.nn.init_all_states(self.delay)
+
+    def update(self, x: Any) -> Any:
+        self.h.value = 0.9 * self.h.value + bt.matmul(x, self.w.value)
+        self.delay.update(self.h.value)
+        return jnp.tanh(self.delay.at("read"))
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_a_delay_of_a_few_steps_is_exact_and_a_long_one_says_so(steps):
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(5)]
+    learner = bt.D_RTRL(Delayed(steps))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        learner.compile_graph(xs[0])
+    said = [str(w.message) for w in caught]
+    assert ["what `w` did in earlier steps through `delay.history` (DelayState)" in s for s in said] == [
+        True
+    ] * (steps > 16)
+    assert learner.report.exactness.exact == (steps <= 16)
+    if steps == 2:
+        assert agree(bptt(Delayed(steps), xs), online(learner, xs), 1e-10)
