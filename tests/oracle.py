@@ -29,7 +29,7 @@ _CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jax
 def interpret(jaxpr: Any, args: Any, pins: Any = (), at_site: Any = None) -> list[Any]:
     """Evaluate a flat jaxpr; `pins` replace variables as they are made, `at_site` what sites give."""
     pins = dict(pins)
-    env = dict(zip(jaxpr.invars, args, strict=True))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     number = 0
     for eqn in jaxpr.eqns:
         vals = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
@@ -61,14 +61,13 @@ class Functional:
     """A model as one flat function: (params, carried states, x) -> (outputs, new states)."""
 
     jaxpr: Any
-    consts: Any
+    consts: Any  # of the jaxpr, and of the model
     num_x: int
     param_paths: list[Any]
     param_trees: list[Any]
     params: list[Any]  # leaves
     state_paths: list[Any]  # of each carried leaf
     states: list[Any]  # leaves
-    grouped: list[bool]
     num_out: int
 
     def args(self, params: Any, states: Any, x: Any) -> list[Any]:
@@ -126,7 +125,7 @@ def functional(model: Any, x: Any) -> Functional:
     made = jax.make_jaxpr(flat)(*consts, *jax.tree.leaves(xs), *params, *carried)
     return Functional(
         jaxpr=made.jaxpr,
-        consts=consts,
+        consts=[*made.consts, *consts],
         num_x=num_x,
         param_paths=[paths[id(st)] for st, p in zip(states, is_param, strict=True) if p],
         param_trees=[jax.tree.structure(st.value) for st, p in zip(states, is_param, strict=True) if p],
@@ -138,12 +137,6 @@ def functional(model: Any, x: Any) -> Functional:
             for _ in vs
         ],
         states=carried,
-        grouped=[
-            isinstance(st, brainstate.HiddenGroupState)
-            for st, vs, p in zip(states, leaves, is_param, strict=True)
-            if not p
-            for _ in vs
-        ],
         num_out=num_out,
     )
 
@@ -178,15 +171,7 @@ class Brute:
         self.groups = []
         for group in graph.hidden_groups:
             members = [i for p in group.hidden_paths for i, q in enumerate(f.state_paths) if q == tuple(p)]
-            places = []
-            for i in members:
-                shape = f.states[i].shape
-                hidden = shape[:-1] if f.grouped[i] else shape
-                number = np.arange(np.prod(hidden, dtype=int)).reshape(hidden)
-                places.append(
-                    np.broadcast_to(number[..., None], shape).ravel() if f.grouped[i] else number.ravel()
-                )
-            self.groups.append((members, np.concatenate(places)))
+            self.groups.append((members, np.concatenate([h.positions.ravel() for h in group.hidden])))
         self.sites = {}  # (site, group) -> which of (hidden number, y element) the trace keeps
         for r in graph.hidden_param_op_relations:
             for g, m in zip(r.hidden_groups, r.position_maps, strict=True):

@@ -47,6 +47,11 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
         if sampled and id(st) in values and _shapes(now) == _shapes(values[id(st)]):
             found[tuple(map(str, path))] = values[id(st)]
     missing = [h.path for h in hidden if not any(h.path[: len(p)] == p for p in found)]
+    missing += [
+        path
+        for path, st in ((tuple(map(str, p)), st) for p, st in model.states().items())
+        if id(st) in values and path not in found and path not in missing and _has_numbers(before[id(st)])
+    ]
     if missing:
         names = ", ".join(f"`{show_path(p)}`" for p in missing)
         raise CompilationError(
@@ -55,6 +60,12 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
             f"`batch_size={size}`."
         )
     return found
+
+
+def _has_numbers(tree: Any) -> bool:
+    """Whether there is an array of numbers in it; a counter or a clock is none."""
+    leaves = jax.tree.leaves(tree)
+    return any(jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves)
 
 
 def _shapes(tree: Any) -> Any:

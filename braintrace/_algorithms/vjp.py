@@ -10,8 +10,8 @@ import numpy as np
 
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError, compile_etrace_graph
-from .._compiler.diagnostics import show_path, warn_user
-from .._compiler.graph import graph_from_info
+from .._compiler.diagnostics import DiagnosticKind, show_path, warn_user
+from .._compiler.graph import graph_from_info, warn_of
 from .._compiler.memory import remembering
 from .._compiler.module_info import Traced, extract_module_info
 from .._executor.own_ops import check_own_ops
@@ -72,7 +72,9 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         if not isinstance(self.rule, TraceRule):
-            return graph_from_info(extract_module_info(self.model, *args, **kwargs))
+            graph = graph_from_info(extract_module_info(self.model, *args, **kwargs))
+            warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
+            return graph
         graph = compile_etrace_graph(self.model, *args, **kwargs)
         check_own_ops(find_traces(graph.hidden_param_op_relations))
         return graph

@@ -47,6 +47,9 @@ class DiagnosticKind(enum.Enum):
     HIDDEN_STATE_CASCADE = "a state reaches another group's state"
     NO_MARKED_OP = "no marked op in the model"
     PARAMETER_WITHOUT_MARK = "feeds a hidden state without a marked op"
+    RULE_NOT_LINEAR = "a derivative rule that is not linear"
+    GRADIENT_IS_ZERO = "acts on later losses, and no trace follows it there"
+    STATE_WITHOUT_TRACE = "acts on later losses through a state without a trace"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,10 @@ _IMPORTANCE = {
     kind: i
     for i, kind in enumerate(
         [
+            DiagnosticKind.RULE_NOT_LINEAR,
             DiagnosticKind.NO_MARKED_OP,
+            DiagnosticKind.STATE_WITHOUT_TRACE,
+            DiagnosticKind.GRADIENT_IS_ZERO,
             DiagnosticKind.PARAMETER_WITHOUT_MARK,
             DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
             DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,

@@ -20,7 +20,7 @@ import numpy as np
 
 from .diagnostics import CompilationRecord, show_path
 from .flows import Carried, Flows, opened_sites
-from .groups import HiddenGroup, not_complex_linear
+from .groups import HiddenGroup
 from .module_info import Path
 from .program import Node, Site, Var
 from .provenance import Goal
@@ -37,6 +37,7 @@ class RuleKind:
     name: str = "D_RTRL"
     known: bool = True  # whether it is a rule of the library's, whose traces are as above
     whole: bool = False  # the influence of everything on everything is kept
+    at_once: bool = False  # the losses of all steps are pulled back together
     averages: tuple[float, float] | None = None  # decays of input and state averages that make up a trace
     windows: bool = False  # back-propagates through windows; traces stand for what came before
 
@@ -148,10 +149,11 @@ def find_exactness(graph: ETraceGraph, rule: RuleKind | None = None) -> Exactnes
     """
     rule = rule or RuleKind()
     params = graph.module_info.params
-    if rule.whole:
+    if rule.at_once:
         return Exactness(rule.name, [], len(params))
     order = {e.path: i for i, e in enumerate(params)}
-    found = dict.fromkeys(_Verdict(graph, rule).dropped())
+    verdict = _Verdict(graph, rule)
+    found = dict.fromkeys(verdict.not_linear() if rule.whole else verdict.dropped())
     return Exactness(
         rule.name, sorted(found, key=lambda d: order[d.weight_path]), len(params), windows=rule.windows
     )
@@ -180,6 +182,12 @@ class _Verdict:
             what = f"the derivative rule of a function that holds {self._label(site)}"
             way = f"inside `{name}`"
             yield from _each(self.behind[site.index], what, way, opened.primitive, opened.source, ())
+        yield from self.not_linear()
+
+    def not_linear(self) -> Iterator[DroppedPath]:
+        what = "what the losses of several steps do together in a derivative rule that is not linear,"
+        for node, paths in self.flows.not_linear:
+            yield from _each(paths, what, *_named(node, "that of"), ())
 
     # -- from a parameter to a new state -----------------------------------------------------------
 
@@ -222,11 +230,6 @@ class _Verdict:
                 node = next(iter(record.context["nodes"]), None)
                 what = f"how {label} acts on other units of {self._states(bits)} beyond the step"
                 yield from each(what, bits, *_named(node, "by"))
-            info = self.graph.module_info
-            made = [v for n in info.program.nodes if relation.site in n.sites for v in n.outputs]
-            if bits & self.flows.live and (turned := not_complex_linear(group, info, made)):
-                what = f"what {label} passes on that is not complex-linear"
-                yield from each(what, bits, *_named(turned[0], "by"))
             if (
                 self.rule.averages is not None
                 and bits & self.harmful
@@ -267,7 +270,6 @@ class _Verdict:
     def _from_group(self, group: HiddenGroup) -> Iterator[DroppedPath]:
         own = self.flows.group_bits(group.index)
         hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
-        turned = not_complex_linear(group, self.graph.module_info)
         for c, within in zip(self.flows.of(own), group.within, strict=True):
             paths = self._learned_through(c, group)
             if not paths:
@@ -284,9 +286,6 @@ class _Verdict:
                 node = group.mixers[0] if group.mixers else None
                 what = f"how units of `{show_path(c.path)}` act on other units"
                 yield from _each(paths, what, *_named(node, "by"), (c.path,))
-            if turned and own & old.direct & self.harmful:
-                what = f"what `{show_path(c.path)}` passes on that is not complex-linear"
-                yield from _each(paths, what, *_named(turned[0], "by"), (c.path,))
             beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful
             beyond |= (new.direct | new.crossing) & hidden & ~own & self.flows.live
             kept = (old.direct | old.crossing | new.direct | new.crossing) & ~hidden & self.flows.live

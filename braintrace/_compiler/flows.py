@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from .links import ELEMENT_WISE
 from .module_info import Path
+from .own_rules import not_linear
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
 from .slices import has_while
@@ -214,6 +215,83 @@ class Flows:
         plain = [n for n in found if n.primitive.name not in _MOVES]
         mixing = [n for n in plain if n.primitive.name not in ELEMENT_WISE]
         return next(iter([*mixing, *plain, *found]), None)
+
+    # -- states without a trace ---------------------------------------------------------------------
+
+    @cached_property
+    def untraced(self) -> list[tuple[Carried, list[Path]]]:
+        """States that are not hidden and through which parameters act on later losses, and these parameters.
+
+        Those for which a trace would have counted it, or which learn through no other state.
+        """
+        found = []
+        for c in self.carried:
+            if c.group is None and c.bit & self.live:
+                paths = self.behind([c.new])
+                if not self.is_seen(c):
+                    paths = [p for p in paths if p not in self._learned]
+                if paths:
+                    found.append((c, paths))
+        return found
+
+    def is_seen(self, c: Carried) -> bool:
+        """Whether the outputs, or a hidden state without a marked op in between, depend on it."""
+        hidden = sum(d.bit for d in self.carried if d.group is not None) & self.live
+        to_states = self.from_states.get(c.old, Goal()).direct
+        return bool(self._shows(c) or (c.group is None and to_states & hidden))
+
+    def _shows(self, c: Carried) -> bool:
+        """Whether outputs tell of its new value, or of its old one other than through new hidden states."""
+        return bool((self._goal(self.whole, c.new) | self._goal(self._past, c.old)) & self.outputs)
+
+    @cached_property
+    def _past(self) -> dict[Var, Goal]:
+        """What reaches the outputs without passing a new hidden state."""
+        starts = {a: Goal(direct=self.outputs) for a in self.info.out_atoms if isinstance(a, Var)}
+        return spread(self.program, starts, {c.new: 0 for c in self.carried if c.group is not None})[0]
+
+    @cached_property
+    def _learned(self) -> set[Path]:
+        """The parameters with a trace that a loss asks for."""
+        shown = {c.group for c in self.carried if c.group is not None and self._shows(c)}
+        relations = self.graph.hidden_param_op_relations
+        return {p for r in relations if any(g.index in shown for g in r.hidden_groups) for p in r.param_paths}
+
+    @cached_property
+    def unheard(self) -> list[Path]:
+        """Parameters that act on later losses, and by nothing that counts: their gradient is zero."""
+        goals = {e.path: [self._goal(self.whole, v) for v in e.invars] for e in self.info.params}
+        return [
+            path
+            for path, found in goals.items()
+            if path not in self._learned
+            and any(g & self.live for g in found)
+            and not any(g & self.outputs for g in found)
+        ]
+
+    # -- derivative rules that are not linear ------------------------------------------------------
+
+    @cached_property
+    def not_linear(self) -> list[tuple[Node, list[Path]]]:
+        """Functions that pull back losses of several steps, not linearly, and the parameters behind them."""
+        found = []
+        for holder, node in not_linear(self.program):
+            if any(self._goal(self.whole, v) & self.live for v in holder.outputs):
+                found.append((node, self.behind(holder.outputs)))
+        return found
+
+    def behind(self, variables: Sequence[Var]) -> list[Path]:
+        """The parameters that act on variables, in the same step or in later ones."""
+        here = 1 << (self._first_site + len(self.program.sites))
+        starts = dict(self._starts)
+        for v in variables:
+            starts[v] = starts.get(v, Goal()) | Goal(direct=here)
+        env = spread(self.program, starts, {})[0]
+        ways, before = here, 0
+        while ways != before:
+            before = ways
+            ways |= sum(c.bit for c in self.carried if not c.bit & ways and self._goal(env, c.old) & ways)
+        return [e.path for e in self.info.params if any(self._goal(env, v) & ways for v in e.invars)]
 
     # -- loops without a reverse mode --------------------------------------------------------------
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import brainstate
 
 from .._lines import is_users
+from .delays import LONGEST, delay_lines
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
 from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
+from .flows import Flows
 from .groups import HiddenGroup, find_groups, group_records
 from .links import ELEMENT_WISE
 from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
@@ -110,14 +114,31 @@ def compile_etrace_graph(
     """
     info = extract_module_info(model, *args, **kwargs)
     graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
-    _warn(graph)
+    warn_of(graph)
     return graph
 
 
 def graph_from_info(
     info: ModuleInfo, *, include_hidden_perturb: bool = True, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
-    """The graph of a traced model, with its hidden groups where they are known."""
+    """The graph of a traced model, with its hidden groups where they are known.
+
+    Delay lines that a loss asks about are hidden states, too.
+    """
+    graph = _graph_of(info, include_hidden_perturb, groups)
+    lines = delay_lines(graph) if groups is None else []
+    if lines:
+        others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
+        graph = _graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
+    flows = Flows(graph)
+    graph.diagnostics.extend([*_not_linear(flows), *_untraced(flows)])
+    graph.diagnostics.extend(_unheard(graph, flows))
+    return graph
+
+
+def _graph_of(
+    info: ModuleInfo, include_hidden_perturb: bool, groups: list[HiddenGroup] | None = None
+) -> ETraceGraph:
     origin = provenance(info.program, [v for e in info.params for v in e.invars])
     _check(info, origin)
     positions = Positions(info.program)
@@ -293,10 +314,72 @@ def _cascades(
     return records
 
 
-def _warn(graph: ETraceGraph) -> None:
+def _untraced(flows: Flows) -> list[CompilationRecord]:
+    """States without a trace through which parameters act on later losses: delays, above all."""
+    kinds = {e.path: type(e.state).__name__ for e in flows.info.entries}
+    records = []
+    for c, paths in flows.untraced:
+        names = ", ".join(f"`{show_path(p)}`" for p in paths)
+        records.append(
+            CompilationRecord(
+                DiagnosticKind.STATE_WITHOUT_TRACE,
+                DiagnosticLevel.WARNING,
+                f"Losses depend on what {names} did in earlier steps through `{show_path(c.path)}` "
+                f"({kinds[c.path]}), which has no trace: that part of the gradient is missing, which may be "
+                f"all of it. A delay line of up to {LONGEST} places has traces by itself. Keep anything else "
+                "in a `brainstate.HiddenState` that is updated unit by unit, or train by `braintrace.RTRL`; "
+                "in windows (`vjp_method='multi-step'`), what stays in one counts.",
+                weight_path=paths[0],
+                hidden_paths=(c.path,),
+                context={"weight_paths": paths},
+            )
+        )
+    return records
+
+
+def _unheard(graph: ETraceGraph, flows: Flows) -> list[CompilationRecord]:
+    """Parameters without any gradient that nothing else was said about."""
+    known = {r.weight_path for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING}
+    known.update(p for r in graph.diagnostics for p in r.context.get("weight_paths", ()))
+    silent = [p for p in flows.unheard if p not in known]
+    dropped = find_exactness(graph).weights if silent and flows.program.sites else {}
+    return [
+        CompilationRecord(
+            DiagnosticKind.GRADIENT_IS_ZERO,
+            DiagnosticLevel.WARNING,
+            f"Step by step, the gradient of `{show_path(path)}` is zero: it acts on losses of later steps "
+            f"only, and not counted is {dropped[path][0].reason}. Let what comes after read the states as "
+            "the step leaves them, not as it finds them, or train with `braintrace.RTRL` or in windows "
+            "(`vjp_method='multi-step'`).",
+            weight_path=path,
+        )
+        for path in silent
+        if path in dropped
+    ]
+
+
+def _not_linear(flows: Flows) -> list[CompilationRecord]:
+    return [
+        CompilationRecord(
+            DiagnosticKind.RULE_NOT_LINEAR,
+            DiagnosticLevel.WARNING,
+            f"The function called at {node.source} has a derivative rule (`custom_vjp`) that is not linear "
+            "in the gradient it is given, as clipping is not. BPTT gives it what the losses of all steps "
+            "sum up to, and no online rule can: the gradient of "
+            f"{', '.join(f'`{show_path(p)}`' for p in paths)} is approximate. Clip the gradients of "
+            "parameters instead, or train with `braintrace.BPTT`.",
+            primitive=node.primitive,
+            context={"sources": [node.source], "weight_paths": paths},
+        )
+        for node, paths in flows.not_linear
+    ]
+
+
+def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
     """One warning, with what the user may well not have meant."""
     model = graph.module_info.model
-    message = warning_of(type(model).__name__, graph.diagnostics)
+    records = [r for r in graph.diagnostics if r.kind in kinds]
+    message = warning_of(type(model).__name__, records)
     if message is not None:
         warn_user(message, about=model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 
 from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
-from .links import ELEMENT_WISE
+from .links import ELEMENT_WISE, Array
 from .module_info import Hidden, ModuleInfo, Path
+from .own_rules import PullBack, has_own_rule
 from .positions import Positions
 from .program import Node, Var
 from .provenance import provenance
@@ -70,8 +71,9 @@ class HiddenGroup:
 
     @property
     def dtype(self) -> Any:
+        each = [jnp.finfo(t).dtype if h.split else t for h in self.hidden for t in [h.invar.aval.dtype]]
         with jax.numpy_dtype_promotion("standard"):
-            return jnp.result_type(*[h.invar.aval.dtype for h in self.hidden])
+            return jnp.result_type(*each)
 
     @cached_property
     def is_local(self) -> bool:
@@ -80,25 +82,47 @@ class HiddenGroup:
             for h, r in zip(self.hidden, self.within, strict=True)
         )
 
+    @cached_property
+    def coupled(self) -> Array:
+        """Which old states, by column, each new one may depend on: few, where one is a delay line."""
+        if self.num_state <= _FEW or any(h.split for h in self.hidden):
+            return np.ones((self.num_state, self.num_state), bool)
+        positions = Positions(self.info.program)
+        rows = []
+        for h in self.hidden:
+            whole = Reach.at(h.positions)
+            for state in range(1 if h.axis is None else h.invar.aval.shape[h.axis]):
+                one = (...,) if h.axis is None else (slice(None),) * (h.axis + 1) + (state,)
+                start = Reach.empty(tuple(h.invar.aval.shape))
+                start.low[one], start.high[one] = whole.low[one], whole.high[one]
+                reached, _ = positions.reaches({h.outvar: start})
+                rows.append(np.concatenate([_states_in(old, reached.get(old.invar)) for old in self.hidden]))
+        return np.stack(rows)
+
     def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
         """The states of the group as one array, `varshape + (num_state,)`."""
-        parts = [v if h.grouped else v[..., None] for h, v in zip(self.hidden, values, strict=True)]
+        pairs = zip(self.hidden, values, strict=True)
+        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, -1))]
         return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
 
-    def stack_hidden(self, values: Sequence[Any]) -> jax.Array:
-        """The same with the states first, `(num_state,) + varshape`: a short last axis is slow."""
+    def stack_hidden(self, values: Sequence[Any], *, dual: bool = False) -> jax.Array:
+        """The same with the states first, `(num_state,) + varshape`: a short last axis is slow.
+
+        `dual`: the values are cotangents of the states.
+        """
         pairs = zip(self.hidden, values, strict=True)
-        parts = [jnp.moveaxis(v, -1, 0) if h.grouped else v[None] for h, v in pairs]
+        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, 0), dual)]
         return jnp.concatenate([p.astype(self.dtype) for p in parts])
 
     def split_hidden(self, array: Any) -> list[jax.Array]:
         """The inverse of `concat_hidden`."""
         ends = np.cumsum([h.num_state for h in self.hidden])[:-1]
-        parts = jnp.split(array, ends, axis=-1)
-        return [
-            (p if h.grouped else p[..., 0]).astype(h.invar.aval.dtype)
-            for h, p in zip(self.hidden, parts, strict=True)
-        ]
+        found = []
+        for h, p in zip(self.hidden, jnp.split(array, ends, axis=-1), strict=True):
+            whole = jax.lax.complex(*jnp.split(p, 2, axis=-1)) if h.split else p
+            whole = whole[..., 0] if h.axis is None else jnp.moveaxis(whole, -1, h.axis)
+            found.append(whole.astype(h.invar.aval.dtype))
+        return found
 
     @cached_property
     def _transition(self) -> Slice:
@@ -129,6 +153,25 @@ class HiddenGroup:
     def dict(self) -> dict[str, Any]:
         names = ("index", "hidden_paths", "hidden_states", "hidden_invars", "hidden_outvars", "varshape")
         return {name: getattr(self, name) for name in (*names, "num_state", "transition_jaxpr")}
+
+
+_FEW = 4  # states whose coupling is not looked into
+
+
+def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
+    """Which states of an array reach anything."""
+    if reach is None:
+        return np.zeros(hidden.num_state, bool)
+    hit = reach.highest >= 0
+    others = tuple(a for a in range(hit.ndim) if a != hidden.axis)
+    return np.atleast_1d(np.any(hit, axis=others))
+
+
+def _parts(hidden: Hidden, value: Any, dual: bool = False) -> list[Any]:
+    """The arrays that a value counts as; JAX's cotangent of `a + ib` is `da - i db`."""
+    if not hidden.split:
+        return [value]
+    return [value.real, -value.imag if dual else value.imag]
 
 
 def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
@@ -165,6 +208,8 @@ def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: 
     starts = {h.outvar: Reach.at(h.positions) for h in hidden}
     reached, _ = positions.reaches(starts)
     within = tuple(reached.get(h.invar) or Reach.empty(tuple(h.invar.aval.shape)) for h in hidden)
+    if not _is_complex_linear(hidden, info):
+        hidden = tuple(replace(h, split=_is_complex(h.invar)) for h in hidden)
     group = HiddenGroup(index, hidden, info, within)
     if group.is_local:
         return group
@@ -195,19 +240,14 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
     ]
 
 
-def not_complex_linear(
-    group: HiddenGroup, info: ModuleInfo, sources: Sequence[Var] | None = None
-) -> list[Node]:
-    """The nodes on the way to a complex state that have no complex derivative.
-
-    The way begins at the old states, or at `sources`.
-    """
-    if not any(map(_is_complex, group.hidden_invars)):
-        return []
-    first = group.hidden_invars if sources is None else sources
-    nodes = between(info.program, first, group.hidden_outvars)
-    nodes += [n for n in info.program.nodes if n.inner and any(v in first for v in n.outputs)]
-    return [n for n in nodes if _has_no_complex_derivative(n)]
+def _is_complex_linear(hidden: Sequence[Hidden], info: ModuleInfo) -> bool:
+    """Whether new complex states have a complex derivative in the old ones and in what sites give them."""
+    if not any(_is_complex(h.invar) for h in hidden):
+        return True
+    sites = [n for n in info.program.nodes if n.sites]
+    sources = [*(h.invar for h in hidden), *(v for n in sites for v in n.outputs)]
+    nodes = [*between(info.program, sources, [h.outvar for h in hidden]), *(n for n in sites if n.inner)]
+    return not any(map(_has_no_complex_derivative, nodes))
 
 
 def _is_complex(atom: Any) -> bool:
@@ -215,15 +255,20 @@ def _is_complex(atom: Any) -> bool:
 
 
 def _has_no_complex_derivative(node: Node) -> bool:
-    if node.primitive.name in ("abs", "conj", "imag", "real") and any(map(_is_complex, node.inputs)):
+    if not any(map(_is_complex, node.inputs)):
+        return False
+    real = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+    if node.primitive.name in ("conj", "cholesky") or real:
         return True
-    return any(_has_no_complex_derivative(n) for program in node.inner for n in program.nodes)
+    programs = node.inner
+    if (pull := PullBack.of(node) if has_own_rule(node) else None) is not None:
+        programs = (pull.program,)
+    return any(_has_no_complex_derivative(n) for program in programs for n in program.nodes)
 
 
 def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[CompilationRecord]:
     records = []
     loops = any(has_while(node) for node in info.program.nodes)
-    sites = [v for node in info.program.nodes if node.sites for v in node.outputs]
     for group in groups:
         names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
         paths = tuple(group.hidden_paths)
@@ -248,21 +293,6 @@ def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Compi
                     primitive=None if at is None else at.primitive,
                     hidden_paths=paths,
                     context={"sources": [n.source for n in group.mixers]},
-                )
-            )
-        turned = [*not_complex_linear(group, info), *not_complex_linear(group, info, sites)]
-        if turned:
-            records.append(
-                CompilationRecord(
-                    DiagnosticKind.HIDDEN_STATE_MIXED,
-                    DiagnosticLevel.WARNING,
-                    f"The complex states {names}, or what feeds them, go through "
-                    f"`{turned[0].primitive.name}` at "
-                    f"{turned[0].source}, which has no complex derivative; traces keep the complex-linear "
-                    "part only.",
-                    primitive=turned[0].primitive,
-                    hidden_paths=paths,
-                    context={"sources": [n.source for n in turned]},
                 )
             )
         if loops and uses_while(info.program, group.hidden_invars, group.hidden_outvars):

@@ -182,7 +182,7 @@ def _copies(
         else:
             value = known(i)
             if value is None:
-                return None
+                return _somewhere(primitive.name, params, [tuple(a.shape) for a in ins], out)
             operands.append(value)
     numbers = copy(primitive.name, params, operands, out, fill=-1).ravel()
     found: Linked = []
@@ -197,7 +197,7 @@ def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Know
     """Updates go where the indices say, onto or in place of what was there."""
     indices = known(1)
     if indices is None:
-        return None
+        return [(0, 0, Same()), (2, 0, _scattered_somewhere(params, tuple(ins[2].shape), out))]
     put = scattered(params, out, indices, tuple(ins[2].shape)).ravel()
     hit = np.flatnonzero(put >= 0)
     update = params["update_jaxpr"]
@@ -206,6 +206,32 @@ def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Know
         left = np.setdiff1d(np.arange(math.prod(out)), put[hit])
         kept = Pairs(left, left)
     return [(0, 0, kept), (2, 0, Pairs(hit, put[hit]))]
+
+
+def _somewhere(name: str, params: dict[str, Any], shapes: list[Shape], out: Shape) -> Linked:
+    """Copies to or from places that are not known: along axes that are copied whole, elements stay apart."""
+    if name == "dynamic_slice":
+        return [(0, 0, _whole_axes(shapes[0], out, {a: a for a in range(len(out))}))]
+    if name == "dynamic_update_slice":
+        return [(0, 0, Same()), (1, 0, _whole_axes(shapes[1], out, {a: a for a in range(len(out))}))]
+    numbers = params["dimension_numbers"]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    window = [a for a in range(len(shapes[0])) if a not in gone]
+    return [(0, 0, _whole_axes(shapes[0], out, dict(zip(window, numbers.offset_dims, strict=True))))]
+
+
+def _scattered_somewhere(params: dict[str, Any], updates: Shape, out: Shape) -> Link:
+    numbers = params["dimension_numbers"]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = [a for a in range(len(out)) if a not in gone]
+    return _whole_axes(updates, out, dict(zip(numbers.update_window_dims, window, strict=True)))
+
+
+def _whole_axes(inp: Shape, out: Shape, pairs: dict[int, int]) -> Link:
+    """Of the axes that go together, those of one size are the same index."""
+    n = len(inp)
+    same = {b: a for a, b in pairs.items() if inp[a] == out[b]}
+    return Axes(tuple(range(n)), tuple(same.get(b, n + b) for b in range(len(out))))
 
 
 def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:

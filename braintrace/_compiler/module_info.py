@@ -54,13 +54,17 @@ class StateEntry:
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """One array of hidden state: `num_state` numbers (along a last axis, if grouped) at each position."""
+    """One array of hidden state: `num_state` numbers (along an axis of their own, if any) at each position.
+
+    A complex array that is `split` counts as two real ones: all real parts, then all imaginary ones.
+    """
 
     path: Path
     state: brainstate.State
     invar: Var
     outvar: Var
-    grouped: bool
+    axis: int | None = None  # the axis of its states; None: there is one
+    split: bool = False
 
     def __repr__(self) -> str:
         return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"
@@ -68,19 +72,26 @@ class Hidden:
     @property
     def varshape(self) -> tuple[int, ...]:
         shape = tuple(self.invar.aval.shape)
-        return shape[:-1] if self.grouped else shape
+        return tuple(n for a, n in enumerate(shape) if a != self.axis)
 
     @property
     def num_state(self) -> int:
-        return int(self.invar.aval.shape[-1]) if self.grouped else 1
+        each = 1 if self.axis is None else int(self.invar.aval.shape[self.axis])
+        return 2 * each if self.split else each
 
     @property
     def positions(self) -> Array:
         """The position of each element of the array."""
         numbers = np.arange(np.prod(self.varshape, dtype=int)).reshape(self.varshape)
-        if self.grouped:
-            numbers = np.broadcast_to(numbers[..., None], self.invar.aval.shape)
+        if self.axis is not None:
+            numbers = np.broadcast_to(np.expand_dims(numbers, self.axis), self.invar.aval.shape)
         return numbers
+
+    def states_at(self, array: Any, axis: int) -> Any:
+        """An array of the state's shape with the axis of its states elsewhere, made if there is none."""
+        if self.axis is None:
+            return jnp.expand_dims(array, axis)
+        return array if self.axis == axis % array.ndim else jnp.moveaxis(array, self.axis, axis)
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,20 +422,28 @@ def _is_traced(value: Any) -> bool:
 def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:
     used = {a for node in program.nodes for a in node.inputs if isinstance(a, Var)}
     used.update(a for a in program.outputs if isinstance(a, Var))
+    return [
+        h
+        for entry in entries
+        if isinstance(entry.state, brainstate.ShortTermState)
+        and not isinstance(entry.state, brainstate.DelayState)
+        for h in hidden_arrays(entry)
+        if h.invar in used
+    ]
+
+
+def hidden_arrays(entry: StateEntry) -> list[Hidden]:
+    """The floating arrays of a state that the step writes, as hidden ones."""
+    keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(entry.state.value)[0]]
     found = []
-    for entry in entries:
-        state = entry.state
-        if not isinstance(state, brainstate.ShortTermState) or isinstance(state, brainstate.DelayState):
+    for key, invar, outvar in zip(keys, entry.invars, entry.outvars, strict=True):
+        if not jnp.issubdtype(invar.aval.dtype, jnp.inexact) or outvar is invar:
             continue
-        keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(state.value)[0]]
-        for key, invar, outvar in zip(keys, entry.invars, entry.outvars, strict=True):
-            if not jnp.issubdtype(invar.aval.dtype, jnp.inexact) or outvar is invar or invar not in used:
-                continue
-            name = jax.tree_util.keystr(key).strip(".[]'") if len(keys) > 1 else ""
-            path = (*entry.path, name) if name else entry.path
-            assert isinstance(outvar, Var)
-            grouped = isinstance(state, brainstate.HiddenGroupState)
-            found.append(Hidden(path, state, invar, outvar, grouped))
+        name = jax.tree_util.keystr(key).strip(".[]'") if len(keys) > 1 else ""
+        path = (*entry.path, name) if name else entry.path
+        assert isinstance(outvar, Var)
+        grouped = isinstance(entry.state, brainstate.HiddenGroupState)
+        found.append(Hidden(path, entry.state, invar, outvar, invar.aval.ndim - 1 if grouped else None))
     return found
 
 

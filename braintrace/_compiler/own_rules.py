@@ -2,19 +2,27 @@
 
 The pull-back of such a function is a program like any other, from the cotangents of its outputs to those of
 its inputs. Where a cotangent of an input comes from in it is what the input reaches.
+
+Every online rule adds up what the losses of single steps send back, and so takes pull-backs to be linear.
+That of a `custom_vjp` need not be: it may clip. Most are linear by their form; others are tried on numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
-from .program import Node, Program, Var, read_program
+from .._compat import Literal, primitives
+from .program import Atom, Node, Program, Var, View, evaluate, read_program
+from .slices import plain_site
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +75,130 @@ class PullBack:
             found = set().union(*(env.get(a, set()) for a in node.inputs if isinstance(a, Var)))
             env.update((v, found) for v in node.outputs)
         return {i: env.get(a, set()) if isinstance(a, Var) else set() for i, a in self.results.items()}
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether it is linear in the cotangents; one that can neither be seen to be nor be tried is not."""
+        if _Form(self).is_linear:
+            return True
+        if any(n.eqn.effects and n.outputs for n in self.program.nodes):  # not to be run unasked
+            return False
+        try:
+            with jax.ensure_compile_time_eval():
+                return _is_linear_on_numbers(self)
+        except Exception:  # whatever a user's rule raises on numbers that are not its own
+            return False
+
+
+def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
+    """The functions whose derivative rule is not linear, each with the node of the program that holds it."""
+
+    def inside(node: Node) -> Iterator[Node]:
+        if node.primitive is primitives.custom_vjp_call_p:
+            pull = PullBack.of(node)
+            if pull is not None and not pull.is_linear:
+                yield node
+        for inner in node.inner:
+            for n in inner.nodes:
+                yield from inside(n)
+
+    return ((node, found) for node in program.nodes for found in inside(node))
+
+
+_ZERO, _LINEAR, _OTHER = "zero", "linear", "other"
+_IN_ONE = frozenset("mul dot_general conv_general_dilated".split())  # linear in one operand, given the others
+_IN_FIRST = frozenset(  # linear in the first operand, given the others
+    """neg real imag conj convert_element_type copy copy_p reshape squeeze expand_dims transpose rev slice
+    broadcast_in_dim reduce_sum cumsum reduce_window_sum dynamic_slice gather split unstack div name
+    device_put sharding_constraint""".split()
+)
+_IN_ALL = frozenset("add sub add_any concatenate pad complex select_n scatter-add".split())
+_WHERE = {"select_n": 0, "scatter-add": 1}  # the one operand of these that is not added up
+
+
+class _Form:
+    """Which variables of a pull-back are linear in the cotangents, as far as its operations tell."""
+
+    def __init__(self, pull: PullBack) -> None:
+        self.kinds: dict[Var, str] = dict.fromkeys(pull.cotangents.values(), _LINEAR)
+        for node in pull.program.nodes:
+            kind = self._made(node.primitive.name, [self._kind(a) for a in node.inputs])
+            if kind is not None:
+                self.kinds.update(dict.fromkeys(node.outputs, kind))
+        self.is_linear = all(self._kind(a) in (_ZERO, _LINEAR) for a in pull.results.values())
+
+    def _kind(self, atom: Atom) -> str | None:
+        """None: it does not depend on the cotangents."""
+        if isinstance(atom, Literal):
+            return _ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else None
+        return self.kinds.get(atom)
+
+    @staticmethod
+    def _made(name: str, ins: list[str | None]) -> str | None:
+        live = [k for k in ins if k in (_LINEAR, _OTHER)]
+        if name in _IN_ONE and (_ZERO in ins or live == [_LINEAR]):
+            return _ZERO if _ZERO in ins else _LINEAR
+        if name in _IN_FIRST and ins[0] is not None and live == [k for k in ins[:1] if k != _ZERO]:
+            return ins[0]
+        added = [k for i, k in enumerate(ins) if i != _WHERE.get(name)]
+        if name in _IN_ALL and None not in added and live == [k for k in added if k == _LINEAR]:
+            return _LINEAR if live else _ZERO
+        return _OTHER if live else None
+
+
+def _is_linear_on_numbers(pull: PullBack) -> bool:
+    """Whether it adds up, and goes with the scale, at random points."""
+    program, numbers = pull.program, np.random.default_rng(0)
+    live = list(pull.cotangents.values())
+    given = [v for v in program.inputs if v not in live]
+    lowest = max(1e-6, *(float(jnp.finfo(v.aval.dtype).tiny) ** 0.5 for v in live))
+    highest = min(1e6, *(float(jnp.finfo(v.aval.dtype).max) ** 0.5 for v in live))
+
+    def random(aval: Any, draw: Callable[..., Any] = numbers.standard_normal) -> Any:
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), aval.shape)
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            return jnp.asarray(draw(aval.shape) + 1j * draw(aval.shape), aval.dtype)
+        real = jnp.issubdtype(aval.dtype, jnp.inexact)
+        return jnp.asarray(draw(aval.shape) if real else numbers.integers(0, 2, aval.shape), aval.dtype)
+
+    consts = {v: random(v.aval) if _compat.is_tracer(c) else c for v, c in program.consts.items()}
+
+    @jax.jit
+    def differences(at: list[Any], one: list[Any], other: list[Any], scale: Any) -> list[Any]:
+        """How far it is from linear, and in units of what."""
+
+        def pulled(cotangents: list[Any]) -> list[Any]:
+            known = {**consts, **dict(zip([*given, *live], [*at, *cotangents], strict=True))}
+            view = View(known, at_site=lambda site, world: plain_site)
+            return evaluate(program, [(a, None) for a in pull.results.values()], view)
+
+        times = lambda arrays: [a * scale.astype(a.dtype) for a in arrays]
+        a, b = times(one), times(other)
+        pairs = [
+            *zip(times(pulled(one)), pulled(a), strict=True),
+            *zip(map(jnp.subtract, pulled(a), pulled(b)), pulled(list(map(jnp.subtract, a, b))), strict=True),
+        ]
+        size = lambda x: jnp.max(jnp.abs(x), initial=0).astype(float)
+        return [(size(x - y), jnp.maximum(size(x), size(y))) for x, y in pairs]
+
+    tried = False
+    rough = any(jnp.finfo(v.aval.dtype).bits < 32 for v in live)
+    for draw in (numbers.standard_normal, numbers.random):  # a root or a logarithm wants the second
+        at = [random(v.aval, draw) for v in given]
+        one, other = ([random(v.aval) for v in live] for _ in range(2))
+        for scale in (lowest, lowest**0.5, 1.0, highest**0.5, highest):
+            found = np.asarray(differences(at, one, other, jnp.asarray(scale)))
+            finite = np.all(np.isfinite(found), axis=1)
+            tried |= bool(np.any(finite))
+            if np.any(found[finite, 0] > (0.05 if rough else 1e-3) * found[finite, 1]):
+                return False
+    return tried
+
+
+def has_own_rule(node: Node) -> bool:
+    """Whether it is a `custom_jvp` or `custom_vjp` function."""
+    return _compat.called_jaxpr(node.eqn, custom=True) is not None
 
 
 _traced: WeakKeyDictionary[Node, PullBack | None] = WeakKeyDictionary()

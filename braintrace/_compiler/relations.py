@@ -123,7 +123,7 @@ def _position_map(
     merged: Reach | None = None
     for h in group.hidden:
         part = came.get(h.outvar)
-        for one in _states(part, h.grouped):
+        for one in _states(part, h.axis):
             merged = one if merged is None else merged.merge(one)
     assert merged is not None
     if merged.width <= 1:
@@ -140,9 +140,10 @@ def _position_map(
     return None
 
 
-def _states(reach: Reach | None, grouped: bool) -> list[Reach]:
+def _states(reach: Reach | None, axis: int | None) -> list[Reach]:
     if reach is None:
         return []
-    if not grouped:
+    if axis is None:
         return [reach]
-    return [Reach(reach.low[..., s], reach.high[..., s]) for s in range(reach.shape[-1])]
+    at = axis + 1  # after that of the two kinds of reach
+    return [Reach(reach.low.take(s, at), reach.high.take(s, at)) for s in range(reach.shape[axis])]

@@ -171,7 +171,8 @@ class ETraceGraphExecutor:
         """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""
         by_var = {h.outvar: d for h, d in zip(self.graph.module_info.hidden, deltas, strict=True)}
         return {
-            g.index: g.stack_hidden([by_var[v] for v in g.hidden_outvars]) for g in self.graph.hidden_groups
+            g.index: g.stack_hidden([by_var[v] for v in g.hidden_outvars], dual=True)
+            for g in self.graph.hidden_groups
         }
 
 

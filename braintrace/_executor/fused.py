@@ -27,6 +27,9 @@ def on_one_gpu() -> bool:
     return jax.default_backend() == "gpu" and jax.device_count() == 1
 
 
+_MOST_STATES = 8  # more are mostly a delay line, which is mostly zeros in `D`
+
+
 def fits(trace: Trace, value: Any) -> bool:
     """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns."""
     w, x = trace.layout.w, trace.layout.x
@@ -37,6 +40,7 @@ def fits(trace: Trace, value: Any) -> bool:
         and _block(value.shape[-1], _LONGEST[1]) >= _SHORTEST
         and jnp.issubdtype(value.dtype, jnp.floating)
         and value.dtype.itemsize <= 4
+        and len(value) <= _MOST_STATES
     )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
+from .._compiler.module_info import Hidden
 from .._compiler.positions import Positions
 from .._compiler.program import Site, Var, View, World, evaluate
 from .._compiler.reach import Reach
@@ -249,7 +250,7 @@ class LocalGroup:
                 [
                     part
                     for h, r, d in zip(self.group.hidden, self.group.within, dh, strict=True)
-                    for part in _states(h.grouped, _select(d, colour[h.positions], _holds(r, h.positions)))
+                    for part in _states(h, _select(d, colour[h.positions], _holds(r, h.positions)))
                 ]
             )
             for relation, m in self.fed_by:
@@ -262,10 +263,8 @@ class LocalGroup:
         cotangents = []
         for h, value in zip(self.group.hidden, new, strict=True):
             if 0 <= state < h.num_state:
-                ones = mask.astype(value.dtype)
-                if h.grouped:
-                    ones = jnp.where(np.arange(h.num_state) == state, ones[..., None], 0)
-                cotangents.append(ones)
+                ones = mask if h.axis is None else jnp.expand_dims(mask, h.axis)
+                cotangents.append(_at_state(h, state, ones, value.dtype, dual=True))
             else:
                 cotangents.append(jnp.zeros_like(value))
             state -= h.num_state
@@ -276,15 +275,15 @@ class LocalGroup:
     def _transposed(self, new: list[Any], pull: Callable[..., Any], index: int) -> Callable[[Any], Any]:
         """Pushing forward what is added at one site, by transposing the pull-back."""
         back = jax.linear_transpose(lambda cts: pull(cts)[1][index], new)
-        dtype = self._site_dtype(index)
-        return lambda tangent: self._stacked(back(tangent.astype(dtype))[0])
+        return self._from_site(index, lambda tangent: self.group.stack_hidden(back(tangent)[0]))
 
-    def _site_dtype(self, index: int) -> Any:
-        return next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
-
-    def _stacked(self, new: Sequence[Any]) -> jax.Array:
-        """States of the group as (S, *varshape)."""
-        return self.group.stack_hidden(new)
+    def _from_site(self, index: int, push: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`push`, from booleans; of real states and a complex `y` it makes what pulling back gives."""
+        dtype = next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
+        if not jnp.issubdtype(dtype, jnp.complexfloating) or not any(h.split for h in self.group.hidden):
+            return lambda ones: push(ones.astype(dtype))
+        i = jnp.asarray(1j, dtype)
+        return lambda ones: jax.lax.complex(push(ones.astype(dtype)), -push(ones.astype(dtype) * i))
 
     def _pick(
         self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, m: PositionMap
@@ -309,8 +308,8 @@ class LocalGroup:
             def push(tangent: Any) -> Any:
                 tangents = jax.tree.map(lambda z: z, zeros)
                 where = tangents[0] if which[0] == "old" else tangents[1]
-                where[which[1]] = tangent.astype(where[which[1]].dtype)
-                return self._stacked(jax.jvp(step, (old, added), tangents)[1])
+                where[which[1]] = tangent
+                return self.group.stack_hidden(jax.jvp(step, (old, added), tangents)[1])
 
             return push
 
@@ -321,9 +320,7 @@ class LocalGroup:
             for state in range(h.num_state):
                 out = []
                 for c in range(n):
-                    ones = jnp.asarray(h.positions % n == c, dtype)
-                    if h.grouped:
-                        ones = jnp.where(np.arange(h.num_state) == state, ones, 0)
+                    ones = _at_state(h, state, jnp.asarray(h.positions % n == c), dtype)
                     out.append(pushing(("old", k))(ones))
                 number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
                 stacked = jnp.stack(out)
@@ -335,7 +332,8 @@ class LocalGroup:
                 )
         J = {}
         for (r, m), n in zip(self.fed_by, widths[len(self.group.hidden) :], strict=True):
-            J[r.site.index] = self._pick(pushing(("added", r.site.index)), r.site.shape, n, m)
+            i = r.site.index
+            J[i] = self._pick(self._from_site(i, pushing(("added", i))), r.site.shape, n, m)
         return list(zip(*columns, strict=True)) if self.has_memory else None, J
 
 
@@ -372,5 +370,17 @@ def _select(array: Any, colour: Any, kept: Any) -> Any:
     return chosen if np.all(kept) else jnp.where(jnp.asarray(kept), chosen, 0)
 
 
-def _states(grouped: bool, array: Any) -> list[Any]:
-    return [array[..., s] for s in range(array.shape[-1])] if grouped else [array]
+def _states(hidden: Hidden, array: Any) -> list[Any]:
+    """A cotangent of a hidden array, state by state."""
+    found = [array] if hidden.axis is None else states(array, hidden.axis)
+    return [*(a.real for a in found), *(-a.imag for a in found)] if hidden.split else found
+
+
+def _at_state(hidden: Hidden, state: int, ones: Any, dtype: Any, *, dual: bool = False) -> Any:
+    """Ones, given as booleans, at one state of a hidden array: a tangent of it or, `dual`, a cotangent."""
+    num = hidden.num_state // 2 if hidden.split else hidden.num_state
+    if hidden.axis is not None:
+        shape = [num if a == hidden.axis else 1 for a in range(ones.ndim)]
+        ones = ones & (np.arange(num) == state % num).reshape(shape)
+    ones = ones.astype(dtype)
+    return ones if state < num else ones * jnp.asarray(-1j if dual else 1j, dtype)

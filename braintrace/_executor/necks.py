@@ -50,7 +50,7 @@ class Necks:
         """The necks of a group; None if there are none, or if it mixes otherwise, too."""
         program = graph.module_info.program
         own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
-        plain = all(not h.grouped and np.array_equal(h.positions, own) for h in group.hidden)
+        plain = all(h.num_state == 1 and np.array_equal(h.positions, own) for h in group.hidden)
         if (
             not plain
             or jnp.issubdtype(group.dtype, jnp.complexfloating)

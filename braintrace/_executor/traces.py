@@ -248,8 +248,8 @@ class Trace:
         full = tuple(sizes.get(a, n) for a, n in zip(letters, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
 
-    def decay(self, D: Any | None, trace: Any) -> Any:
-        """`D trace`; `D` is lifted, (S, S, *at); None: no memory."""
+    def decay(self, D: Any | None, trace: Any, coupled: Array | None = None) -> Any:
+        """`D trace`; `D` is lifted, (S, S, *at), and zero but where `coupled`; None: no memory."""
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
@@ -257,7 +257,14 @@ class Trace:
         D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
         if n == 1:
             return times(D[0][0][None], trace)
-        return jnp.stack([add_up(map(times, D[s], states(trace, 0))) for s in range(n)])
+        each = states(trace, 0)
+        kept = [[r for r in range(n) if coupled is None or coupled[s, r]] for s in range(n)]
+        return jnp.stack(
+            [
+                add_up(times(D[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
+                for s in range(n)
+            ]
+        )
 
     def contract(self, g: Any, trace: Any) -> Any:
         """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""

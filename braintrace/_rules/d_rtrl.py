@@ -55,7 +55,7 @@ class DRule(TraceRule):
             weight = local.weights[trace.relation.site.index][trace.name]
             now = trace.instant(factor, J, weight)
             if D is not None:
-                now = add_up(promoted(trace.decay(D, old), now))
+                now = add_up(promoted(trace.decay(D, old, trace.group.coupled), now))
             result[trace.key] = now.astype(old.dtype)
         return result
 

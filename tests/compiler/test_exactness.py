@@ -13,9 +13,11 @@ from jax import lax
 
 import braintrace as bt
 from braintrace._compiler import RuleKind
+from braintrace._compiler.own_rules import not_linear
+from braintrace._compiler.program import read_program
 
 from ..oracle import bptt
-from ..run import agree, online, sequence
+from ..run import agree, difference, online, sequence
 from ..zoo import CASES, Step
 
 
@@ -160,3 +162,169 @@ def test_a_stack_of_layers_is_summed_up_in_a_few_lines():
     assert len(text.splitlines()) == 7
     assert "more: see `.dropped`" in text
     assert len(verdict.weights) == 18
+
+
+def with_backward(bwd: Any) -> Any:
+    """The identity, with a backward of one's own: from the input and a gradient to a gradient."""
+    f = jax.custom_vjp(lambda x: x)
+    f.defvjp(lambda x: (x, x), lambda x, g: (bwd(x, g),))
+    return f
+
+
+@pytest.mark.parametrize(
+    ("bwd", "linear"),
+    [
+        (lambda x, g: jnp.where(jnp.abs(x) < 1, g / (1 + x**2), 0), True),
+        (lambda x, g: jax.vjp(jax.nn.softmax, x)[1](g)[0] - g[::-1], True),
+        (lambda x, g: jnp.nan_to_num(g) * x, True),  # not by its form
+        (lambda x, g: lax.scan(lambda c, a: (c + a, c * 2), g[0], g)[1], True),
+        (lambda x, g: jnp.clip(g, -0.1, 0.1), False),
+        (lambda x, g: jnp.clip(g, -1e4, 1e4) * jnp.sqrt(x), False),
+        (lambda x, g: g * jnp.minimum(1, 5 / jnp.linalg.norm(g)), False),
+        (lambda x, g: jax.nn.relu(g), False),
+        (lambda x, g: g + 0.1 * x, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_backward_is_tried_for_linearity(bwd, linear, dtype):
+    with jax.numpy_dtype_promotion("standard"):
+        program = read_program(jax.make_jaxpr(with_backward(bwd))(jnp.ones(5, dtype)))
+        assert (not list(not_linear(program))) == linear
+
+
+def test_a_backward_that_prints_is_not_run(capsys):
+    bwd = lambda x, g: (jax.debug.print("{}", g), jnp.tanh(g))[1]
+    assert list(not_linear(read_program(jax.make_jaxpr(with_backward(bwd))(jnp.ones(5)))))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+
+
+clipped = with_backward(lambda x, g: jnp.clip(g, -0.1, 0.1))
+CLIPPED = {
+    "state": (lambda p, s, x: ({"h": 0.9 * clipped(s.h) + bt.matmul(x, p.w)}, s.h), "w"),
+    "op": (lambda p, s, x: ({"h": 0.9 * s.h + clipped(bt.matmul(x, p.w))}, s.h), "w"),
+    "one of two": (
+        lambda p, s, x: (
+            {
+                "h": 0.9 * s.h + bt.matmul(x, p.w),
+                "m": lax.scan(lambda m, _: (0.5 * jax.jit(clipped)(m), None), s.m, length=2)[0]
+                + bt.matmul(x, p.v),
+            },
+            s.h + s.m,
+        ),
+        "v",
+    ),
+    "readout": (lambda p, s, x: ({"h": 0.9 * s.h + bt.matmul(x, p.w)}, clipped(s.h)), ""),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_backward_that_is_not_linear_is_exact_for_bptt_alone(name):
+    step, missed = CLIPPED[name]
+    build = lambda: Step(step, {"w": (3, 4), "v": (3, 4)}, {"h": 4, "m": 4})
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(4)]
+    truth = bptt(build(), xs)
+    for learner in (bt.D_RTRL(build()), bt.RTRL(build())):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            learner.compile_graph(xs[0])
+        said = [str(w.message) for w in caught if "that is not linear" in str(w.message)]
+        assert len(said) == bool(missed)
+        assert not missed or ("test_exactness.py" in said[0] and f"of `{missed}` is approximate" in said[0])
+        differs = {path for path, d in difference(truth, online(learner, xs)).items() if d > 1e-10}
+        verdict = learner.report.exactness
+        assert differs == set(verdict.weights) == {(n,) for n in missed}, str(verdict)
+    learner = bt.BPTT(build())
+    learner.compile_graph(xs[0])
+    assert learner.report.exactness.exact
+
+
+def leaky(p: Any, s: Any, x: Any) -> Any:
+    return 0.9 * s.h + bt.matmul(x, p.w)
+
+
+def long(draw: Any) -> brainstate.State:
+    return brainstate.LongTermState(draw(4))
+
+
+@pytest.mark.parametrize(
+    ("step", "states", "words"),
+    [
+        (  # a readout that remembers, where no trace is kept
+            lambda p, s, x: ({"h": leaky(p, s, x), "m": 0.5 * s.m + s.h}, s.m @ p.r),
+            {"m": long},
+            "what `w` did in earlier steps through `m` (LongTermState), which has no trace",
+        ),
+        (  # by way of a hidden state
+            lambda p, s, x: ({"h": 0.9 * s.h + s.m, "m": 0.5 * s.m + bt.matmul(x, p.w)}, s.h @ p.r),
+            {"m": long},
+            "what `w` did in earlier steps through `m` (LongTermState), which has no trace",
+        ),
+        (  # a layer that reads the one before as it was
+            lambda p, s, x: ({"h": leaky(p, s, x), "m": 0.9 * s.m + bt.matmul(s.h, p.r)}, s.m),
+            {"m": 4},
+            "the gradient of `w` is zero: it acts on losses of later steps only, and not counted is what `m`",
+        ),
+        (  # running statistics that no output reads, and a clock
+            lambda p, s, x: (
+                {"h": leaky(p, s, x) * jnp.cos(s.t), "m": 0.9 * s.m + 0.1 * s.h, "t": s.t + 1},
+                s.h @ p.r,
+            ),
+            {"m": long, "t": lambda draw: brainstate.ShortTermState(jnp.zeros(4))},
+            "",
+        ),
+        (  # what an ordinary recurrence drops, too
+            lambda p, s, x: (
+                {"h": leaky(p, s, x) + bt.matmul(s.m, p.r), "m": 0.5 * s.m + s.h},
+                s.h,
+            ),
+            {"m": long},
+            "",
+        ),
+    ],
+    ids=["readout", "into a state", "late layer", "statistics", "recurrence"],
+)
+def test_a_gradient_that_a_state_swallows_is_said(step, states, words):
+    build = lambda: Step(step, {"w": (3, 4), "r": (4, 4)}, {"h": 4, **states})
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(4)]
+    learner = bt.D_RTRL(build())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        learner.compile_graph(xs[0])
+    assert len(caught) == bool(words)
+    assert all(words in str(w.message) for w in caught), caught[0].message
+    truth, found = bptt(build(), xs), online(learner, xs)
+    assert bool(jnp.any(found["w",])) != bool(words)
+    verdict = learner.report.exactness
+    assert {p for p, d in difference(truth, found).items() if d > 1e-10} == set(verdict.weights), str(verdict)
+    assert agree(truth, online(bt.RTRL(build()), xs), 1e-10)
+
+
+class Delayed(brainstate.nn.Module):
+    """A leaky state that is read some steps later."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.sin(jnp.arange(12.0)).reshape(3, 4))
+        self.h = brainstate.HiddenState(jnp.zeros(4))
+        with brainstate.environ.context(dt=1.0):
+            self.delay = brainstate.nn.Delay(self.h.value, entries={"read": float(steps)})
+        brainstate.nn.init_all_states(self.delay)
+
+    def update(self, x: Any) -> Any:
+        self.h.value = 0.9 * self.h.value + bt.matmul(x, self.w.value)
+        self.delay.update(self.h.value)
+        return jnp.tanh(self.delay.at("read"))
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_a_delay_of_a_few_steps_is_exact_and_a_long_one_says_so(steps):
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(5)]
+    learner = bt.D_RTRL(Delayed(steps))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        learner.compile_graph(xs[0])
+    said = [str(w.message) for w in caught]
+    assert ["what `w` did in earlier steps through `delay.history` (DelayState)" in s for s in said] == [
+        True
+    ] * (steps > 16)
+    assert learner.report.exactness.exact == (steps <= 16)
+    if steps == 2:
+        assert agree(bptt(Delayed(steps), xs), online(learner, xs), 1e-10)

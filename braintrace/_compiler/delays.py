@@ -1,0 +1,98 @@
+"""Delay lines: states that hand old values on, unit by unit, along an axis of their own.
+
+A ring buffer, or an array that is shifted by one place at every step, has the past of a state along one
+axis. Each place there is one more state of the same units: the line and what is written to it are one group,
+and what reads the line later is exact. It has as many traces as places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .._compat import primitives
+from .copies import COPIES, Array
+from .flows import Flows
+from .module_info import Hidden, hidden_arrays
+from .positions import Positions
+from .program import Atom, Program, Var
+from .reach import Reach
+
+if TYPE_CHECKING:
+    from .graph import ETraceGraph
+
+LONGEST = 16  # places: what is longer takes too much memory to do it unasked
+_MOVES = COPIES | frozenset(
+    """broadcast_in_dim copy copy_p expand_dims optimization_barrier reshape scatter select_n split squeeze
+    transpose""".split()
+)
+
+
+def delay_lines(graph: ETraceGraph) -> list[Hidden]:
+    """The delay lines through which parameters act on later losses, where a trace would count it."""
+    flows = Flows(graph)
+    arrays = {h.invar: h for e in graph.module_info.entries if not e.is_param for h in hidden_arrays(e)}
+    found = []
+    for c in flows.carried:
+        line = arrays[c.old]
+        stops = {d.new for d in flows.carried if d is not c}
+        if (
+            line.axis is not None
+            or len(line.varshape) < 2
+            or not _only_moves(flows.program, c.old, c.new, stops)
+        ):
+            continue
+        axis = _axis_of(graph, line)
+        if axis is not None and c.bit & flows.live and flows.is_seen(c) and flows.behind([c.new]):
+            found.append(replace(line, axis=axis))
+    return found
+
+
+def _only_moves(program: Program, old: Var, new: Atom, stops: Container[Var] = ()) -> bool:
+    """Whether all that happens to old values on the way to the new ones is that they are moved."""
+    after, way = {old}, []
+    for node in program.nodes:
+        if node.site is None and any(a in after for a in node.inputs if isinstance(a, Var)):
+            after.update(v for v in node.outputs if v not in stops)
+            way.append(node)
+    wanted = {new}
+    for node in reversed(way):
+        if wanted.isdisjoint(node.outputs):
+            continue
+        if node.primitive is primitives.cond_p:
+            ins = [i for i, a in enumerate(node.inputs[1:]) if a in after]
+            outs = [j for j, v in enumerate(node.outputs) if v in wanted]
+            ways = ((p, p.inputs[i], p.outputs[j]) for p in node.inner for i in ins for j in outs)
+            if not all(_only_moves(*way) for way in ways):
+                return False
+        elif node.primitive.name not in _MOVES:
+            return False
+        wanted.update(a for a in node.inputs if a in after)
+    return True
+
+
+def _axis_of(graph: ETraceGraph, line: Hidden) -> int | None:
+    """The one axis along which values are moved; None if there is none, or if it is long."""
+    positions = Positions(graph.module_info.program)
+    shape = tuple(line.invar.aval.shape)
+    stops = {h.outvar for h in graph.module_info.hidden if h.outvar is not line.outvar}
+    if _is_local(positions, line, line.positions, stops):
+        return None
+    for axis, size in enumerate(shape):
+        if 1 < size <= LONGEST and _is_local(positions, line, replace(line, axis=axis).positions, stops):
+            return axis
+    return None
+
+
+def _is_local(positions: Positions, line: Hidden, places: Array, stops: set[Var]) -> bool:
+    """Whether old values keep their position, and each value that is written has one."""
+    reached, sites = positions.reaches({line.outvar: Reach.at(places)}, lambda v: v in stops)
+    old = reached.get(line.invar)
+    stays = old is None or bool(
+        np.all((old.highest < 0) | ((old.lowest == places) & (old.highest == places)))
+    )
+    written = [*(reached[v] for v in stops if v in reached), *sites.values()]
+    return stays and all(r.width <= 1 for r in written)
