@@ -4,28 +4,8 @@ from typing import TYPE_CHECKING
 
 from . import nn as nn
 from . import rules as rules
-from ._algorithms import BPTT as BPTT
-from ._algorithms import D_RTRL as D_RTRL
-from ._algorithms import ES_D_RTRL as ES_D_RTRL
-from ._algorithms import RTRL as RTRL
-from ._algorithms import EligibilityTrace as EligibilityTrace
-from ._algorithms import ETraceAlgorithm as ETraceAlgorithm
-from ._algorithms import ETraceVjpAlgorithm as ETraceVjpAlgorithm
-from ._algorithms import ETraceVmap as ETraceVmap
-from ._algorithms import GradExpon as GradExpon
-from ._algorithms import GradientCheck as GradientCheck
-from ._algorithms import IODimVjpAlgorithm as IODimVjpAlgorithm
-from ._algorithms import MultiStepData as MultiStepData
-from ._algorithms import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
-from ._algorithms import Plan as Plan
-from ._algorithms import SingleStepData as SingleStepData
-from ._algorithms import check_gradients as check_gradients
-from ._algorithms import compile as compile
-from ._algorithms import plan as plan
-from ._algorithms import pp_prop as pp_prop
 from ._compiler import CompilationError as CompilationError
 from ._compiler import CompilationRecord as CompilationRecord
-from ._compiler import CompilationReport as CompilationReport
 from ._compiler import DiagnosticKind as DiagnosticKind
 from ._compiler import DiagnosticLevel as DiagnosticLevel
 from ._compiler import DroppedPath as DroppedPath
@@ -38,17 +18,32 @@ from ._compiler import ModuleInfo as ModuleInfo
 from ._compiler import NotSupportedError as NotSupportedError
 from ._compiler import PathClassification as PathClassification
 from ._compiler import add_hidden_perturbation_from_minfo as add_hidden_perturbation_from_minfo
-from ._compiler import add_hidden_perturbation_in_module as add_hidden_perturbation_in_module
-from ._compiler import compile_etrace_graph as compile_etrace_graph
-from ._compiler import extract_module_info as extract_module_info
 from ._compiler import find_hidden_groups_from_minfo as find_hidden_groups_from_minfo
-from ._compiler import find_hidden_groups_from_module as find_hidden_groups_from_module
 from ._compiler import find_hidden_param_op_relations_from_minfo as find_hidden_param_op_relations_from_minfo
-from ._compiler import (
-    find_hidden_param_op_relations_from_module as find_hidden_param_op_relations_from_module,
-)
 from ._executor import ETraceGraphExecutor as ETraceGraphExecutor
 from ._executor import ETraceVjpGraphExecutor as ETraceVjpGraphExecutor
+from ._frontends import add_hidden_perturbation_in_module as add_hidden_perturbation_in_module
+from ._frontends import compile_etrace_graph as compile_etrace_graph
+from ._frontends import extract_module_info as extract_module_info
+from ._frontends import find_hidden_groups_from_module as find_hidden_groups_from_module
+from ._frontends import (
+    find_hidden_param_op_relations_from_module as find_hidden_param_op_relations_from_module,
+)
+from ._learners import BPTT as BPTT
+from ._learners import D_RTRL as D_RTRL
+from ._learners import ES_D_RTRL as ES_D_RTRL
+from ._learners import RTRL as RTRL
+from ._learners import EligibilityTrace as EligibilityTrace
+from ._learners import ETraceAlgorithm as ETraceAlgorithm
+from ._learners import ETraceVjpAlgorithm as ETraceVjpAlgorithm
+from ._learners import ETraceVmap as ETraceVmap
+from ._learners import GradExpon as GradExpon
+from ._learners import IODimVjpAlgorithm as IODimVjpAlgorithm
+from ._learners import MultiStepData as MultiStepData
+from ._learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
+from ._learners import SingleStepData as SingleStepData
+from ._learners import compile as compile
+from ._learners import pp_prop as pp_prop
 from ._legacy import ControlFlowPolicy as ControlFlowPolicy
 from ._legacy import ConvOp as ConvOp
 from ._legacy import ElemWiseOp as ElemWiseOp
@@ -71,6 +66,11 @@ from ._ops import lora_matmul as lora_matmul
 from ._ops import matmul as matmul
 from ._ops import register_primitive as register_primitive
 from ._ops import sparse_matmul as sparse_matmul
+from ._report.check import GradientCheck as GradientCheck
+from ._report.check import check_gradients as check_gradients
+from ._report.plan import Plan as Plan
+from ._report.plan import plan as plan
+from ._report.report import CompilationReport as CompilationReport
 
 if TYPE_CHECKING:
     from ._train import DivergedError as DivergedError

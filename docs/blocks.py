@@ -54,7 +54,7 @@ def _run_python(code: Any, scope: dict[str, Any], folder: Path) -> str:
     with (
         contextlib.redirect_stdout(printed),
         contextlib.chdir(folder),
-        mock.patch("braintrace._compiler.report._WIDE", WIDTH),
+        mock.patch("braintrace._report.report._WIDE", WIDTH),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("always", UserWarning)

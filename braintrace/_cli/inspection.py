@@ -92,7 +92,7 @@ def check(given: argparse.Namespace) -> int:
     import jax.numpy as jnp
     import numpy as np
 
-    from .._algorithms.check import check_gradients
+    from .._report.check import check_gradients
 
     rng = np.random.default_rng(given.seed)
 
@@ -118,7 +118,7 @@ def check(given: argparse.Namespace) -> int:
 
 
 def show_plan(given: argparse.Namespace) -> int:
-    from .._algorithms.plan import plan
+    from .._report.plan import plan
 
     with models.build(given) as (model, inputs):
         plan(model, tuple(inputs), given.batch_size, given.length).show()
@@ -130,7 +130,7 @@ def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
     """A compiled learner of the model that was asked for."""
     import jax.numpy as jnp
 
-    from .._algorithms.compile import NAMES
+    from .._learners.compile import NAMES
 
     with models.build(given) as (model, inputs):
         learner = NAMES[given.rule](model)

@@ -116,7 +116,7 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
 
     import braintrace
 
-    from .._algorithms.compile import NAMES
+    from .._learners.compile import NAMES
 
     size, seed = settings["batch_size"], settings["seed"]
     brainstate.random.seed(seed)

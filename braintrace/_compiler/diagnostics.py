@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import sys
 import warnings
 import weakref
@@ -12,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import brainstate
-import jax
+from .._lines import is_users
 
 Path = tuple[str, ...]
 
@@ -113,9 +111,6 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
     return "\n".join(lines)
 
 
-_OURS = tuple(os.path.dirname(p) for p in (os.path.dirname(__file__), brainstate.__file__, jax.__file__))
-
-
 # what was said of a model, which is compiled again for each batch size and traced again in each loop
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
@@ -128,7 +123,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning, *, about: Any
             return
         said.add(message)
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

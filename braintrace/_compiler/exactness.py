@@ -21,10 +21,10 @@ import numpy as np
 from .diagnostics import CompilationRecord, show_path
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
-from .module_info import Path
 from .program import Node, Site, Var
 from .provenance import Goal
 from .relation import HiddenParamOpRelation
+from .step import Path
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph

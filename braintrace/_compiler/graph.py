@@ -7,8 +7,6 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import brainstate
-
 from .._lines import is_users
 from .delays import LONGEST, delay_lines
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
@@ -17,7 +15,7 @@ from .exactness import Exactness, RuleKind, find_exactness
 from .flows import Flows
 from .groups import HiddenGroup, find_groups, group_records
 from .links import ELEMENT_WISE
-from .module_info import ModuleInfo, Path, StateEntry, extract_module_info
+from .module_info import ModuleInfo, StateEntry
 from .perturbation import HiddenPerturbation
 from .positions import Positions
 from .program import Var
@@ -26,7 +24,7 @@ from .relation import HiddenParamOpRelation
 from .relations import find_relations
 from .site_weights import name_site
 from .slices import between
-from .unmarked import unmarked_layers
+from .step import Path
 
 if TYPE_CHECKING:
     from .report import CompilationReport
@@ -46,7 +44,7 @@ class ETraceGraph(NamedTuple):
         return self._report().to_str()
 
     def __repr__(self) -> str:
-        return f"<ETraceGraph of {type(self.module_info.model).__name__}: {self._report().in_short()}>"
+        return f"<ETraceGraph of {self.module_info.step.name}: {self._report().in_short()}>"
 
     def dict(self) -> dict[str, Any]:
         return self._asdict()
@@ -92,30 +90,6 @@ class ETraceGraph(NamedTuple):
         from .report import CompilationReport
 
         return CompilationReport(self)
-
-
-def compile_etrace_graph(
-    model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
-) -> ETraceGraph:
-    """Trace `model(*args, **kwargs)` and find its hidden groups and the sites that feed them.
-
-    >>> import brainstate, braintrace, jax.numpy as jnp
-    >>> class Leaky(brainstate.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = brainstate.ParamState(jnp.ones((2, 3)))
-    ...         self.h = brainstate.HiddenState(jnp.zeros(3))
-    ...     def update(self, x):
-    ...         self.h.value = 0.9 * self.h.value + braintrace.matmul(x, self.w.value)
-    ...         return self.h.value
-    >>> graph = compile_etrace_graph(Leaky(), jnp.ones(2))
-    >>> [(r.weight_path, r.connected_hidden_paths) for r in graph.hidden_param_op_relations]
-    [(('w',), [('h',)])]
-    """
-    info = extract_module_info(model, *args, **kwargs)
-    graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
-    warn_of(graph)
-    return graph
 
 
 def graph_from_info(
@@ -181,7 +155,7 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
                     "own."
                 )
     if not info.hidden:
-        states = [f"`{show_path(e.path)}` ({type(e.state).__name__})" for e in info.entries if not e.is_param]
+        states = [f"`{show_path(e.path)}` ({e.of.kind})" for e in info.entries if not e.is_param]
         ops = [name_site(info, s, origin) for s in info.program.sites]
         raise CompilationError(
             "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
@@ -210,7 +184,7 @@ def _program_records(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Compi
                 f"The model has no marked op, so no weight is learned online (parameters: {names}); each "
                 "gets the gradient within the step only. "
                 + (
-                    unmarked_layers(info.model, [e.path for e in info.params if _feeds(e, var_goals)])
+                    info.step.unmarked([e.path for e in info.params if _feeds(e, var_goals)])
                     or "Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers of `braintrace.nn`."
                 ),
             )
@@ -262,7 +236,7 @@ def _without_mark(
                     f"`{show_path(entry.path)}`{f'{use},' if use else ''} feeds {names} without a marked op; "
                     f"{gets}. "
                     + (
-                        unmarked_layers(info.model, [entry.path])
+                        info.step.unmarked([entry.path])
                         or "Use `braintrace.matmul(x, w, b)`, `braintrace.element_wise(w)` or a layer of "
                         "`braintrace.nn` to learn it online."
                     ),
@@ -316,7 +290,7 @@ def _cascades(
 
 def _untraced(flows: Flows) -> list[CompilationRecord]:
     """States without a trace through which parameters act on later losses: delays, above all."""
-    kinds = {e.path: type(e.state).__name__ for e in flows.info.entries}
+    kinds = {e.path: e.of.kind for e in flows.info.entries}
     records = []
     for c, paths in flows.untraced:
         names = ", ".join(f"`{show_path(p)}`" for p in paths)
@@ -379,7 +353,7 @@ def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(Diagnos
     """One warning, with what the user may well not have meant."""
     model = graph.module_info.model
     records = [r for r in graph.diagnostics if r.kind in kinds]
-    message = warning_of(type(model).__name__, records)
+    message = warning_of(graph.module_info.step.name, records)
     if message is not None:
         warn_user(message, about=model)
 
@@ -388,13 +362,6 @@ def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup],
     """The hidden groups of a traced model, and the group of each hidden path."""
     groups = find_groups(minfo, Positions(minfo.program))
     return groups, {p: g for g in groups for p in g.hidden_paths}
-
-
-def find_hidden_groups_from_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
-) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """The hidden groups of a model, and the group of each hidden path."""
-    return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))
 
 
 def find_hidden_param_op_relations_from_minfo(
@@ -409,20 +376,6 @@ def find_hidden_param_op_relations_from_minfo(
     return graph_from_info(minfo, include_hidden_perturb=False, groups=groups).hidden_param_op_relations
 
 
-def find_hidden_param_op_relations_from_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
-) -> list[HiddenParamOpRelation]:
-    """The relations of a model."""
-    return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))
-
-
 def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     """The perturbed step of a traced model."""
     return HiddenPerturbation(minfo, tuple(find_hidden_groups_from_minfo(minfo)[0]))
-
-
-def add_hidden_perturbation_in_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
-) -> HiddenPerturbation:
-    """The perturbed step of a model."""
-    return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +49,7 @@ class HiddenGroup:
         return [h.path for h in self.hidden]
 
     @property
-    def hidden_states(self) -> list[brainstate.State]:
+    def hidden_states(self) -> list[Any]:
         return [h.state for h in self.hidden]
 
     @property

@@ -1,46 +1,50 @@
-"""Trace a model's step: its program, and which variable belongs to which state."""
+"""A step as a program, and which of its variables belong to which state."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
 from .._compat import Literal
-from .._lines import raising_line
-from .._ops.primitive import StateGivenError
 from .diagnostics import number, show_path
 from .errors import CompilationError, NotSupportedError
 from .links import Array
 from .program import Atom, Node, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
-
-Path = tuple[str, ...]
+from .step import Path, Role, State, Step
 
 
 @dataclass(frozen=True, eq=False)
 class StateEntry:
     """One state that the step touches: where it is, and its variables before and after the step."""
 
-    path: Path
-    state: brainstate.State
+    of: State
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
 
     def __repr__(self) -> str:
-        return f"<{type(self.state).__name__} {show_path(self.path)}: {_show(self.invars)}>"
+        return f"<{self.of.kind} {show_path(self.path)}: {_show(self.invars)}>"
+
+    @property
+    def path(self) -> Path:
+        return self.of.path
+
+    @property
+    def state(self) -> Any:
+        """The front end's own object."""
+        return self.of.handle
 
     @property
     def is_param(self) -> bool:
-        return isinstance(self.state, brainstate.ParamState)
+        return self.of.role is Role.PARAMETER
 
     @property
     def written(self) -> bool:
@@ -60,7 +64,7 @@ class Hidden:
     """
 
     path: Path
-    state: brainstate.State
+    state: Any
     invar: Var
     outvar: Var
     axis: int | None = None  # the axis of its states; None: there is one
@@ -106,21 +110,53 @@ class Traced:
 class ModuleInfo:
     """A model's step as a program, with the states it reads and writes."""
 
-    model: brainstate.nn.Module
-    closed_jaxpr: _compat.ClosedJaxpr
+    step: Step
     program: Program
     entries: tuple[StateEntry, ...]
     hidden: tuple[Hidden, ...]
-    arg_invars: tuple[Var, ...]
-    out_atoms: tuple[Atom, ...]
-    out_tree: Any
-    state_trees: tuple[Any, ...]
-    retrace: Callable[..., Traced | None]
+
+    @property
+    def model(self) -> Any:
+        """The front end's own object."""
+        return self.step.model
+
+    @property
+    def closed_jaxpr(self) -> _compat.ClosedJaxpr:
+        return self.step.closed_jaxpr
+
+    @property
+    def arg_invars(self) -> tuple[Var, ...]:
+        return self.program.inputs[: self.step.num_args]
+
+    @property
+    def out_atoms(self) -> tuple[Atom, ...]:
+        """What the step returns, beside the new states."""
+        num_states = sum(len(e.invars) for e in self.entries)
+        return self.program.outputs[: len(self.program.outputs) - num_states]
+
+    @property
+    def out_tree(self) -> Any:
+        return self.step.out_tree
+
+    @property
+    def state_trees(self) -> tuple[Any, ...]:
+        return tuple(st.tree for st in self.step.states)
+
+    def traced_again(self, closed: _compat.ClosedJaxpr) -> Traced | None:
+        """The step, traced again, since what the model closes over may have changed (a time, a step size).
+
+        The constants as they are now, with the program brought up to date; None if it is another program.
+        """
+        again = read_program(closed)
+        if not _same_form(self.program, again):
+            return None
+        _bring_up_to_date(self.program, again)
+        return Traced(closed, list(again.consts.values()))
 
     def __repr__(self) -> str:
         counts = {"parameter": self.params, "hidden state": self.hidden, "operation": self.program.nodes}
         shown = ", ".join(number(len(found), noun) for noun, found in counts.items())
-        return f"<ModuleInfo of {type(self.model).__name__}: {shown}>"
+        return f"<ModuleInfo of {self.step.name}: {shown}>"
 
     @property
     def jaxpr(self) -> Any:
@@ -176,7 +212,7 @@ class ModuleInfo:
         return {id(e.state): e.path for e in self.entries}
 
     @property
-    def compiled_model_states(self) -> tuple[brainstate.State, ...]:
+    def compiled_model_states(self) -> tuple[Any, ...]:
         return tuple(e.state for e in self.entries)
 
     def dict(self) -> dict[str, Any]:
@@ -188,87 +224,21 @@ def _show(variables: Sequence[Var]) -> str:
     return ", ".join(v.aval.str_short() for v in variables)
 
 
-def split_static(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[..., Any], Any]:
-    """The array leaves of a call, a function that puts them back, and a key for all the rest.
-
-    What is not a number or an array (a string, a flag, a function) is static: part of the program.
-    """
-    leaves, tree = jax.tree.flatten((tuple(args), kwargs))
-    dynamic = [_is_data(leaf) for leaf in leaves]
-    static = tuple(None if d else leaf for d, leaf in zip(dynamic, leaves, strict=True))
-
-    def rebuild(data: Sequence[Any]) -> Any:
-        rest = iter(data)
-        return jax.tree.unflatten(
-            tree, [next(rest) if d else s for d, s in zip(dynamic, static, strict=True)]
-        )
-
-    return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], rebuild, (tree, static)
-
-
-def _is_data(leaf: Any) -> bool:
-    return not isinstance(leaf, bool | str | bytes) and (
-        isinstance(leaf, int | float | complex | np.generic | np.ndarray)
-        or hasattr(leaf, "aval")
-        or hasattr(leaf, "dtype")
-    )
-
-
-def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
-    """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given."""
-    data, rebuild, _ = split_static(args, kwargs)
-    closed, out_tree, states = _trace(model, rebuild, data)
-    paths = {id(st): _as_path(path) for path, st in model.states().items()}
+def read_step(step: Step) -> ModuleInfo:
+    """The program of a step, with its states."""
     try:
-        program = read_program(closed)
+        program = read_program(step.closed_jaxpr)
     except UnreadableSite as e:
-        raise _refusal(e, len(data), [(paths.get(id(st), ()), st) for st in states]) from None
-    num_out = len(program.outputs) - sum(len(jax.tree.leaves(st.value)) for st in states)
-    ins, outs = iter(program.inputs[len(data) :]), iter(program.outputs[num_out:])
-    entries, trees = [], []
-    for i, state in enumerate(states):
-        leaves, tree = jax.tree.flatten(state.value)
-        path = paths.get(id(state)) or _outside(state, i)
-        invars = tuple(next(ins) for _ in leaves)
-        outvars = tuple(next(outs) for _ in leaves)
-        entries.append(StateEntry(path, state, invars, outvars))
-        trees.append(tree)
-    for entry in entries:
-        _check_that_it_stays(entry)
+        raise _refusal(e, step) from None
+    num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
+    ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
+    entries = []
+    for state in step.states:
+        num = range(state.tree.num_leaves)
+        entries.append(StateEntry(state, tuple(next(ins) for _ in num), tuple(next(outs) for _ in num)))
+        _check_that_it_stays(entries[-1])
     entries = _with_own_outputs(program, entries)
-
-    def retrace(*args: Any, **kwargs: Any) -> Traced | None:
-        """Trace again, since what the model closes over may have changed (a time, a step size).
-
-        The constants as they are now, with the program brought up to date; None if it is another program.
-        """
-        data, rebuild, _ = split_static(args, kwargs)
-        closed = _trace(model, rebuild, data)[0]
-        again = read_program(closed)
-        if not _same_form(program, again):
-            return None
-        _bring_up_to_date(program, again)
-        return Traced(closed, list(again.consts.values()))
-
-    return ModuleInfo(
-        model=model,
-        closed_jaxpr=closed,
-        program=program,
-        entries=tuple(entries),
-        hidden=tuple(_hidden_states(program, entries)),
-        arg_invars=program.inputs[: len(data)],
-        out_atoms=program.outputs[:num_out],
-        out_tree=out_tree,
-        state_trees=tuple(trees),
-        retrace=retrace,
-    )
-
-
-def _outside(state: brainstate.State, number: int) -> Path:
-    """A name for a state that the step uses and the model does not hold."""
-    if state is brainstate.random.DEFAULT:
-        return ("brainstate.random.DEFAULT",)
-    return "<outside the model>", f"{type(state).__name__} {number}"
+    return ModuleInfo(step, program, tuple(entries), tuple(_hidden_states(program, entries)))
 
 
 def _check_that_it_stays(entry: StateEntry) -> None:
@@ -285,17 +255,15 @@ def _check_that_it_stays(entry: StateEntry) -> None:
             )
 
 
-def _refusal(
-    e: UnreadableSite, num_args: int, states: Sequence[tuple[Path, brainstate.State]]
-) -> NotSupportedError:
+def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
     """An op that the compiler cannot get at, with the parameters that go where it is."""
-    owners = [(path, st) for path, st in states for _ in jax.tree.leaves(st.value)]
+    owners = [st for st in step.states for _ in range(st.tree.num_leaves)]
     origin = provenance(e.program)
     behind = {v for atom in e.node.inputs for v in origin.of(atom)[0]}
     of = dict.fromkeys(
-        f"`{show_path(path)}`"
-        for var, (path, st) in zip(e.program.inputs[num_args:], owners, strict=False)
-        if var in behind and isinstance(st, brainstate.ParamState)
+        f"`{show_path(st.path)}`"
+        for var, st in zip(e.program.inputs[step.num_args :], owners, strict=False)
+        if var in behind and st.role is Role.PARAMETER
     )
     names = f" of {', '.join(of)}" if of else ""
     return NotSupportedError(
@@ -370,63 +338,13 @@ def _bring_up_to_date(a: Program, b: Program) -> None:
             _bring_up_to_date(p, q)
 
 
-def _as_path(path: Any) -> Path:
-    return tuple(str(p) for p in (path if isinstance(path, tuple) else (path,)))
-
-
-def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
-    def step(*data: Any) -> Any:
-        args, kwargs = rebuild(data)
-        return model(*args, **kwargs)
-
-    function = brainstate.transform.StatefulFunction(step, return_only_write=False)
-    try:
-        function.make_jaxpr(*data)
-    except StateGivenError as e:
-        raise CompilationError(str(e)) from e
-    except AttributeError as e:
-        raise CompilationError(
-            f"The model's step failed while it was traced{_at(e)}: {e}. If the missing attribute is a state, "
-            "call `brainstate.nn.init_all_states(model)` first."
-        ) from e
-    except (TypeError, ValueError) as e:
-        if isinstance(e, CompilationError) or any(_is_traced(st.value) for st in model.states().values()):
-            raise
-        states = {
-            ".".join(map(str, path)): [tuple(leaf.shape) for leaf in jax.tree.leaves(st.value)]
-            for path, st in model.states().items()
-            if isinstance(st, brainstate.ShortTermState)
-        }
-        shapes = [tuple(jnp.shape(d)) for d in data]
-        raise CompilationError(
-            f"The model's step failed while it was traced with arrays of shapes {shapes}{_at(e)}: {e} Its "
-            f"states have the shapes {states}. Check the feature size, that the arrays are those of one step "
-            "and not of a sequence, and that inputs and states agree about a batch axis "
-            "(`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an array, "
-            "such as a string, is passed to the model as it is."
-        ) from e
-    closed = function.get_jaxpr(*data)
-    out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
-    return closed, out_tree, tuple(function.get_states(*data))
-
-
-def _at(error: Exception) -> str:
-    line = raising_line(error)
-    return f", at {line}" if line else ""
-
-
-def _is_traced(value: Any) -> bool:
-    return any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(value))
-
-
 def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:
     used = {a for node in program.nodes for a in node.inputs if isinstance(a, Var)}
     used.update(a for a in program.outputs if isinstance(a, Var))
     return [
         h
         for entry in entries
-        if isinstance(entry.state, brainstate.ShortTermState)
-        and not isinstance(entry.state, brainstate.DelayState)
+        if entry.of.role is Role.HIDDEN
         for h in hidden_arrays(entry)
         if h.invar in used
     ]
@@ -434,7 +352,8 @@ def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidd
 
 def hidden_arrays(entry: StateEntry) -> list[Hidden]:
     """The floating arrays of a state that the step writes, as hidden ones."""
-    keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(entry.state.value)[0]]
+    numbered = jax.tree.unflatten(entry.of.tree, range(len(entry.invars)))
+    keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
     found = []
     for key, invar, outvar in zip(keys, entry.invars, entry.outvars, strict=True):
         if not jnp.issubdtype(invar.aval.dtype, jnp.inexact) or outvar is invar:
@@ -442,8 +361,8 @@ def hidden_arrays(entry: StateEntry) -> list[Hidden]:
         name = jax.tree_util.keystr(key).strip(".[]'") if len(keys) > 1 else ""
         path = (*entry.path, name) if name else entry.path
         assert isinstance(outvar, Var)
-        grouped = isinstance(entry.state, brainstate.HiddenGroupState)
-        found.append(Hidden(path, entry.state, invar, outvar, invar.aval.ndim - 1 if grouped else None))
+        axis = invar.aval.ndim - 1 if entry.of.grouped else None
+        found.append(Hidden(path, entry.state, invar, outvar, axis))
     return found
 
 
@@ -462,7 +381,7 @@ def _with_own_outputs(program: Program, entries: Sequence[StateEntry]) -> list[S
             if isinstance(atom, Var):
                 taken.add(atom)
             outvars.append(atom)
-        replaced.append(StateEntry(entry.path, entry.state, entry.invars, tuple(outvars)))
+        replaced.append(StateEntry(entry.of, entry.invars, tuple(outvars)))
     return replaced
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import brainstate
 import jax
 
 from .._compat import ClosedJaxpr
@@ -42,7 +41,7 @@ class HiddenPerturbation:
         return [h.path for h in self.info.hidden]
 
     @property
-    def perturb_hidden_states(self) -> list[brainstate.State]:
+    def perturb_hidden_states(self) -> list[Any]:
         return [h.state for h in self.info.hidden]
 
     def init_perturb_data(self) -> list[jax.Array]:

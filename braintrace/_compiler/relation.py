@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import brainstate
 import numpy as np
 
 from .._compat import ClosedJaxpr
@@ -94,7 +93,7 @@ class HiddenParamOpRelation:
         return self.site.weights
 
     @property
-    def trainable_param_states(self) -> dict[str, brainstate.State]:
+    def trainable_param_states(self) -> dict[str, Any]:
         states = {e.path: e.state for e in self.info.params}
         return {name: states[path] for name, path in self.trainable_paths.items()}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._compiler.module_info import split_static
+from .arguments import split_static
 
 
 @jax.tree_util.register_pytree_node_class

@@ -13,8 +13,8 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .._algorithms.base import ETraceAlgorithm
-from .._algorithms.bptt import call_model
+from .._learners.base import ETraceAlgorithm
+from .._learners.bptt import call_model
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .data import Batch, size_of

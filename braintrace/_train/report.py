@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from .._algorithms.base import ETraceAlgorithm
+from .._learners.base import ETraceAlgorithm
 from .curves import COLORS, Runs, lines_of, names_of
 from .result import FitResult
 from .svg import draw_svg

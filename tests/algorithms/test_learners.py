@@ -17,7 +17,7 @@ import pytest
 
 import braintrace
 from braintrace import nn
-from braintrace._algorithms.pure import Pure
+from braintrace._frontends.pure import Pure
 from braintrace._rules import d_rtrl, es_d_rtrl
 
 from ..oracle import bptt

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import braintrace as bt
-from braintrace._algorithms.flops import count_flops
-from braintrace._algorithms.pure import Pure
+from braintrace._frontends.pure import Pure
+from braintrace._report.flops import count_flops
 
 pytestmark = pytest.mark.slow
 

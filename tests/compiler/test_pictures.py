@@ -20,10 +20,10 @@ import pytest
 
 import braintrace as bt
 from braintrace._compiler.memory import remembered
-from braintrace._compiler.pictures.cards import make_cards
-from braintrace._compiler.pictures.flow import read_flow
-from braintrace._compiler.pictures.layout import lay_out
-from braintrace._compiler.pictures.sizes import trace_sizes
+from braintrace._report.pictures.cards import make_cards
+from braintrace._report.pictures.flow import read_flow
+from braintrace._report.pictures.layout import lay_out
+from braintrace._report.pictures.sizes import trace_sizes
 from tests.run import as_args
 from tests.zoo import CASES
 

@@ -1,12 +1,10 @@
-"""Learning rules and the learners that keep their state."""
+"""The learners that users of `brainstate` hold: they keep states and traces between calls."""
 
 from .._online.data import MultiStepData as MultiStepData
 from .._online.data import SingleStepData as SingleStepData
 from .base import EligibilityTrace as EligibilityTrace
 from .base import ETraceAlgorithm as ETraceAlgorithm
 from .bptt import BPTT as BPTT
-from .check import GradientCheck as GradientCheck
-from .check import check_gradients as check_gradients
 from .compile import ETraceVmap as ETraceVmap
 from .compile import compile as compile
 from .expon import GradExpon as GradExpon
@@ -16,6 +14,4 @@ from .learners import RTRL as RTRL
 from .learners import IODimVjpAlgorithm as IODimVjpAlgorithm
 from .learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from .learners import pp_prop as pp_prop
-from .plan import Plan as Plan
-from .plan import plan as plan
 from .vjp import ETraceVjpAlgorithm as ETraceVjpAlgorithm

@@ -11,18 +11,20 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compiler import CompilationError, CompilationReport, ETraceGraph, NotSupportedError
+from .._compiler import CompilationError, ETraceGraph, NotSupportedError
 from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.exactness import RuleKind
-from .._compiler.module_info import ModuleInfo, Path, Traced
+from .._compiler.module_info import ModuleInfo, Traced
+from .._compiler.step import Path
 from .._executor.executor import ETraceGraphExecutor
+from .._frontends.modules import traced_again
 from .._online.data import one_step, time_axes
 from .._online.drive import Drive
 from .._online.request import Request, check_chunk_size
@@ -35,6 +37,9 @@ from .driving import Driver
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .resets import initial_states, reset
+
+if TYPE_CHECKING:
+    from .._report.report import CompilationReport
 
 
 class EligibilityTrace(brainstate.ShortTermState):
@@ -189,6 +194,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
     @property
     def report(self) -> CompilationReport:
         """What is learned how under this rule, and what is left out."""
+        from .._report.report import CompilationReport
+
         return CompilationReport(self.graph, self.rule_kind)
 
     def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
@@ -318,7 +325,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self._lookup(one_args, one_kwargs)
-        traced = compiled.graph.module_info.retrace(*one_args, **one_kwargs)
+        closed = traced_again(self.model, one_args, one_kwargs)
+        traced = compiled.graph.module_info.traced_again(closed)
         if traced is None:  # the same shapes, but another program: the model closes over something else now
             before, compiled = compiled, Compiled(self._compile(one_args, one_kwargs), self._reduced)
             if not self._agree(before, compiled):

@@ -6,7 +6,6 @@ a parameter takes that set as its edges and stands for itself from there on.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,14 +15,15 @@ import jax.numpy as jnp
 from ... import _compat
 from ..._compat import Literal as JaxLiteral
 from ..._compat import primitives
-from ..diagnostics import DiagnosticKind, show_path
-from ..graph import ETraceGraph
-from ..groups import HiddenGroup
-from ..memory import remembered
-from ..module_info import ModuleInfo, Path
-from ..program import Atom, Node, Program, Site, Var
-from ..provenance import goals, provenance
-from ..relation import HiddenParamOpRelation
+from ..._compiler.diagnostics import DiagnosticKind, show_path
+from ..._compiler.graph import ETraceGraph
+from ..._compiler.groups import HiddenGroup
+from ..._compiler.memory import remembered
+from ..._compiler.module_info import ModuleInfo
+from ..._compiler.program import Atom, Node, Program, Site, Var
+from ..._compiler.provenance import goals, provenance
+from ..._compiler.relation import HiddenParamOpRelation
+from ..._compiler.step import Path
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
 
@@ -303,7 +303,7 @@ class _Reader:
 def _input_names(info: ModuleInfo) -> list[str]:
     count = len(info.arg_invars)
     try:
-        names = list(inspect.signature(info.model.update).parameters)
+        names = list(info.step.arg_names)
     except (TypeError, ValueError):
         names = []
     if count == 1 or count > len(names):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..diagnostics import DiagnosticLevel, show_path
-from ..groups import HiddenGroup
-from ..memory import remembered
-from ..relation import HiddenParamOpRelation
+from ..._compiler.diagnostics import DiagnosticLevel, show_path
+from ..._compiler.groups import HiddenGroup
+from ..._compiler.memory import remembered
+from ..._compiler.relation import HiddenParamOpRelation
 from .flow import op_name, show_aval, show_unit
 from .sizes import show_bytes, trace_sizes
 
@@ -23,7 +23,7 @@ def make_tree(report: CompilationReport) -> Tree:
     from rich.tree import Tree
 
     graph = report.graph
-    root = Tree(_text((type(graph.module_info.model).__name__, "bold"), f"  {report.in_short()}"))
+    root = Tree(_text((graph.module_info.step.name, "bold"), f"  {report.in_short()}"))
     kept = remembered(graph)
     for group in graph.hidden_groups:
         branch = root.add(_group(group, kept[group.index]))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import brainstate
 
-from .diagnostics import Path, show_path
+from .._compiler.diagnostics import show_path
+from .._compiler.step import Path
 
 
 def unmarked_layers(model: brainstate.nn.Module, params: Sequence[Path]) -> str:

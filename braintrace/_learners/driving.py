@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler.diagnostics import show_path
+from .._frontends.pure import Pure, cut
 from .._online.drive import Drive, Given
 from .._online.fingerprint import fingerprint
 from .._online.request import Request
 from .._online.sequence import Sequence, is_traced
 from .._online.user_step import UserStep
-from .beside import warn_of_paths
-from .pure import Pure, cut
+from .._report.beside import warn_of_paths
 from .resets import initial_states
 
 if TYPE_CHECKING:

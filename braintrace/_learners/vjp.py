@@ -9,13 +9,14 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._compiler import ETraceGraph, NotSupportedError, compile_etrace_graph
+from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.diagnostics import DiagnosticKind, show_path, warn_user
 from .._compiler.graph import graph_from_info, warn_of
 from .._compiler.memory import remembering
-from .._compiler.module_info import Traced, extract_module_info
+from .._compiler.module_info import Traced
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
+from .._frontends.modules import compile_etrace_graph, extract_module_info
 from .._online.call import bind
 from .._online.drive import Drive
 from .._online.online import Online

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
-from .._compiler.module_info import extract_module_info
+from .._frontends.modules import extract_module_info
+from .._frontends.pure import Pure
+from .._learners import pickling
+from .._learners.base import EligibilityTrace, ETraceAlgorithm
+from .._learners.bptt import BPTT
+from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._online.sequence import even_chunks
-from . import pickling
-from .base import EligibilityTrace, ETraceAlgorithm
-from .bptt import BPTT
 from .flops import count_flops
-from .learners import D_RTRL, ES_D_RTRL, RTRL
-from .pure import Pure
 from .tables import Table, show_bytes, show_count
 
 RULES: dict[str, Callable[..., ETraceAlgorithm]] = {

@@ -21,13 +21,13 @@ import numpy as np
 from .._compiler import Exactness
 from .._compiler.diagnostics import show_path
 from .._compiler.exactness import DroppedPath
-from .._compiler.module_info import Path
+from .._compiler.step import Path
+from .._frontends.pure import Pure
+from .._learners.base import ETraceAlgorithm
+from .._learners.bptt import call_model
 from .._online.drive import weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
-from .base import ETraceAlgorithm
-from .bptt import call_model
-from .pure import Pure
 from .tables import Table
 
 # how far apart two ways of computing one gradient may be: sums of products in another order

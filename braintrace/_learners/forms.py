@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError, ETraceGraph
-from .._compiler.module_info import StateEntry, split_static
+from .._compiler.module_info import StateEntry
 from .._executor.executor import ETraceGraphExecutor
+from .._online.arguments import split_static
 from .._online.online import Online
 
 Drives = TypeVar("Drives", bound=Callable[..., Any])

@@ -14,7 +14,7 @@ import jax
 from .._compiler import ETraceGraph
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
-from .._compiler.module_info import extract_module_info
+from .._frontends.modules import extract_module_info
 from .._online.data import MultiStepData, SingleStepData, one_step
 from .._online.drive import Drive
 from .._online.sequence import Sequence

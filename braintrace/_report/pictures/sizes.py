@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._compiler.groups import HiddenGroup
+from ..._compiler.relation import HiddenParamOpRelation, PositionMap
 from ..._ops.letters import Layout
-from ..groups import HiddenGroup
-from ..relation import HiddenParamOpRelation, PositionMap
 
 Shape = tuple[int, ...]
 

@@ -7,7 +7,7 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from ..diagnostics import DiagnosticLevel, number, show_path
+from ..._compiler.diagnostics import DiagnosticLevel, number, show_path
 from ..report import CompilationReport
 from .details import details
 from .drawing import draw
@@ -32,7 +32,7 @@ def to_html(report: CompilationReport) -> str:
     notes = json.dumps(details(flow, graph)).replace("<", "\\u003c")
     template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(type(graph.module_info.model).__name__),
+        title=escape(graph.module_info.step.name),
         counts=" &middot; ".join(said),
         verdict=_verdict(report),
         drawing=draw(flow, graph),

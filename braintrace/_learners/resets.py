@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from .._compiler import CompilationError
 from .._compiler.diagnostics import show_path
-from .._compiler.module_info import Path
-from .pure import Pure
+from .._compiler.step import Path
+from .._frontends.pure import Pure
 
 
 def reset(model: brainstate.nn.Module, **options: Any) -> None:

@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from .diagnostics import CompilationRecord, DiagnosticLevel, number
-from .exactness import Exactness, RuleKind
-from .graph import ETraceGraph
-from .groups import HiddenGroup
-from .module_info import Path
+from .._compiler.diagnostics import CompilationRecord, DiagnosticLevel, number
+from .._compiler.exactness import Exactness, RuleKind
+from .._compiler.graph import ETraceGraph
+from .._compiler.groups import HiddenGroup
+from .._compiler.step import Path
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CompilationReport:
         return self.to_str()
 
     def __repr__(self) -> str:
-        model = type(self.graph.module_info.model).__name__
+        model = self.graph.module_info.step.name
         return f"<CompilationReport of {model}: {self.in_short()}; {self.exactness.in_short()}>"
 
     def in_short(self) -> str:

@@ -1,0 +1,50 @@
+"""One time step of a model, as front ends hand it to the compiler: a jaxpr, and what each leaf of it is."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _compat
+
+Path = tuple[str, ...]
+
+
+class Role(enum.Enum):
+    """What a state is to learning."""
+
+    PARAMETER = "parameter"
+    HIDDEN = "hidden"  # its floating arrays may carry a trace from step to step
+    OTHER = "other"  # carried, but not traced: counters, random keys, running statistics
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A tree of arrays that a step is given and hands back."""
+
+    path: Path
+    role: Role
+    tree: Any
+    kind: str  # how its owner calls such a thing, for people
+    grouped: bool = False  # the last axis holds several states of one unit
+    handle: Any = None  # the front end's own object for it
+
+
+def _no_advice(paths: Sequence[Path]) -> str:
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """`(arguments, leaves of the states) -> (outputs, leaves of the states)`, and what they are."""
+
+    closed_jaxpr: _compat.ClosedJaxpr
+    num_args: int
+    out_tree: Any
+    states: tuple[State, ...]
+    name: str
+    arg_names: tuple[str, ...] = ()
+    model: Any = None  # the front end's own object
+    unmarked: Callable[[Sequence[Path]], str] = _no_advice  # what to use instead of what holds parameters

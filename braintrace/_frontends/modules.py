@@ -1,0 +1,175 @@
+"""A `brainstate` module as a `Step`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compiler.errors import CompilationError
+from .._compiler.graph import (
+    ETraceGraph,
+    add_hidden_perturbation_from_minfo,
+    find_hidden_groups_from_minfo,
+    find_hidden_param_op_relations_from_minfo,
+    graph_from_info,
+    warn_of,
+)
+from .._compiler.groups import HiddenGroup
+from .._compiler.module_info import ModuleInfo, read_step
+from .._compiler.perturbation import HiddenPerturbation
+from .._compiler.relation import HiddenParamOpRelation
+from .._compiler.step import Path, Role, State, Step
+from .._lines import raising_line
+from .._online.arguments import split_static
+from .._ops.primitive import StateGivenError
+from .unmarked import unmarked_layers
+
+
+def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
+    """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given."""
+    return read_step(step_of(model, args, kwargs))
+
+
+def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
+    """One call of a module, as a step."""
+    data, rebuild, _ = split_static(args, kwargs)
+    closed, out_tree, states = _trace(model, rebuild, data)
+    paths = {id(st): _as_path(path) for path, st in model.states().items()}
+    return Step(
+        closed_jaxpr=closed,
+        num_args=len(data),
+        out_tree=out_tree,
+        states=tuple(_state(paths.get(id(st)) or _outside(st, i), st) for i, st in enumerate(states)),
+        name=type(model).__name__,
+        arg_names=tuple(inspect.signature(model.update).parameters),
+        model=model,
+        unmarked=partial(unmarked_layers, model),
+    )
+
+
+def traced_again(model: brainstate.nn.Module, args: Any, kwargs: Any) -> _compat.ClosedJaxpr:
+    """The jaxpr of a call as the model is now."""
+    data, rebuild, _ = split_static(args, kwargs)
+    closed: _compat.ClosedJaxpr = _trace(model, rebuild, data)[0]
+    return closed
+
+
+def compile_etrace_graph(
+    model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
+) -> ETraceGraph:
+    """Trace `model(*args, **kwargs)` and find its hidden groups and the sites that feed them.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> class Leaky(brainstate.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = brainstate.ParamState(jnp.ones((2, 3)))
+    ...         self.h = brainstate.HiddenState(jnp.zeros(3))
+    ...     def update(self, x):
+    ...         self.h.value = 0.9 * self.h.value + braintrace.matmul(x, self.w.value)
+    ...         return self.h.value
+    >>> graph = compile_etrace_graph(Leaky(), jnp.ones(2))
+    >>> [(r.weight_path, r.connected_hidden_paths) for r in graph.hidden_param_op_relations]
+    [(('w',), [('h',)])]
+    """
+    info = extract_module_info(model, *args, **kwargs)
+    graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
+    warn_of(graph)
+    return graph
+
+
+def find_hidden_groups_from_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+    """The hidden groups of a model, and the group of each hidden path."""
+    return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))
+
+
+def find_hidden_param_op_relations_from_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> list[HiddenParamOpRelation]:
+    """The relations of a model."""
+    return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))
+
+
+def add_hidden_perturbation_in_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> HiddenPerturbation:
+    """The perturbed step of a model."""
+    return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))
+
+
+def _state(path: Path, state: brainstate.State) -> State:
+    short = isinstance(state, brainstate.ShortTermState) and not isinstance(state, brainstate.DelayState)
+    role = Role.HIDDEN if short else Role.OTHER
+    return State(
+        path=path,
+        role=Role.PARAMETER if isinstance(state, brainstate.ParamState) else role,
+        tree=jax.tree.structure(state.value),
+        kind=type(state).__name__,
+        grouped=isinstance(state, brainstate.HiddenGroupState),
+        handle=state,
+    )
+
+
+def _outside(state: brainstate.State, number: int) -> Path:
+    """A name for a state that the step uses and the model does not hold."""
+    if state is brainstate.random.DEFAULT:
+        return ("brainstate.random.DEFAULT",)
+    return "<outside the model>", f"{type(state).__name__} {number}"
+
+
+def _as_path(path: Any) -> Path:
+    return tuple(str(p) for p in (path if isinstance(path, tuple) else (path,)))
+
+
+def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+    def step(*data: Any) -> Any:
+        args, kwargs = rebuild(data)
+        return model(*args, **kwargs)
+
+    function = brainstate.transform.StatefulFunction(step, return_only_write=False)
+    try:
+        function.make_jaxpr(*data)
+    except StateGivenError as e:
+        raise CompilationError(str(e)) from e
+    except AttributeError as e:
+        raise CompilationError(
+            f"The model's step failed while it was traced{_at(e)}: {e}. If the missing attribute is a state, "
+            "call `brainstate.nn.init_all_states(model)` first."
+        ) from e
+    except (TypeError, ValueError) as e:
+        if isinstance(e, CompilationError) or any(_is_traced(st.value) for st in model.states().values()):
+            raise
+        states = {
+            ".".join(map(str, path)): [tuple(leaf.shape) for leaf in jax.tree.leaves(st.value)]
+            for path, st in model.states().items()
+            if isinstance(st, brainstate.ShortTermState)
+        }
+        shapes = [tuple(jnp.shape(d)) for d in data]
+        raise CompilationError(
+            f"The model's step failed while it was traced with arrays of shapes {shapes}{_at(e)}: {e} Its "
+            f"states have the shapes {states}. Check the feature size, that the arrays are those of one step "
+            "and not of a sequence, and that inputs and states agree about a batch axis "
+            "(`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an array, "
+            "such as a string, is passed to the model as it is."
+        ) from e
+    closed = function.get_jaxpr(*data)
+    out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
+    return closed, out_tree, tuple(function.get_states(*data))
+
+
+def _at(error: Exception) -> str:
+    line = raising_line(error)
+    return f", at {line}" if line else ""
+
+
+def _is_traced(value: Any) -> bool:
+    return any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(value))

@@ -1,0 +1,35 @@
+"""The arguments of a call: arrays, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def split_static(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[..., Any], Any]:
+    """The array leaves of a call, a function that puts them back, and a key for all the rest.
+
+    What is not a number or an array (a string, a flag, a function) is static: part of the program.
+    """
+    leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+    dynamic = [_is_data(leaf) for leaf in leaves]
+    static = tuple(None if d else leaf for d, leaf in zip(dynamic, leaves, strict=True))
+
+    def rebuild(data: Sequence[Any]) -> Any:
+        rest = iter(data)
+        return jax.tree.unflatten(
+            tree, [next(rest) if d else s for d, s in zip(dynamic, static, strict=True)]
+        )
+
+    return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], rebuild, (tree, static)
+
+
+def _is_data(leaf: Any) -> bool:
+    return not isinstance(leaf, bool | str | bytes) and (
+        isinstance(leaf, int | float | complex | np.generic | np.ndarray)
+        or hasattr(leaf, "aval")
+        or hasattr(leaf, "dtype")
+    )
