@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from .links import ELEMENT_WISE
-from .module_info import Path
 from .own_rules import not_linear
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
 from .slices import has_while
+from .step import Path
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph

@@ -14,13 +14,14 @@ import numpy as np
 from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .links import ELEMENT_WISE, Array
-from .module_info import Hidden, ModuleInfo, Path
+from .module_info import Hidden, ModuleInfo
 from .own_rules import PullBack, has_own_rule
 from .positions import Positions
 from .program import Node, Var
 from .provenance import provenance
 from .reach import Reach
 from .slices import Slice, between, cut, has_while, uses_while
+from .step import Path
 
 _FEW = 8  # numbers of one unit: a trace grows with their number
 

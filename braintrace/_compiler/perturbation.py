@@ -15,9 +15,10 @@ import jax
 
 from .._compat import ClosedJaxpr
 from .groups import HiddenGroup
-from .module_info import ModuleInfo, Path
+from .module_info import ModuleInfo
 from .program import Atom, Var, View, World, evaluate
 from .slices import plain_site
+from .step import Path
 
 
 def worlds(groups: Sequence[HiddenGroup]) -> dict[Var, int]:

@@ -16,10 +16,11 @@ from .._ops.primitive import ETPPrimitive
 from .diagnostics import show_path
 from .groups import HiddenGroup
 from .links import Array
-from .module_info import ModuleInfo, Path
+from .module_info import ModuleInfo
 from .program import Atom, Site, Var
 from .reach import Reach
 from .slices import Slice, between, cut_after
+from .step import Path
 
 
 class PathClassification(enum.StrEnum):

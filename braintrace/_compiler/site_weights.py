@@ -8,11 +8,12 @@ from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, sho
 from .errors import CompilationError
 from .groups import HiddenGroup, mixing_nodes
 from .links import INDEXED
-from .module_info import ModuleInfo, Path
+from .module_info import ModuleInfo
 from .program import Atom, Node, Site, Var
 from .provenance import Goal, Provenance, provenance
 from .reach import Reach
 from .relation import HiddenParamOpRelation, PathClassification
+from .step import Path
 
 
 def name_site(info: ModuleInfo, site: Site, origin: Provenance) -> str:
