@@ -389,69 +389,6 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h.real) + h.imag**2
 
 
-def mod_relu(z: Any, b: Any) -> Any:
-    size = jnp.abs(z)
-    return z * (jax.nn.relu(size + b) / (size + 1e-3)).astype(z.dtype)
-
-
-@case(
-    "complex",
-    "mod_relu",
-    "matmul wre: h; element_wise b: h",
-    wre=(3, 4),
-    wim=(3, 4),
-    b=4,
-    h=_complex,
-)
-def _(p, s, x):
-    y = bt.matmul(x.astype(s.h.dtype), lax.complex(p.wre, p.wim))
-    h = mod_relu((0.8 + 0.3j) * s.h + y, bt.element_wise(p.b))
-    return {"h": h}, jnp.tanh(h.real) + h.imag**2
-
-
-@case(
-    "complex",
-    "mod_relu_rnn",
-    "matmul w: h; matmul r: h; element_wise b: h",
-    w=(3, 4),
-    r=(4, 4),
-    b=4,
-    h=_complex,
-    exact=False,
-)
-def _(p, s, x):
-    y = bt.matmul(x, p.w).astype(s.h.dtype) + bt.matmul(s.h, p.r.astype(s.h.dtype))
-    h = mod_relu(y + 0.5j * s.h, bt.element_wise(p.b))
-    return {"h": h}, jnp.tanh(h.real) + h.imag**2
-
-
-@case(
-    "complex",
-    "conj_of_broadcast",
-    "matmul b: g z; matmul a: z",
-    groups="g z",
-    a=(3, 1),
-    b=(3, 4),
-    g=4,
-    z=_complex,
-    positions={1: Broadcast([0, 0, 0, 0])},
-)
-def _(p, s, x):
-    """A real state and a complex one, coupled both ways."""
-    g = 0.9 * s.g + jnp.tanh(bt.matmul(x, p.b)) * jnp.abs(s.z)
-    y = bt.matmul(x.astype(s.z.dtype), lax.complex(p.a, 2 * p.a))
-    z = lax.complex(0.7 * g, 0.4 * g) * jnp.conj(s.z) + jnp.conj(y)
-    return {"g": g, "z": z}, z.real + z.imag**2
-
-
-@case("complex", "conj_in_while", "matmul a: h", a=(3, 4), h=_complex)
-def _(p, s, x):
-    """No reverse mode: local Jacobians are pushed forwards."""
-    h = 0.8 * s.h + jnp.conj(bt.matmul(x.astype(s.h.dtype), lax.complex(p.a, 2 * p.a)))
-    h, _ = lax.while_loop(lambda c: c[1] < 2, lambda c: (mod_relu(0.9j * c[0], 0.1), c[1] + 1), (h, 0))
-    return {"h": h}, s.h.real + s.h.imag**2
-
-
 # -- between op and state ------------------------------------------------------------------------------
 
 tail("roll", lambda y: jnp.roll(y, 1), to=[1, 2, 3, 0])
@@ -1846,6 +1783,81 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
+# -- states that start from zero ----------------------------------------------------------------------
+
+
+@case("cell", "root_from_zero", "matmul w: h", h=lambda draw: brainstate.HiddenState(draw(jnp.zeros(4))))
+def _(p, s, x):
+    h = 0.9 * jnp.sqrt(jnp.abs(s.h)) + bt.matmul(x, p.w)  # no finite slope at the start
+    return {"h": h}, jnp.tanh(h)
+
+
+# -- complex numbers that are taken apart -------------------------------------------------------------------
+
+
+def mod_relu(z: Any, b: Any) -> Any:
+    size = jnp.abs(z)
+    return z * (jax.nn.relu(size + b) / (size + 1e-3)).astype(z.dtype)
+
+
+@case(
+    "complex",
+    "mod_relu",
+    "matmul wre: h; element_wise b: h",
+    wre=(3, 4),
+    wim=(3, 4),
+    b=4,
+    h=_complex,
+)
+def _(p, s, x):
+    y = bt.matmul(x.astype(s.h.dtype), lax.complex(p.wre, p.wim))
+    h = mod_relu((0.8 + 0.3j) * s.h + y, bt.element_wise(p.b))
+    return {"h": h}, jnp.tanh(h.real) + h.imag**2
+
+
+@case(
+    "complex",
+    "mod_relu_rnn",
+    "matmul w: h; matmul r: h; element_wise b: h",
+    w=(3, 4),
+    r=(4, 4),
+    b=4,
+    h=_complex,
+    exact=False,
+)
+def _(p, s, x):
+    y = bt.matmul(x, p.w).astype(s.h.dtype) + bt.matmul(s.h, p.r.astype(s.h.dtype))
+    h = mod_relu(y + 0.5j * s.h, bt.element_wise(p.b))
+    return {"h": h}, jnp.tanh(h.real) + h.imag**2
+
+
+@case(
+    "complex",
+    "conj_of_broadcast",
+    "matmul b: g z; matmul a: z",
+    groups="g z",
+    a=(3, 1),
+    b=(3, 4),
+    g=4,
+    z=_complex,
+    positions={1: Broadcast([0, 0, 0, 0])},
+)
+def _(p, s, x):
+    """A real state and a complex one, coupled both ways."""
+    g = 0.9 * s.g + jnp.tanh(bt.matmul(x, p.b)) * jnp.abs(s.z)
+    y = bt.matmul(x.astype(s.z.dtype), lax.complex(p.a, 2 * p.a))
+    z = lax.complex(0.7 * g, 0.4 * g) * jnp.conj(s.z) + jnp.conj(y)
+    return {"g": g, "z": z}, z.real + z.imag**2
+
+
+@case("complex", "conj_in_while", "matmul a: h", a=(3, 4), h=_complex)
+def _(p, s, x):
+    """No reverse mode: local Jacobians are pushed forwards."""
+    h = 0.8 * s.h + jnp.conj(bt.matmul(x.astype(s.h.dtype), lax.complex(p.a, 2 * p.a)))
+    h, _ = lax.while_loop(lambda c: c[1] < 2, lambda c: (mod_relu(0.9j * c[0], 0.1), c[1] + 1), (h, 0))
+    return {"h": h}, s.h.real + s.h.imag**2
+
+
 # -- delay lines -----------------------------------------------------------------------------------------
 
 
@@ -1889,12 +1901,3 @@ def _(p, s, x):
 def _(p, s, x):
     h = 0.9 * s.h + x[0] * bt.matmul(x, p.w)
     return {"h": h, "b": jnp.stack([h, s.b[0]])}, jnp.tanh(s.b[1])
-
-
-# -- states that start from zero ----------------------------------------------------------------------
-
-
-@case("cell", "root_from_zero", "matmul w: h", h=lambda draw: brainstate.HiddenState(draw(jnp.zeros(4))))
-def _(p, s, x):
-    h = 0.9 * jnp.sqrt(jnp.abs(s.h)) + bt.matmul(x, p.w)  # no finite slope at the start
-    return {"h": h}, jnp.tanh(h)
