@@ -43,6 +43,7 @@ from ._learners import MultiStepData as MultiStepData
 from ._learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from ._learners import SingleStepData as SingleStepData
 from ._learners import compile as compile
+from ._learners import online as online
 from ._learners import pp_prop as pp_prop
 from ._legacy import ControlFlowPolicy as ControlFlowPolicy
 from ._legacy import ConvOp as ConvOp

@@ -69,6 +69,7 @@ class Hidden:
     outvar: Var
     axis: int | None = None  # the axis of its states; None: there is one
     split: bool = False
+    unit: str = ""
 
     def __repr__(self) -> str:
         return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"
@@ -362,7 +363,7 @@ def hidden_arrays(entry: StateEntry) -> list[Hidden]:
         path = (*entry.path, name) if name else entry.path
         assert isinstance(outvar, Var)
         axis = invar.aval.ndim - 1 if entry.of.grouped else None
-        found.append(Hidden(path, entry.state, invar, outvar, axis))
+        found.append(Hidden(path, entry.state, invar, outvar, axis, unit=entry.of.unit))
     return found
 
 

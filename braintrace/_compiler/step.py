@@ -28,6 +28,7 @@ class State:
     role: Role
     tree: Any
     kind: str  # how its owner calls such a thing, for people
+    unit: str = ""
     grouped: bool = False  # the last axis holds several states of one unit
     handle: Any = None  # the front end's own object for it
 

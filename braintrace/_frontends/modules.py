@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 
@@ -114,9 +115,15 @@ def _state(path: Path, state: brainstate.State) -> State:
         role=Role.PARAMETER if isinstance(state, brainstate.ParamState) else role,
         tree=jax.tree.structure(state.value),
         kind=type(state).__name__,
+        unit=_unit(state.value),
         grouped=isinstance(state, brainstate.HiddenGroupState),
         handle=state,
     )
+
+
+def _unit(value: Any) -> str:
+    unit = str(value.unit) if isinstance(value, u.Quantity) else ""
+    return "" if unit == "1" else unit
 
 
 def _outside(state: brainstate.State, number: int) -> Path:

@@ -8,6 +8,8 @@ from .bptt import BPTT as BPTT
 from .compile import ETraceVmap as ETraceVmap
 from .compile import compile as compile
 from .expon import GradExpon as GradExpon
+from .functional import OnlineFunctions as OnlineFunctions
+from .functional import online as online
 from .learners import D_RTRL as D_RTRL
 from .learners import ES_D_RTRL as ES_D_RTRL
 from .learners import RTRL as RTRL

@@ -52,8 +52,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
     A rule of one's own is a subclass with `_step` (one step) and `init_etrace_state`.
     """
 
-    rule_kind = RuleKind("a rule of one's own", known=False)  # for the verdict on exactness
-
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
         if isinstance(model, type) or not callable(getattr(model, "update", None)):
@@ -190,6 +188,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self._compiled_now().executor
 
     graph_executor = executor
+
+    @property
+    def rule_kind(self) -> RuleKind:
+        """What the rule is, for the verdict on exactness."""
+        return RuleKind("a rule of one's own", known=False)
 
     @property
     def report(self) -> CompilationReport:

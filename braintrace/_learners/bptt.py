@@ -37,7 +37,9 @@ class BPTT(ETraceAlgorithm):
     ['Wh.weight', 'Wr.weight', 'Wz.weight']
     """
 
-    rule_kind = RuleKind("BPTT", at_once=True)
+    @property
+    def rule_kind(self) -> RuleKind:
+        return RuleKind("BPTT", at_once=True)
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         return graph_from_info(extract_module_info(self.model, *args, **kwargs))

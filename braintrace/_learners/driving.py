@@ -6,7 +6,6 @@ it with another function of the same program.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,9 @@ import jax.numpy as jnp
 from .._compiler.diagnostics import show_path
 from .._frontends.pure import Pure, cut
 from .._online.drive import Drive, Given
-from .._online.fingerprint import fingerprint
+from .._online.programs import Programs
 from .._online.request import Request
-from .._online.sequence import Sequence, is_traced
+from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.beside import warn_of_paths
 from .resets import initial_states
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from .base import ETraceAlgorithm
 
 Weights = Mapping[Any, brainstate.State]
-_REMEMBERED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +78,7 @@ class Driver:
     """Drives one learner; remembers what it compiled."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Any, tuple[Drive, Any]] = OrderedDict()
+        self._programs = Programs()
 
     def gradient(
         self,
@@ -161,7 +159,7 @@ class Driver:
         )
         if not lead:
             warn_of_paths(drive, {i: k for k, found in at.items() for i in found}, learner.model)
-        total, outs, after = self._run(traced, drive, sequence, leaves, initial, "gradient")
+        total, outs, after = self._run(traced, drive, sequence, leaves, initial, Drive.__call__)
         traced.assign(after)
         by_leaf = dict(zip(wanted, total, strict=True))
         grads = {
@@ -196,7 +194,7 @@ class Driver:
         traced = Traced.of(learner, step, sequence.arrays)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
         drive = learner._how(traced.step, sequence, chunk_size, True, is_window=False)
-        outs, after = self._run(traced, drive, sequence, leaves, [], "evolve")
+        outs, after = self._run(traced, drive, sequence, leaves, [], Drive.evolve)
         traced.assign(after)
         return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
 
@@ -207,20 +205,12 @@ class Driver:
         sequence: Sequence,
         leaves: list[Any],
         initial: list[Any],
-        what: str,
+        function: Callable[[Drive, Given, Sequence], Any],
     ) -> Any:
-        consts = list(traced.step.program.consts.values())
-        given = Given(consts, leaves, initial)
-        function = {"gradient": Drive.__call__, "evolve": Drive.evolve}[what]
-        if is_traced((given, sequence)) or sequence.progress is not None:
-            return function(drive, given, self._reporting(traced, sequence))
-        key = (what, fingerprint(traced.pure.closed), drive.options)
-        if key not in self._known:
-            self._known[key] = drive, jax.jit(lambda given, sequence: function(drive, given, sequence))
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return self._known[key][1](given, sequence)
+        given = Given(list(traced.step.program.consts.values()), leaves, initial)
+        return self._programs.run(
+            function, drive, traced.pure.closed, given, self._reporting(traced, sequence)
+        )
 
     def _reporting(self, traced: Traced, sequence: Sequence) -> Sequence:
         """The sequence, with states that are up to date whenever progress is reported."""

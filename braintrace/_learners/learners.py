@@ -8,7 +8,6 @@ from typing import Any
 import brainstate
 import jax.numpy as jnp
 
-from .._compiler.exactness import RuleKind
 from .._rules import DRule, ESRule, WholeRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
@@ -39,7 +38,6 @@ class D_RTRL(ETraceVjpAlgorithm):
     ) -> None:
         rule = DRule(as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
-        self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
 
     @property
     def etrace_bwg(self) -> dict[str, Any]:
@@ -72,7 +70,6 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         inp, out = map(as_decay, pair)
         rule = ESRule(inp, out, as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
-        self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
 
     @property
     def etrace_xs(self) -> dict[str, Any]:
@@ -90,8 +87,6 @@ class RTRL(ETraceVjpAlgorithm):
 
     Memory is the number of carried numbers times the number of parameters.
     """
-
-    rule_kind = RuleKind("RTRL", whole=True)
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__(model, WholeRule(), name=name)

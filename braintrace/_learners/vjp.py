@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._compiler import ETraceGraph, NotSupportedError
+from .._compiler import ETraceGraph
 from .._compiler.diagnostics import DiagnosticKind, show_path, warn_user
+from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info, warn_of
 from .._compiler.memory import remembering
 from .._compiler.module_info import Traced
@@ -18,21 +19,16 @@ from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
 from .._frontends.modules import compile_etrace_graph, extract_module_info
 from .._online.call import bind
+from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
 from .._online.online import Online
-from .._online.sequence import Sequence, even_chunks
+from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
 from .forms import Compiled
 
 VjpMethod = Literal["single-step", "multi-step"]
-
-
-def memory_budget() -> int:
-    """Bytes for the records of a chunk: 1 GiB, or a 32nd of an accelerator's memory where that is more."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return max(2**30, int(stats.get("bytes_limit", 0)) // 32)
 
 
 class ETraceVjpAlgorithm(ETraceAlgorithm):
@@ -70,6 +66,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     @property
     def _in_windows(self) -> bool:
         return self.rule.windows or self.vjp_method == "multi-step"
+
+    @property
+    def rule_kind(self) -> RuleKind:
+        """What the rule is, for the verdict on exactness."""
+        return self.rule.kind(self._in_windows)
 
     def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
         if not isinstance(self.rule, TraceRule):
@@ -166,38 +167,19 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def _how(
         self, step: UserStep, sequence: Sequence, chunk_size: int | None, keep: bool, *, is_window: bool
     ) -> Drive:
-        why = step.why_in_turn()
-        in_turn = Drive(step, size=sequence.pace, turns=self.rule.turns)
         if is_window:
-            return in_turn
-        if self._in_windows:
-            size = chunk_size or (self.window if isinstance(self.rule, TraceRule) else _WHOLE)
-            if why is not None and size > 1 and isinstance(self.rule, TraceRule):
-                raise NotSupportedError(
-                    f"Windows of {size} steps cannot be taken: {why}. Call the learner once in `step_fn`, "
-                    "outside of control flow and transformations, or take windows of one step."
-                )
-            return in_turn if why is not None else Drive(step, size=min(size, sequence.length), windows=True)
-        size = int(min(chunk_size or self._best_chunk(sequence.length, sequence.pace), sequence.length))
-        if why is not None or (
-            size == 1 and not self.rule.fuses(self._values()) and not step.reads_old_states
-        ):
-            return in_turn
-        return Drive(
+            return Drive(step, size=sequence.pace, turns=self.rule.turns)
+        return choose(
+            self._online(self._compiled_now()),
             step,
-            size=size,
-            together=True,
-            keep=keep or size < sequence.length,
-            fresh=size == sequence.length and self._is_fresh(),
+            sequence,
+            values=self._values(),
+            chunk_size=chunk_size,
+            window=self.window,
+            keep=keep,
+            fresh=self._is_fresh(),
+            budget=self.memory_budget,
         )
-
-    def _best_chunk(self, length: int, most: int) -> int:
-        """As many steps as the memory budget holds records of, in chunks of about one size."""
-        each = self._online(self._compiled_now()).record_bytes()
-        return even_chunks(length, min(most, self.memory_budget // max(1, each)))
-
-
-_WHOLE = 16  # steps of a window, where that changes no number
 
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:

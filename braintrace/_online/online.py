@@ -55,6 +55,11 @@ class Online:
         """The rule's arrays at the start."""
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._initial)  # type: ignore[no-any-return]
 
+    @property
+    def initial_names(self) -> list[str]:
+        """The names of what the rule keeps."""
+        return list(self._initial)
+
     @cached_property
     def _initial(self) -> Any:
         return jax.eval_shape(lambda: self.rule.start(self))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import row_major
+from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.fused import fits, on_one_gpu, step
 from .._executor.traces import Trace, add_up, promoted
@@ -28,6 +29,9 @@ class DRule(TraceRule):
 
     dtype: Any = None
     follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("D_RTRL", windows=windows)
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
 from .._executor.traces import Rows, States, Trace, add_up, promoted, states, times
 from .chunk import TIME, Record, factors, unroll
@@ -29,6 +30,9 @@ class ESRule(TraceRule):
     inp: float
     out: float
     dtype: Any = None
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("ES_D_RTRL", averages=(self.inp, self.out), windows=windows)
 
     @property
     def turns(self) -> int:

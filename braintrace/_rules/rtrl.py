@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from .._compiler.exactness import RuleKind
 from .._compiler.slices import has_while
 from .._executor.executor import is_inexact
 from .rule import Leaves, Rule, Values
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class WholeRule(Rule):
     """The influence of every number of every parameter on every number that is carried."""
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("RTRL", whole=True)
 
     def start(self, online: Online) -> Values:
         size = sum(_real_size(v.aval) for v in _carried(online))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
+from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.traces import Trace
 
@@ -33,6 +34,7 @@ class Rule(ABC):
     """A learning rule. `windows`: signals are taken at the start of a window, along all paths."""
 
     windows: ClassVar[bool] = True
+    back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
 
     @abstractmethod
     def start(self, online: Online) -> Values:
@@ -49,6 +51,10 @@ class Rule(ABC):
     @abstractmethod
     def forget(self, online: Online, values: Values, rows: Any) -> Values:
         """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
+
+    def kind(self, windows: bool) -> RuleKind:
+        """What it is, for the verdict on exactness; `windows`: signals are taken at the start of windows."""
+        return RuleKind("a rule of one's own", known=False)
 
     @property
     def turns(self) -> int:

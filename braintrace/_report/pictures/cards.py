@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..._compiler.diagnostics import Path, show_path
-from .flow import Box, Edge, Flow, show_aval, show_unit
+from .flow import Box, Edge, Flow, show_aval
 
 TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels
 LINE = 17.0
@@ -120,7 +120,7 @@ def _place(box: Box, prefix: Path) -> Placed:
     if box.kind == "group":
         assert box.group is not None
         lines = [
-            Line(_name(h.path, prefix), f"{show_aval(h.invar.aval)} {show_unit(h.state.value)}".strip())
+            Line(_name(h.path, prefix), f"{show_aval(h.invar.aval)} {h.unit}".strip())
             for h in box.group.hidden
         ]
         if len(lines) > 6:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..._compiler.diagnostics import show_path
 from ..._compiler.graph import ETraceGraph
-from .flow import Box, Flow, reasons, show_aval, show_unit
+from .flow import Box, Flow, reasons, show_aval
 from .sizes import show_bytes
 
 Note = list[tuple[str, str]]
@@ -33,8 +33,7 @@ def _of_group(box: Box, params: Note) -> Note:
     group = box.group
     assert group is not None
     states = [
-        ("state", f"{show_path(h.path)}  {show_aval(h.invar.aval)} {show_unit(h.state.value)}".strip())
-        for h in group.hidden
+        ("state", f"{show_path(h.path)}  {show_aval(h.invar.aval)} {h.unit}".strip()) for h in group.hidden
     ]
     local = "unit by unit" if group.is_local else "reaches other positions; traces keep the diagonal"
     note = [("", f"Hidden group {group.index}"), *states]

@@ -82,11 +82,6 @@ def show_aval(aval: Any) -> str:
     return str(aval.str_short(short_dtypes=True))
 
 
-def show_unit(value: Any) -> str:
-    unit = getattr(value, "unit", None)
-    return "" if unit is None or str(unit) in ("1", "") else str(unit)
-
-
 def read_flow(report: CompilationReport) -> Flow:
     """Follow every value of a graph's step from box to box."""
     reader = _Reader(report)

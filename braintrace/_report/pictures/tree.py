@@ -8,7 +8,7 @@ from ..._compiler.diagnostics import DiagnosticLevel, show_path
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.memory import remembered
 from ..._compiler.relation import HiddenParamOpRelation
-from .flow import op_name, show_aval, show_unit
+from .flow import op_name, show_aval
 from .sizes import show_bytes, trace_sizes
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def make_tree(report: CompilationReport) -> Tree:
 
 def _group(group: HiddenGroup, kept: HiddenGroup) -> Text:
     states = "   ".join(
-        f"{show_path(h.path)} {show_aval(h.invar.aval)} {show_unit(h.state.value)}".rstrip()
+        f"{show_path(h.path)} {show_aval(h.invar.aval)} {h.unit}".rstrip()
         + " (made anew each step)" * (h not in kept.hidden)
         for h in group.hidden
     )

@@ -1,0 +1,120 @@
+"""A plain function `step(params, carry, x) -> (carry, y)` over any pytrees, as a `Step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._compiler.errors import CompilationError
+from .._compiler.step import Path, Role, State, Step
+from .._online.arguments import split_static
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The form of a pytree: where its arrays are, and what else is in it."""
+
+    name: str
+    key: Any  # its structure, and the leaves that are not arrays
+    rebuild: Callable[[Leaves], Any]
+    paths: list[Path]  # of its arrays
+
+    @staticmethod
+    def of(name: str, tree: Any) -> Tree:
+        _, rebuild, key = split_static((tree,), {})
+        whole = jax.tree_util.tree_flatten_with_path(tree)[0]
+        kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
+        paths = [(name, *map(_key, p)) for p in kept]
+        return Tree(name, key, lambda leaves: rebuild(leaves)[0][0], paths)
+
+    def with_none(self, leaves: Leaves) -> Any:
+        """A tree of this form with other leaves, and None for what is not an array."""
+        items = iter(leaves)
+        filled = [next(items) if static is None else None for static in self.key[1]]
+        return jax.tree.unflatten(self.key[0], filled)[0][0]
+
+    def leaves(self, tree: Any) -> Leaves:
+        """The arrays of a tree of this form."""
+        data, _, key = split_static((tree,), {})
+        if key != self.key:
+            raise ValueError(
+                f"`{self.name}` has another structure than when the learner was made: it was "
+                f"{jax.tree.unflatten(self.key[0], self.key[1])[0][0]} and is "
+                f"{jax.tree.unflatten(key[0], key[1])[0][0]} (arrays are shown as None)."
+            )
+        return data
+
+
+def _key(key: Any) -> str:
+    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A step function with the forms of what it takes and gives."""
+
+    function: Callable[..., Any]
+    step: Step
+    params: Tree
+    carry: Tree
+    x: Tree
+
+
+def read_function(function: Callable[..., Any], params: Any, carry: Any, x: Any) -> Function:
+    """Trace `function(params, carry, x)`; shapes may stand for arrays."""
+    trees = Tree.of("params", params), Tree.of("carry", carry), Tree.of("x", x)
+    given = [t.leaves(v) for t, v in zip(trees, (params, carry, x), strict=True)]
+    out_trees: list[Any] = []
+
+    def flat(x: Leaves, params: Leaves, carry: Leaves) -> Leaves:
+        result = function(trees[0].rebuild(params), trees[1].rebuild(carry), trees[2].rebuild(x))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise CompilationError(
+                "A step returns a pair of the new carry and the output: `step(params, carry, x) -> (carry, y)`; "
+                f"{_name(function)} returned {type(result).__name__}."
+            )
+        new = _new_carry(trees[1], result[0], function)
+        y, tree = jax.tree.flatten(result[1])
+        out_trees.append(tree)
+        return [*y, *params, *new]
+
+    closed = jax.make_jaxpr(flat)(given[2], given[0], given[1])
+    inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+    leaf = jax.tree.structure(0)
+    states = [
+        State(p, Role.PARAMETER if inexact(a) else Role.OTHER, leaf, "parameter")
+        for p, a in zip(trees[0].paths, given[0], strict=True)
+    ]
+    states += [
+        State(p, Role.HIDDEN if inexact(a) else Role.OTHER, leaf, "carry")
+        for p, a in zip(trees[1].paths, given[1], strict=True)
+    ]
+    step = Step(
+        closed_jaxpr=closed,
+        num_args=len(given[2]),
+        out_tree=out_trees[-1],
+        states=tuple(states),
+        name=_name(function),
+        arg_names=tuple(".".join(p) for p in trees[2].paths),
+        model=function if callable(function) and hasattr(function, "__weakref__") else None,
+    )
+    return Function(function, step, *trees)
+
+
+def _new_carry(tree: Tree, carry: Any, function: Any) -> Leaves:
+    try:
+        return [jnp.asarray(a) for a in tree.leaves(carry)]
+    except ValueError as e:
+        raise CompilationError(
+            f"{_name(function)} returns a carry of another structure than it is given. {e}"
+        ) from None
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,313 @@
+"""Online learning of any JAX function `step(params, carry, x) -> (carry, y)`: pure functions over pytrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compiler.graph import ETraceGraph, graph_from_info, warn_of
+from .._compiler.memory import remembering
+from .._compiler.module_info import Traced, read_step
+from .._executor.executor import ETraceGraphExecutor, is_inexact
+from .._executor.own_ops import check_own_ops
+from .._executor.traces import find_traces
+from .._frontends.functions import Function, read_function
+from .._online.call import bind
+from .._online.choose import choose, memory_budget
+from .._online.drive import Drive, Given
+from .._online.online import Online
+from .._online.programs import Programs
+from .._online.request import Request, check_chunk_size
+from .._online.sequence import Sequence
+from .._online.user_step import UserStep
+from .._rules import DRule
+from .._rules.rule import Rule, TraceRule, Values
+
+if TYPE_CHECKING:
+    from .._report.report import CompilationReport
+
+Leaves = list[Any]
+Loss = Callable[..., Any]
+
+
+def online(
+    step: Callable[..., Any],
+    params: Any,
+    carry: Any,
+    x: Any,
+    *,
+    rule: Rule | None = None,
+    mark: str = "auto",
+    window: int | None = None,
+) -> OnlineFunctions:
+    """Pure functions that train `step(params, carry, x) -> (carry, y)` online.
+
+    `params`, `carry` and `x` are any pytrees; leaves that are not arrays are static, and inexact arrays of
+    `carry` are hidden states. `rule` is one of `braintrace.rules` (`D_RTRL()` by default). With `mark='auto'`
+    operations that use parameters are found; with 'ops' those written by hand count (`braintrace.matmul`).
+    With `window`, gradients go through windows of so many steps along all paths, and the rule answers for
+    what came before.
+
+    >>> import braintrace, jax, jax.numpy as jnp
+    >>> def step(params, h, x):
+    ...     h = 0.9 * h + jnp.tanh(x @ params["w"])
+    ...     return h, h @ params["out"]
+    >>> params = {"w": jnp.ones((3, 4)), "out": jnp.ones((4, 1))}
+    >>> net = braintrace.online(step, params, jnp.zeros(4), jnp.ones(3))
+    >>> traces = net.init(params, jnp.zeros(4))
+    >>> loss = lambda y, target: jnp.mean((y - target) ** 2)
+    >>> xs, ys = jnp.ones((5, 3)), jnp.ones((5, 1))
+    >>> grads, (h, traces), (losses, _) = net.grad(loss, params, jnp.zeros(4), traces, xs, ys)
+    >>> grads["w"].shape, losses.shape
+    ((3, 4), (5,))
+    """
+    rule = DRule() if rule is None else rule
+    if not isinstance(rule, Rule):
+        raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
+    function = read_function(step, params, carry, x)
+    return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
+
+
+@dataclass(frozen=True, eq=False)
+class OnlineFunctions:
+    """`init`, `step`, `grad` and `evolve` of one rule on one step function; they keep nothing."""
+
+    function: Function = field(repr=False)
+    rule: Rule
+    mark: str
+    window: int | None
+    start: Leaves = field(repr=False)  # the carry that samples begin anew with
+    _programs: Programs = field(default_factory=Programs, repr=False)
+
+    @cached_property
+    def graph(self) -> ETraceGraph:
+        """What the compiler found: groups of hidden states, and the operations that feed them."""
+        graph = graph_from_info(read_step(self.function.step))
+        if isinstance(self.rule, TraceRule):
+            check_own_ops(find_traces(graph.hidden_param_op_relations))
+            warn_of(graph)
+        return graph
+
+    @cached_property
+    def _online(self) -> Online:
+        windows = self.rule.windows or self.window is not None
+        chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
+        graph = remembering(self.graph) if chains else self.graph
+        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
+
+    @property
+    def report(self) -> CompilationReport:
+        """What is learned how, and what is left out."""
+        from .._report.report import CompilationReport
+
+        return CompilationReport(self.graph, self.rule.kind(self._online.windows))
+
+    # -- pytrees and leaves ------------------------------------------------------------------------
+
+    def _leaves(self, params: Any, carry: Any) -> Leaves:
+        return [*self.function.params.leaves(params), *self.function.carry.leaves(carry)]
+
+    @property
+    def _num_params(self) -> int:
+        return len(self.function.params.paths)
+
+    def _split(self, leaves: Leaves) -> tuple[Leaves, list[Leaves]]:
+        """The leaves that a step leaves as they are, and those that it hands on."""
+        info = self._online.info
+        pairs = list(zip(info.entries, leaves, strict=True))
+        return [a for e, a in pairs if e.is_fixed], [[a] for e, a in pairs if not e.is_fixed]
+
+    def _call(self, leaves: Leaves, values: Values, x: Leaves) -> tuple[Leaves, Leaves, Values]:
+        """One step: its outputs, all leaves after it, and what the rule keeps."""
+        if self.rule.back_through_time:
+            return *self._plainly(leaves, x), values
+        info = self._online.info
+        fixed, rest = self._split(leaves)
+        traced = Traced(info.closed_jaxpr, list(info.program.consts.values()))
+        outs, new, values = bind(self._online, traced, fixed, x, rest, values)
+        moved = iter(new)
+        after = [a if e.is_fixed else next(moved)[0] for e, a in zip(info.entries, leaves, strict=True)]
+        return outs, after, values
+
+    def _plainly(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
+        """One step of the function as it is."""
+        outs = _compat.jaxpr_as_fun(self.function.step.closed_jaxpr)(*x, *leaves)
+        num = len(outs) - len(leaves)
+        return list(outs[:num]), list(outs[num:])
+
+    # -- what users call ---------------------------------------------------------------------------
+
+    def init(self, params: Any, carry: Any) -> Values:
+        """What the rule keeps, at the start: a pytree of arrays."""
+        self._leaves(params, carry)  # of the right form
+        return self._online.initial_values()
+
+    def step(self, params: Any, carry: Any, traces: Values, x: Any) -> tuple[Any, Values, Any]:
+        """One step: the new carry, traces and output. Its derivative in `params` is the online gradient."""
+        leaves = self._leaves(params, carry)
+        outs, after, traces = self._call(leaves, traces, self.function.x.leaves(x))
+        y = jax.tree.unflatten(self.function.step.out_tree, outs)
+        return self.function.carry.rebuild(after[self._num_params :]), traces, y
+
+    def grad(
+        self,
+        loss: Loss,
+        params: Any,
+        carry: Any,
+        traces: Values,
+        xs: Any,
+        *more: Any,
+        mask: Any = None,
+        reset: Any = None,
+        window: int | None = None,
+        chunk_size: int | None = None,
+        reduction: str = "mean",
+        has_aux: bool = False,
+    ) -> tuple[Any, tuple[Any, Values], tuple[Any, Any]]:
+        """Gradients over a whole sequence, (carry, traces) after it, and (losses, aux) of each step.
+
+        `loss(y, *slices)` is the loss of a step, or a pair of it and anything else with `has_aux`; `xs` goes
+        to the step, the sequences after it to the loss; time is first. `mask` weighs the losses: one number a
+        step, or one for each step and sample, where `loss` returns one for each sample. A sample whose flag
+        in `reset`, (time, batch), is set begins anew before that step, with the carry that the functions were
+        made with. `chunk_size` steps are taken at once (None: as many as memory allows), which changes no
+        number. Gradients have the structure of `params`, with None for what is not an inexact array.
+        """
+        check_chunk_size(chunk_size)
+        sequence = Sequence.check((xs, *more), mask, reset)
+        request = Request(sequence, has_aux, reduction, return_value=True)
+
+        def returned(y: Any, slices: tuple[Any, ...]) -> Any:
+            return request.split(loss(y, *slices))
+
+        closed, out_tree, leaves = self._trace(returned, params, carry, traces, sequence)
+        step = self._user_step(closed)
+        kept = {i for i, a in enumerate(leaves[: self._num_params]) if is_inexact(a)}
+        drive = self._drive(step, sequence, traces, chunk_size, window)
+        begins, initial = self._begins(sequence)
+        drive = replace(drive, wanted=tuple(sorted(kept)), begins=begins, forget=self._forget)
+        given = Given(list(step.program.consts.values()), leaves, initial)
+        total, outs, after = self._programs.run(Drive.__call__, drive, closed, given, sequence)
+        found = dict(zip(drive.wanted, total, strict=True))
+        grads = self.function.params.with_none([found.get(i) for i in range(self._num_params)])
+        losses, aux = jax.tree.unflatten(out_tree, outs)
+        grads = request.result(grads, losses, None)[0]
+        return grads, self._after(after), (losses, aux)
+
+    def evolve(
+        self, params: Any, carry: Any, traces: Values, xs: Any, *, chunk_size: int | None = None
+    ) -> tuple[Any, Values, Any]:
+        """Advance over a sequence without a loss: the carry, traces and outputs of every step."""
+        check_chunk_size(chunk_size)
+        sequence = Sequence.check((xs,), None)
+        closed, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence)
+        step = self._user_step(closed)
+        drive = self._drive(step, sequence, traces, chunk_size, None)
+        given = Given(list(step.program.consts.values()), leaves, [])
+        outs, after = self._programs.run(Drive.evolve, drive, closed, given, sequence)
+        return *self._after(after), jax.tree.unflatten(out_tree, outs)
+
+    def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
+        """The carry that the functions were made with, and traces of zero; or that for the samples `rows`."""
+        if rows is None:
+            zeros = jax.tree.map(jnp.zeros_like, traces)
+            return self.function.carry.rebuild(self.start), zeros
+        rows = jnp.asarray(rows)
+        now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
+        for i in at:
+            shape = (-1, *[1] * (now[i].ndim - 1))
+            now[i] = jnp.where(rows.reshape(shape), self.start[i], now[i])
+        return self.function.carry.rebuild(now), self._forget(traces, rows)
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    def _trace(
+        self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence
+    ) -> tuple[Any, Any, Leaves]:
+        """A step and what is made of its output, as a jaxpr; the form of that; and all leaves."""
+        leaves = [*self._leaves(params, carry), *jax.tree.leaves(traces)]
+        num = len(leaves) - len(jax.tree.leaves(traces))
+        tree = jax.tree.structure(traces)
+        out_trees: list[Any] = []
+
+        def flat(slices: Any, leaves: Leaves) -> Leaves:
+            x, *more = slices
+            values = jax.tree.unflatten(tree, leaves[num:])
+            outs, after, values = self._call(leaves[:num], values, self.function.x.leaves(x))
+            y = jax.tree.unflatten(self.function.step.out_tree, outs)
+            found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
+            out_trees.append(out_tree)
+            return [*found, *after, *jax.tree.leaves(values)]
+
+        slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), sequence.arrays)
+        return jax.make_jaxpr(flat)(slices, leaves), out_trees[-1], leaves
+
+    def _user_step(self, closed: Any) -> UserStep:
+        paths = [*self.function.params.paths, *self.function.carry.paths]
+        carried = [i for i, e in enumerate(self._online.info.entries) if not e.is_fixed]
+        keys = sorted(self._online.initial_names)
+        traces = {k: len(paths) + n for n, k in enumerate(keys)}
+        names = [*(".".join(p) for p in paths), *keys]
+        return UserStep.read(closed, names, traces, carried)
+
+    def _drive(
+        self, step: UserStep, sequence: Sequence, traces: Values, chunk_size: int | None, window: int | None
+    ) -> Drive:
+        if window is not None and not self._online.windows:
+            raise ValueError(
+                f"Windows of {window} steps need traces of all states: pass `window={window}` to "
+                "`braintrace.online` as well."
+            )
+        if self.rule.back_through_time:
+            return Drive(step, size=sequence.length, windows=True, again=chunk_size)
+        return choose(
+            self._online,
+            step,
+            sequence,
+            values=traces,
+            chunk_size=chunk_size,
+            window=window or self.window or 1,
+            keep=True,
+            fresh=False,
+            budget=memory_budget(),
+        )
+
+    def _after(self, leaves: Leaves) -> tuple[Any, Values]:
+        paths = self._num_params + len(self.function.carry.paths)
+        keys = sorted(self._online.initial_names)
+        values = dict(zip(keys, leaves[paths:], strict=True))
+        return self.function.carry.rebuild(leaves[self._num_params : paths]), values
+
+    def _forget(self, values: Values, rows: Any) -> Values:
+        return self.rule.forget(self._online, values, rows)
+
+    def _sampled(self, shape: tuple[int, ...]) -> list[int]:
+        """Which leaves of the carry have so many samples in front; all that are hidden must."""
+        hidden = {h.invar for h in self._online.info.hidden}
+        entries = self._online.info.entries[self._num_params :]
+        odd = [
+            ".".join(e.path)
+            for e, a in zip(entries, self.start, strict=True)
+            if not hidden.isdisjoint(e.invars) and jnp.shape(a)[:1] != shape
+        ]
+        if odd or any(isinstance(a, jax.ShapeDtypeStruct) for a in self.start):
+            names = ", ".join(f"`{name}`" for name in odd)
+            raise ValueError(
+                f"Samples cannot begin anew one by one: {names or 'the carry'} has no axis of samples in "
+                "front, or the functions were made with shapes instead of arrays that a sample begins with."
+            )
+        return [i for i, a in enumerate(self.start) if jnp.shape(a)[:1] == shape]
+
+    def _begins(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
+        if sequence.reset is None:
+            return (), []
+        at = self._sampled(sequence.reset.shape[1:])
+        return tuple(self._num_params + i for i in at), [self.start[i] for i in at]

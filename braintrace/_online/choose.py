@@ -1,0 +1,61 @@
+"""How to drive a step over a sequence: in turn, in chunks or in windows, and how many steps at once."""
+
+from __future__ import annotations
+
+import jax
+
+from .._compiler.errors import NotSupportedError
+from .._rules.rule import TraceRule, Values
+from .drive import Drive
+from .online import Online
+from .sequence import Sequence, even_chunks
+from .user_step import UserStep
+
+_WHOLE = 16  # steps of a window, where that changes no number
+
+
+def memory_budget() -> int:
+    """Bytes for the records of a chunk: 1 GiB, or a 32nd of an accelerator's memory where that is more."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return max(2**30, int(stats.get("bytes_limit", 0)) // 32)
+
+
+def choose(
+    online: Online,
+    step: UserStep,
+    sequence: Sequence,
+    *,
+    values: Values,
+    chunk_size: int | None,
+    window: int,
+    keep: bool,
+    fresh: bool,
+    budget: int,
+) -> Drive:
+    """The fastest way that gives the numbers asked for.
+
+    `window` is that of a learner which back-propagates through windows. `fresh`: what the rule keeps is known
+    to be zero; unless `keep`, it is not wanted after the sequence. `budget` is in bytes, for a chunk.
+    """
+    why = step.why_in_turn()
+    in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
+    if online.windows:
+        is_trace = isinstance(online.rule, TraceRule)
+        size = chunk_size or (window if is_trace else _WHOLE)
+        if why is not None and size > 1 and is_trace:
+            raise NotSupportedError(
+                f"Windows of {size} steps cannot be taken: {why}. Call the learner once in `step_fn`, "
+                "outside of control flow and transformations, or take windows of one step."
+            )
+        return in_turn if why is not None else Drive(step, size=min(size, sequence.length), windows=True)
+    size = int(min(chunk_size or _best_chunk(online, sequence, budget), sequence.length))
+    alone = size == 1 and not online.rule.fuses(values)
+    if why is not None or (alone and not step.reads_old_states):
+        return in_turn
+    last = size == sequence.length
+    return Drive(step, size=size, together=True, keep=keep or not last, fresh=last and fresh)
+
+
+def _best_chunk(online: Online, sequence: Sequence, budget: int) -> int:
+    """As many steps as the memory budget holds records of, in chunks of about one size."""
+    return even_chunks(sequence.length, min(sequence.pace, budget // max(1, online.record_bytes())))
