@@ -238,7 +238,8 @@ def _aval(x: Any) -> Any:
 def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
     """A primitive that applies its parameter `call` to its operands, with the derivative that `call` has.
 
-    `shapes(*avals, call)` are the shapes and types of what it gives.
+    `shapes(*avals, call)` are the shapes and types of what it gives; `call.mapped(flags)` is `call` under one
+    more `vmap`.
     """
     prim = Primitive(name)
     prim.multiple_results = True
@@ -260,8 +261,10 @@ def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
         none = [ad.Zero(_aval(t)) if t.dtype == jax.dtypes.float0 else t for t in douts]
         return outs, none
 
-    def batch(args: Any, dims: Any, call: Callable[..., Any]) -> Any:
-        outs = jax.vmap(call, dims)(*args)
+    def batch(args: Any, dims: Any, call: Any) -> Any:
+        flags = [d is not None for d in dims]
+        moved = [jax.numpy.moveaxis(a, d, 0) if f else a for a, d, f in zip(args, dims, flags, strict=True)]
+        outs = prim.bind(*moved, call=call.mapped(flags))
         return outs, [0] * len(outs)
 
     prim.def_impl(apply)

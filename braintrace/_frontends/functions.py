@@ -76,7 +76,7 @@ def read_function(function: Callable[..., Any], params: Any, carry: Any, x: Any)
         result = function(trees[0].rebuild(params), trees[1].rebuild(carry), trees[2].rebuild(x))
         if not isinstance(result, tuple) or len(result) != 2:
             raise CompilationError(
-                "A step returns a pair of the new carry and the output: `step(params, carry, x) -> (carry, y)`; "
+                "A step returns the new carry and the output, `step(params, carry, x) -> (carry, y)`. "
                 f"{_name(function)} returned {type(result).__name__}."
             )
         new = _new_carry(trees[1], result[0], function)

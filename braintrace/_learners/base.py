@@ -36,6 +36,7 @@ from .count import Count
 from .driving import Driver
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
+from .reads import Reads
 from .resets import initial_states, reset
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._zeros: dict[str, weakref.ref[Any]] = {}
         self._seen: Seen | None = None
         self._driver = Driver()
+        self._reads = Reads()
 
     def __pretty_repr_item__(self, name: str, value: Any) -> Any:
         return None if name.startswith("_") else (name, value)
@@ -110,7 +112,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _kept(self) -> dict[str, Any]:
         """The attributes of a copy; it compiles its own functions when it is first used."""
-        return {**vars(self), "_compiled": {}, "_zeros": {}, "_seen": None, "_driver": Driver()}
+        return {
+            **vars(self),
+            "_compiled": {},
+            "_zeros": {},
+            "_seen": None,
+            "_driver": Driver(),
+            "_reads": Reads(),
+        }
 
     def __reduce__(self) -> Any:
         return pickling.restore, (type(self), pickling.dumps(self._kept()))
@@ -326,6 +335,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
+        with self._reads.paused():
+            return self._update(args, kwargs)
+
+    def _update(self, args: Any, kwargs: Any) -> Any:
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self._lookup(one_args, one_kwargs)
         closed = traced_again(self.model, one_args, one_kwargs)
@@ -346,7 +359,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
             assert self._current is not None
             self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
-        self._compare_states(compiled)
+        hidden = self._hidden_now(compiled) if self.traces else {}
+        self._compare_states(hidden)
         if not any(stepped):
             outs = self._step(compiled, data, traced)
         else:
@@ -356,7 +370,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                     f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
                 )
             outs = self._window(compiled, data, stepped, lengths.pop(), traced)
-        self._seen = Seen.of(self._hidden_now(compiled), self.traces)
+        self._seen = Seen.of(hidden, self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
     def _hidden_now(self, compiled: Compiled) -> dict[str, brainstate.State]:
@@ -365,11 +379,20 @@ class ETraceAlgorithm(brainstate.nn.Module):
         hidden = {id(h.state) for h in compiled.graph.module_info.hidden}
         return {show_path(p): found.get(p, st) for p, st in entries.items() if id(st) in hidden}
 
-    def _compare_states(self, compiled: Compiled) -> None:
-        """Warn if someone has set a hidden state since the last call and left the traces as they are."""
+    def _compare_states(self, hidden: Mapping[str, brainstate.State]) -> None:
+        """Warn if someone has set a hidden state since the last call and left the traces, or has read one."""
+        read = self._reads.before_call(hidden)
+        self._reads.watch(hidden)
+        if read and not self._driver.is_driving:
+            warn_user(
+                f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. Should the "
+                "loss depend on it, what parameters did to it in earlier steps is not in the gradient. In "
+                "`learner.etrace_grad` it is; or read the state inside of the model and return it.",
+                about=self.model,
+            )
         if self._seen is None or self._seen.traces_differ(self.traces):
             return
-        names = self._seen.assigned(self._hidden_now(compiled))
+        names = self._seen.assigned(hidden)
         if names:
             warn_user(
                 f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
@@ -572,6 +595,8 @@ class Seen:
     def assigned(self, states: Mapping[str, brainstate.State]) -> list[str]:
         """The states that someone gave other values."""
         now = {k: jax.tree.leaves(st.value) for k, st in states.items() if k in self.states}
+        if any(map(_compat.is_tracer, jax.tree.leaves(now))):
+            return []
         return [
             k
             for k, v in now.items()

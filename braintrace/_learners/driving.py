@@ -6,7 +6,8 @@ it with another function of the same program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,9 @@ class Traced:
     def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> Traced:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
-        pure = Pure.trace(function, *slices)
+        _strengthen(learner)
+        with learner._driver.driving():
+            pure = Pure.trace(function, *slices)
         first: dict[int, int] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
@@ -50,7 +53,9 @@ class Traced:
             first[id(state)] = len(names)
             path = paths.get(id(state))
             name = (
-                f"a {type(state).__name__} outside of the model" if path is None else show_path(_inner(path))
+                f"a {type(state).__name__} outside of the model"
+                if path is None
+                else show_path(map(str, _inner(path)))
             )
             names += [name] * tree.num_leaves
         traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
@@ -79,6 +84,15 @@ class Driver:
 
     def __init__(self) -> None:
         self._programs = Programs()
+        self.is_driving = False  # a user's step is being traced
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        before, self.is_driving = self.is_driving, True
+        try:
+            yield
+        finally:
+            self.is_driving = before
 
     def gradient(
         self,
@@ -158,7 +172,9 @@ class Driver:
             forget=learner._forget,
         )
         if not lead:
-            warn_of_paths(drive, {i: k for k, found in at.items() for i in found}, learner.model)
+            inside = set(map(id, learner.model.states().values()))
+            outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
+            warn_of_paths(drive, [i for found in at.values() for i in found], outside, learner.model)
         total, outs, after = self._run(traced, drive, sequence, leaves, initial, Drive.__call__)
         traced.assign(after)
         by_leaf = dict(zip(wanted, total, strict=True))
@@ -252,6 +268,15 @@ class Driver:
                 f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
                 "does not use."
             )
+
+
+def _strengthen(learner: ETraceAlgorithm) -> None:
+    """Give states types of their own: one that was made of a Python number gets one in the first step, and the
+    second call would be another program."""
+    for state in learner.model.states().values():
+        leaves = jax.tree.leaves(state.value)
+        if any(isinstance(a, jax.Array) and a.weak_type for a in leaves):
+            state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
 def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:

@@ -6,8 +6,8 @@ a jaxpr may have it do something else instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,16 +27,24 @@ class Call:
     traced: Traced  # the model as it was traced for this call
     stepped: tuple[bool, ...] | None  # of a window: which arguments have time in front
     tree: Any  # of (params, args, consts, rest, values)
+    maps: tuple[tuple[bool, ...], ...] = ()  # of each `vmap`, the last first: which operands have its axis
 
     @property
     def fingerprint(self) -> Hashable:
-        return self.online, self.stepped, self.tree, fingerprint(self.traced.closed_jaxpr)
+        return self.online, self.stepped, self.tree, self.maps, fingerprint(self.traced.closed_jaxpr)
 
     def operands(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, list[Leaves], Values]:
         """The parameters, arguments, constants, carried states and what the rule keeps."""
         return jax.tree.unflatten(self.tree, leaves)  # type: ignore[no-any-return]
 
+    def mapped(self, flags: Sequence[bool]) -> Call:
+        """The same under one more `vmap`, with an axis in front of the operands that are flagged."""
+        return replace(self, maps=(tuple(flags), *self.maps))
+
     def __call__(self, *leaves: Any) -> Leaves:
+        if self.maps:
+            axes = tuple(0 if flag else None for flag in self.maps[0])
+            return jax.vmap(replace(self, maps=self.maps[1:]), axes)(*leaves)
         params, args, consts, rest, values = self.operands(list(leaves))
         return jax.tree.leaves(self.online.call(params, args, consts, rest, values, self.stepped))
 
@@ -68,6 +76,14 @@ def bind(
 
 
 def _shapes(*avals: Any, call: Call) -> list[Any]:
+    if call.maps:
+        flags, inner = call.maps[0], replace(call, maps=call.maps[1:])
+        size = next(a.shape[0] for a, flag in zip(avals, flags, strict=True) if flag)
+        one = [
+            jax.core.ShapedArray(a.shape[1:], a.dtype) if flag else a
+            for a, flag in zip(avals, flags, strict=True)
+        ]
+        return [jax.core.ShapedArray((size, *a.shape), a.dtype) for a in _shapes(*one, call=inner)]
     _, args, _, rest, values = call.operands(list(avals))
     lead = (
         ()

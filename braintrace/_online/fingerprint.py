@@ -23,10 +23,11 @@ CALL = "online_step"
 def fingerprint(closed: Any) -> Hashable:
     """A key that is equal for equal programs."""
     jaxpr, consts = _compat.parts(closed)
-    return _jaxpr(jaxpr), tuple(map(_aval, consts))
+    return _jaxpr(jaxpr, True), tuple(map(_aval, consts))
 
 
-def _jaxpr(jaxpr: Any) -> Hashable:
+def _jaxpr(jaxpr: Any, rules: bool) -> Hashable:
+    """The key of a jaxpr; without `rules`, nothing in it is differentiated."""
     number: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         number[var] = len(number)
@@ -36,7 +37,7 @@ def _jaxpr(jaxpr: Any) -> Hashable:
         for var in eqn.outvars:
             number[var] = len(number)
         outs = tuple(map(_aval, (v.aval for v in eqn.outvars)))
-        eqns.append((eqn.primitive, ins, outs, _params(eqn)))
+        eqns.append((eqn.primitive, ins, outs, _params(eqn, rules)))
     heads = tuple(map(_aval, (v.aval for v in (*jaxpr.constvars, *jaxpr.invars))))
     return heads, tuple(eqns), tuple(_atom(a, number) for a in jaxpr.outvars)
 
@@ -57,13 +58,14 @@ def _number(value: Any) -> Hashable:
     return array.shape, str(array.dtype), array.tobytes()
 
 
-def _params(eqn: Any) -> Hashable:
+def _params(eqn: Any, rules: bool) -> Hashable:
     if _compat.called_jaxpr(eqn, custom=True) is not None:
         jaxpr, consts = _compat.called_jaxpr(eqn, custom=True)  # type: ignore[misc]
-        return _jaxpr(jaxpr), tuple(map(_number, consts)), _own_rule(eqn)
+        rule = _own_rule(eqn) if rules else None
+        return _jaxpr(jaxpr, rules), tuple(map(_number, consts)), rule
     if eqn.primitive.name == CALL:  # of a learner
         return eqn.params["call"].fingerprint  # type: ignore[no-any-return]
-    return tuple((name, _value(value)) for name, value in sorted(eqn.params.items()))
+    return tuple((name, _value(value, rules)) for name, value in sorted(eqn.params.items()))
 
 
 def _own_rule(eqn: Any) -> Hashable:
@@ -79,30 +81,28 @@ def _own_rule(eqn: Any) -> Hashable:
 
         return jax.vjp(function, *(args[i] for i in live))[1](cotangents)
 
-    avals = [a.aval for a in eqn.invars]
-    outs = [v.aval for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    args = [_struct(a.aval) for a in eqn.invars]
+    cotangents = [_struct(v.aval) for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     try:
-        closed = jax.make_jaxpr(pull)(
-            *([jax.ShapeDtypeStruct(a.shape, a.dtype) for a in some] for some in (avals, outs))
-        )
+        closed = jax.make_jaxpr(pull)(args, cotangents)
     except Exception:  # whatever a user's rule may raise where it is not asked for
         return object()
     jaxpr, consts = _compat.parts(closed)
-    return _jaxpr(jaxpr), tuple(map(_number, consts))
+    return _jaxpr(jaxpr, False), tuple(map(_number, consts))
 
 
 def _struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _value(value: Any) -> Hashable:
+def _value(value: Any, rules: bool) -> Hashable:
     if isinstance(value, _compat.ClosedJaxpr | _compat.Jaxpr):
         jaxpr, consts = _compat.parts(value)
-        return _jaxpr(jaxpr), tuple(map(_number, consts))
+        return _jaxpr(jaxpr, rules), tuple(map(_number, consts))
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return tuple(map(_value, value))
+        return tuple(_value(v, rules) for v in value)
     if isinstance(value, dict):
-        return tuple((k, _value(v)) for k, v in value.items())
+        return tuple((k, _value(v, rules)) for k, v in value.items())
     if isinstance(value, np.ndarray | jax.Array):
         return _number(value)
     try:

@@ -86,7 +86,8 @@ class UserStep:
         """The one call of the learner, on one step, if there is just one and it is not inside of anything."""
         if len(self.calls) != 1 or self.calls[0] not in self.program.nodes:
             return None
-        return self.calls[0] if self.calls[0].params["call"].stepped is None else None
+        call = self.calls[0].params["call"]
+        return self.calls[0] if call.stepped is None and not call.maps else None
 
     @property
     def call(self) -> Call:

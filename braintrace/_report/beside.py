@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,17 +14,17 @@ from .._online.drive import Drive
 from .._online.user_step import UserStep, variables
 
 
-def warn_of_paths(drive: Drive, weights: Mapping[int, Any], about: Any) -> None:
+def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], about: Any) -> None:
     """Warn of paths through time that a gradient in steps, chunks or windows leaves out.
 
-    `weights` are the parameters whose gradient is asked for, by leaf; `about` is the model.
+    `weights` are the leaves whose gradient is asked for, and `outside` those of them that the model, `about`,
+    does not hold.
     """
     step = drive.step
     if not step.calls:
         return
     if step.node is not None:
         _warn_of_assigned(step, about)
-    outside = [i for i in weights if step.node is not None and i not in (step.params or ())]
     carried = [i for i in _carried(step) if not _is_the_models(step, i)]
     reached = _reached_by(step, outside)
     if reached:
@@ -117,7 +117,7 @@ def _reached_by(step: UserStep, weights: Any) -> list[int]:
     return [i for i in weights if any(a in dependents(step.program, [step.leaves[i]]) for a in new)]
 
 
-def _lost(step: UserStep, carried: list[int], weights: Mapping[int, Any]) -> list[int]:
+def _lost(step: UserStep, carried: list[int], weights: Sequence[int]) -> list[int]:
     """Of what is carried beside the model: what depends on a weight and is read by the loss later on."""
     moved = [step.leaves[i] for i in weights]
     moved += [step.leaves[i] for i in step.carried if i is not None]
