@@ -271,8 +271,8 @@ class Driver:
 
 
 def _strengthen(learner: ETraceAlgorithm) -> None:
-    """Give states types of their own: one that was made of a Python number gets one in the first step, and the
-    second call would be another program."""
+    """Give states types of their own: one that was made of a Python number gets one in the first step, and
+    the second call would be another program."""
     for state in learner.model.states().values():
         leaves = jax.tree.leaves(state.value)
         if any(isinstance(a, jax.Array) and a.weak_type for a in leaves):

@@ -22,7 +22,7 @@ from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
 from .._online.online import Online
-from .._online.sequence import Sequence
+from .._online.sequence import Sequence, is_traced
 from .._online.user_step import UserStep
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
@@ -169,15 +169,17 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     ) -> Drive:
         if is_window:
             return Drive(step, size=sequence.pace, turns=self.rule.turns)
+        values = self._values()
         return choose(
             self._online(self._compiled_now()),
             step,
             sequence,
-            values=self._values(),
+            values=values,
             chunk_size=chunk_size,
             window=self.window,
             keep=keep,
-            fresh=self._is_fresh(),
+            # outside of `jit`, traces that are kept are zero in the first call only: two programs for one
+            fresh=self._is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
 

@@ -202,7 +202,7 @@ def test_a_state_read_before_the_call_in_a_loop_of_ones_own_is_told_of():
     loop = lambda xs: brainstate.transform.for_loop(lambda x: (learner(x), learner.model.h.value)[1], xs)
     brainstate.transform.jit(loop)(data()[0])  # what is read after a call is the call's own: no warning
     twice = lambda: jnp.sum(learner(x)) + jnp.sum(learner.model.h.value) + jnp.sum(learner(x))
-    brainstate.transform.grad(twice, weights)()
+    brainstate.transform.grad(twice, learner.param_states)()
 
 
 # -- paths that are left out ---------------------------------------------------------------------------------
