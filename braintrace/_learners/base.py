@@ -37,7 +37,7 @@ from .driving import Driver
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .reads import Reads
-from .resets import initial_states, reset
+from .resets import initial_states, reset, strengthen
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -80,6 +80,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
         args, kwargs = one_step(args, kwargs)
+        strengthen(self.model)
         key = self._key(args, kwargs)
         if key not in self._examples:
             self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
@@ -171,7 +172,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _agree(self, old: Compiled, new: Compiled) -> bool:
         """Whether the traces of one compiled form mean the same in the other."""
-        shapes = [{k: v.shape for k, v in self._initial_values(c).items()} for c in (old, new)]
+        values = [jax.eval_shape(lambda c=c: self._initial_values(c)) for c in (old, new)]
+        shapes = [{k: v.shape for k, v in found.items()} for found in values]
         return shapes[0] == shapes[1]
 
     @property

@@ -23,7 +23,7 @@ from .._online.request import Request
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.beside import warn_of_paths
-from .resets import initial_states
+from .resets import initial_states, strengthen
 
 if TYPE_CHECKING:
     from .base import ETraceAlgorithm
@@ -43,7 +43,7 @@ class Traced:
     def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> Traced:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
-        _strengthen(learner)
+        strengthen(learner.model)
         with learner._driver.driving():
             pure = Pure.trace(function, *slices)
         first: dict[int, int] = {}
@@ -268,15 +268,6 @@ class Driver:
                 f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
                 "does not use."
             )
-
-
-def _strengthen(learner: ETraceAlgorithm) -> None:
-    """Give states types of their own: one that was made of a Python number gets one in the first step, and
-    the second call would be another program."""
-    for state in learner.model.states().values():
-        leaves = jax.tree.leaves(state.value)
-        if any(isinstance(a, jax.Array) and a.weak_type for a in leaves):
-            state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
 def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:

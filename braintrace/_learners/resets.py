@@ -21,6 +21,14 @@ def reset(model: brainstate.nn.Module, **options: Any) -> None:
         _reset_by_init(module, **options)
 
 
+def strengthen(model: brainstate.nn.Module) -> None:
+    """Give states types of their own: one that was made of a Python number gets one in the first step only, and
+    the second would be another program."""
+    for state in model.states().values():
+        if any(isinstance(a, jax.Array) and a.weak_type for a in jax.tree.leaves(state.value)):
+            state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
+
+
 def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
     """The initial values of the states that a reset sets and that have `size` samples in front, by path."""
     model = learner.model
