@@ -22,8 +22,8 @@ def reset(model: brainstate.nn.Module, **options: Any) -> None:
 
 
 def strengthen(model: brainstate.nn.Module) -> None:
-    """Give states types of their own: one that was made of a Python number gets one in the first step only, and
-    the second would be another program."""
+    """Give states types of their own: one that was made of a Python number gets one in the first step only,
+    and the second would be another program."""
     for state in model.states().values():
         if any(isinstance(a, jax.Array) and a.weak_type for a in jax.tree.leaves(state.value)):
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
