@@ -10,18 +10,20 @@ import numpy as np
 
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError
-from .._compiler.diagnostics import DiagnosticKind, show_path, warn_user
-from .._compiler.graph import graph_from_info, warn_of
+from .._compiler.graph import graph_from_info
 from .._compiler.memory import remembering
 from .._compiler.module_info import Traced
+from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
 from .._frontends.modules import compile_etrace_graph, extract_module_info
+from .._lines import warn_user
 from .._online.call import bind
 from .._online.drive import Drive
 from .._online.online import Online
 from .._online.sequence import Sequence, even_chunks
 from .._online.user_step import UserStep
+from .._report.diagnostics import DiagnosticKind, warn_of
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
 from .forms import Compiled

@@ -76,3 +76,11 @@ def show_count(number: float) -> str:
             return f"{number:.3g}{letter}"
         number /= 1000
     raise AssertionError
+
+
+def number(count: int, noun: str) -> str:
+    """
+    >>> number(2, "group")
+    '2 groups'
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

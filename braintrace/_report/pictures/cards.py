@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..._compiler.diagnostics import Path, show_path
+from ..._compiler.step import Path, show_path
 from .flow import Box, Edge, Flow, show_aval, show_unit
 
 TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels

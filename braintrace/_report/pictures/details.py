@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..._compiler.diagnostics import show_path
 from ..._compiler.graph import ETraceGraph
+from ..._compiler.step import show_path
 from .flow import Box, Flow, reasons, show_aval, show_unit
 from .sizes import show_bytes
 

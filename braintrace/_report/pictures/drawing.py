@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from ..._compiler.diagnostics import show_path
 from ..._compiler.graph import ETraceGraph
+from ..._compiler.step import show_path
 from ..report import CompilationReport
 from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
 from .details import details

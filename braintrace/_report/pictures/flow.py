@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from ... import _compat
 from ..._compat import Literal as JaxLiteral
 from ..._compat import primitives
-from ..._compiler.diagnostics import DiagnosticKind, show_path
 from ..._compiler.graph import ETraceGraph
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.memory import remembered
@@ -23,7 +22,8 @@ from ..._compiler.module_info import ModuleInfo
 from ..._compiler.program import Atom, Node, Program, Site, Var
 from ..._compiler.provenance import goals, provenance
 from ..._compiler.relation import HiddenParamOpRelation
-from ..._compiler.step import Path
+from ..._compiler.step import Path, show_path
+from ..._report.diagnostics import DiagnosticKind
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
 

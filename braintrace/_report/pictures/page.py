@@ -7,7 +7,9 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from ..._compiler.diagnostics import DiagnosticLevel, number, show_path
+from ..._compiler.step import show_path
+from ..._report.diagnostics import DiagnosticLevel
+from ..._report.tables import number
 from ..report import CompilationReport
 from .details import details
 from .drawing import draw

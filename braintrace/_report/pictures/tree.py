@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..._compiler.diagnostics import DiagnosticLevel, show_path
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.memory import remembered
 from ..._compiler.relation import HiddenParamOpRelation
+from ..._compiler.step import show_path
+from ..._report.diagnostics import DiagnosticLevel
 from .flow import op_name, show_aval, show_unit
 from .sizes import show_bytes, trace_sizes
 
