@@ -13,7 +13,7 @@ from .._compiler.exactness import Dropped, RuleKind, find_dropped
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.step import Path
-from .diagnostics import CompilationRecord, DiagnosticLevel
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from .tables import number
 from .verdict import Exactness
 
@@ -55,7 +55,9 @@ class CompilationReport:
         traced = self.etrace_weights
         reasons: dict[Path, str] = {}
         for record in self.graph.diagnostics:
-            if record.weight_path is not None and record.weight_path not in traced:
+            # that it is followed inside a loop is no reason
+            why = record.kind is not DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
+            if why and record.weight_path is not None and record.weight_path not in traced:
                 reasons.setdefault(record.weight_path, record.kind.value)
         for entry in self.graph.module_info.params:
             if entry.path not in traced:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..._compiler.step import Path, show_path
 from .flow import Box, Edge, Flow, show_aval, show_unit
@@ -110,7 +112,7 @@ def _homes(flow: Flow) -> dict[str, str]:
             continue
         (target,) = targets
         reads_own = any(e.past and e.source == target and e.target == box.key for e in flow.edges)
-        if target.startswith("group:") and (box.relation is not None or reads_own):
+        if flow.boxes[target].kind == "group" and (box.relation is not None or reads_own):
             home[box.key] = target
     return home
 
@@ -137,7 +139,7 @@ def _place(box: Box, prefix: Path) -> Placed:
     else:
         lines = [Line(shorten(box.label, 24), "", "title"), Line(box.shape, style="text")]
     style = "tag" if box.relation is not None else "quiet"
-    params = [Line(_name(p, prefix), largest(s), style) for p, s in box.params.items()]
+    params = [Line(_name(p, prefix), _largest(avals), style) for p, avals in box.params.items()]
     if len(params) > 4:
         params = [*params[:3], Line(f"and {len(params) - 3} more", style="quiet")]
     return Placed(box, lines + params, marks)
@@ -161,16 +163,9 @@ def _prefix(box: Box) -> Path:
     return common
 
 
-def largest(shapes: str) -> str:
-    """The largest of the shapes of a parameter, for a short label."""
-
-    def size(shape: str) -> int:
-        total = 1
-        for n in shape.partition("[")[2].rstrip("]").split(","):
-            total *= int(n) if n else 1
-        return total
-
-    return "[" + max(shapes.split(", "), key=size).partition("[")[2]
+def _largest(avals: Sequence[Any]) -> str:
+    """The shape of the largest leaf of a parameter, for a short label."""
+    return f"[{','.join(map(str, max(avals, key=lambda a: a.size).shape))}]"
 
 
 def shorten(text: str, length: int) -> str:

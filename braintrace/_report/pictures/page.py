@@ -8,13 +8,12 @@ from importlib import resources
 from string import Template
 
 from ..._compiler.step import show_path
-from ..._report.diagnostics import DiagnosticLevel
-from ..._report.tables import number
+from ..diagnostics import DiagnosticLevel
 from ..report import CompilationReport
+from ..tables import number, show_bytes
 from .details import details
 from .drawing import draw
 from .flow import Flow, read_flow, show_aval
-from .sizes import show_bytes
 
 _SHOWN = 6  # reasons in a verdict
 
@@ -53,16 +52,16 @@ def to_frame(report: CompilationReport) -> str:
 
 def _verdict(report: CompilationReport) -> str:
     verdict = report.exactness
+    first = escape(verdict.headline)
     if verdict.exact:
-        return f'<div class="verdict exact"><b>Exact.</b> {escape(str(verdict))}</div>'
-    first, *reasons = verdict.to_str(most=len(verdict.dropped)).splitlines()
-    items = [f"<li>{_code(reason.removeprefix('- '))}</li>" for reason in reasons]
+        return f'<div class="verdict exact"><b>Exact.</b> {first}</div>'
+    items = [f"<li>{_code(item)}</li>" for item in verdict.items()]
     more = ""
     if len(items) > _SHOWN:
         rest = "".join(items[_SHOWN:])
         more = f"<details><summary>and {len(items) - _SHOWN} more</summary><ul>{rest}</ul></details>"
     shown = "".join(items[:_SHOWN])
-    return f'<div class="verdict"><b>Approximate.</b> {escape(first)}<ul>{shown}</ul>{more}</div>'
+    return f'<div class="verdict"><b>Approximate.</b> {first}<ul>{shown}</ul>{more}</div>'
 
 
 def _code(text: str) -> str:
