@@ -11,8 +11,8 @@ import numpy as np
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.graph import graph_from_info
-from .._compiler.memory import remembering
 from .._compiler.module_info import Traced
+from .._compiler.remembering import remembering
 from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace._compiler.memory import remembered
+from braintrace._compiler.remembering import remembered
 from braintrace._report.pictures.cards import make_cards
 from braintrace._report.pictures.flow import read_flow
 from braintrace._report.pictures.layout import lay_out

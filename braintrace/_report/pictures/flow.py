@@ -16,12 +16,12 @@ from ... import _compat
 from ..._compat import Literal as JaxLiteral
 from ..._compat import primitives
 from ..._compiler.groups import HiddenGroup
-from ..._compiler.memory import remembered
 from ..._compiler.module_info import ModuleInfo
 from ..._compiler.outcomes import Use
 from ..._compiler.program import Atom, Node, Program, Site, Var
 from ..._compiler.provenance import goals
 from ..._compiler.relation import HiddenParamOpRelation
+from ..._compiler.remembering import remembered
 from ..._compiler.step import Path, show_path
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes

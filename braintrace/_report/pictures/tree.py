@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..._compiler.groups import HiddenGroup
-from ..._compiler.memory import remembered
 from ..._compiler.relation import HiddenParamOpRelation
+from ..._compiler.remembering import remembered
 from ..._compiler.step import show_path
 from ..diagnostics import DiagnosticLevel
 from ..tables import show_bytes
