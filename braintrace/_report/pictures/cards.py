@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..._compiler.step import Path, show_path
-from .flow import Box, Edge, Flow, show_aval, show_unit
+from .diagram import Box, Diagram, Edge, show_aval, show_unit
 
 TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels
 LINE = 17.0
@@ -67,7 +67,7 @@ class Card:
     height: float = 0.0
     column: int = 0
     lane: float = 0.0  # inside, on the left: where the recurrence of the group runs
-    steps: bool = True  # whether sites that feed each other stand like steps
+    stairs: bool = True  # whether sites that feed each other stand like stairs
 
     @property
     def order(self) -> int:
@@ -88,13 +88,13 @@ class Card:
         return self.group or next(iter(self.placed.values()))
 
 
-def make_cards(flow: Flow) -> list[Card]:
-    """Every box of a flow in one card, in program order, each with its inside arranged."""
-    home = _homes(flow)
+def make_cards(diagram: Diagram) -> list[Card]:
+    """Every box of a diagram in one card, in program order, each with its inside arranged."""
+    home = _homes(diagram)
     cards: dict[str, Card] = {}
-    for key, box in flow.boxes.items():
-        cards.setdefault(home[key], Card({})).placed[key] = _place(box, _prefix(flow.boxes[home[key]]))
-    for edge in flow.edges:
+    for key, box in diagram.boxes.items():
+        cards.setdefault(home[key], Card({})).placed[key] = _place(box, _prefix(diagram.boxes[home[key]]))
+    for edge in diagram.edges:
         card = cards[home[edge.target]]
         (card.inner if home[edge.source] == home[edge.target] else card.edges).append(edge)
     for card in cards.values():
@@ -102,17 +102,17 @@ def make_cards(flow: Flow) -> list[Card]:
     return sorted(cards.values(), key=lambda c: c.order)
 
 
-def _homes(flow: Flow) -> dict[str, str]:
+def _homes(diagram: Diagram) -> dict[str, str]:
     """The card of each box: a site that works for one group only, and for nothing else, is in its card."""
-    home = {key: key for key in flow.boxes}
-    sites = sorted(flow.of("site"), key=lambda b: -b.order)
+    home = {key: key for key in diagram.boxes}
+    sites = sorted(diagram.of("site"), key=lambda b: -b.order)
     for box in sites:
-        targets = {home[e.target] for e in flow.edges if e.source == box.key}
+        targets = {home[e.target] for e in diagram.edges if e.source == box.key}
         if len(targets) != 1:
             continue
         (target,) = targets
-        reads_own = any(e.past and e.source == target and e.target == box.key for e in flow.edges)
-        if flow.boxes[target].kind == "group" and (box.relation is not None or reads_own):
+        reads_own = any(e.past and e.source == target and e.target == box.key for e in diagram.edges)
+        if diagram.boxes[target].kind == "group" and (box.relation is not None or reads_own):
             home[box.key] = target
     return home
 
@@ -195,12 +195,12 @@ def _arrange(card: Card) -> None:
     left = PAD + (LANE if past else 0)
     card.lane = PAD + 1
     rows = sorted(sites, key=lambda p: p.box.order)
-    card.steps = _are_steps(card, rows)
+    card.stairs = _are_stairs(card, rows)
     x, depth = left, 0
     while column := [p for p in sites if p.depth == depth]:
         for p in column:
             p.x, p.width = x, max(q.width for q in column)
-        x, depth = x + (44 if card.steps else column[0].width + 28), depth + 1
+        x, depth = x + (44 if card.stairs else column[0].width + 28), depth + 1
     x = max((p.x + p.width for p in sites), default=left) + 28
     y = 24.0
     for p in rows:
@@ -217,7 +217,7 @@ def _arrange(card: Card) -> None:
     _spread(card, [(e, inside[e.target]) for e in (*card.edges, *past) if e.target in inside])
 
 
-def _are_steps(card: Card, rows: list[Placed]) -> bool:
+def _are_stairs(card: Card, rows: list[Placed]) -> bool:
     """Whether edges between sites can go down and to the right, with nothing in their way."""
     number = {p.box.key: i for i, p in enumerate(rows)}
     for e in card.inner:

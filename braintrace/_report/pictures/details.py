@@ -7,18 +7,18 @@ from ..._compiler.outcomes import NoTrace
 from ..._compiler.step import show_path
 from ..diagnostics import KIND_OF
 from ..tables import show_bytes
-from .flow import Box, Flow, show_aval, show_avals, show_unit
+from .diagram import Box, Diagram, show_aval, show_avals, show_unit
 
 Note = list[tuple[str, str]]
 
 
-def details(flow: Flow, graph: ETraceGraph) -> dict[str, Note]:
+def details(diagram: Diagram, graph: ETraceGraph) -> dict[str, Note]:
     """For each box, by its key, names and what to say of them."""
     why: dict[int, str] = {}
     for o in graph.diagnostics.outcomes:
         if isinstance(o, NoTrace):
             why.setdefault(o.use.site.index, KIND_OF[o.why].value)
-    return {key: _note(box, why) for key, box in flow.boxes.items()}
+    return {key: _note(box, why) for key, box in diagram.boxes.items()}
 
 
 def _note(box: Box, why: dict[int, str]) -> Note:

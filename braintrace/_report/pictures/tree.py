@@ -10,7 +10,7 @@ from ..._compiler.remembering import remembered
 from ..._compiler.step import show_path
 from ..diagnostics import DiagnosticLevel
 from ..tables import show_bytes
-from .flow import op_name, show_aval, show_avals, show_unit
+from .diagram import op_name, show_aval, show_avals, show_unit
 from .sizes import trace_sizes
 
 if TYPE_CHECKING:

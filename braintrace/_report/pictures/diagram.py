@@ -61,7 +61,7 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class Diagram:
     """The boxes, in program order, and the edges between them."""
 
     boxes: dict[str, Box]
@@ -90,11 +90,11 @@ def show_unit(value: Any) -> str:
     return "" if unit is None or str(unit) in ("1", "") else str(unit)
 
 
-def read_flow(report: CompilationReport) -> Flow:
+def read_diagram(report: CompilationReport) -> Diagram:
     """Follow every value of a graph's step from box to box."""
     reader = _Reader(report)
     reader.read()
-    return Flow(reader.boxes, reader.edges())
+    return Diagram(reader.boxes, reader.edges())
 
 
 class _Reader:
@@ -239,7 +239,7 @@ class _Reader:
         return self.add(box, data)
 
     def inside(self, node: Node, outer: Node) -> None:
-        """Control flow that holds sites."""
+        """Control diagram that holds sites."""
         ins = [self.union([a]) for a in node.inputs]
         outs = [0] * len(node.outputs)
         if node.primitive is primitives.cond_p:
