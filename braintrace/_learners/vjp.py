@@ -15,7 +15,7 @@ from .._compiler.module_info import Traced
 from .._compiler.remembering import remembering
 from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
-from .._executor.traces import find_traces
+from .._executor.slots import find_slots as find_traces
 from .._frontends.modules import compile_etrace_graph, extract_module_info
 from .._lines import warn_user
 from .._online.call import bind

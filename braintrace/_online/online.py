@@ -22,7 +22,8 @@ from .._compat import Literal
 from .._compiler.program import Var
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
-from .._executor.traces import Trace, states
+from .._executor.slots import Slot as Trace
+from .._executor.slots import states
 from .._rules.chunk import Record, over_time
 from .._rules.rule import Gradients, Rule, Signals, TraceRule, Values, add_to
 from .window import Window

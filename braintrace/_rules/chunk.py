@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Rows, States, Trace, add_up, dot, promoted, stack, states
+from .._executor.slots import Rows, States, add_up, dot, promoted, stack, states
+from .._executor.slots import Slot as Trace
 from .rule import Gradients, Signals, TraceRule, Values, add_to
 
 TIME = ("time",)

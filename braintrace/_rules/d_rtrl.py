@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from .._compat import row_major
 from .._executor.executor import Local
 from .._executor.fused import fits, on_one_gpu, step
-from .._executor.traces import Trace, add_up, promoted
+from .._executor.slots import Slot as Trace
+from .._executor.slots import add_up, promoted
 from .chunk import Record, backward, chunk_gradient, chunk_traces, step_by_step
 from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 

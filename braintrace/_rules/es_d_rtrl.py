@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Rows, States, Trace, add_up, promoted, states, times
+from .._executor.slots import Rows, States, add_up, promoted, states, times
+from .._executor.slots import Slot as Trace
 from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 

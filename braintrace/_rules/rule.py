@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
 from .._executor.executor import Local
-from .._executor.traces import Trace
+from .._executor.slots import Slot as Trace
 
 if TYPE_CHECKING:
     from .._online.online import Online
