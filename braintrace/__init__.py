@@ -5,12 +5,7 @@ from typing import TYPE_CHECKING
 from . import nn as nn
 from . import rules as rules
 from ._compiler import CompilationError as CompilationError
-from ._compiler import CompilationRecord as CompilationRecord
-from ._compiler import DiagnosticKind as DiagnosticKind
-from ._compiler import DiagnosticLevel as DiagnosticLevel
-from ._compiler import DroppedPath as DroppedPath
 from ._compiler import ETraceGraph as ETraceGraph
-from ._compiler import Exactness as Exactness
 from ._compiler import HiddenGroup as HiddenGroup
 from ._compiler import HiddenParamOpRelation as HiddenParamOpRelation
 from ._compiler import HiddenPerturbation as HiddenPerturbation
@@ -69,9 +64,14 @@ from ._ops import register_primitive as register_primitive
 from ._ops import sparse_matmul as sparse_matmul
 from ._report.check import GradientCheck as GradientCheck
 from ._report.check import check_gradients as check_gradients
+from ._report.diagnostics import CompilationRecord as CompilationRecord
+from ._report.diagnostics import DiagnosticKind as DiagnosticKind
+from ._report.diagnostics import DiagnosticLevel as DiagnosticLevel
 from ._report.plan import Plan as Plan
 from ._report.plan import plan as plan
 from ._report.report import CompilationReport as CompilationReport
+from ._report.verdict import DroppedPath as DroppedPath
+from ._report.verdict import Exactness as Exactness
 
 if TYPE_CHECKING:
     from ._train import DivergedError as DivergedError

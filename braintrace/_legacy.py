@@ -10,7 +10,7 @@ from typing import Any
 
 import brainstate
 
-from ._compiler.diagnostics import warn_user
+from ._lines import warn_user
 from ._ops import conv, element_wise, lora_matmul, matmul, sparse_matmul
 from ._ops.primitive import without_marks
 

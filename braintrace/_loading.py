@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from . import nn
-from ._compiler.diagnostics import show_path, warn_user
+from ._compiler.step import show_path
+from ._lines import warn_user
 from .nn.dynamics import Dynamics
 
 Path = tuple[str, ...]

@@ -1,15 +1,10 @@
-"""A model's step -> its trace graph: sites, hidden groups, relations and diagnostics."""
+"""A model's step -> its trace graph: sites, hidden groups, relations and outcomes."""
 
 import os as _os
 
 from .. import _compat
-from .diagnostics import CompilationRecord as CompilationRecord
-from .diagnostics import DiagnosticKind as DiagnosticKind
-from .diagnostics import DiagnosticLevel as DiagnosticLevel
 from .errors import CompilationError as CompilationError
 from .errors import NotSupportedError as NotSupportedError
-from .exactness import DroppedPath as DroppedPath
-from .exactness import Exactness as Exactness
 from .exactness import RuleKind as RuleKind
 from .graph import ETraceGraph as ETraceGraph
 from .graph import add_hidden_perturbation_from_minfo as add_hidden_perturbation_from_minfo

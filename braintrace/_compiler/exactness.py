@@ -12,15 +12,16 @@ where no output tells of any hidden state is it taken to read those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .diagnostics import CompilationRecord, show_path
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
+from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
 from .relation import HiddenParamOpRelation
@@ -42,121 +43,60 @@ class RuleKind:
     windows: bool = False  # back-propagates through windows; traces stand for what came before
 
 
+class Cut(enum.Enum):
+    """Where a path leaves what a trace follows."""
+
+    NO_TRACE = enum.auto()  # a site acts on states, and has no trace of them
+    LEFT_IN_STATE = enum.auto()  # a site acts on states that have no traces
+    THROUGH_OP = enum.auto()  # a site acts on states through another site
+    OTHER_POSITIONS = enum.auto()  # a site acts on more positions of states than its trace keeps
+    AVERAGED = enum.auto()  # the trace of a site is made of averages
+    UNKNOWN_RULE = enum.auto()  # the trace of a site is of a rule that is not the library's
+    WITHOUT_MARK = enum.auto()  # a parameter acts on states by ordinary operations
+    RECURRENT_OP = enum.auto()  # a state acts on those of its group through a site
+    OTHER_UNITS = enum.auto()  # units of a state act on other units
+    OTHER_GROUP = enum.auto()  # a state acts on those of another group
+    OTHER_STATE = enum.auto()  # a state acts on one that has no trace
+    WHILE = enum.auto()  # outputs are reached through a loop that has no reverse mode
+    OWN_DERIVATIVE = enum.auto()  # a function with a derivative of its own holds a site
+    NOT_LINEAR = enum.auto()  # a derivative of a user's own is not linear
+
+
 @dataclass(frozen=True)
-class DroppedPath:
+class Dropped:
     """One way in which a parameter acts on later losses that the gradient does not count."""
 
     weight_path: Path
-    what: str  # in words: what is not counted
-    way: str  # and through which op or primitive it goes
-    primitive: Any  # the op or primitive on the way, or None
-    source: str  # the line of code
-    hidden_paths: tuple[Path, ...] = ()
+    cut: Cut
+    of: Use | Path | None = None  # what acts: a site, a parameter or a state
+    states: tuple[Path, ...] = ()  # on which it acts
+    by: Use | Node | None = None  # where, on the way to them
+    why: WhyNot | None = None  # there is no trace
 
     @property
-    def reason(self) -> str:
-        return f"{self.what} {self.way}".strip() + (f" at {self.source}" if self.source else "")
-
-    @property
-    def message(self) -> str:
-        return f"`{show_path(self.weight_path)}`: {self.reason}."
-
-    def __str__(self) -> str:
-        return self.message
+    def hidden_paths(self) -> tuple[Path, ...]:
+        """The states on the way that is dropped."""
+        keeps = self.cut in (Cut.OTHER_GROUP, Cut.OTHER_STATE)
+        return (self.of, *self.states) if isinstance(self.of, tuple) and keeps else self.states
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """Whether a rule's gradient equals that of BPTT, and every path that it drops."""
-
-    rule: str
-    dropped: list[DroppedPath]
-    num_params: int
-    windows: bool = False
-
-    @property
-    def exact(self) -> bool:
-        return not self.dropped
-
-    @property
-    def weights(self) -> dict[Path, list[DroppedPath]]:
-        """The parameters whose gradient is approximate, and what each misses."""
-        found: dict[Path, list[DroppedPath]] = {}
-        for d in self.dropped:
-            found.setdefault(d.weight_path, []).append(d)
-        return found
-
-    @property
-    def reasons(self) -> dict[str, list[Path]]:
-        """Each thing that is not counted, and the parameters that miss it."""
-        found: dict[str, list[Path]] = {}
-        for d in self.dropped:
-            paths = found.setdefault(d.reason, [])
-            if d.weight_path not in paths:
-                paths.append(d.weight_path)
-        return found
-
-    def to_str(self, most: int = 5) -> str:
-        """The verdict in words, with at most so many reasons."""
-        if self.exact:
-            return (
-                f"{self.rule} is exact here: the gradient of a loss of the model's outputs is that of "
-                "back-propagation through time."
-            )
-        where = " across windows (within one, and in one over the whole sequence, it is exact)"
-        lines = [
-            f"{self.rule} is approximate here{where if self.windows else ''}: {len(self.weights)} of "
-            f"{self.num_params} parameters miss some of their effect on later losses. Not counted:"
-        ]
-        found: dict[str, list[DroppedPath]] = {}
-        for d in self.dropped:
-            found.setdefault(d.what, []).append(d)
-        for what, several in list(found.items())[:most]:
-            ways = _some([d.way for d in several if d.way], 3)
-            lines_of = _some([d.source.rsplit("/", 1)[-1] for d in several if d.source], 3)
-            at = f" at {', '.join(lines_of)}" if lines_of else ""
-            by = ", ".join(_some([f"`{show_path(d.weight_path)}`" for d in several], 4))
-            lines.append(f"- {' '.join([what, ', '.join(ways)]).strip()}{at} (missed by {by})")
-        if len(found) > most:
-            lines.append(f"- and {len(found) - most} more: see `.dropped`")
-        return "\n".join(lines)
-
-    def in_short(self) -> str:
-        """The verdict in a few words."""
-        if self.exact:
-            return f"{self.rule} is exact"
-        return f"{self.rule} is approximate for {len(self.weights)} of {self.num_params} parameters"
-
-    def __str__(self) -> str:
-        return self.to_str()
-
-    def __repr__(self) -> str:
-        return f"<Exactness: {self.in_short()}>"
-
-    def _repr_pretty_(self, p: Any, cycle: bool) -> None:
-        p.text(str(self))
-
-
-def find_exactness(graph: ETraceGraph, rule: RuleKind | None = None) -> Exactness:
-    """The verdict on a compiled model under a rule (D_RTRL where none is given).
+def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropped]:
+    """What the gradient of a rule (D_RTRL where none is given) drops, by the order of parameters.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.ValinaRNNCell(2, 3)
     >>> _ = brainstate.nn.init_all_states(cell)
-    >>> verdict = find_exactness(braintrace.compile_etrace_graph(cell, jnp.ones(2)))
-    >>> verdict.exact, [d.weight_path for d in verdict.dropped]
-    (False, [('W', 'weight')])
+    >>> graph = braintrace.compile_etrace_graph(cell, jnp.ones(2))
+    >>> [(d.weight_path, d.cut.name, d.states) for d in find_dropped(graph)]
+    [(('W', 'weight'), 'RECURRENT_OP', (('h',),))]
     """
     rule = rule or RuleKind()
-    params = graph.module_info.params
     if rule.at_once:
-        return Exactness(rule.name, [], len(params))
-    order = {e.path: i for i, e in enumerate(params)}
+        return []
+    order = {e.path: i for i, e in enumerate(graph.module_info.params)}
     verdict = _Verdict(graph, rule)
-    found = dict.fromkeys(verdict.not_linear() if rule.whole else verdict.dropped())
-    return Exactness(
-        rule.name, sorted(found, key=lambda d: order[d.weight_path]), len(params), windows=rule.windows
-    )
+    found = verdict.not_linear() if rule.whole else verdict.dropped()
+    return sorted(found, key=lambda d: order[d.weight_path])
 
 
 class _Verdict:
@@ -168,7 +108,7 @@ class _Verdict:
         self.sites = {s.index: s for s in graph.module_info.program.sites}
         self.behind = {s.index: self.flows.site_params(s) for s in self.sites.values()}
 
-    def dropped(self) -> Iterator[DroppedPath]:
+    def dropped(self) -> Iterator[Dropped]:
         for site in self.sites.values():
             if self.behind[site.index]:
                 yield from self._from_site(site)
@@ -178,72 +118,45 @@ class _Verdict:
         if self.flows.loops:
             yield from self._in_loops()
         for opened, site in opened_sites(self.graph.module_info.program):
-            name = opened.primitive.name
-            what = f"the derivative rule of a function that holds {self._label(site)}"
-            way = f"inside `{name}`"
-            yield from _each(self.behind[site.index], what, way, opened.primitive, opened.source, ())
+            yield from _each(self.behind[site.index], Cut.OWN_DERIVATIVE, self._use(site), by=opened)
         yield from self.not_linear()
 
-    def not_linear(self) -> Iterator[DroppedPath]:
-        what = "what the losses of several steps do together in a derivative rule that is not linear,"
+    def not_linear(self) -> Iterator[Dropped]:
         for node, paths in self.flows.not_linear:
-            yield from _each(paths, what, *_named(node, "that of"), ())
+            yield from _each(paths, Cut.NOT_LINEAR, by=node)
 
     # -- from a parameter to a new state -----------------------------------------------------------
 
-    def _from_site(self, site: Site) -> Iterator[DroppedPath]:
+    def _from_site(self, site: Site) -> Iterator[Dropped]:
         live, goal = self.flows.live, self.flows.from_sites.get(site.index, Goal())
-        relation = self.relations.get(site.index)
+        relation, use = self.relations.get(site.index), self._use(site)
         fed = sum(self.flows.group_bits(g.index) for g in relation.hidden_groups) if relation else 0
-        label = self._label(site)
-
-        def each(
-            what: str, bits: int, way: str = "", primitive: Any = site.primitive, source: str = site.source
-        ) -> Any:
-            yield from _each(self.behind[site.index], what, way, primitive, source, self._paths(bits))
-
         hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
         if missed := goal.direct & ~fed & hidden & live:
-            why = self._why_excluded(site)
-            yield from each(
-                f"how {label} acts on {self._states(missed)} beyond the step: it has no trace{why}", missed
-            )
+            outcomes = self.graph.diagnostics.outcomes
+            why = next((o.why for o in outcomes if isinstance(o, NoTrace) and o.use.site is site), None)
+            yield from _each(use.params, Cut.NO_TRACE, use, self._paths(missed), use, why)
         if missed := (goal.direct | goal.crossing) & ~hidden & live:
-            names = self._states(missed)
-            yield from each(
-                f"what {label} leaves in {names}, which is carried from step to step without a trace", missed
-            )
+            yield from _each(use.params, Cut.LEFT_IN_STATE, use, self._paths(missed), use)
         if missed := goal.crossing & hidden & live:
             for other in self._next_sites(site, missed):
-                way = f"through {self._label(other)}"
-                what = f"how {label} acts on {self._states(missed)} beyond the step"
-                yield from each(what, missed, way, other.primitive, other.source)
+                by = self._use(other)
+                yield from _each(use.params, Cut.THROUGH_OP, use, self._paths(missed), by)
         if relation is not None:
-            yield from self._of_traces(relation, each)
+            yield from self._of_traces(relation, use)
 
-    def _of_traces(self, relation: HiddenParamOpRelation, each: Any) -> Iterator[DroppedPath]:
-        label = self._label(relation.site)
+    def _of_traces(self, relation: HiddenParamOpRelation, use: Use) -> Iterator[Dropped]:
         for group, places in zip(relation.hidden_groups, relation.position_maps, strict=True):
             bits = self.flows.group_bits(group.index)
+            states = self._paths(bits)
             if not places.complete and bits & self.flows.live:
-                record = self._partial_record(relation, group)
-                node = next(iter(record.context["nodes"]), None)
-                what = f"how {label} acts on other units of {self._states(bits)} beyond the step"
-                yield from each(what, bits, *_named(node, "by"))
-            if (
-                self.rule.averages is not None
-                and bits & self.harmful
-                and not self._is_average(relation, group)
-            ):
-                yield from each(
-                    f"what inputs and states of {label} do together: their averages are kept, not their "
-                    "products",
-                    bits,
-                )
+                by = self._mixing_node(use.site, group)
+                yield from _each(use.params, Cut.OTHER_POSITIONS, use, states, by)
+            averaged = self.rule.averages is not None and not self._is_average(relation, group)
+            if averaged and bits & self.harmful:
+                yield from _each(use.params, Cut.AVERAGED, use, states, use)
             if not self.rule.known and bits & self.harmful:
-                yield from each(
-                    f"whatever the rule {self.rule.name} leaves out in its trace of {label}", bits
-                )
+                yield from _each(use.params, Cut.UNKNOWN_RULE, use, states, use)
 
     def _is_average(self, relation: HiddenParamOpRelation, group: HiddenGroup) -> bool:
         """Whether averages say what the trace would: nothing is remembered, and nothing to average over."""
@@ -253,73 +166,54 @@ class _Verdict:
         constant = all(layout.x is None for layout in relation.layouts.values())
         return not remembers and (inp == out == 0 or (inp == out and constant))
 
-    def _without_mark(self) -> Iterator[DroppedPath]:
-        keep = self.flows.live
+    def _without_mark(self) -> Iterator[Dropped]:
         for entry in self.graph.module_info.params:
             for var in entry.invars:
                 goal = self.flows.from_params.get(var, Goal())
-                if missed := (goal.direct | goal.crossing) & keep:
+                if missed := (goal.direct | goal.crossing) & self.flows.live:
                     tag = self.flows.param_tag(entry.path)
                     node = self.flows.passed(tag, missed, self.flows.from_params)
-                    name, states = show_path(entry.path), self._states(missed)
-                    what = f"how `{name}` acts on {states} beyond the step, without a mark"
-                    yield DroppedPath(entry.path, what, *_named(node, "by"), self._paths(missed))
+                    yield Dropped(entry.path, Cut.WITHOUT_MARK, entry.path, self._paths(missed), node)
 
     # -- from a state to a new state ---------------------------------------------------------------
 
-    def _from_group(self, group: HiddenGroup) -> Iterator[DroppedPath]:
+    def _from_group(self, group: HiddenGroup) -> Iterator[Dropped]:
         own = self.flows.group_bits(group.index)
         hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
         for c, within in zip(self.flows.of(own), group.within, strict=True):
-            paths = self._learned_through(c, group)
-            if not paths:
+            params = self._learned_through(c, group)
+            if not params:
                 continue
             old = self.flows.from_states.get(c.old, Goal())
             new = self.flows.from_states.get(c.new, Goal())
             if missed := old.crossing & own & self.harmful:
-                yield from self._through_ops(paths, c, own, missed)
+                tags = self.flows.tag(c, new=False)
+                for d in self.flows.of(own):
+                    tags |= self.flows.tag(d, new=True)
+                for by in self._uses(tags, missed) or [None]:
+                    yield from _each(params, Cut.RECURRENT_OP, c.path, self._paths(missed), by)
             positions = next(h.positions for h in group.hidden if h.invar is c.old)
             strays = np.any(
                 (within.highest >= 0) & ((within.lowest != positions) | (within.highest != positions))
             )
             if strays and own & old.direct & self.harmful:
-                node = group.mixers[0] if group.mixers else None
-                what = f"how units of `{show_path(c.path)}` act on other units"
-                yield from _each(paths, what, *_named(node, "by"), (c.path,))
+                node = next(iter(group.mixers), None)
+                yield from _each(params, Cut.OTHER_UNITS, c.path, (c.path,), node)
             beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful
             beyond |= (new.direct | new.crossing) & hidden & ~own & self.flows.live
             kept = (old.direct | old.crossing | new.direct | new.crossing) & ~hidden & self.flows.live
-            yield from self._to_others(paths, c, beyond | kept)
+            yield from self._to_others(params, c, beyond | kept)
 
-    def _through_ops(self, paths: list[Path], c: Carried, own: int, missed: int) -> Iterator[DroppedPath]:
-        tags = self.flows.tag(c, new=False)
-        for d in self.flows.of(own):
-            tags |= self.flows.tag(d, new=True)
-        to = "itself" if missed == c.bit else self._states(missed)
-        what, states = f"what `{show_path(c.path)}` passes on to {to}", self._paths(missed)
-        sites = self.flows.crossed(tags, missed)
-        for site in sites:
-            yield from _each(paths, what, f"through {self._label(site)}", site.primitive, site.source, states)
-        if not sites:
-            yield from _each(paths, what, "through marked ops", None, "", states)
-
-    def _to_others(self, paths: list[Path], c: Carried, bits: int) -> Iterator[DroppedPath]:
+    def _to_others(self, params: list[Path], c: Carried, bits: int) -> Iterator[Dropped]:
         apart: dict[Any, int] = {}  # one group, or one state that is not hidden, at a time
         for d in self.flows.of(bits):
             key = d.path if d.group is None else d.group
             apart[key] = apart.get(key, 0) | d.bit
         tags = self.flows.tag(c, new=False) | self.flows.tag(c, new=True)
         for key, missed in apart.items():
-            untraced = ", which has no trace," if isinstance(key, tuple) else ""
-            what = f"what {self._states(missed)}{untraced} keeps of `{show_path(c.path)}`"
-            states = (c.path, *self._paths(missed))
-            sites = self.flows.crossed(tags, missed)
-            for site in sites:
-                way = f"through {self._label(site)}"
-                yield from _each(paths, what, way, site.primitive, site.source, states)
-            if not sites:
-                node = self.flows.passed(tags, missed, self.flows.from_states)
-                yield from _each(paths, what, *_named(node, "through"), states)
+            cut = Cut.OTHER_STATE if isinstance(key, tuple) else Cut.OTHER_GROUP
+            for by in self._uses(tags, missed) or [self.flows.passed(tags, missed, self.flows.from_states)]:
+                yield from _each(params, cut, c.path, self._paths(missed), by)
 
     def _learned_through(self, c: Carried, group: HiddenGroup) -> list[Path]:
         """The parameters whose traces go through one array of a group."""
@@ -341,24 +235,20 @@ class _Verdict:
                 found.update(dict.fromkeys(self.behind[site.index]))
         return list(found)
 
-    def _in_loops(self) -> Iterator[DroppedPath]:
-        lost = self.flows.lost_in_loops
-        loop = self.flows.loops[0]
-        named = _named(loop, "through a loop without reverse mode,")
-        what = "what goes to the outputs"
+    def _in_loops(self) -> Iterator[Dropped]:
+        lost, loop = self.flows.lost_in_loops, self.flows.loops[0]
         for entry in self.graph.module_info.params:
             if any(v in lost for v in entry.invars):
-                yield DroppedPath(entry.path, what, *named)
+                yield Dropped(entry.path, Cut.WHILE, by=loop)
         for site in self.sites.values():
             if site.output in lost:
-                yield from _each(self.behind[site.index], what, *named, ())
+                yield from _each(self.behind[site.index], Cut.WHILE, by=loop)
         for group in self.graph.hidden_groups:
             for c in self.flows.of(self.flows.group_bits(group.index)):
                 if c.old in lost or c.new in lost:
-                    paths = self._learned_through(c, group)
-                    yield from _each(paths, what, *named, (c.path,))
+                    yield from _each(self._learned_through(c, group), Cut.WHILE, None, (c.path,), loop)
 
-    # -- words -------------------------------------------------------------------------------------
+    # -- what is on the way ------------------------------------------------------------------------
 
     def _next_sites(self, site: Site, missed: int) -> Sequence[Site]:
         """The sites through which a site's output goes on to the states in `missed`."""
@@ -376,51 +266,21 @@ class _Verdict:
                 after.update(node.outputs)
         return found or [site]
 
-    def _why_excluded(self, site: Site) -> str:
-        for record in self.graph.diagnostics:
-            about = record.weight_path in self.behind[site.index] and record.primitive is site.primitive
-            if about and ("EXCLUDED" in record.kind.name or "NOT_PARAMSTATE" in record.kind.name):
-                return f", since {record.kind.value}"
-        return ""
+    def _mixing_node(self, site: Site, group: HiddenGroup) -> Node | None:
+        for o in self.graph.diagnostics.outcomes:
+            if isinstance(o, KeepsOnePosition) and o.use.site is site and o.group.index == group.index:
+                return next(iter(o.nodes), None)
+        return None
 
-    def _partial_record(self, relation: HiddenParamOpRelation, group: HiddenGroup) -> CompilationRecord:
-        return next(
-            r
-            for r in self.graph.diagnostics
-            if r.context.get("site") is relation.site and r.hidden_paths == tuple(group.hidden_paths)
-        )
+    def _uses(self, tags: int, missed: int) -> list[Use | Node | None]:
+        return [self._use(site) for site in self.flows.crossed(tags, missed)]
 
-    def _label(self, site: Site) -> str:
-        paths = self.behind[site.index]
-        of = f" of {_names(paths)}" if paths else ""
-        return f"`{site.primitive.name.removeprefix('etp_')}`{of}"
-
-    def _states(self, bits: int) -> str:
-        return _names(self._paths(bits))
+    def _use(self, site: Site) -> Use:
+        return Use(site, tuple(self.behind[site.index]))
 
     def _paths(self, bits: int) -> tuple[Path, ...]:
         return tuple(c.path for c in self.flows.of(bits))
 
 
-def _each(
-    paths: Sequence[Path], what: str, way: str, primitive: Any, source: str, hidden: tuple[Path, ...]
-) -> Iterator[DroppedPath]:
-    for path in paths:
-        yield DroppedPath(path, what, way, primitive, source, hidden)
-
-
-def _named(node: Node | None, how: str) -> tuple[str, Any, str]:
-    """A way through a node, the node's primitive and its line."""
-    if node is None:
-        return "", None, ""
-    return f"{how} `{node.primitive.name}`", node.primitive, node.source
-
-
-def _some(words: Iterable[str], most: int) -> list[str]:
-    """The first few of them, each once."""
-    words = list(dict.fromkeys(words))
-    return words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(f"`{show_path(p)}`" for p in dict.fromkeys(paths))
+def _each(params: Sequence[Path], cut: Cut, *details: Any, **more: Any) -> Iterator[Dropped]:
+    return (Dropped(path, cut, *details, **more) for path in params)

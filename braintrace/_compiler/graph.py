@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._lines import is_users
-from .delays import LONGEST, delay_lines
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path, warn_user, warning_of
+from .delays import delay_lines
 from .errors import CompilationError
-from .exactness import Exactness, RuleKind, find_exactness
+from .exactness import RuleKind, find_dropped
 from .flows import Flows
-from .groups import HiddenGroup, find_groups, group_records
+from .groups import HiddenGroup, find_groups, group_outcomes
 from .links import ELEMENT_WISE
 from .module_info import ModuleInfo, StateEntry
+from .outcomes import (
+    Cascade,
+    Findings,
+    NoGradient,
+    NoMarkedOp,
+    NotLinear,
+    Outcome,
+    OwnDerivativeUnused,
+    StateWithoutTrace,
+    WithoutMark,
+)
 from .perturbation import HiddenPerturbation
 from .positions import Positions
-from .program import Var
+from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
 from .relation import HiddenParamOpRelation
 from .relations import find_relations
-from .site_weights import name_site
+from .site_weights import SiteWeights
 from .slices import between
-from .step import Path
+from .step import Path, show_path
 
 if TYPE_CHECKING:
-    from .report import CompilationReport
+    from .._report.diagnostics import CompilationRecord, DiagnosticKind
+    from .._report.report import CompilationReport
+    from .._report.verdict import Exactness
 
 
 class ETraceGraph(NamedTuple):
@@ -38,7 +48,7 @@ class ETraceGraph(NamedTuple):
     hid_path_to_group: dict[Path, HiddenGroup]
     hidden_param_op_relations: list[HiddenParamOpRelation]
     hidden_perturb: HiddenPerturbation | None
-    diagnostics: list[CompilationRecord]
+    diagnostics: Findings
 
     def __str__(self) -> str:
         return self._report().to_str()
@@ -51,7 +61,7 @@ class ETraceGraph(NamedTuple):
 
     def exactness(self, rule: RuleKind | None = None) -> Exactness:
         """Whether the gradient of a rule (D_RTRL where none is given) is that of BPTT, and what it drops."""
-        return find_exactness(self, rule)
+        return self._report(rule).exactness
 
     def explain(
         self,
@@ -86,10 +96,10 @@ class ETraceGraph(NamedTuple):
     def _repr_html_(self) -> str:
         return self._report()._repr_html_()
 
-    def _report(self) -> CompilationReport:
-        from .report import CompilationReport
+    def _report(self, rule: RuleKind | None = None) -> CompilationReport:
+        from .._report.report import CompilationReport
 
-        return CompilationReport(self)
+        return CompilationReport(self, rule)
 
 
 def graph_from_info(
@@ -105,9 +115,8 @@ def graph_from_info(
         others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
         graph = _graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
     flows = Flows(graph)
-    graph.diagnostics.extend([*_not_linear(flows), *_untraced(flows)])
-    graph.diagnostics.extend(_unheard(graph, flows))
-    return graph
+    later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
+    return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.outcomes, *later)))
 
 
 def _graph_of(
@@ -120,22 +129,22 @@ def _graph_of(
     new = {h.outvar: i for i, h in enumerate(h for g in groups for h in g.hidden)}
     group_of = [g.index for g in groups for _ in g.hidden]
     var_goals, site_goals = goals(info.program, new, group_of)
-    relations, records = find_relations(info, groups, positions, origin, site_goals)
+    relations, of_sites = find_relations(info, groups, positions, origin, site_goals)
     learned = {g.index for r in relations for g in r.hidden_groups}
-    records = [
-        *_program_records(info, var_goals),
-        *group_records(groups, info),
+    outcomes = (
+        *_of_program(info, var_goals),
+        *group_outcomes(groups, info),
         *_without_mark(info, groups, var_goals, origin),
         *_cascades(info, groups, var_goals, learned),
-        *records,
-    ]
+        *of_sites,
+    )
     return ETraceGraph(
         module_info=info,
         hidden_groups=groups,
         hid_path_to_group={p: g for g in groups for p in g.hidden_paths},
         hidden_param_op_relations=relations,
         hidden_perturb=HiddenPerturbation(info, tuple(groups)) if include_hidden_perturb else None,
-        diagnostics=records,
+        diagnostics=Findings(info.step, outcomes),
     )
 
 
@@ -147,7 +156,7 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
                 users = [
                     s for s in info.program.sites if any(invar in origin.of(w)[0] for w in s.weights.values())
                 ]
-                used = f" It is a weight of {name_site(info, users[0], origin)}." if users else ""
+                used = f" It is a weight of {SiteWeights(info, users[0], origin).use}." if users else ""
                 raise CompilationError(
                     f"The step assigns the parameter `{show_path(entry.path)}`"
                     f"{f' at {made[0].source}' if made else ''}; a trace needs weights that stay as they are "
@@ -156,7 +165,7 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
                 )
     if not info.hidden:
         states = [f"`{show_path(e.path)}` ({e.of.kind})" for e in info.entries if not e.is_param]
-        ops = [name_site(info, s, origin) for s in info.program.sites]
+        ops = [str(SiteWeights(info, s, origin).use) for s in info.program.sites]
         raise CompilationError(
             "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
             "`ShortTermState` (such as `HiddenState`) that the step both reads and writes. States found: "
@@ -173,189 +182,73 @@ def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
     return bits
 
 
-def _program_records(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[CompilationRecord]:
-    records = []
+def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Outcome]:
+    found: list[Outcome] = [OwnDerivativeUnused(node) for node in info.program.opened]
     if not info.program.sites:
-        names = ", ".join(f"`{show_path(e.path)}`{_first_use(info, e)}" for e in info.params) or "none"
-        records.append(
-            CompilationRecord(
-                DiagnosticKind.NO_MARKED_OP,
-                DiagnosticLevel.WARNING,
-                f"The model has no marked op, so no weight is learned online (parameters: {names}); each "
-                "gets the gradient within the step only. "
-                + (
-                    info.step.unmarked([e.path for e in info.params if _feeds(e, var_goals)])
-                    or "Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers of `braintrace.nn`."
-                ),
-            )
-        )
-    for node in info.program.opened:
-        records.append(
-            CompilationRecord(
-                DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
-                DiagnosticLevel.WARNING,
-                f"A function with a derivative rule of its own (`{node.primitive.name}` at {node.source}) "
-                "holds a marked op; it is read through, and its own rule is not used. Move the op out of the "
-                "function.",
-                primitive=node.primitive,
-            )
-        )
-    return records
+        params = tuple((e.path, _first_use(info, e)) for e in info.params)
+        found.append(NoMarkedOp(params, tuple(e.path for e in info.params if _feeds(e, var_goals))))
+    return found
 
 
-def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> str:
+def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> Node | None:
     for node in info.program.nodes:
         if any(v is a for v in entry.invars for a in node.inputs) and not (plain and node.site):
-            # of a layer of a library the hint says more than the line
-            return f", used by `{node.primitive.name}` at {node.source}" if is_users(node.source) else ""
-    return ""
+            return node
+    return None
 
 
 def _without_mark(
-    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any], origin: Provenance
-) -> list[CompilationRecord]:
+    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], origin: Provenance
+) -> list[Outcome]:
     """Parameters that feed a state by ordinary operations, in a model that marks others."""
     weights = [w for site in info.program.sites for w in site.weights.values()]
-    leaves = [h.path for g in groups for h in g.hidden]
-    records = []
+    hidden = [h.path for g in groups for h in g.hidden]
+    found: list[Outcome] = []
     for entry in info.params if info.program.sites else ():
         if bits := _feeds(entry, var_goals):
-            paths = tuple(p for i, p in enumerate(leaves) if bits >> i & 1)
-            names = ", ".join(f"`{show_path(p)}`" for p in paths)
-            use = _first_use(info, entry, plain=True)
+            paths = tuple(p for i, p in enumerate(hidden) if bits >> i & 1)
             marked = any(v in origin.of(w)[0] for v in entry.invars for w in weights)
-            gets = (
-                "this use gets the gradient within the step only (the marked one is learned online)"
-                if marked
-                else "it gets the gradient within the step only"
-            )
-            records.append(
-                CompilationRecord(
-                    DiagnosticKind.PARAMETER_WITHOUT_MARK,
-                    DiagnosticLevel.WARNING,
-                    f"`{show_path(entry.path)}`{f'{use},' if use else ''} feeds {names} without a marked op; "
-                    f"{gets}. "
-                    + (
-                        info.step.unmarked([entry.path])
-                        or "Use `braintrace.matmul(x, w, b)`, `braintrace.element_wise(w)` or a layer of "
-                        "`braintrace.nn` to learn it online."
-                    ),
-                    weight_path=entry.path,
-                    hidden_paths=paths,
-                )
-            )
-    return records
+            found.append(WithoutMark(entry.path, paths, _first_use(info, entry, plain=True), marked))
+    return found
 
 
 def _cascades(
-    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Any], learned: set[int]
-) -> list[CompilationRecord]:
+    info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], learned: set[int]
+) -> list[Outcome]:
     """States that reach another group's new state without a marked op: a path that no trace follows.
 
     Nothing is missed where nothing is learned through the first state (a clock, say).
     """
-    leaves = [(g, h.path) for g in groups for h in g.hidden]
-    records = []
+    group_of = [g for g in groups for _ in g.hidden]
+    found: list[Outcome] = []
     for group in groups:
+        own = [*group.hidden_invars, *group.hidden_outvars]
         reached: dict[int, None] = {}
-        for var in (*group.hidden_invars, *group.hidden_outvars):
-            goal = var_goals.get(var)
-            bits = goal.direct if goal else 0
-            for i, (g, _) in enumerate(leaves):
-                if bits >> i & 1 and g is not group:
-                    reached[g.index] = None
-        for index in reached:
-            other = groups[index]
-            ways = between(info.program, [*group.hidden_invars, *group.hidden_outvars], other.hidden_outvars)
-            at = next((n for n in ways if n.primitive.name not in ELEMENT_WISE), ways[0] if ways else None)
-            where = f" (`{at.primitive.name}` at {at.source})" if at else ""
-            names, others = (", ".join(f"`{show_path(p)}`" for p in g.hidden_paths) for g in (group, other))
-            records.append(
-                CompilationRecord(
-                    DiagnosticKind.HIDDEN_STATE_CASCADE,
-                    DiagnosticLevel.WARNING if group.index in learned else DiagnosticLevel.INFO,
-                    f"The state {names} reaches {others} without a marked op, and not unit by unit{where}; "
-                    + (
-                        f"what is learned through {names} does not count what {others} remembers of it."
-                        if group.index in learned
-                        else f"no marked op feeds {names}, so that no trace misses it."
-                    ),
-                    primitive=at.primitive if at else None,
-                    hidden_paths=(*group.hidden_paths, *other.hidden_paths),
-                    context={"sources": [at.source] if at else []},
-                )
-            )
-    return records
+        for var in own:
+            bits = var_goals[var].direct if var in var_goals else 0
+            reached |= {g.index: None for i, g in enumerate(group_of) if bits >> i & 1 and g is not group}
+        for other in map(groups.__getitem__, reached):
+            ways = between(info.program, own, other.hidden_outvars)
+            node = next((n for n in ways if n.primitive.name not in ELEMENT_WISE), ways[0] if ways else None)
+            found.append(Cascade(group, other, node, group.index in learned))
+    return found
 
 
-def _untraced(flows: Flows) -> list[CompilationRecord]:
+def _untraced(flows: Flows) -> list[Outcome]:
     """States without a trace through which parameters act on later losses: delays, above all."""
-    kinds = {e.path: e.of.kind for e in flows.info.entries}
-    records = []
-    for c, paths in flows.untraced:
-        names = ", ".join(f"`{show_path(p)}`" for p in paths)
-        records.append(
-            CompilationRecord(
-                DiagnosticKind.STATE_WITHOUT_TRACE,
-                DiagnosticLevel.WARNING,
-                f"Losses depend on what {names} did in earlier steps through `{show_path(c.path)}` "
-                f"({kinds[c.path]}), which has no trace: that part of the gradient is missing, which may be "
-                f"all of it. A delay line of up to {LONGEST} places has traces by itself. Keep anything else "
-                "in a `brainstate.HiddenState` that is updated unit by unit, or train by `braintrace.RTRL`; "
-                "in windows (`vjp_method='multi-step'`), what stays in one counts.",
-                weight_path=paths[0],
-                hidden_paths=(c.path,),
-                context={"weight_paths": paths},
-            )
-        )
-    return records
+    states = {e.path: e.of for e in flows.info.entries}
+    return [StateWithoutTrace(states[c.path], tuple(params)) for c, params in flows.untraced]
 
 
-def _unheard(graph: ETraceGraph, flows: Flows) -> list[CompilationRecord]:
-    """Parameters without any gradient that nothing else was said about."""
-    known = {r.weight_path for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING}
-    known.update(p for r in graph.diagnostics for p in r.context.get("weight_paths", ()))
-    silent = [p for p in flows.unheard if p not in known]
-    dropped = find_exactness(graph).weights if silent and flows.program.sites else {}
-    return [
-        CompilationRecord(
-            DiagnosticKind.GRADIENT_IS_ZERO,
-            DiagnosticLevel.WARNING,
-            f"Step by step, the gradient of `{show_path(path)}` is zero: it acts on losses of later steps "
-            f"only, and not counted is {dropped[path][0].reason}. Let what comes after read the states as "
-            "the step leaves them, not as it finds them, or train with `braintrace.RTRL` or in windows "
-            "(`vjp_method='multi-step'`).",
-            weight_path=path,
-        )
-        for path in silent
-        if path in dropped
-    ]
+def _unheard(graph: ETraceGraph, flows: Flows) -> list[Outcome]:
+    """Parameters without any gradient."""
+    dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
+    first = {d.weight_path: d for d in reversed(dropped)}
+    return [NoGradient(path, first[path]) for path in flows.unheard if path in first]
 
 
-def _not_linear(flows: Flows) -> list[CompilationRecord]:
-    return [
-        CompilationRecord(
-            DiagnosticKind.RULE_NOT_LINEAR,
-            DiagnosticLevel.WARNING,
-            f"The function called at {node.source} has a derivative rule (`custom_vjp`) that is not linear "
-            "in the gradient it is given, as clipping is not. BPTT gives it what the losses of all steps "
-            "sum up to, and no online rule can: the gradient of "
-            f"{', '.join(f'`{show_path(p)}`' for p in paths)} is approximate. Clip the gradients of "
-            "parameters instead, or train with `braintrace.BPTT`.",
-            primitive=node.primitive,
-            context={"sources": [node.source], "weight_paths": paths},
-        )
-        for node, paths in flows.not_linear
-    ]
-
-
-def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
-    """One warning, with what the user may well not have meant."""
-    model = graph.module_info.model
-    records = [r for r in graph.diagnostics if r.kind in kinds]
-    message = warning_of(graph.module_info.step.name, records)
-    if message is not None:
-        warn_user(message, about=model)
+def _not_linear(flows: Flows) -> list[Outcome]:
+    return [NotLinear(node, tuple(params)) for node, params in flows.not_linear]
 
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:

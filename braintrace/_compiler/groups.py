@@ -12,18 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import ClosedJaxpr
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .links import ELEMENT_WISE, Array
 from .module_info import Hidden, ModuleInfo
+from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
 from .own_rules import PullBack, has_own_rule
 from .positions import Positions
 from .program import Node, Var
 from .provenance import provenance
 from .reach import Reach
 from .slices import Slice, between, cut, has_while, uses_while
-from .step import Path
+from .step import Path, show_path
 
-_FEW = 8  # numbers of one unit: a trace grows with their number
+_FEW_STATES = 4  # their coupling is not looked into
+_WIDEST_UNIT = 8  # numbers: a trace grows with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class HiddenGroup:
     @cached_property
     def coupled(self) -> Array:
         """Which old states, by column, each new one may depend on: few, where one is a delay line."""
-        if self.num_state <= _FEW or any(h.split for h in self.hidden):
+        if self.num_state <= _FEW_STATES or any(h.split for h in self.hidden):
             return np.ones((self.num_state, self.num_state), bool)
         positions = Positions(self.info.program)
         rows = []
@@ -153,9 +154,6 @@ class HiddenGroup:
     def dict(self) -> dict[str, Any]:
         names = ("index", "hidden_paths", "hidden_states", "hidden_invars", "hidden_outvars", "varshape")
         return {name: getattr(self, name) for name in (*names, "num_state", "transition_jaxpr")}
-
-
-_FEW = 4  # states whose coupling is not looked into
 
 
 def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
@@ -266,62 +264,30 @@ def _has_no_complex_derivative(node: Node) -> bool:
     return any(_has_no_complex_derivative(n) for program in programs for n in program.nodes)
 
 
-def group_records(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[CompilationRecord]:
-    records = []
+def group_outcomes(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Outcome]:
+    outcomes: list[Outcome] = []
     loops = any(has_while(node) for node in info.program.nodes)
     for group in groups:
-        names = ", ".join(f"`{show_path(p)}`" for p in group.hidden_paths)
-        paths = tuple(group.hidden_paths)
         if len(group.hidden) > 1:
-            records.append(
-                CompilationRecord(
-                    DiagnosticKind.HIDDEN_GROUP_MERGED,
-                    DiagnosticLevel.INFO,
-                    f"The states {names} are coupled unit by unit and form one group.",
-                    hidden_paths=paths,
-                )
-            )
+            outcomes.append(Coupled(group))
         if not group.is_local:
-            at = group.mixers[0] if group.mixers else None
-            where = f" (`{at.primitive.name}` at {at.source})" if at else ""
-            records.append(
-                CompilationRecord(
-                    DiagnosticKind.HIDDEN_STATE_MIXED,
-                    DiagnosticLevel.WARNING,
-                    f"Positions of {names} reach other positions without a marked op{where}; traces keep the "
-                    f"diagonal of that dependence only.{_could_be_grouped(group)}",
-                    primitive=None if at is None else at.primitive,
-                    hidden_paths=paths,
-                    context={"sources": [n.source for n in group.mixers]},
-                )
-            )
+            outcomes.append(MixedUnits(group, _width_of_units(group)))
         if loops and uses_while(info.program, group.hidden_invars, group.hidden_outvars):
-            records.append(
-                CompilationRecord(
-                    DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW,
-                    DiagnosticLevel.INFO,
-                    f"The states {names} go through a `while` loop, which has no reverse mode: local "
-                    "Jacobians are taken forwards, and nothing else is learned through the loop.",
-                    hidden_paths=paths,
-                )
-            )
-    return records
+            outcomes.append(ThroughWhile(group))
+    return outcomes
 
 
-def _could_be_grouped(group: HiddenGroup) -> str:
-    """A hint, where only the numbers along a short last axis reach each other (rotated pairs, say)."""
+def _width_of_units(group: HiddenGroup) -> int | None:
+    """The length of a short last axis, if only numbers along it reach each other (rotated pairs, say)."""
     made_of = provenance(group.info.program)
     params = set(group.info.invar_to_leaf)
     if any(not params.isdisjoint(made_of.of(a)[0]) for node in group.mixers for a in node.inputs):
-        return ""  # more likely a weight that lacks a mark
+        return None  # more likely a weight that lacks a mark
     width = group.varshape[-1] if len(group.varshape) > 1 and group.num_state == len(group.hidden) else 0
-    if not 1 < width <= _FEW:
-        return ""
+    if not 1 < width <= _WIDEST_UNIT:
+        return None
     for h, r in zip(group.hidden, group.within, strict=True):
         row, used = h.positions // width, r.highest >= 0
         if np.any(used & ((r.lowest // width != row) | (r.highest // width != row))):
-            return ""
-    return (
-        f" Only the {width} numbers along the last axis reach each other: in a "
-        "`brainstate.HiddenGroupState` they belong to one unit, and traces follow all of them."
-    )
+            return None
+    return width

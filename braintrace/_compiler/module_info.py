@@ -14,12 +14,11 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal
-from .diagnostics import number, show_path
 from .errors import CompilationError, NotSupportedError
 from .links import Array
 from .program import Atom, Node, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
-from .step import Path, Role, State, Step
+from .step import Path, Role, State, Step, show_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +155,7 @@ class ModuleInfo:
 
     def __repr__(self) -> str:
         counts = {"parameter": self.params, "hidden state": self.hidden, "operation": self.program.nodes}
-        shown = ", ".join(number(len(found), noun) for noun, found in counts.items())
+        shown = ", ".join(f"{len(found)} {noun}{'s' * (len(found) != 1)}" for noun, found in counts.items())
         return f"<ModuleInfo of {self.step.name}: {shown}>"
 
     @property

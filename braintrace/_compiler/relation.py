@@ -13,14 +13,13 @@ import numpy as np
 from .._compat import ClosedJaxpr
 from .._ops.letters import Layout
 from .._ops.primitive import ETPPrimitive
-from .diagnostics import show_path
 from .groups import HiddenGroup
 from .links import Array
 from .module_info import ModuleInfo
 from .program import Atom, Site, Var
 from .reach import Reach
 from .slices import Slice, between, cut_after
-from .step import Path
+from .step import Path, show_path
 
 
 class PathClassification(enum.StrEnum):

@@ -6,24 +6,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .diagnostics import CompilationRecord
 from .errors import NotSupportedError
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
+from .outcomes import InControlFlow, NoTrace, Outcome, WhyNot
 from .positions import Positions
 from .program import Site, Var
 from .provenance import Goal, Provenance
 from .reach import Reach
 from .relation import HiddenParamOpRelation, PathClassification, PositionMap
-from .site_weights import (
-    SiteWeights,
-    context_records,
-    included,
-    no_map,
-    not_reached,
-    partial_path,
-    unknown_places,
-)
+from .site_weights import SiteWeights, included, keeps_one_position
 
 
 def find_relations(
@@ -32,7 +24,7 @@ def find_relations(
     positions: Positions,
     origin: Provenance,
     site_goals: dict[int, Goal],
-) -> tuple[list[HiddenParamOpRelation], list[CompilationRecord]]:
+) -> tuple[list[HiddenParamOpRelation], list[Outcome]]:
     """One relation for each site that feeds a group and has parameters behind it, in program order."""
     leaves = [(g, h.path) for g in groups for h in g.hidden]
     bits = {g.index: sum(1 << i for i, (other, _) in enumerate(leaves) if other is g) for g in groups}
@@ -42,17 +34,18 @@ def find_relations(
         for g, stop in zip(groups, stops, strict=True)
     ]
     relations: list[HiddenParamOpRelation] = []
-    records: list[CompilationRecord] = []
+    outcomes: list[Outcome] = []
     for site in info.program.sites:
         weights = SiteWeights(info, site, origin)
         if "while" in site.context:
             raise NotSupportedError(
-                f"The marked op `{site.primitive.name}` {weights.label} at {site.source} is inside a `while` "
-                "loop, whose number of steps no trace can follow. Use `scan` or `fori_loop` with fixed "
-                "bounds, or `x @ w` inside the loop to train the weight without a trace."
+                f"The marked op {weights.use} is inside a `while` loop, whose number of steps no trace can "
+                "follow. Use `scan` or `fori_loop` with fixed bounds, or `x @ w` inside the loop to train "
+                "the weight without a trace."
             )
         weights.refuse_integers()
-        records += context_records(site, weights)
+        if site.context:
+            outcomes.append(InControlFlow(weights.use))
         goal = site_goals.get(site.index, Goal())
         classes = {}
         for i, (_, path) in enumerate(leaves):
@@ -65,9 +58,8 @@ def find_relations(
                     if direct
                     else PathClassification.ALL_THROUGH_OTHER_ETP
                 )
-        problem = weights.problem() or unknown_places(site, weights) or not_reached(site, weights, goal)
-        if problem is not None:
-            records.append(problem)
+        if (why_not := weights.why_not(goal)) is not None:
+            outcomes.append(why_not)
             continue
         fed: list[HiddenGroup] = []
         maps: list[PositionMap] = []
@@ -76,12 +68,12 @@ def find_relations(
                 continue
             found = _position_map(site, group, sites.get(site.index), positions, stop)
             if found is None:
-                records.append(no_map(site, weights, group))
+                outcomes.append(NoTrace(weights.use, WhyNot.NO_POSITION, group=group))
                 continue
             fed.append(group)
             maps.append(found[0])
             if not found[0].complete:
-                records.append(partial_path(info, site, weights, group, found[1], env, sites))
+                outcomes.append(keeps_one_position(info, weights.use, group, found[1], env, sites))
         if not fed:
             continue
         relation = HiddenParamOpRelation(
@@ -96,8 +88,8 @@ def find_relations(
             varying=weights.varying,
         )
         relations.append(relation)
-        records += included(relation, weights, classes)
-    return relations, records
+        outcomes += included(relation, weights)
+    return relations, outcomes
 
 
 def _others(groups: Sequence[HiddenGroup], group: HiddenGroup) -> Callable[[Var], bool]:

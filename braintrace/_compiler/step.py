@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
 
 Path = tuple[str, ...]
+
+
+def show_path(path: Iterable[str]) -> str:
+    """A path as users write it: `rnn.h`."""
+    return ".".join(path)
+
+
+def show_paths(paths: Iterable[Path]) -> str:
+    """Paths in a sentence, each once."""
+    return ", ".join(f"`{show_path(p)}`" for p in dict.fromkeys(paths))
 
 
 class Role(enum.Enum):

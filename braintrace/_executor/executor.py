@@ -17,7 +17,7 @@ from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
 from .signals import differentiable_step, output, reads_old_states
-from .traces import Rows, States, Trace, find_traces, stack
+from .slots import Rows, Slot, States, find_slots, stack
 from .weights import Effective, effective_weights, needs
 
 
@@ -44,14 +44,14 @@ class Local:
         """What changes from step to step."""
         return self.inputs, self.D, self.J
 
-    def at(self, trace: Trace) -> tuple[Any | None, tuple[Any, Letters] | None, Any]:
-        """`D` (lifted), the factor and `J` (lifted) of one trace."""
-        i, inputs = trace.relation.site.index, self.inputs[trace.relation.site.index]
-        D = self.D[trace.group.index]
+    def at(self, slot: Slot) -> tuple[Any | None, tuple[Any, Letters] | None, Any]:
+        """`D` (lifted), the factor and `J` (lifted) at one slot."""
+        i, inputs = slot.relation.site.index, self.inputs[slot.relation.site.index]
+        D = self.D[slot.group.index]
         return (
-            None if D is None else trace.lift(stack(D), inputs, 2),
-            trace.factor(inputs),
-            trace.lift_instant(jnp.stack(self.J[i, trace.group.index]), inputs),
+            None if D is None else slot.lift(stack(D), inputs, 2),
+            slot.factor(inputs),
+            slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )
 
 
@@ -66,8 +66,9 @@ class ETraceGraphExecutor:
         return [LocalGroup(self.graph, g) for g in self.graph.hidden_groups]
 
     @cached_property
-    def traces(self) -> list[Trace]:
-        return find_traces(self.graph.hidden_param_op_relations)
+    def slots(self) -> list[Slot]:
+        """Where each trace lives."""
+        return find_slots(self.graph.hidden_param_op_relations)
 
     def known(self, given: StepInputs) -> dict[Var, Any]:
         info = self.graph.module_info

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._ops.letters import Letters, align
-from .traces import Trace, add_up, times
+from .slots import Slot, add_up, times
 
 _LONGEST = (16, 128)  # the block of a trace that a program holds
 _SHORTEST = 32  # of the last axis: below, loads are narrow
@@ -30,13 +30,13 @@ def on_one_gpu() -> bool:
 _MOST_STATES = 8  # more are mostly a delay line, which is mostly zeros in `D`
 
 
-def fits(trace: Trace, value: Any) -> bool:
+def fits(slot: Slot, value: Any) -> bool:
     """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns."""
-    w, x = trace.layout.w, trace.layout.x
-    if len(w) != 2 or x is None or trace.dropped or set(trace.y) & {w[0]} or w[1] not in trace.y:
+    w, x = slot.layout.w, slot.layout.x
+    if len(w) != 2 or x is None or slot.summed or set(slot.y) & {w[0]} or w[1] not in slot.y:
         return False
     return (
-        {a for a in x if a in w or a in trace.y} == {*_lead(trace), w[0]}
+        {a for a in x if a in w or a in slot.y} == {*_lead(slot), w[0]}
         and _block(value.shape[-1], _LONGEST[1]) >= _SHORTEST
         and jnp.issubdtype(value.dtype, jnp.floating)
         and value.dtype.itemsize <= 4
@@ -44,21 +44,21 @@ def fits(trace: Trace, value: Any) -> bool:
     )
 
 
-def _lead(trace: Trace) -> Letters:
-    return trace.letters[:-2]
+def _lead(slot: Slot) -> Letters:
+    return slot.letters[:-2]
 
 
 def step(
-    trace: Trace, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, g: Any, start: Any
+    slot: Slot, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, g: Any, start: Any
 ) -> tuple[Any, Any]:
     """The trace after a step, and what it gives to the weight, added; `D`, `J` and `g` are lifted."""
-    rows, out = _lead(trace), (*_lead(trace), trace.letters[-1])
+    rows, out = _lead(slot), (*_lead(slot), slot.letters[-1])
     size, states = value.shape, value.shape[0]
-    width = (*rows, trace.letters[-2])
+    width = (*rows, slot.letters[-2])
 
     def flat(q: Any, lead: int) -> Any:
         names = tuple(f"lead {i}" for i in range(lead))
-        q = align(q.astype(jnp.float32), (*names, *trace.at), (*names, *out))
+        q = align(q.astype(jnp.float32), (*names, *slot.at), (*names, *out))
         return q.reshape(*q.shape[:lead], -1, size[-1])
 
     x, have = factor

@@ -30,7 +30,7 @@ from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while
 from .necks import Necks, through
-from .traces import Rows, States, states
+from .slots import Rows, States, states
 
 _PLAIN = "old states only"  # the world of other groups' new states: no site varies there
 

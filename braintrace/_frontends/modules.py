@@ -20,7 +20,6 @@ from .._compiler.graph import (
     find_hidden_groups_from_minfo,
     find_hidden_param_op_relations_from_minfo,
     graph_from_info,
-    warn_of,
 )
 from .._compiler.groups import HiddenGroup
 from .._compiler.module_info import ModuleInfo, read_step
@@ -30,6 +29,7 @@ from .._compiler.step import Path, Role, State, Step
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
+from .._report.diagnostics import warn_of
 from .unmarked import unmarked_layers
 
 

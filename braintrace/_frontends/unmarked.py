@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import brainstate
 
-from .._compiler.diagnostics import show_path
-from .._compiler.step import Path
+from .._compiler.step import Path, show_path
 
 
 def unmarked_layers(model: brainstate.nn.Module, params: Sequence[Path]) -> str:

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler import CompilationError, ETraceGraph, NotSupportedError
-from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo, Traced
-from .._compiler.step import Path
+from .._compiler.step import Path, show_path
 from .._executor.executor import ETraceGraphExecutor
 from .._frontends.modules import traced_again
+from .._lines import warn_user
 from .._online.data import one_step, time_axes
 from .._online.drive import Drive
 from .._online.request import Request, check_chunk_size
@@ -316,7 +316,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         chosen = {
             key: st.value
             for key, st in self.traces.items()
-            if any(_belongs(key, t) for t in self.executor.traces if path in t.relation.param_paths)
+            if any(_belongs(key, t) for t in self.executor.slots if path in t.relation.param_paths)
         }
         if not chosen:
             why = self.report.excluded_weights.get(path)

@@ -15,7 +15,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .._compiler.diagnostics import show_path
+from .._compiler.step import show_path
 from .._frontends.pure import Pure, cut
 from .._online.drive import Drive, Given
 from .._online.programs import Programs

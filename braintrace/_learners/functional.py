@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compiler.graph import ETraceGraph, graph_from_info, warn_of
-from .._compiler.memory import remembering
+from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.module_info import Traced, read_step
+from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
-from .._executor.traces import find_traces
+from .._executor.slots import find_slots
 from .._frontends.functions import Function, read_function
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
@@ -26,6 +26,7 @@ from .._online.programs import Programs
 from .._online.request import Request, check_chunk_size
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
+from .._report.diagnostics import warn_of
 from .._rules import DRule
 from .._rules.rule import Rule, TraceRule, Values
 
@@ -92,7 +93,7 @@ class OnlineFunctions:
         """What the compiler found: groups of hidden states, and the operations that feed them."""
         graph = graph_from_info(read_step(self.function.step))
         if isinstance(self.rule, TraceRule):
-            check_own_ops(find_traces(graph.hidden_param_op_relations))
+            check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph)
         return graph
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._compiler.diagnostics import show_path
-from .._compiler.step import Path
+from .._compiler.step import Path, show_path
 from .._frontends.pure import Pure
 
 

@@ -10,20 +10,22 @@ import numpy as np
 
 from .. import _compat
 from .._compiler import ETraceGraph
-from .._compiler.diagnostics import DiagnosticKind, show_path, warn_user
 from .._compiler.exactness import RuleKind
-from .._compiler.graph import graph_from_info, warn_of
-from .._compiler.memory import remembering
+from .._compiler.graph import graph_from_info
 from .._compiler.module_info import Traced
+from .._compiler.remembering import remembering
+from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
-from .._executor.traces import find_traces
+from .._executor.slots import find_slots
 from .._frontends.modules import compile_etrace_graph, extract_module_info
+from .._lines import warn_user
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
 from .._online.online import Online
 from .._online.sequence import Sequence, is_traced
 from .._online.user_step import UserStep
+from .._report.diagnostics import DiagnosticKind, warn_of
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
 from .forms import Compiled
@@ -78,7 +80,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
             return graph
         graph = compile_etrace_graph(self.model, *args, **kwargs)
-        check_own_ops(find_traces(graph.hidden_param_op_relations))
+        check_own_ops(find_slots(graph.hidden_param_op_relations))
         return graph
 
     def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
@@ -99,7 +101,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def _agree(self, old: Compiled, new: Compiled) -> bool:
         if not isinstance(self.rule, TraceRule):
             return super()._agree(old, new)
-        traces = [{t.key: t for t in c.executor.traces} for c in (old, new)]
+        traces = [{t.key: t for t in c.executor.slots} for c in (old, new)]
         return (
             super()._agree(old, new)
             and traces[0].keys() == traces[1].keys()

@@ -22,7 +22,7 @@ from .._compat import Literal
 from .._compiler.program import Var
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
-from .._executor.traces import Trace, states
+from .._executor.slots import Slot, states
 from .._rules.chunk import Record, over_time
 from .._rules.rule import Gradients, Rule, Signals, TraceRule, Values, add_to
 from .window import Window
@@ -43,8 +43,8 @@ class Online:
         self.info = executor.graph.module_info
 
     @property
-    def traces(self) -> list[Trace]:
-        return self.executor.traces
+    def slots(self) -> list[Slot]:
+        return self.executor.slots
 
     @property
     def trace_rule(self) -> TraceRule:
@@ -144,7 +144,7 @@ class Online:
         def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, states, env, operands = self.executor.forward(self._given(params, args, consts, rest))
             local = self.executor.local(env, operands)
-            return outs, self._carried(states), rule.update(self.traces, values, local), local
+            return outs, self._carried(states), rule.update(self.slots, values, local), local
 
         @jax.custom_vjp
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
@@ -161,7 +161,7 @@ class Online:
 
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
             _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas(), old)
-            partial = not all(t.positions.complete for t in self.traces)
+            partial = not all(t.positions.complete for t in self.slots)
             kept = (local.inputs, local.weights, local.J if partial else {})
             before = values if self.executor.reads_old_states else None
             return (outs, new, after), (pull, before, after, kept, params, consts)
@@ -172,12 +172,12 @@ class Online:
             dparams, dargs, dconsts, deltas, old_deltas = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
             signals = self.executor.group_signals(deltas)
-            grads = rule.gradient(self.traces, after, signals, local)
+            grads = rule.gradient(self.slots, after, signals, local)
             for key, value in self._counted_twice(signals, local).items():
                 grads[key] = grads[key] - value
             if before is not None:
                 old_signals = self.executor.group_signals(old_deltas)
-                for key, value in rule.gradient(self.traces, before, old_signals, local).items():
+                for key, value in rule.gradient(self.slots, before, old_signals, local).items():
                     grads[key] = grads[key] + value
             dparams = _add(dparams, self.to_parameters(params, consts, grads))
             return dparams, dargs, dconsts, None, None
@@ -286,12 +286,12 @@ class Online:
         weights = self.executor.weights(self._known_params(params, consts))
         record = replace(record, local=replace(record.local, weights=weights))
         assert record.signals is not None
-        values, grads = self.trace_rule.chunk(self.traces, values, record, total, fresh=fresh, keep=keep)
-        for trace in self.traces:
-            if not trace.positions.complete:
-                key = (trace.relation.site.index, trace.name)
-                g = states(record.signals[trace.group.index], 1)
-                twice = over_time(trace, record, weights[key[0]][key[1]], g)
+        values, grads = self.trace_rule.chunk(self.slots, values, record, total, fresh=fresh, keep=keep)
+        for slot in self.slots:
+            if not slot.positions.complete:
+                key = (slot.relation.site.index, slot.name)
+                g = states(record.signals[slot.group.index], 1)
+                twice = over_time(slot, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return values, grads
 
@@ -299,7 +299,7 @@ class Online:
         """Zeros to add the gradients of effective weights to."""
         weights = self.executor.weights(self._known_params(params, consts))
         result = {}
-        for t in self.traces:
+        for t in self.slots:
             key = (t.relation.site.index, t.name)
             weight = weights[key[0]][key[1]]
             result[key] = jnp.zeros(t.layout.view_w(weight).shape, np.promote_types(weight.dtype, np.float32))
@@ -308,7 +308,7 @@ class Online:
     def consts_of_weights(self, consts: Leaves) -> Leaves:
         """Those constants of the model, and numbers in it, that its effective weights are made of."""
         program = self.info.program
-        weights = [w for t in self.traces for w in t.relation.site.weights.values()]
+        weights = [w for t in self.slots for w in t.relation.site.weights.values()]
         atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
         numbers = [a.val for a in atoms if isinstance(a, Literal)]
         made_of = self.executor.made_of
@@ -341,18 +341,18 @@ class Online:
     def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
         """What a trace that leaves paths out says of this step: there the weight is live as well."""
         grads: Gradients = {}
-        for trace in self.traces:
-            if not trace.positions.complete:
-                site = trace.relation.site.index
-                inputs, weight = local.inputs[site], local.weights[site][trace.name]
-                g = states(signals[trace.group.index], 0)
-                dy = trace.to_y(trace.pair(g, local.J[site, trace.group.index]))
-                add_to(grads, trace, trace.from_cotangent(trace.factor(inputs), dy, inputs, weight))
+        for slot in self.slots:
+            if not slot.positions.complete:
+                site = slot.relation.site.index
+                inputs, weight = local.inputs[site], local.weights[site][slot.name]
+                g = states(signals[slot.group.index], 0)
+                dy = slot.to_y(slot.pair(g, local.J[site, slot.group.index]))
+                add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, weight))
         return grads
 
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Gradients) -> Leaves:
         """Gradients of effective weights carried back to the parameters."""
-        shown = {(t.relation.site.index, t.name): t for t in self.traces}
+        shown = {(t.relation.site.index, t.name): t for t in self.slots}
 
         def weights(params: Leaves) -> Leaves:
             effective = self.executor.weights(self._known_params(params, consts))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .letters import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
-from .rows import matrix_product
+from .row_product import matrix_product
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:

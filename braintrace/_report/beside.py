@@ -7,9 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._compiler.diagnostics import show_path, warn_user
 from .._compiler.program import Var
 from .._compiler.slices import dependents, needed
+from .._compiler.step import show_path
+from .._lines import warn_user
 from .._online.drive import Drive
 from .._online.user_step import UserStep, variables
 

@@ -18,10 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler import Exactness
-from .._compiler.diagnostics import show_path
-from .._compiler.exactness import DroppedPath
-from .._compiler.step import Path
+from .._compiler.step import Path, show_path
 from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
@@ -29,6 +26,7 @@ from .._online.drive import weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
 from .tables import Table
+from .verdict import DroppedPath, Exactness
 
 # how far apart two ways of computing one gradient may be: sums of products in another order
 _ROUND_OFF = {8: 1e-9, 4: 1e-4, 2: 3e-2}

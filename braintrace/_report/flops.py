@@ -16,7 +16,7 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal, primitives
 from .._ops.primitive import ETPPrimitive
-from .._ops.rows import row_p
+from .._ops.row_product import row_p
 
 _ARITHMETIC = frozenset(
     """abs add add_any and clamp convert_element_type div eq floor ge gt integer_pow le lt max min mul ne neg

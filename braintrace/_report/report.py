@@ -9,11 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from .._compiler.diagnostics import CompilationRecord, DiagnosticLevel, number
-from .._compiler.exactness import Exactness, RuleKind
+from .._compiler.exactness import Dropped, RuleKind, find_dropped
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.step import Path
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .tables import number
+from .verdict import Exactness
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,14 @@ class CompilationReport:
     rule: RuleKind | None = None  # D_RTRL
 
     @cached_property
+    def dropped(self) -> list[Dropped]:
+        """Every path that the rule drops."""
+        return find_dropped(self.graph, self.rule)
+
+    @cached_property
     def exactness(self) -> Exactness:
-        """Whether the rule's gradient is that of BPTT, and every path that it drops."""
-        return self.graph.exactness(self.rule)
+        """Whether the rule's gradient is that of BPTT, and what it drops, in words."""
+        return Exactness.of(self.graph, self.rule or RuleKind(), self.dropped)
 
     @property
     def hidden_groups(self) -> list[HiddenGroup]:
@@ -48,7 +55,9 @@ class CompilationReport:
         traced = self.etrace_weights
         reasons: dict[Path, str] = {}
         for record in self.graph.diagnostics:
-            if record.weight_path is not None and record.weight_path not in traced:
+            # that it is followed inside a loop is no reason
+            why = record.kind is not DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
+            if why and record.weight_path is not None and record.weight_path not in traced:
                 reasons.setdefault(record.weight_path, record.kind.value)
         for entry in self.graph.module_info.params:
             if entry.path not in traced:

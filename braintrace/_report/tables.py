@@ -60,13 +60,16 @@ class Table:
         return f"<table>{head}<thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>{notes}"
 
 
-def show_bytes(number: float) -> str:
-    """A number of bytes with a unit: `3.1 MB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 1000 or unit == "TB":
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
-        number /= 1000
-    raise AssertionError
+def show_bytes(count: float) -> str:
+    """
+    >>> show_bytes(1536)
+    '1.5 KiB'
+    """
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
 
 
 def show_count(number: float) -> str:
@@ -76,3 +79,11 @@ def show_count(number: float) -> str:
             return f"{number:.3g}{letter}"
         number /= 1000
     raise AssertionError
+
+
+def number(count: int, noun: str) -> str:
+    """
+    >>> number(2, "group")
+    '2 groups'
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Local
-from .._executor.traces import Rows, States, Trace, add_up, dot, promoted, stack, states
+from .._executor.slots import Rows, Slot, States, add_up, dot, promoted, stack, states
 from .rule import Gradients, Signals, TraceRule, Values, add_to
 
 TIME = ("time",)
@@ -64,23 +64,23 @@ class Record:
 
 
 def step_by_step(
-    rule: TraceRule, traces: Sequence[Trace], values: Values, record: Record
+    rule: TraceRule, slots: Sequence[Slot], values: Values, record: Record
 ) -> tuple[Values, Gradients]:
     """The traces after a chunk and its summed gradients, for any rule."""
 
     def body(carry: Any, step: Any) -> Any:
         values, grads = carry
         local, signals, old, keep = record.one(step)
-        values = values if keep is None else rule.reset(traces, values, keep)
-        found = rule.gradient(traces, values, old, local) if old is not None else {}
-        values = rule.update(traces, values, local)
-        for key, value in rule.gradient(traces, values, signals, local).items():
+        values = values if keep is None else rule.reset(slots, values, keep)
+        found = rule.gradient(slots, values, old, local) if old is not None else {}
+        values = rule.update(slots, values, local)
+        for key, value in rule.gradient(slots, values, signals, local).items():
             found[key] = found[key] + value if key in found else value
         return (values, {k: grads[k] + found[k].astype(grads[k].dtype) for k in grads}), None
 
     first = jax.tree.map(lambda a: a[0], record.steps)
     shapes = jax.eval_shape(
-        lambda v, s: rule.gradient(traces, v, record.one(s)[1], record.one(s)[0]), values, first
+        lambda v, s: rule.gradient(slots, v, record.one(s)[1], record.one(s)[0]), values, first
     )
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (values, grads), _ = jax.lax.scan(body, (values, zeros), record.steps)
@@ -96,7 +96,7 @@ class Backward:
     products: tuple[Rows, Rows] | None  # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None: no memory
 
 
-def backward(record: Record, group: int, *, traces: bool) -> Backward:
+def backward(record: Record, group: int, *, products: bool) -> Backward:
     """`q`, and the products of `D` if the traces after the chunk are wanted."""
     D = record.local.D[group]
     if record.signals is None:
@@ -121,7 +121,7 @@ def backward(record: Record, group: int, *, traces: bool) -> Backward:
 
     steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
     zero = [jnp.zeros_like(one[0]) for one in steps[0]]
-    one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if traces else []
+    one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if products else []
     (start, total), (q, each) = jax.lax.scan(body, (zero, one), steps, reverse=True, unroll=unroll())
     return Backward(q, start, (each, total))
 
@@ -145,49 +145,49 @@ def _promoted(arrays: Any) -> Any:
 
 
 def chunk_gradient(
-    traces: Sequence[Trace], values: Values | None, record: Record, found: dict[int, Backward]
+    slots: Sequence[Slot], values: Values | None, record: Record, found: dict[int, Backward]
 ) -> Gradients:
     """The summed gradients of D-RTRL; `values` is None where the traces before the chunk are zero."""
     grads: Gradients = {}
-    for trace in traces:
-        site, k = trace.relation.site.index, trace.group.index
-        inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
+    for slot in slots:
+        site, k = slot.relation.site.index, slot.group.index
+        inputs, weight = record.local.inputs[site], record.local.weights[site][slot.name]
         q, start = found[k].q, found[k].start
         assert q is not None
         assert start is not None
         if values is not None:
-            lifted = trace.lift(jnp.stack(start), [a[0] for a in inputs], 1)
-            add_to(grads, trace, trace.contract(lifted, values[trace.key]))
-        add_to(grads, trace, over_time(trace, record, weight, q))
+            lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
+            add_to(grads, slot, slot.contract(lifted, values[slot.key]))
+        add_to(grads, slot, over_time(slot, record, weight, q))
     return grads
 
 
-def over_time(trace: Trace, record: Record, weight: Any, signal: States) -> Any:
+def over_time(slot: Slot, record: Record, weight: Any, signal: States) -> Any:
     """`sum_s x[s] (J[s] signal[s])`."""
-    site = trace.relation.site.index
+    site = slot.relation.site.index
     inputs = record.local.inputs[site]
-    J = record.local.J[site, trace.group.index]
-    dy = trace.to_y(trace.pair(signal, J, 1), 1)
-    return trace.from_cotangent(factors(trace, inputs), dy, inputs, weight, TIME)
+    J = record.local.J[site, slot.group.index]
+    dy = slot.to_y(slot.pair(signal, J, 1), 1)
+    return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, TIME)
 
 
-def factors(trace: Trace, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
+def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
     """The op's factor at every step."""
     letters: list[Any] = []
 
     def one(inputs: Any) -> Any:
-        found = trace.factor(inputs)
+        found = slot.factor(inputs)
         if found is None:
             return None
         letters.append(found[1])
         return found[0]
 
-    x = jax.vmap(one)(list(inputs)) if trace.layout.x is not None else None
+    x = jax.vmap(one)(list(inputs)) if slot.layout.x is not None else None
     return None if x is None else (x, TIME + letters[0])
 
 
 def chunk_traces(
-    traces: Sequence[Trace],
+    slots: Sequence[Slot],
     values: Values | None,
     record: Record,
     found: dict[int, Backward],
@@ -195,21 +195,21 @@ def chunk_traces(
 ) -> Values:
     """The traces of D-RTRL after a chunk, in the types of `like`."""
     result = {}
-    for trace in traces:
-        site, products = trace.relation.site.index, found[trace.group.index].products
-        inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
-        J = record.local.J[site, trace.group.index]
+    for slot in slots:
+        site, products = slot.relation.site.index, found[slot.group.index].products
+        inputs, weight = record.local.inputs[site], record.local.weights[site][slot.name]
+        J = record.local.J[site, slot.group.index]
         if products is None:  # no memory: the last step is all there is
             last = [a[-1] for a in inputs]
-            lifted = trace.lift_instant(jnp.stack([j[-1] for j in J]), last)
-            new = trace.instant(trace.factor(last), lifted, weight)
+            lifted = slot.lift_instant(jnp.stack([j[-1] for j in J]), last)
+            new = slot.instant(slot.factor(last), lifted, weight)
         else:
-            carried = jnp.stack([trace.pair(row, J, 1) for row in products[0]])
-            lifted = jax.vmap(trace.lift_instant, (1, 0), 1)(carried, list(inputs))
-            new = trace.instant(factors(trace, inputs), lifted, weight, TIME)
+            carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
+            lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
+            new = slot.instant(factors(slot, inputs), lifted, weight, TIME)
             if values is not None:
                 first = [a[0] for a in inputs]
-                decayed = trace.decay(trace.lift(stack(products[1]), first, 2), values[trace.key])
+                decayed = slot.decay(slot.lift(stack(products[1]), first, 2), values[slot.key])
                 new = add_up(promoted(decayed, new))
-        result[trace.key] = new.astype(like[trace.key].dtype)
+        result[slot.key] = new.astype(like[slot.key].dtype)
     return result

@@ -16,7 +16,7 @@ from .._compat import row_major
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.fused import fits, on_one_gpu, step
-from .._executor.traces import Trace, add_up, promoted
+from .._executor.slots import Slot, add_up, promoted
 from .chunk import Record, backward, chunk_gradient, chunk_traces, step_by_step
 from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 
@@ -37,44 +37,44 @@ class DRule(TraceRule):
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
         return on_one_gpu() and sum(v.nbytes for v in values.values()) >= _LARGE
 
-    def init(self, traces: Sequence[Trace], local: Local) -> Values:
+    def init(self, slots: Sequence[Slot], local: Local) -> Values:
         values = {}
-        for trace in traces:
-            _, factor, J = local.at(trace)
-            weight = local.weights[trace.relation.site.index][trace.name]
-            now = trace.instant(factor, J, weight)
-            values[trace.key] = jnp.zeros(now.shape, self.dtype or now.dtype)
+        for slot in slots:
+            _, factor, J = local.at(slot)
+            weight = local.weights[slot.relation.site.index][slot.name]
+            now = slot.instant(factor, J, weight)
+            values[slot.key] = jnp.zeros(now.shape, self.dtype or now.dtype)
         return values
 
-    def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+    def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         result = {}
-        for trace in traces:
-            D, factor, J = _apart(*local.at(trace))
-            old = values[trace.key]
-            if len(old) > 1 and D is not None and fits(trace, old) and self.fuses({trace.key: old}):
+        for slot in slots:
+            D, factor, J = _apart(*local.at(slot))
+            old = values[slot.key]
+            if len(old) > 1 and D is not None and fits(slot, old) and self.fuses({slot.key: old}):
                 assert factor is not None
                 none = jnp.zeros(old.shape[-2:], jnp.float32)
-                result[trace.key], _ = step(trace, old, D, factor, J, jnp.zeros_like(D[0]), none)
+                result[slot.key], _ = step(slot, old, D, factor, J, jnp.zeros_like(D[0]), none)
                 continue
-            weight = local.weights[trace.relation.site.index][trace.name]
-            now = trace.instant(factor, J, weight)
+            weight = local.weights[slot.relation.site.index][slot.name]
+            now = slot.instant(factor, J, weight)
             if D is not None:
-                now = add_up(promoted(trace.decay(D, old, trace.group.coupled), now))
-            result[trace.key] = now.astype(old.dtype)
+                now = add_up(promoted(slot.decay(D, old, slot.group.coupled), now))
+            result[slot.key] = now.astype(old.dtype)
         return result
 
-    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
+    def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
         grads: Gradients = {}
-        for trace in traces:
-            site = trace.relation.site.index
-            g = trace.lift(signals[trace.group.index], local.inputs[site], 1)
-            g, _ = jax.lax.optimization_barrier((g, local.weights[site][trace.name]))  # as in `_apart`
-            add_to(grads, trace, trace.contract(g, values[trace.key]))
+        for slot in slots:
+            site = slot.relation.site.index
+            g = slot.lift(signals[slot.group.index], local.inputs[site], 1)
+            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))  # as in `_apart`
+            add_to(grads, slot, slot.contract(g, values[slot.key]))
         return grads
 
     def chunk(
         self,
-        traces: Sequence[Trace],
+        slots: Sequence[Slot],
         values: Values,
         record: Record,
         total: Gradients,
@@ -84,33 +84,33 @@ class DRule(TraceRule):
     ) -> tuple[Values, Gradients]:
         record = record.begun_anew()
         if record.length == 1 and keep and record.old_signals is None:
-            return self._one_step(traces, values, replace(record, keep=None), total)
+            return self._one_step(slots, values, replace(record, keep=None), total)
         before = None if fresh else values
-        found = {k: backward(record, k, traces=keep) for k in record.local.D}
-        grads = chunk_gradient(traces, before, record, found)
-        after = chunk_traces(traces, before, record, found, values) if keep else values
+        found = {k: backward(record, k, products=keep) for k in record.local.D}
+        grads = chunk_gradient(slots, before, record, found)
+        after = chunk_traces(slots, before, record, found, values) if keep else values
         return after, add_all(total, grads)
 
-    def through(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+    def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         record = record.begun_anew()
-        found = {k: backward(record, k, traces=True) for k in record.local.D}
-        return chunk_traces(traces, values, record, found, values)
+        found = {k: backward(record, k, products=True) for k in record.local.D}
+        return chunk_traces(slots, values, record, found, values)
 
-    def reset(self, traces: Sequence[Trace], values: Values, keep: Any) -> Values:
-        return {t.key: t.where(keep, values[t.key]) for t in traces}
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+        return {t.key: t.where(keep, values[t.key]) for t in slots}
 
     def _one_step(
-        self, traces: Sequence[Trace], values: Values, record: Record, total: Gradients
+        self, slots: Sequence[Slot], values: Values, record: Record, total: Gradients
     ) -> tuple[Values, Gradients]:
         """A chunk of one step: a single pass over each trace."""
         fused = [
             t
-            for t in traces
+            for t in slots
             if record.local.D[t.group.index] is not None
             and total[t.relation.site.index, t.name].dtype == jnp.float32
             and fits(t, values[t.key])
         ]
-        others = [t for t in traces if t not in fused]
+        others = [t for t in slots if t not in fused]
         after = dict(values)
         if others:
             mine = {t.key: values[t.key] for t in others}
@@ -118,12 +118,12 @@ class DRule(TraceRule):
             after.update(found)
             total = add_all(total, grads)
         local, signals, _, _ = record.one(jax.tree.map(lambda a: a[0], record.steps))
-        for trace in fused:
-            D, factor, J = local.at(trace)
+        for slot in fused:
+            D, factor, J = local.at(slot)
             assert factor is not None
-            key = (trace.relation.site.index, trace.name)
-            g = trace.lift(signals[trace.group.index], local.inputs[key[0]], 1)
-            after[trace.key], dw = step(trace, values[trace.key], D, factor, J, g, total[key])
+            key = (slot.relation.site.index, slot.name)
+            g = slot.lift(signals[slot.group.index], local.inputs[key[0]], 1)
+            after[slot.key], dw = step(slot, values[slot.key], D, factor, J, g, total[key])
             total = {**total, key: dw}
         return after, total
 

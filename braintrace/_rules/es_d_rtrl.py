@@ -18,7 +18,7 @@ import numpy as np
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
-from .._executor.traces import Rows, States, Trace, add_up, promoted, states, times
+from .._executor.slots import Rows, Slot, States, add_up, promoted, states, times
 from .chunk import TIME, Record, factors, unroll
 from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 
@@ -39,84 +39,84 @@ class ESRule(TraceRule):
         """How many steps of a loop go together: on a GPU, a turn costs as much as a small kernel."""
         return 1 if jax.default_backend() == "cpu" else 2
 
-    def init(self, traces: Sequence[Trace], local: Local) -> Values:
+    def init(self, slots: Sequence[Slot], local: Local) -> Values:
         values: Values = {}
-        for trace in traces:
-            values[_count_key(trace)] = jnp.zeros(trace.group.varshape[:1], jnp.int32)  # for each sample
-            weight = local.weights[trace.relation.site.index][trace.name]
-            now, J = _input(trace, local), jnp.stack(_instant(trace, local))
+        for slot in slots:
+            values[_count_key(slot)] = jnp.zeros(slot.group.varshape[:1], jnp.int32)  # for each sample
+            weight = local.weights[slot.relation.site.index][slot.name]
+            now, J = _input(slot, local), jnp.stack(_instant(slot, local))
             if now is not None:  # not in the type of an input of few bits: an average needs more
                 kept = self.dtype or promoted(now, weight)[0].dtype
-                values[_input_key(trace)] = jnp.zeros(now.shape, kept)
-            values[_state_key(trace)] = jnp.zeros(J.shape, self.dtype or J.dtype)
+                values[_input_key(slot)] = jnp.zeros(now.shape, kept)
+            values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+    def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         result: Values = {}
-        for trace in traces:
-            result[_count_key(trace)] = values[_count_key(trace)] + 1
-            now = _input(trace, local)
+        for slot in slots:
+            result[_count_key(slot)] = values[_count_key(slot)] + 1
+            now = _input(slot, local)
             if now is not None:
-                result[_input_key(trace)] = self._input(values[_input_key(trace)], now)
-            key, D, J = _state_key(trace), local.D[trace.group.index], _instant(trace, local)
-            result[key] = jnp.stack(self._state(trace, states(values[key], 0), D, J))
+                result[_input_key(slot)] = self._input(values[_input_key(slot)], now)
+            key, D, J = _state_key(slot), local.D[slot.group.index], _instant(slot, local)
+            result[key] = jnp.stack(self._state(slot, states(values[key], 0), D, J))
         return result
 
     def _input(self, old: Any, now: Any) -> Any:
         """The average of inputs after a step."""
         return add_up(promoted(self.inp * old, now)).astype(old.dtype)
 
-    def _state(self, trace: Trace, f: States, D: Rows | None, J: States) -> list[Any]:
+    def _state(self, slot: Slot, f: States, D: Rows | None, J: States) -> list[Any]:
         """The averages of state Jacobians after a step."""
         new = [(1 - self.out) * j for j in J]
         if D is not None:
-            decayed = [self.out * trace.pair(row, f, by=times) for row in D]
+            decayed = [self.out * slot.pair(row, f, by=times) for row in D]
             new = [add_up(promoted(*pair)) for pair in zip(new, decayed, strict=True)]
         return [j.astype(old.dtype) for j, old in zip(new, f, strict=True)]
 
-    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
+    def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
         grads: Gradients = {}
-        for trace in traces:
-            site = trace.relation.site.index
-            inputs, weight = local.inputs[site], local.weights[site][trace.name]
-            signal = signals[trace.group.index]
-            signal = signal * self._scale(trace, values[_count_key(trace)], signal.dtype, signal.ndim)
-            f, g = states(values[_state_key(trace)], 0), states(signal, 0)
-            dy = trace.to_y(trace.pair(g, f, by=times))
-            factor = None if trace.layout.x is None else _factor(trace, values[_input_key(trace)], inputs)
-            add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight))
+        for slot in slots:
+            site = slot.relation.site.index
+            inputs, weight = local.inputs[site], local.weights[site][slot.name]
+            signal = signals[slot.group.index]
+            signal = signal * self._scale(slot, values[_count_key(slot)], signal.dtype, signal.ndim)
+            f, g = states(values[_state_key(slot)], 0), states(signal, 0)
+            dy = slot.to_y(slot.pair(g, f, by=times))
+            factor = None if slot.layout.x is None else _factor(slot, values[_input_key(slot)], inputs)
+            add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight))
         return grads
 
-    def _scale(self, trace: Trace, count: Any, dtype: Any, ndim: int) -> Any:
+    def _scale(self, slot: Slot, count: Any, dtype: Any, ndim: int) -> Any:
         """What takes the bias of the start out, after `count` steps, for signals of `ndim` axes."""
         real = jnp.finfo(dtype).dtype
         # before the first step the averages are zero, and so is what they say
         steps = jnp.maximum(count, 1).astype(real)
         scale = 1 / (1 - jnp.asarray(self.out, real) ** steps)
-        if trace.layout.x is None:
+        if slot.layout.x is None:
             scale = scale * (1 - jnp.asarray(self.inp, real) ** steps) / (1 - self.inp)
-        lead = count.ndim - len(trace.group.varshape[:1])  # an axis of time, then one of states
+        lead = count.ndim - len(slot.group.varshape[:1])  # an axis of time, then one of states
         shape = (*count.shape[:lead], 1, *count.shape[lead:])
         return scale.reshape(*shape, *[1] * (ndim - len(shape))).astype(dtype)
 
-    def reset(self, traces: Sequence[Trace], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
         result: Values = {}
-        for trace in traces:
-            count = values[_count_key(trace)]
-            result[_count_key(trace)] = jnp.where(keep, count, jnp.zeros_like(count))
-            result[_state_key(trace)] = trace.where_instant(keep, values[_state_key(trace)])
-            if trace.layout.x is not None:
-                result[_input_key(trace)] = trace.where_input(keep, values[_input_key(trace)])
+        for slot in slots:
+            count = values[_count_key(slot)]
+            result[_count_key(slot)] = jnp.where(keep, count, jnp.zeros_like(count))
+            result[_state_key(slot)] = slot.where_instant(keep, values[_state_key(slot)])
+            if slot.layout.x is not None:
+                result[_input_key(slot)] = slot.where_input(keep, values[_input_key(slot)])
         return result
 
-    def through(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
-        start = {k: states(values[k], 0) for k in map(_state_key, traces)}
-        after = self._averages(traces, values, start, record.begun_anew())[2]
-        return {**{k: v[-1] for k, v in _counts(traces, values, record).items()}, **after}
+    def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
+        start = {k: states(values[k], 0) for k in map(_state_key, slots)}
+        after = self._averages(slots, values, start, record.begun_anew())[2]
+        return {**{k: v[-1] for k, v in _counts(slots, values, record).items()}, **after}
 
     def chunk(
         self,
-        traces: Sequence[Trace],
+        slots: Sequence[Slot],
         values: Values,
         record: Record,
         total: Gradients,
@@ -127,9 +127,9 @@ class ESRule(TraceRule):
         """The averages step by step, which is cheap; all the products of the two at once."""
         record = record.begun_anew()
         assert record.signals is not None
-        start = {k: states(values[k], 0) for k in map(_state_key, traces)}
-        x, f, after = self._averages(traces, values, start, record)
-        counts = _counts(traces, values, record)
+        start = {k: states(values[k], 0) for k in map(_state_key, slots)}
+        x, f, after = self._averages(slots, values, start, record)
+        counts = _counts(slots, values, record)
         parts = [(x, f, counts, record.signals)]
         if record.old_signals is not None:  # of the averages before each step
             old_x = {k: _before(values[k], v) for k, v in x.items()}
@@ -138,28 +138,28 @@ class ESRule(TraceRule):
             parts.append((old_x, old_f, old_counts, record.old_signals))
         grads: Gradients = {}
         for x, f, count, signals in parts:
-            for trace in traces:
-                site = trace.relation.site.index
-                inputs, weight = record.local.inputs[site], record.local.weights[site][trace.name]
-                signal = signals[trace.group.index]
-                signal = signal * self._scale(trace, count[_count_key(trace)], signal.dtype, signal.ndim)
-                dy = trace.to_y(trace.pair(states(signal, 1), f[_state_key(trace)], 1, by=times), 1)
+            for slot in slots:
+                site = slot.relation.site.index
+                inputs, weight = record.local.inputs[site], record.local.weights[site][slot.name]
+                signal = signals[slot.group.index]
+                signal = signal * self._scale(slot, count[_count_key(slot)], signal.dtype, signal.ndim)
+                dy = slot.to_y(slot.pair(states(signal, 1), f[_state_key(slot)], 1, by=times), 1)
                 factor = None
-                if trace.layout.x is not None:
-                    factor = _factors(trace, x[_input_key(trace)], inputs)
-                add_to(grads, trace, trace.from_cotangent(factor, dy, inputs, weight, TIME))
+                if slot.layout.x is not None:
+                    factor = _factors(slot, x[_input_key(slot)], inputs)
+                add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight, TIME))
         return {**{k: v[-1] for k, v in counts.items()}, **after}, add_all(total, grads)
 
     def _averages(
-        self, traces: Sequence[Trace], values: Values, start: dict[str, list[Any]], record: Record
+        self, slots: Sequence[Slot], values: Values, start: dict[str, list[Any]], record: Record
     ) -> tuple[Values, dict[str, list[Any]], Values]:
         """The averages of inputs and of state Jacobians after every step, and all after the last one."""
         local = record.local
-        inputs = {_input_key(t): _inputs(t, local) for t in traces if t.layout.x is not None}
+        inputs = {_input_key(t): _inputs(t, local) for t in slots if t.layout.x is not None}
         each: Values = {}
         if jax.default_backend() != "cpu" and record.keep is None:  # fewer and larger operations
             each, inputs = {k: filtered(self.inp, values[k], v) for k, v in inputs.items()}, {}
-        instants = {_state_key(t): _instant(t, local) for t in traces}
+        instants = {_state_key(t): _instant(t, local) for t in slots}
 
         def body(carry: Any, step: Any) -> Any:
             (x, f), (now, D, J, keep) = carry, step
@@ -170,8 +170,8 @@ class ESRule(TraceRule):
             new = x, {key: self._state(*args) for key, args in found.items()}
             return new, new
 
-        by_key = {_state_key(t): t for t in traces}
-        of_input = {_input_key(t): t for t in traces}
+        by_key = {_state_key(t): t for t in slots}
+        of_input = {_input_key(t): t for t in slots}
         first = {k: values[k] for k in inputs}, start
         steps = (inputs, local.D, instants, record.keep)
         (last, end), (looped, f) = jax.lax.scan(body, first, steps, unroll=unroll())
@@ -179,9 +179,9 @@ class ESRule(TraceRule):
         return each | looped, f, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
 
 
-def _counts(traces: Sequence[Trace], values: Values, record: Record) -> Values:
+def _counts(slots: Sequence[Slot], values: Values, record: Record) -> Values:
     """How many steps each sample has taken, after every step."""
-    start = {k: values[k] for k in map(_count_key, traces)}
+    start = {k: values[k] for k in map(_count_key, slots)}
     if record.keep is None:
         number = jnp.arange(1, record.length + 1, dtype=jnp.int32)
         return {k: v[None] + number.reshape(-1, *[1] * v.ndim) for k, v in start.items()}
@@ -222,54 +222,54 @@ def filtered(decay: float, start: Any, x: Any) -> Any:
     return y.reshape(count * block, *x.shape[1:])[:length]
 
 
-def _instant(trace: Trace, local: Local) -> States:
-    return local.J[trace.relation.site.index, trace.group.index]
+def _instant(slot: Slot, local: Local) -> States:
+    return local.J[slot.relation.site.index, slot.group.index]
 
 
-def _count_key(trace: Trace) -> str:
-    return f"steps->{trace.group.index}"
+def _count_key(slot: Slot) -> str:
+    return f"steps->{slot.group.index}"
 
 
-def _state_key(trace: Trace) -> str:
-    return f"{trace.relation.site.index}:{'.'.join(trace.relation.weight_path)}:f->{trace.group.index}"
+def _state_key(slot: Slot) -> str:
+    return f"{slot.relation.site.index}:{'.'.join(slot.relation.weight_path)}:f->{slot.group.index}"
 
 
-def _input_key(trace: Trace) -> str:
-    return f"{trace.relation.site.index}:{'.'.join(trace.relation.weight_path)}:{trace.name}:x"
+def _input_key(slot: Slot) -> str:
+    return f"{slot.relation.site.index}:{'.'.join(slot.relation.weight_path)}:{slot.name}:x"
 
 
-def _input(trace: Trace, local: Local) -> Any | None:
+def _input(slot: Slot, local: Local) -> Any | None:
     """What is averaged: the op's input, where its factor is linear in it; else the factor itself."""
-    if trace.layout.x is None:
+    if slot.layout.x is None:
         return None
-    x = local.inputs[trace.relation.site.index][0]
+    x = local.inputs[slot.relation.site.index][0]
     if is_inexact(x):
         return x
-    factor = trace.factor(local.inputs[trace.relation.site.index])
+    factor = slot.factor(local.inputs[slot.relation.site.index])
     assert factor is not None
     return factor[0]
 
 
-def _inputs(trace: Trace, local: Local) -> Any:
+def _inputs(slot: Slot, local: Local) -> Any:
     """`_input` at every step."""
-    inputs = local.inputs[trace.relation.site.index]
-    found = (inputs[0],) if is_inexact(inputs[0]) else factors(trace, inputs)
+    inputs = local.inputs[slot.relation.site.index]
+    found = (inputs[0],) if is_inexact(inputs[0]) else factors(slot, inputs)
     assert found is not None
     return found[0]
 
 
-def _factor(trace: Trace, average: Any, inputs: Sequence[Any]) -> Any:
+def _factor(slot: Slot, average: Any, inputs: Sequence[Any]) -> Any:
     if is_inexact(inputs[0]):
-        return trace.factor([average, *inputs[1:]])
-    factor = trace.factor(inputs)
+        return slot.factor([average, *inputs[1:]])
+    factor = slot.factor(inputs)
     assert factor is not None
     return average, factor[1]
 
 
-def _factors(trace: Trace, averages: Any, inputs: Sequence[Any]) -> Any:
+def _factors(slot: Slot, averages: Any, inputs: Sequence[Any]) -> Any:
     """`_factor` at every step."""
     if is_inexact(inputs[0]):
-        return factors(trace, [averages, *inputs[1:]])
-    found = factors(trace, inputs)
+        return factors(slot, [averages, *inputs[1:]])
+    found = factors(slot, inputs)
     assert found is not None
     return averages, found[1]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
-from .._executor.traces import Trace
+from .._executor.slots import Slot
 
 if TYPE_CHECKING:
     from .._online.online import Online
@@ -77,18 +77,18 @@ class TraceRule(Rule):
     follows_chains: ClassVar[bool] = False  # a trace of a state is the chain rule on those of others
 
     @abstractmethod
-    def init(self, traces: Sequence[Trace], local: Local) -> Values:
+    def init(self, slots: Sequence[Slot], local: Local) -> Values:
         """The arrays at the start; `local` has abstract values, for shapes and types."""
 
     @abstractmethod
-    def update(self, traces: Sequence[Trace], values: Values, local: Local) -> Values:
+    def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         """Advance one step."""
 
     @abstractmethod
-    def gradient(self, traces: Sequence[Trace], values: Values, signals: Signals, local: Local) -> Gradients:
+    def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
         """The gradient of the step's loss, from the traces after the step."""
 
-    def reset(self, traces: Sequence[Trace], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
         """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
         raise NotSupportedError(
             f"The rule {type(self).__name__} does not say how samples of a batch begin anew: give it a "
@@ -97,7 +97,7 @@ class TraceRule(Rule):
 
     def chunk(
         self,
-        traces: Sequence[Trace],
+        slots: Sequence[Slot],
         values: Values,
         record: Record,
         total: Gradients,
@@ -111,41 +111,41 @@ class TraceRule(Rule):
         """
         from .chunk import step_by_step
 
-        values, grads = step_by_step(self, traces, values, record)
+        values, grads = step_by_step(self, slots, values, record)
         return values, add_all(total, grads)
 
-    def through(self, traces: Sequence[Trace], values: Values, record: Record) -> Values:
+    def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         """The traces after the steps in `record`."""
 
         def body(values: Values, step: Any) -> Any:
             local, _, _, keep = record.one(step)
-            values = values if keep is None else self.reset(traces, values, keep)
-            return self.update(traces, values, local), None
+            values = values if keep is None else self.reset(slots, values, keep)
+            return self.update(slots, values, local), None
 
         return jax.lax.scan(body, values, record.steps)[0]
 
     # -- as any rule -------------------------------------------------------------------------------
 
     def start(self, online: Online) -> Values:
-        return self.init(online.traces, online.example_local())
+        return self.init(online.slots, online.example_local())
 
     def advance(self, online: Online, values: Values, window: Window) -> Values:
         if window.length == 1:
-            values = values if window.keep is None else self.reset(online.traces, values, window.keep[0])
-            return self.update(online.traces, values, window.first)
-        return self.through(online.traces, values, window.record)
+            values = values if window.keep is None else self.reset(online.slots, values, window.keep[0])
+            return self.update(online.slots, values, window.first)
+        return self.through(online.slots, values, window.record)
 
     def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
-        grads = self.gradient(online.traces, values, online.at_groups(signals), window.inputs_of_first)
+        grads = self.gradient(online.slots, values, online.at_groups(signals), window.inputs_of_first)
         return online.to_parameters(window.params, window.first_consts, grads)
 
     def forget(self, online: Online, values: Values, rows: Any) -> Values:
-        return self.reset(online.traces, values, ~rows)
+        return self.reset(online.slots, values, ~rows)
 
 
-def add_to(grads: Gradients, trace: Trace, value: Any) -> None:
+def add_to(grads: Gradients, slot: Slot, value: Any) -> None:
     """Add what one trace gives to the gradient of its effective weight."""
-    key = (trace.relation.site.index, trace.name)
+    key = (slot.relation.site.index, slot.name)
     grads[key] = grads[key] + value if key in grads else value
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler.diagnostics import warn_user
+from .._lines import warn_user
 from .engine import Engine
 
 # what a run writes beside its arrays, and cannot go on without

@@ -10,7 +10,7 @@ from typing import Any
 import brainstate
 import jax
 
-from .._compiler.diagnostics import show_path
+from .._compiler.step import show_path
 
 
 def warn_of_unlearned(

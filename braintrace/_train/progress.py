@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .._report.pictures.sizes import show_bytes
+from .._report.tables import show_bytes
 from .result import COUNTS, Row
 
 LINE_EVERY = 10.0  # seconds between lines, where there is no terminal

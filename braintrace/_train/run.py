@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._compiler.diagnostics import warn_user
+from .._lines import warn_user
 from .checkpoint import Checkpoints, collect, restore
 from .data import Batch, Batches, read, size_of, steps_of
 from .engine import Engine

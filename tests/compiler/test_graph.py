@@ -378,6 +378,15 @@ def test_report():
     assert list(report.etrace_weights) == [("wz",), ("wh",)]
     assert list(report.excluded_weights) == [("wr",)]
     assert "another marked op" in report.excluded_weights["wr",]
+
+    def readout_in_a_loop(p, s, x):
+        h = 0.9 * s.h + bt.matmul(x, p.w)
+        return {"h": h}, lax.scan(lambda c, _: (bt.matmul(c, p.u), None), h, None, 2)[0]
+
+    report = bt.CompilationReport(
+        compile_etrace_graph(Step(readout_in_a_loop, {"w": (3, 4), "u": (4, 4)}, {"h": 4}), jnp.ones(3))
+    )
+    assert report.excluded_weights == {("u",): "reaches no hidden state"}
     report = bt.CompilationReport(graph_of("running_mean"))
     assert report.dynamic_states == [("m",)]
     report = bt.CompilationReport(graph_of("plain_bias_of_state"))

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace._compiler.memory import remembered
+from braintrace._compiler.remembering import remembered
 from braintrace._report.pictures.cards import make_cards
-from braintrace._report.pictures.flow import read_flow
-from braintrace._report.pictures.layout import lay_out
+from braintrace._report.pictures.diagram import read_diagram
+from braintrace._report.pictures.placement import place_cards
 from braintrace._report.pictures.sizes import trace_sizes
 from tests.run import as_args
 from tests.zoo import CASES
@@ -68,9 +68,9 @@ def report(graph: Any) -> Any:
 
 
 def test_edges_say_what_feeds_what(report):
-    flow = read_flow(report)
-    names = {f"site:{b.site.index}": ".".join(next(iter(b.params))) for b in flow.of("site")}
-    edges = {(names.get(e.source, e.source), names.get(e.target, e.target), e.past) for e in flow.edges}
+    diagram = read_diagram(report)
+    names = {f"site:{b.site.index}": ".".join(next(iter(b.params))) for b in diagram.of("site")}
+    edges = {(names.get(e.source, e.source), names.get(e.target, e.target), e.past) for e in diagram.edges}
     assert {(s, t) for s, t, past in edges if not past} == {
         *(("input:0", w) for w in "wab"),
         *((w, "group:0") for w in "wabu"),
@@ -80,8 +80,8 @@ def test_edges_say_what_feeds_what(report):
         ("plain:0", "output:0"),
     }
     assert {(s, t) for s, t, past in edges if past} == {("group:0", "u"), ("state:mean", "v")}
-    assert list(flow.boxes["group:0"].params) == [("tau",)]  # reaches the state without a mark
-    dropped = {(e.source, names.get(e.target)) for e in flow.edges if e.dropped}
+    assert list(diagram.boxes["group:0"].params) == [("tau",)]  # reaches the state without a mark
+    dropped = {(e.source, names.get(e.target)) for e in diagram.edges if e.dropped}
     assert ("group:0", "u") in dropped
     assert ("input:0", "w") not in dropped
 
@@ -159,13 +159,13 @@ def stack(depth: int) -> Any:
 def test_nothing_lies_over_anything_else(report):
     deep = bt.CompilationReport(graph_of(stack(12), jnp.ones(4)))
     for one in (report, deep):
-        layout = lay_out(make_cards(read_flow(one)))
-        for card in layout.cards:
+        placement = place_cards(make_cards(read_diagram(one)))
+        for card in placement.cards:
             assert card.x >= 0
-            assert card.x + card.width <= layout.width
+            assert card.x + card.width <= placement.width
             assert card.y >= 0
-            assert card.y + card.height <= layout.height
-            for other in layout.cards:
+            assert card.y + card.height <= placement.height
+            for other in placement.cards:
                 apart = (
                     card.x + card.width <= other.x
                     or other.x + other.width <= card.x
@@ -173,10 +173,10 @@ def test_nothing_lies_over_anything_else(report):
                     or other.y + other.height <= card.y
                 )
                 assert apart or card is other
-        for edge, points in layout.routes.items():
-            ends = [c for c in layout.cards if edge.source in c.placed or edge.target in c.placed]
+        for edge, points in placement.routes.items():
+            ends = [c for c in placement.cards if edge.source in c.placed or edge.target in c.placed]
             for (x0, y0), (x1, y1) in itertools.pairwise(points):
-                for card in layout.cards:
+                for card in placement.cards:
                     crosses = (
                         min(x0, x1) < card.x + card.width
                         and max(x0, x1) > card.x

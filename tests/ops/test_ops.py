@@ -21,7 +21,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import braintrace as bt
 from braintrace import _compat
-from braintrace._ops import rows
+from braintrace._ops import row_product
 from braintrace._ops.letters import align
 
 
@@ -459,7 +459,7 @@ def test_one_row(
     check: Callable[[Op], tuple[Any, Any]], lead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is done with a row and a large matrix, done with a small one."""
-    monkeypatch.setattr(rows, "_LARGE", 1)
+    monkeypatch.setattr(row_product, "_LARGE", 1)
     op = Op(bt.matmul, lambda x, w, b: plus(x @ w, b), ((*lead, 4),), ((4, 2), (2,)), bias=True)
     assert "row_product" in str(jax.make_jaxpr(jax.grad(lambda x: bt.matmul(x, one(4, 2)).sum()))(one(4)))
     assert_close(*check(op))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..._compiler.diagnostics import Path, show_path
-from .flow import Box, Edge, Flow, show_aval
+from ..._compiler.step import Path, show_path
+from .diagram import Box, Diagram, Edge, show_aval
 
 TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels
 LINE = 17.0
@@ -65,7 +67,7 @@ class Card:
     height: float = 0.0
     column: int = 0
     lane: float = 0.0  # inside, on the left: where the recurrence of the group runs
-    steps: bool = True  # whether sites that feed each other stand like steps
+    stairs: bool = True  # whether sites that feed each other stand like stairs
 
     @property
     def order(self) -> int:
@@ -86,13 +88,13 @@ class Card:
         return self.group or next(iter(self.placed.values()))
 
 
-def make_cards(flow: Flow) -> list[Card]:
-    """Every box of a flow in one card, in program order, each with its inside arranged."""
-    home = _homes(flow)
+def make_cards(diagram: Diagram) -> list[Card]:
+    """Every box of a diagram in one card, in program order, each with its inside arranged."""
+    home = _homes(diagram)
     cards: dict[str, Card] = {}
-    for key, box in flow.boxes.items():
-        cards.setdefault(home[key], Card({})).placed[key] = _place(box, _prefix(flow.boxes[home[key]]))
-    for edge in flow.edges:
+    for key, box in diagram.boxes.items():
+        cards.setdefault(home[key], Card({})).placed[key] = _place(box, _prefix(diagram.boxes[home[key]]))
+    for edge in diagram.edges:
         card = cards[home[edge.target]]
         (card.inner if home[edge.source] == home[edge.target] else card.edges).append(edge)
     for card in cards.values():
@@ -100,17 +102,17 @@ def make_cards(flow: Flow) -> list[Card]:
     return sorted(cards.values(), key=lambda c: c.order)
 
 
-def _homes(flow: Flow) -> dict[str, str]:
+def _homes(diagram: Diagram) -> dict[str, str]:
     """The card of each box: a site that works for one group only, and for nothing else, is in its card."""
-    home = {key: key for key in flow.boxes}
-    sites = sorted(flow.of("site"), key=lambda b: -b.order)
+    home = {key: key for key in diagram.boxes}
+    sites = sorted(diagram.of("site"), key=lambda b: -b.order)
     for box in sites:
-        targets = {home[e.target] for e in flow.edges if e.source == box.key}
+        targets = {home[e.target] for e in diagram.edges if e.source == box.key}
         if len(targets) != 1:
             continue
         (target,) = targets
-        reads_own = any(e.past and e.source == target and e.target == box.key for e in flow.edges)
-        if target.startswith("group:") and (box.relation is not None or reads_own):
+        reads_own = any(e.past and e.source == target and e.target == box.key for e in diagram.edges)
+        if diagram.boxes[target].kind == "group" and (box.relation is not None or reads_own):
             home[box.key] = target
     return home
 
@@ -137,7 +139,7 @@ def _place(box: Box, prefix: Path) -> Placed:
     else:
         lines = [Line(shorten(box.label, 24), "", "title"), Line(box.shape, style="text")]
     style = "tag" if box.relation is not None else "quiet"
-    params = [Line(_name(p, prefix), largest(s), style) for p, s in box.params.items()]
+    params = [Line(_name(p, prefix), _largest(avals), style) for p, avals in box.params.items()]
     if len(params) > 4:
         params = [*params[:3], Line(f"and {len(params) - 3} more", style="quiet")]
     return Placed(box, lines + params, marks)
@@ -161,16 +163,9 @@ def _prefix(box: Box) -> Path:
     return common
 
 
-def largest(shapes: str) -> str:
-    """The largest of the shapes of a parameter, for a short label."""
-
-    def size(shape: str) -> int:
-        total = 1
-        for n in shape.partition("[")[2].rstrip("]").split(","):
-            total *= int(n) if n else 1
-        return total
-
-    return "[" + max(shapes.split(", "), key=size).partition("[")[2]
+def _largest(avals: Sequence[Any]) -> str:
+    """The shape of the largest leaf of a parameter, for a short label."""
+    return f"[{','.join(map(str, max(avals, key=lambda a: a.size).shape))}]"
 
 
 def shorten(text: str, length: int) -> str:
@@ -200,12 +195,12 @@ def _arrange(card: Card) -> None:
     left = PAD + (LANE if past else 0)
     card.lane = PAD + 1
     rows = sorted(sites, key=lambda p: p.box.order)
-    card.steps = _are_steps(card, rows)
+    card.stairs = _are_stairs(card, rows)
     x, depth = left, 0
     while column := [p for p in sites if p.depth == depth]:
         for p in column:
             p.x, p.width = x, max(q.width for q in column)
-        x, depth = x + (44 if card.steps else column[0].width + 28), depth + 1
+        x, depth = x + (44 if card.stairs else column[0].width + 28), depth + 1
     x = max((p.x + p.width for p in sites), default=left) + 28
     y = 24.0
     for p in rows:
@@ -222,7 +217,7 @@ def _arrange(card: Card) -> None:
     _spread(card, [(e, inside[e.target]) for e in (*card.edges, *past) if e.target in inside])
 
 
-def _are_steps(card: Card, rows: list[Placed]) -> bool:
+def _are_stairs(card: Card, rows: list[Placed]) -> bool:
     """Whether edges between sites can go down and to the right, with nothing in their way."""
     number = {p.box.key: i for i, p in enumerate(rows)}
     for e in card.inner:

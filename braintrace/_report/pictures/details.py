@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from ..._compiler.diagnostics import show_path
 from ..._compiler.graph import ETraceGraph
-from .flow import Box, Flow, reasons, show_aval
-from .sizes import show_bytes
+from ..._compiler.outcomes import NoTrace
+from ..._compiler.step import show_path
+from ..diagnostics import KIND_OF
+from ..tables import show_bytes
+from .diagram import Box, Diagram, show_aval, show_avals
 
 Note = list[tuple[str, str]]
 
 
-def details(flow: Flow, graph: ETraceGraph) -> dict[str, Note]:
+def details(diagram: Diagram, graph: ETraceGraph) -> dict[str, Note]:
     """For each box, by its key, names and what to say of them."""
-    why = reasons(graph)
-    return {key: _note(box, why) for key, box in flow.boxes.items()}
+    why: dict[int, str] = {}
+    for o in graph.diagnostics.outcomes:
+        if isinstance(o, NoTrace):
+            why.setdefault(o.use.site.index, KIND_OF[o.why].value)
+    return {key: _note(box, why) for key, box in diagram.boxes.items()}
 
 
 def _note(box: Box, why: dict[int, str]) -> Note:
-    params = [("parameter", f"{show_path(p)}  {shape}") for p, shape in box.params.items()]
+    params = [("parameter", f"{show_path(p)}  {show_avals(avals)}") for p, avals in box.params.items()]
     if box.kind == "group":
         return _of_group(box, params)
     if box.kind == "site":

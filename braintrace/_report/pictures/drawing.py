@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from ..._compiler.diagnostics import show_path
 from ..._compiler.graph import ETraceGraph
+from ..._compiler.step import show_path
 from ..report import CompilationReport
 from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
 from .details import details
-from .flow import Edge, Flow, read_flow
-from .layout import Point, lay_out
+from .diagram import Diagram, Edge, read_diagram
+from .placement import Point, place_cards
 
 STYLE = resources.files(__package__).joinpath("drawing.css").read_text(encoding="utf-8")
 RADIUS = 6.0
@@ -20,20 +20,21 @@ RADIUS = 6.0
 
 def to_svg(report: CompilationReport) -> str:
     """The drawing of a graph, as one document that needs nothing else."""
-    return draw(read_flow(report), report.graph)
+    return draw(read_diagram(report), report.graph)
 
 
-def draw(flow: Flow, graph: ETraceGraph) -> str:
-    layout = lay_out(make_cards(flow))
-    notes = details(flow, graph)
+def draw(diagram: Diagram, graph: ETraceGraph) -> str:
+    placement = place_cards(make_cards(diagram))
+    width, height = f"{placement.width:.0f}", f"{placement.height:.0f}"
+    notes = details(diagram, graph)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="etrace" width="{layout.width:.0f}" '
-        f'height="{layout.height:.0f}" viewBox="0 0 {layout.width:.0f} {layout.height:.0f}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="etrace" width="{width}" '
+        f'height="{height}" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="what feeds what in one step">',
         f"<style>{STYLE}</style>",
         '<rect class="sheet" width="100%" height="100%"/>',
     ]
-    for card in layout.cards:
+    for card in placement.cards:
         if card.group is not None:
             parts.append(
                 f'<rect class="card" x="{card.x:.1f}" y="{card.y:.1f}" width="{card.width:.1f}" '
@@ -43,10 +44,10 @@ def draw(flow: Flow, graph: ETraceGraph) -> str:
             )
     # neighbours in another hue, so that lines side by side can be told apart
     hues = {
-        source: i % 4 for i, source in enumerate(dict.fromkeys(e.source for e in layout.routes if e.past))
+        source: i % 4 for i, source in enumerate(dict.fromkeys(e.source for e in placement.routes if e.past))
     }
-    parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in layout.routes.items()]
-    for card in layout.cards:
+    parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in placement.routes.items()]
+    for card in placement.cards:
         parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in _inner(card)]
         parts += [_box(card, placed, notes[key]) for key, placed in card.placed.items()]
     return "\n".join([*parts, "</svg>\n"])
@@ -122,7 +123,7 @@ def _inner(card: Card) -> list[tuple[Edge, list[Point]]]:
         elif target is not group:
             p = card.placed[e.source]
             y1 = card.y + target.y + target.height * 0.2
-            if card.steps:
+            if card.stairs:
                 x0, y0 = card.x + p.x + 22, card.y + p.y + p.height
                 found.append((e, [(x0, y0), (x0, y1), (card.x + target.x, y1)]))
             else:
@@ -182,9 +183,9 @@ def _line(line: Line, x: float, y: float, width: float) -> str:
 
 def to_dot(report: CompilationReport) -> str:
     """The graph in the language of graphviz."""
-    flow = read_flow(report)
+    diagram = read_diagram(report)
     lines = ["digraph etrace {", "  rankdir=LR; node [shape=box, style=rounded, fontname=Helvetica];"]
-    for card in make_cards(flow):
+    for card in make_cards(diagram):
         inside = []
         for key, placed in card.placed.items():
             box = placed.box
@@ -197,7 +198,7 @@ def to_dot(report: CompilationReport) -> str:
         if card.group is not None and len(inside) > 1:
             inside = [f'  subgraph "cluster_{card.group.box.key}" {{', *("  " + s for s in inside), "  }"]
         lines += inside
-    for e in flow.edges:
+    for e in diagram.edges:
         style = " [style=dashed, color=crimson]" if e.dropped else ""
         if e.past and not e.dropped:
             style = " [color=darkorange, constraint=false]"

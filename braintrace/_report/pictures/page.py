@@ -7,12 +7,13 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from ..._compiler.diagnostics import DiagnosticLevel, number, show_path
+from ..._compiler.step import show_path
+from ..diagnostics import DiagnosticLevel
 from ..report import CompilationReport
+from ..tables import number, show_bytes
 from .details import details
+from .diagram import Diagram, read_diagram, show_aval
 from .drawing import draw
-from .flow import Flow, read_flow, show_aval
-from .sizes import show_bytes
 
 _SHOWN = 6  # reasons in a verdict
 
@@ -20,23 +21,23 @@ _SHOWN = 6  # reasons in a verdict
 def to_html(report: CompilationReport) -> str:
     """The page; it loads nothing from anywhere."""
     graph = report.graph
-    flow = read_flow(report)
+    diagram = read_diagram(report)
     counts = report.counts
     said = [
         number(counts["hidden_groups"], "hidden group"),
-        number(len(flow.of("site")), "marked op"),
+        number(len(diagram.of("site")), "marked op"),
         number(counts["etrace_weights"], "parameter") + " learned online",
         f"{counts['excluded_weights']} within the step only",
         number(counts["warning"], "warning"),
     ]
-    notes = json.dumps(details(flow, graph)).replace("<", "\\u003c")
+    notes = json.dumps(details(diagram, graph)).replace("<", "\\u003c")
     template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(graph.module_info.step.name),
         counts=" &middot; ".join(said),
         verdict=_verdict(report),
-        drawing=draw(flow, graph),
-        tables="\n".join([_memory(flow), _parameters(report), _findings(report)]),
+        drawing=draw(diagram, graph),
+        tables="\n".join([_memory(diagram), _parameters(report), _findings(report)]),
         notes=notes,
     )
 
@@ -51,16 +52,16 @@ def to_frame(report: CompilationReport) -> str:
 
 def _verdict(report: CompilationReport) -> str:
     verdict = report.exactness
+    first = escape(verdict.headline)
     if verdict.exact:
-        return f'<div class="verdict exact"><b>Exact.</b> {escape(str(verdict))}</div>'
-    first, *reasons = verdict.to_str(most=len(verdict.dropped)).splitlines()
-    items = [f"<li>{_code(reason.removeprefix('- '))}</li>" for reason in reasons]
+        return f'<div class="verdict exact"><b>Exact.</b> {first}</div>'
+    items = [f"<li>{_code(item)}</li>" for item in verdict.items()]
     more = ""
     if len(items) > _SHOWN:
         rest = "".join(items[_SHOWN:])
         more = f"<details><summary>and {len(items) - _SHOWN} more</summary><ul>{rest}</ul></details>"
     shown = "".join(items[:_SHOWN])
-    return f'<div class="verdict"><b>Approximate.</b> {escape(first)}<ul>{shown}</ul>{more}</div>'
+    return f'<div class="verdict"><b>Approximate.</b> {first}<ul>{shown}</ul>{more}</div>'
 
 
 def _code(text: str) -> str:
@@ -69,8 +70,8 @@ def _code(text: str) -> str:
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(parts))
 
 
-def _memory(flow: Flow) -> str:
-    sites = [(b, b.sizes) for b in flow.of("site") if b.sizes is not None]
+def _memory(diagram: Diagram) -> str:
+    sites = [(b, b.sizes) for b in diagram.of("site") if b.sizes is not None]
     if not sites:
         return ""
     most = max(max(s.d_rtrl, s.es_d_rtrl) for _, s in sites)

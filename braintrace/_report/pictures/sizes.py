@@ -63,18 +63,6 @@ def trace_sizes(relation: HiddenParamOpRelation, remembered: Mapping[int, Hidden
     return Sizes(d_rtrl, es_d_rtrl, shapes)
 
 
-def show_bytes(count: int) -> str:
-    """
-    >>> show_bytes(1536)
-    '1.5 KiB'
-    """
-    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
-
-
 def _effective(relation: HiddenParamOpRelation) -> dict[str, Any]:
     """The weights that the op sees, with an axis in front for each loop that slices them."""
     site = relation.site

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..._compiler.diagnostics import DiagnosticLevel, show_path
 from ..._compiler.groups import HiddenGroup
-from ..._compiler.memory import remembered
 from ..._compiler.relation import HiddenParamOpRelation
-from .flow import op_name, show_aval
-from .sizes import show_bytes, trace_sizes
+from ..._compiler.remembering import remembered
+from ..._compiler.step import show_path
+from ..diagnostics import DiagnosticLevel
+from ..tables import show_bytes
+from .diagram import op_name, show_aval, show_avals
+from .sizes import trace_sizes
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -32,7 +34,7 @@ def make_tree(report: CompilationReport) -> Tree:
                 branch.add(_site(relation, group, kept))
     if report.excluded_weights:
         branch = root.add(_text(("gradient within the step only", "bold yellow")))
-        shapes = {e.path: ", ".join(show_aval(v.aval) for v in e.invars) for e in graph.module_info.params}
+        shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
         for path, why in report.excluded_weights.items():
             branch.add(_text((show_path(path), "yellow"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.dynamic_states:

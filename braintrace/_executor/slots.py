@@ -1,4 +1,4 @@
-"""The trace of one weight at one site for one group: its shape, and the arithmetic on it.
+"""A slot: where the trace of one weight at one site for one group lives, and the arithmetic on it.
 
 Index letters (`_ops.letters`) say what a trace looks like; the position map says which hidden position
 each of its positions belongs to. A trace has one more axis in front, for the states of the group:
@@ -28,7 +28,7 @@ from .._ops.letters import Layout, Letters, align
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Slot:
     """Where one trace lives and how it is computed; holds no values."""
 
     relation: HiddenParamOpRelation
@@ -50,7 +50,7 @@ class Trace:
     def site_shape(self) -> tuple[int, ...]:
         return self.relation.site.shape
 
-    def means_the_same_as(self, other: Trace) -> bool:
+    def means_the_same_as(self, other: Slot) -> bool:
         """Whether each number of a trace belongs to the same weight and the same place in the states."""
         a, b = self.positions, other.positions
         return (
@@ -99,7 +99,7 @@ class Trace:
         return [a for a, n in enumerate(self.group.varshape) if sizes.get(a, 1) != n]
 
     @cached_property
-    def dropped(self) -> Letters:
+    def summed(self) -> Letters:
         """Letters of `y` that the weight lacks and along which the hidden position stays the same.
 
         Nothing is lost by summing over them at once: a reduction, or a loop that adds up.
@@ -121,7 +121,7 @@ class Trace:
     @property
     def at(self) -> Letters:
         """The letters of `D` and `g` where the trace is."""
-        return tuple(a for a in self.y if a not in self.dropped)
+        return tuple(a for a in self.y if a not in self.summed)
 
     @property
     def letters(self) -> Letters:
@@ -132,7 +132,7 @@ class Trace:
     def _map(self) -> Array:
         places = self.positions.map
         for axis, letter in reversed(list(enumerate(self.layout.y))):
-            if letter in self.dropped:
+            if letter in self.summed:
                 places = places.take(0, axis)
         return places
 
@@ -141,7 +141,7 @@ class Trace:
         if self.positions.on_hidden:
             return self._lift_broadcast(q, inputs, lead)
         q = _take(q, self._map, lead, self.group.varshape)
-        return self._view(q, inputs, lead) if not self.dropped else q
+        return self._view(q, inputs, lead) if not self.summed else q
 
     def to_site(self, q: Any, lead: int) -> Any:
         """A quantity with `lead` axes and then the hidden ones, at the positions where `J` is."""
@@ -227,11 +227,11 @@ class Trace:
 
         `over` are letters that stand after the states in `J` and first in the factor: a sum over time.
         """
-        y, letters, dropped = over + self.y, self.letters, over + self.dropped
+        y, letters, summed = over + self.y, self.letters, over + self.summed
         if factor is None:
-            q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in dropped))
+            q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in summed))
             result = _align_states(q, self.at, letters)
-        elif not dropped:
+        elif not summed:
             x, have = factor
             x, J = promoted(x, J)
             result = _align_states(J, y, letters) * align(x, have, letters)[None]
@@ -438,10 +438,10 @@ def _align_states(q: Any, have: Letters, want: Letters) -> Any:
     return align(q, ("states", *have), ("states", *want))
 
 
-def find_traces(relations: Sequence[HiddenParamOpRelation]) -> list[Trace]:
-    """Every trace of a graph, in program order."""
+def find_slots(relations: Sequence[HiddenParamOpRelation]) -> list[Slot]:
+    """A slot for every trace of a graph, in program order."""
     return [
-        Trace(relation, name, group, positions)
+        Slot(relation, name, group, positions)
         for relation in relations
         for name in relation.layouts
         for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True)

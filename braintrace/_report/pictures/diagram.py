@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from ... import _compat
 from ..._compat import Literal as JaxLiteral
 from ..._compat import primitives
-from ..._compiler.diagnostics import DiagnosticKind, show_path
-from ..._compiler.graph import ETraceGraph
 from ..._compiler.groups import HiddenGroup
-from ..._compiler.memory import remembered
 from ..._compiler.module_info import ModuleInfo
+from ..._compiler.outcomes import Use
 from ..._compiler.program import Atom, Node, Program, Site, Var
-from ..._compiler.provenance import goals, provenance
+from ..._compiler.provenance import goals
 from ..._compiler.relation import HiddenParamOpRelation
-from ..._compiler.step import Path
+from ..._compiler.remembering import remembered
+from ..._compiler.step import Path, show_path
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
 
@@ -39,7 +38,7 @@ class Box:
     order: int  # in the program
     label: str = ""
     shape: str = ""
-    params: dict[Path, str] = field(default_factory=dict)  # path -> shapes
+    params: dict[Path, list[Any]] = field(default_factory=dict)  # and the types of their leaves
     site: Site | None = None
     relation: HiddenParamOpRelation | None = None
     group: HiddenGroup | None = None
@@ -62,7 +61,7 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class Diagram:
     """The boxes, in program order, and the edges between them."""
 
     boxes: dict[str, Box]
@@ -82,11 +81,15 @@ def show_aval(aval: Any) -> str:
     return str(aval.str_short(short_dtypes=True))
 
 
-def read_flow(report: CompilationReport) -> Flow:
+def show_avals(avals: Iterable[Any]) -> str:
+    return ", ".join(map(show_aval, avals))
+
+
+def read_diagram(report: CompilationReport) -> Diagram:
     """Follow every value of a graph's step from box to box."""
     reader = _Reader(report)
     reader.read()
-    return Flow(reader.boxes, reader.edges())
+    return Diagram(reader.boxes, reader.edges())
 
 
 class _Reader:
@@ -166,7 +169,7 @@ class _Reader:
 
     def with_param(self, box: Box, name: str) -> Box:
         entry = self.entries[name]
-        box.params[entry.path] = ", ".join(show_aval(v.aval) for v in entry.invars)
+        box.params[entry.path] = [v.aval for v in entry.invars]
         return box
 
     def walk(self, program: Program, outer: Node | None) -> None:
@@ -231,7 +234,7 @@ class _Reader:
         return self.add(box, data)
 
     def inside(self, node: Node, outer: Node) -> None:
-        """Control flow that holds sites."""
+        """Control diagram that holds sites."""
         ins = [self.union([a]) for a in node.inputs]
         outs = [0] * len(node.outputs)
         if node.primitive is primitives.cond_p:
@@ -277,17 +280,13 @@ class _Reader:
             for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
             if not m.complete
         }
-        beyond = self.report.exactness.dropped
-        from_state = {(d.primitive, d.source, p) for d in beyond for p in d.hidden_paths}
-        from_weight = {(d.primitive, d.source, d.weight_path) for d in beyond}
-        for site in self.info.program.sites:
-            key, op = f"site:{site.index}", (site.primitive, site.source)
-            for group in self.graph.hidden_groups:
-                if any((*op, p) in from_state for p in group.hidden_paths):
-                    found.add((f"group:{group.index}", key))
-            for box in self.boxes.values():
-                if box.kind == "site" and any((*op, p) in from_weight for p in box.params):
-                    found.add((box.key, key))
+        for d in self.report.dropped:
+            if isinstance(d.by, Use):
+                key = f"site:{d.by.site.index}"
+                groups = (self.graph.hid_path_to_group.get(p) for p in d.hidden_paths)
+                found |= {(f"group:{g.index}", key) for g in groups if g is not None}
+                users = (b for b in self.boxes.values() if b.kind == "site" and d.weight_path in b.params)
+                found |= {(b.key, key) for b in users}
         return found
 
     def is_read(self, key: str) -> bool:
@@ -304,30 +303,3 @@ def _input_names(info: ModuleInfo) -> list[str]:
     if count == 1 or count > len(names):
         return names[:1] if count == 1 and names else [f"input {i}" for i in range(count)]
     return names[:count]
-
-
-def reasons(graph: ETraceGraph) -> dict[int, str]:
-    """Why a site has no trace, by its number."""
-    origin = provenance(graph.module_info.program)
-    leaf = graph.module_info.invar_to_leaf
-    traced = {r.site.index for r in graph.hidden_param_op_relations}
-    found = {}
-    for site in graph.module_info.program.sites:
-        if site.index in traced:
-            continue
-        paths = {leaf[v][0] for w in site.weights.values() for v in origin.of(w)[0] if v in leaf}
-        kinds = [
-            r.kind
-            for r in graph.diagnostics
-            if r.primitive is site.primitive and r.weight_path in paths and r.kind in _WITHOUT
-        ]
-        found[site.index] = (kinds[0] if kinds else DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE).value
-    return found
-
-
-_WITHOUT = {
-    DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
-    DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
-    DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
-    DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
-}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .cards import Card
-from .flow import Edge
+from .diagram import Edge
 
 Point = tuple[float, float]
 Net = tuple[str, bool]  # the source of edges, and whether they come from the step before
@@ -41,7 +41,7 @@ class Passage:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Placement:
     """Where every card is, and the corners of every edge between cards."""
 
     cards: list[Card]
@@ -50,7 +50,7 @@ class Layout:
     height: float
 
 
-def lay_out(cards: list[Card]) -> Layout:
+def place_cards(cards: list[Card]) -> Placement:
     """Place cards and route the edges between them."""
     home = {key: card for card in cards for key in card.placed}
     _columns(cards, home)
@@ -68,7 +68,7 @@ def lay_out(cards: list[Card]) -> Layout:
             router.plan(edge)
     router.place()
     routes = {edge: router.route(edge) for card in cards for edge in card.edges}
-    return Layout(cards, routes, router.width, router.height)
+    return Placement(cards, routes, router.width, router.height)
 
 
 def _columns(cards: list[Card], home: dict[str, Card]) -> None:

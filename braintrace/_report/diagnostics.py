@@ -1,19 +1,17 @@
-"""What the compiler found: records that say what was included, what was left out and why."""
+"""Records for people of what the compiler found: what was included, what was left out and why."""
 
 from __future__ import annotations
 
 import enum
-import sys
-import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._lines import is_users
-
-Path = tuple[str, ...]
+from .._compiler.graph import ETraceGraph
+from .._compiler.outcomes import WhyNot
+from .._compiler.step import Path
+from .._lines import warn_user
 
 
 class DiagnosticLevel(enum.IntEnum):
@@ -48,6 +46,17 @@ class DiagnosticKind(enum.Enum):
     RULE_NOT_LINEAR = "a derivative rule that is not linear"
     GRADIENT_IS_ZERO = "acts on later losses, and no trace follows it there"
     STATE_WITHOUT_TRACE = "acts on later losses through a state without a trace"
+
+
+KIND_OF = {
+    WhyNot.FROZEN: DiagnosticKind.RELATION_EXCLUDED_FROZEN,
+    WhyNot.NO_PARAMETER: DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
+    WhyNot.CHANGES: DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
+    WhyNot.UNKNOWN_INDICES: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+    WhyNot.BEHIND_ANOTHER: DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
+    WhyNot.NO_STATE: DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
+    WhyNot.NO_POSITION: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+}
 
 
 @dataclass(frozen=True)
@@ -111,31 +120,8 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
     return "\n".join(lines)
 
 
-# what was said of a model, which is compiled again for each batch size and traced again in each loop
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-
-def warn_user(message: str, category: type[Warning] = UserWarning, *, about: Any = None) -> None:
-    """A warning that points at the user's own line, not at a line of a library; once of each model."""
-    if about is not None:
-        said = _said.setdefault(about, set())
-        if message in said:
-            return
-        said.add(message)
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
-
-
-def show_path(path: Iterable[str]) -> str:
-    """A path as users write it: `rnn.h`."""
-    return ".".join(path)
-
-
-def number(count: int, noun: str) -> str:
-    """
-    >>> number(2, "group")
-    '2 groups'
-    """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
+    """One warning, with what the user may well not have meant."""
+    message = warning_of(graph.module_info.step.name, [r for r in graph.diagnostics if r.kind in kinds])
+    if message is not None:
+        warn_user(message, about=graph.module_info.model)

@@ -1,0 +1,178 @@
+"""The verdict in words: is the gradient that of back-propagation through time, and if not, what is missed?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .._compiler.exactness import Cut, Dropped, RuleKind
+from .._compiler.graph import ETraceGraph
+from .._compiler.outcomes import Use
+from .._compiler.step import Path, show_path, show_paths
+from .diagnostics import KIND_OF
+
+# what is not counted, `of` what, on its way `to` which states; and how the op on that way is told
+_WORDS = {
+    Cut.NO_TRACE: ("how {of} acts on {to} beyond the step: it has no trace{why}", ""),
+    Cut.LEFT_IN_STATE: ("what {of} leaves in {to}, which is carried from step to step without a trace", ""),
+    Cut.THROUGH_OP: ("how {of} acts on {to} beyond the step", "through"),
+    Cut.OTHER_POSITIONS: ("how {of} acts on other units of {to} beyond the step", "by"),
+    Cut.AVERAGED: (
+        "what inputs and states of {of} do together: their averages are kept, not their products",
+        "",
+    ),
+    Cut.UNKNOWN_RULE: ("whatever the rule {rule} leaves out in its trace of {of}", ""),
+    Cut.WITHOUT_MARK: ("how {of} acts on {to} beyond the step, without a mark", "by"),
+    Cut.RECURRENT_OP: ("what {of} passes on to {to}", "through"),
+    Cut.OTHER_UNITS: ("how units of {of} act on other units", "by"),
+    Cut.OTHER_GROUP: ("what {to} keeps of {of}", "through"),
+    Cut.OTHER_STATE: ("what {to}, which has no trace, keeps of {of}", "through"),
+    Cut.WHILE: ("what goes to the outputs", "through a loop without reverse mode,"),
+    Cut.OWN_DERIVATIVE: ("the derivative rule of a function that holds {of}", "inside"),
+    Cut.NOT_LINEAR: (
+        "what the losses of several steps do together in a derivative rule that is not linear,",
+        "that of",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class DroppedPath:
+    """One way in which a parameter acts on later losses that the gradient does not count."""
+
+    weight_path: Path
+    what: str  # in words: what is not counted
+    way: str  # and through which op or primitive it goes
+    primitive: Any  # the op or primitive on the way, or None
+    source: str  # the line of code
+    hidden_paths: tuple[Path, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        return f"{self.what} {self.way}".strip() + (f" at {self.source}" if self.source else "")
+
+    @property
+    def message(self) -> str:
+        return f"`{show_path(self.weight_path)}`: {self.reason}."
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Whether a rule's gradient equals that of BPTT, and every path that it drops."""
+
+    rule: str
+    dropped: list[DroppedPath]
+    num_params: int
+    windows: bool = False
+
+    @staticmethod
+    def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Dropped]) -> Exactness:
+        """The verdict on a compiled model of which a rule drops these paths."""
+        found = dict.fromkeys(dropped_path(d, rule.name) for d in dropped)
+        return Exactness(rule.name, list(found), len(graph.module_info.params), rule.windows)
+
+    @property
+    def exact(self) -> bool:
+        return not self.dropped
+
+    @property
+    def weights(self) -> dict[Path, list[DroppedPath]]:
+        """The parameters whose gradient is approximate, and what each misses."""
+        found: dict[Path, list[DroppedPath]] = {}
+        for d in self.dropped:
+            found.setdefault(d.weight_path, []).append(d)
+        return found
+
+    @property
+    def reasons(self) -> dict[str, list[Path]]:
+        """Each thing that is not counted, and the parameters that miss it."""
+        found: dict[str, list[Path]] = {}
+        for d in self.dropped:
+            paths = found.setdefault(d.reason, [])
+            if d.weight_path not in paths:
+                paths.append(d.weight_path)
+        return found
+
+    def to_str(self, most: int = 5) -> str:
+        """The verdict in words, with at most so many reasons."""
+        items = self.items()
+        more = [f"and {len(items) - most} more: see `.dropped`"] if len(items) > most else []
+        return "\n".join([self.headline, *(f"- {item}" for item in (*items[:most], *more))])
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a sentence."""
+        if self.exact:
+            return (
+                f"{self.rule} is exact here: the gradient of a loss of the model's outputs is that of "
+                "back-propagation through time."
+            )
+        where = " across windows (within one, and in one over the whole sequence, it is exact)"
+        return (
+            f"{self.rule} is approximate here{where if self.windows else ''}: {len(self.weights)} of "
+            f"{self.num_params} parameters miss some of their effect on later losses. Not counted:"
+        )
+
+    def items(self) -> list[str]:
+        """What is not counted, in words, each thing once with all its ways, lines and parameters."""
+        found: dict[str, list[DroppedPath]] = {}
+        for d in self.dropped:
+            found.setdefault(d.what, []).append(d)
+        items = []
+        for what, several in found.items():
+            ways = _some([d.way for d in several if d.way], 3)
+            lines = _some([d.source.rsplit("/", 1)[-1] for d in several if d.source], 3)
+            at = f" at {', '.join(lines)}" if lines else ""
+            by = ", ".join(_some([f"`{show_path(d.weight_path)}`" for d in several], 4))
+            items.append(f"{' '.join([what, ', '.join(ways)]).strip()}{at} (missed by {by})")
+        return items
+
+    def in_short(self) -> str:
+        """The verdict in a few words."""
+        if self.exact:
+            return f"{self.rule} is exact"
+        return f"{self.rule} is approximate for {len(self.weights)} of {self.num_params} parameters"
+
+    def __str__(self) -> str:
+        return self.to_str()
+
+    def __repr__(self) -> str:
+        return f"<Exactness: {self.in_short()}>"
+
+    def _repr_pretty_(self, p: Any, cycle: bool) -> None:
+        p.text(str(self))
+
+
+def dropped_path(d: Dropped, rule: str = "") -> DroppedPath:
+    """What a gradient drops, in words."""
+    what, how = _WORDS[d.cut]
+    of = _label(d.of) if isinstance(d.of, Use) else show_paths([d.of] if d.of else [])
+    to = "itself" if d.cut is Cut.RECURRENT_OP and d.states == (d.of,) else show_paths(d.states)
+    why = f", since {KIND_OF[d.why].value}" if d.why else ""
+    way = "through marked ops" if d.cut is Cut.RECURRENT_OP else ""
+    at = d.by.site if isinstance(d.by, Use) else d.by
+    if how and d.by is not None:
+        way = f"{how} {_label(d.by) if isinstance(d.by, Use) else f'`{d.by.primitive.name}`'}"
+    return DroppedPath(
+        d.weight_path,
+        what.format(of=of, to=to, why=why, rule=rule),
+        way,
+        at.primitive if at else None,
+        at.source if at else "",
+        d.hidden_paths,
+    )
+
+
+def _label(use: Use) -> str:
+    of = f" {use.of}" if use.params else ""
+    return f"`{use.site.primitive.name.removeprefix('etp_')}`{of}"
+
+
+def _some(words: Iterable[str], most: int) -> list[str]:
+    """The first few of them, each once."""
+    words = list(dict.fromkeys(words))
+    return words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
