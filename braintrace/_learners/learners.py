@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import brainstate
@@ -64,11 +63,7 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         window: int = 1,
         trace_dtype: Any = None,
     ) -> None:
-        pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
-        if len(pair) != 2:
-            raise ValueError(f"`decay_or_rank` is one value or a pair (inputs, states), not {decay_or_rank}.")
-        inp, out = map(as_decay, pair)
-        rule = ESRule(inp, out, as_trace_dtype(trace_dtype))
+        rule = ESRule(decay_or_rank, as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
 
     @property
@@ -90,22 +85,6 @@ class RTRL(ETraceVjpAlgorithm):
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__(model, WholeRule(), name=name)
-
-
-def as_decay(decay_or_rank: Any) -> float:
-    """A decay in (0, 1), or the decay `(r - 1) / (r + 1)` of an integer rank `r`."""
-    if isinstance(decay_or_rank, numbers.Integral) and not isinstance(decay_or_rank, bool):
-        if decay_or_rank < 1:
-            raise ValueError(f"A rank must be at least 1, not {decay_or_rank}.")
-        return (int(decay_or_rank) - 1) / (int(decay_or_rank) + 1)
-    if isinstance(decay_or_rank, str):
-        raise TypeError(f"A decay is a number, not the text {decay_or_rank!r}.")
-    decay = float(decay_or_rank)
-    if not 0 <= decay < 1:
-        raise ValueError(
-            f"A decay must be at least 0 and less than 1, not {decay_or_rank}; an integer is a rank instead."
-        )
-    return decay
 
 
 def as_trace_dtype(dtype: Any) -> Any:
