@@ -15,15 +15,15 @@ from ._report.report import CompilationReport
 from ._rules.rule import Rule
 
 
-class Carry(nnx.Variable):  # type: ignore[misc]
+class Carry(nnx.Variable):
     """What a learner's module hands from step to step."""
 
 
-class Trace(nnx.Variable):  # type: ignore[misc]
+class Trace(nnx.Variable):
     """What a learner's rule keeps from step to step."""
 
 
-class Learner(nnx.Module):  # type: ignore[misc]
+class Learner(nnx.Module):
     """A module that is called as `module(carry, x) -> (carry, y)`, as Flax's cells are, learning online.
 
     `carry` is what samples begin with, and `x` the input of one step, for its shape. Parameters are the
@@ -58,8 +58,8 @@ class Learner(nnx.Module):  # type: ignore[misc]
 
     def __call__(self, x: Any) -> Any:
         """One step; its derivative in the parameters is the online gradient."""
-        net, *given = self._split()
-        carried, traces, y = net.step(*given, x)
+        net, params, carried, traces = self._split()
+        carried, traces, y = net.step(params, carried, traces, x)
         self._keep(carried, traces)
         return y
 
@@ -81,10 +81,12 @@ class Learner(nnx.Module):  # type: ignore[misc]
         With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and what `loss`
         returns beside its value; with both, of all three. For the rest, see `grad` of `braintrace.online`.
         """
-        net, *given = self._split()
+        net, params, carried, traces = self._split()
         grads, (carried, traces), (losses, aux) = net.grad(
             loss,
-            *given,
+            params,
+            carried,
+            traces,
             xs,
             *more,
             mask=mask,
@@ -100,8 +102,8 @@ class Learner(nnx.Module):  # type: ignore[misc]
 
     def reset(self, rows: Any = None) -> None:
         """Begin anew, with the first carry and traces of zero: all samples, or those flagged in `rows`."""
-        net, _, *now = self._split()
-        carried, traces = net.reset(*now, rows)
+        net, _, carried, traces = self._split()
+        carried, traces = net.reset(carried, traces, rows)
         self._keep(jax.tree.map(jnp.copy, carried), traces)
 
     @property
@@ -151,9 +153,9 @@ class _Forms:
 
         if form not in self.known:
             step.__name__ = name
-            shapes = jax.tree.map(_shape, (params, carried))
-            function = read_function(step, *shapes, self.x, aside=lambda path: path[1] == "1")
-            self.known[form] = make_functions(function, shapes[1], *self.options)
+            params, carried = jax.tree.map(_shape, (params, carried))
+            function = read_function(step, params, carried, self.x, aside=lambda path: path[1] == "1")
+            self.known[form] = make_functions(function, carried, *self.options)
         return self.known[form]
 
 

@@ -73,6 +73,12 @@ class Function:
         end = len(self.x.paths) + len(self.params.paths)
         return found[len(self.x.paths) : end], found[end:], found[: len(self.x.paths)]
 
+    @property
+    def outputs(self) -> Leaves:
+        """The shapes of the leaves of `y`."""
+        avals = self.step.closed_jaxpr.out_avals[: self.step.out_tree.num_leaves]
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
     def rebuild(self, params: Leaves, carry: Leaves, x: Leaves) -> tuple[Any, Any, Any]:
         return self.params.rebuild(params), self.carry.rebuild(carry), self.x.rebuild(x)
 
