@@ -9,6 +9,7 @@ import brainstate
 import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
+from .._frontends.modules import Mark
 from .._rules import DRule, ESRule, WholeRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
@@ -20,7 +21,9 @@ class D_RTRL(ETraceVjpAlgorithm):
 
     With `vjp_method='multi-step'`, a call back-propagates along all paths, through one step or the window of
     `MultiStepData`, and traces stand for what came before; `etrace_grad` with the loss of one step takes
-    windows of `window` steps. `trace_dtype` is what traces are stored in (None: what they are computed in).
+    windows of `window` steps. With `mark='auto'`, a model needs no marked ops: a mark is set wherever a
+    parameter enters by an operation that can have one. `trace_dtype` is what traces are stored in (None: what
+    they are computed in).
     `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code written for 0.2.x
     chose a code path by them.
     """
@@ -36,9 +39,10 @@ class D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int = 1,
+        mark: Mark = "ops",
     ) -> None:
         rule = DRule(as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
         self.rule_kind = RuleKind("D_RTRL", windows=vjp_method == "multi-step")
 
     @property
@@ -64,6 +68,7 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int = 1,
+        mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
         pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
@@ -71,7 +76,7 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
             raise ValueError(f"`decay_or_rank` is one value or a pair (inputs, states), not {decay_or_rank}.")
         inp, out = map(as_decay, pair)
         rule = ESRule(inp, out, as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
         self.rule_kind = RuleKind("ES_D_RTRL", averages=(inp, out), windows=vjp_method == "multi-step")
 
     @property
