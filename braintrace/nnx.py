@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ._frontends.functions import read_function
+from ._frontends.modules import Mark
 from ._learners.functional import OnlineFunctions, make_functions
 from ._report.report import CompilationReport
 from ._rules.rule import Rule
@@ -46,7 +47,7 @@ class Learner(nnx.Module):
         x: Any,
         *,
         rule: Rule | None = None,
-        mark: str = "auto",
+        mark: Mark = "auto",
         window: int | None = None,
     ) -> None:
         self.module = module
@@ -139,7 +140,7 @@ class Learner(nnx.Module):
 class _Forms:
     """The functions of each form that the module has had: `module.eval()` makes another."""
 
-    def __init__(self, x: Any, rule: Rule | None, mark: str, window: int | None) -> None:
+    def __init__(self, x: Any, rule: Rule | None, mark: Mark, window: int | None) -> None:
         self.x, self.options = x, (rule, mark, window)
         self.known: dict[Any, OnlineFunctions] = {}
 

@@ -27,7 +27,7 @@ from .slices import between
 from .step import Path
 
 if TYPE_CHECKING:
-    from .report import CompilationReport
+    from .._report.report import CompilationReport
 
 
 class ETraceGraph(NamedTuple):
@@ -87,7 +87,7 @@ class ETraceGraph(NamedTuple):
         return self._report()._repr_html_()
 
     def _report(self) -> CompilationReport:
-        from .report import CompilationReport
+        from .._report.report import CompilationReport
 
         return CompilationReport(self)
 
@@ -183,9 +183,11 @@ def _program_records(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Compi
                 DiagnosticLevel.WARNING,
                 f"The model has no marked op, so no weight is learned online (parameters: {names}); each "
                 "gets the gradient within the step only. "
-                + (
-                    info.step.unmarked([e.path for e in info.params if _feeds(e, var_goals)])
-                    or "Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers of `braintrace.nn`."
+                + _advice(
+                    info,
+                    [e.path for e in info.params if _feeds(e, var_goals)],
+                    "Use `braintrace.matmul(x, w)` instead of `x @ w`, the layers of `braintrace.nn`, or "
+                    "`mark='auto'`.",
                 ),
             )
         )
@@ -201,6 +203,17 @@ def _program_records(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Compi
             )
         )
     return records
+
+
+_CAN_BE_FOUND = (
+    "Marks are found where a parameter enters by a product, a convolution, a lookup of rows or element by "
+    "element, outside of `while` loops and of functions with a derivative rule of their own."
+)
+
+
+def _advice(info: ModuleInfo, params: list[Path], otherwise: str) -> str:
+    """What to do about parameters without a mark."""
+    return _CAN_BE_FOUND if info.step.found else info.step.unmarked(params) or otherwise
 
 
 def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> str:
@@ -235,10 +248,11 @@ def _without_mark(
                     DiagnosticLevel.WARNING,
                     f"`{show_path(entry.path)}`{f'{use},' if use else ''} feeds {names} without a marked op; "
                     f"{gets}. "
-                    + (
-                        info.step.unmarked([entry.path])
-                        or "Use `braintrace.matmul(x, w, b)`, `braintrace.element_wise(w)` or a layer of "
-                        "`braintrace.nn` to learn it online."
+                    + _advice(
+                        info,
+                        [entry.path],
+                        "Use `braintrace.matmul(x, w, b)`, `braintrace.element_wise(w)` or a layer of "
+                        "`braintrace.nn` to learn it online.",
                     ),
                     weight_path=entry.path,
                     hidden_paths=paths,

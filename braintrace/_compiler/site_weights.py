@@ -212,10 +212,12 @@ def included(
         CompilationRecord(
             DiagnosticKind.RELATION_INCLUDED,
             DiagnosticLevel.INFO,
-            f"`{site.primitive.name}` {weights.label} at {site.source} feeds {names} and is learned online.",
+            f"`{site.primitive.name}` {weights.label} at {site.source}"
+            f"{', which was found,' * site.found} feeds {names} and is learned online.",
             primitive=site.primitive,
             weight_path=relation.weight_path,
             hidden_paths=paths,
+            context={"found": site.found},
         )
     ]
     mixed = tuple(p for p, c in classes.items() if c != PathClassification.ALL_DIRECT)

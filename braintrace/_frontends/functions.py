@@ -30,7 +30,7 @@ class Tree:
         _, rebuild, key = split_static((tree,), {})
         whole = jax.tree_util.tree_flatten_with_path(tree)[0]
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
-        paths = [(name, *map(_key, p)) for p in kept]
+        paths = [(name, *map(_key, _unboxed(p))) for p in kept]
         return Tree(name, key, lambda leaves: rebuild(leaves)[0][0], paths)
 
     def with_none(self, leaves: Leaves) -> Any:
@@ -49,6 +49,11 @@ class Tree:
                 f"{jax.tree.unflatten(key[0], key[1])[0][0]} (arrays are shown as None)."
             )
         return data
+
+
+def _unboxed(path: Any) -> Any:
+    """Without the `value` of a variable of Flax, which is all that there is in it."""
+    return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
 
 
 def _key(key: Any) -> str:

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.graph import ETraceGraph, graph_from_info, warn_of
+from .._compiler.marking import mark_found
 from .._compiler.memory import remembering
 from .._compiler.module_info import Traced, read_step
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
 from .._executor.traces import find_traces
 from .._frontends.functions import Function, read_function
+from .._frontends.modules import Mark, check_mark
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive, Given
@@ -45,7 +47,7 @@ def online(
     x: Any,
     *,
     rule: Rule | None = None,
-    mark: str = "auto",
+    mark: Mark = "auto",
     window: int | None = None,
 ) -> OnlineFunctions:
     """Pure functions that train `step(params, carry, x) -> (carry, y)` online.
@@ -73,11 +75,12 @@ def online(
 
 
 def make_functions(
-    function: Function, carry: Any, rule: Rule | None, mark: str, window: int | None
+    function: Function, carry: Any, rule: Rule | None, mark: Mark, window: int | None
 ) -> OnlineFunctions:
     rule = DRule() if rule is None else rule
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
+    check_mark(mark)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
     return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
@@ -89,7 +92,7 @@ class OnlineFunctions:
 
     function: Function = field(repr=False)
     rule: Rule
-    mark: str
+    mark: Mark
     window: int | None
     start: Leaves = field(repr=False)  # the carry that samples begin anew with
     _programs: Programs = field(default_factory=Programs, repr=False)
@@ -97,7 +100,8 @@ class OnlineFunctions:
     @cached_property
     def graph(self) -> ETraceGraph:
         """What the compiler found: groups of hidden states, and the operations that feed them."""
-        graph = graph_from_info(read_step(self.function.step))
+        step = self.function.step
+        graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_traces(graph.hidden_param_op_relations))
             warn_of(graph)

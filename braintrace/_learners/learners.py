@@ -7,6 +7,7 @@ from typing import Any
 import brainstate
 import jax.numpy as jnp
 
+from .._frontends.modules import Mark
 from .._rules import DRule, ESRule, WholeRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
@@ -18,7 +19,9 @@ class D_RTRL(ETraceVjpAlgorithm):
 
     With `vjp_method='multi-step'`, a call back-propagates along all paths, through one step or the window of
     `MultiStepData`, and traces stand for what came before; `etrace_grad` with the loss of one step takes
-    windows of `window` steps. `trace_dtype` is what traces are stored in (None: what they are computed in).
+    windows of `window` steps. With `mark='auto'`, a model needs no marked ops: a mark is set wherever a
+    parameter enters by an operation that can have one. `trace_dtype` is what traces are stored in (None: what
+    they are computed in).
     `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code written for 0.2.x
     chose a code path by them.
     """
@@ -34,9 +37,10 @@ class D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int = 1,
+        mark: Mark = "ops",
     ) -> None:
         rule = DRule(as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
     def etrace_bwg(self) -> dict[str, Any]:
@@ -61,10 +65,11 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int = 1,
+        mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
         rule = ESRule(decay_or_rank, as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
     def etrace_xs(self) -> dict[str, Any]:

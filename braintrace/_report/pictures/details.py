@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..._compiler.diagnostics import show_path
 from ..._compiler.graph import ETraceGraph
-from .flow import Box, Flow, reasons, show_aval
+from .flow import Box, Flow, marked_by, reasons, show_aval
 from .sizes import show_bytes
 
 Note = list[tuple[str, str]]
@@ -66,4 +66,5 @@ def _of_site(box: Box, params: Note, why: dict[int, str]) -> Note:
         note.append(("ES_D_RTRL", show_bytes(box.sizes.es_d_rtrl)))
     elif site.index in why:
         note.append(("why", why[site.index]))
+    note += [("mark", marked_by(site))] * site.found
     return [*note, *([("line", site.source)] if site.source else [])]

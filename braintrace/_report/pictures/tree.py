@@ -8,7 +8,7 @@ from ..._compiler.diagnostics import DiagnosticLevel, show_path
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.memory import remembered
 from ..._compiler.relation import HiddenParamOpRelation
-from .flow import op_name, show_aval
+from .flow import marked_by, op_name, show_aval
 from .sizes import show_bytes, trace_sizes
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def _site(relation: HiddenParamOpRelation, group: HiddenGroup, kept: dict[int, H
         str(relation.path_classification[p]) for p in group.hidden_paths if p in relation.path_classification
     }
     marks = "".join([*(f"  x{n} in a loop" for n in site.loops), "  in a branch" * ("cond" in site.context)])
+    if relation.info.step.found:
+        marks += f"  {marked_by(site)}"
     return _text(
         (op_name(site), "bold blue"),
         (f" {names}", "cyan"),
