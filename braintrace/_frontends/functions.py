@@ -148,4 +148,7 @@ def _new_carry(tree: Tree, carry: Any, function: Any) -> Leaves:
 
 
 def _name(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    if owner is not None:  # `module.apply`
+        return type(owner).__name__
     return str(getattr(function, "__name__", type(function).__name__))
