@@ -86,14 +86,14 @@ _LATER = ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "wr
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "__version__", "tasks", *_LATER})
+    return sorted({*globals(), "__version__", "nnx", "tasks", *_LATER})
 
 
 def __getattr__(name: str) -> object:
     import importlib  # made when asked for, so that `import braintrace` stays quick
 
-    if name == "tasks":
-        return importlib.import_module(".tasks", __name__)
+    if name in ("nnx", "tasks"):
+        return importlib.import_module(f".{name}", __name__)
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

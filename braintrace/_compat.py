@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -138,6 +139,15 @@ def library_line(eqn: JaxprEqn) -> str:
         if not frame.file_name.startswith(hidden) and not units:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """Equations traced in here have the source line of this one."""
+    info = eqn.source_info
+    manager: AbstractContextManager[Any] = source_info_util.user_context(
+        info.traceback, name_stack=info.name_stack
+    )
+    return manager
 
 
 def hide_from_tracebacks(*paths: str) -> None:

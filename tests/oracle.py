@@ -95,9 +95,19 @@ def functional(model: Any, x: Any) -> Functional:
     sf.make_jaxpr(*xs)
     closed, states = sf.get_jaxpr(*xs), sf.get_states(*xs)
     paths = {id(st): tuple(map(str, p)) for p, st in model.states().items()}
-    leaves = [jax.tree.leaves(st.value) for st in states]
+    values = [st.value for st in states]
     is_param = [isinstance(st, brainstate.ParamState) for st in states]
-    num_x = len(jax.tree.leaves(xs))
+    return flatten(
+        closed, jax.tree.leaves(xs), values, [paths.get(id(st), ("?",)) for st in states], is_param
+    )
+
+
+def flatten(
+    closed: Any, xs: list[Any], values: list[Any], paths: list[Any], is_param: list[bool]
+) -> Functional:
+    """A step `(xs, values) -> (outputs, values)` of which some values are parameters."""
+    leaves = list(map(jax.tree.leaves, values))
+    num_x = len(xs)
     inner = getattr(closed, "jaxpr", closed)
     consts = list(closed.consts)
     num_out = len(inner.outvars) - sum(map(len, leaves))
@@ -120,21 +130,18 @@ def functional(model: Any, x: Any) -> Functional:
                     new.append(v)
         return [*outs[:num_out], *new]
 
-    params = [v for vs, p in zip(leaves, is_param, strict=True) if p for v in vs]
-    carried = [v for vs, p in zip(leaves, is_param, strict=True) if not p for v in vs]
-    made = jax.make_jaxpr(flat)(*consts, *jax.tree.leaves(xs), *params, *carried)
+    pick = lambda items, which: [i for i, p in zip(items, is_param, strict=True) if p is which]
+    params, carried = (jax.tree.leaves(pick(leaves, which)) for which in (True, False))
+    made = jax.make_jaxpr(flat)(*consts, *xs, *params, *carried)
     return Functional(
         jaxpr=made.jaxpr,
         consts=[*made.consts, *consts],
         num_x=num_x,
-        param_paths=[paths[id(st)] for st, p in zip(states, is_param, strict=True) if p],
-        param_trees=[jax.tree.structure(st.value) for st, p in zip(states, is_param, strict=True) if p],
+        param_paths=pick(paths, True),
+        param_trees=list(map(jax.tree.structure, pick(values, True))),
         params=params,
         state_paths=[
-            paths.get(id(st), ("?",))
-            for st, vs, p in zip(states, leaves, is_param, strict=True)
-            if not p
-            for _ in vs
+            path for path, vs in zip(pick(paths, False), pick(leaves, False), strict=True) for _ in vs
         ],
         states=carried,
         num_out=num_out,
@@ -166,7 +173,7 @@ class Brute:
 
     def __init__(self, model: Any, x: Any, graph: Any, jit: Any = jax.jit) -> None:
         self.jit = jit
-        self.f = f = functional(model, x)
+        self.f = f = model if isinstance(model, Functional) else functional(model, x)
         self.theta, self.unravel = ravel_pytree(f.params)
         self.groups = []
         for group in graph.hidden_groups:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import models
+from . import functions, models
 
 RULES = ("d_rtrl", "es_d_rtrl", "rtrl")
 
@@ -19,6 +20,8 @@ examples:
   braintrace graph my_pkg.my_mod:Model --input 1,28,28
   braintrace graph my_file.py:Net --input 3 --batch-size 16 --html graph.html
   braintrace graph 'braintrace.nn:GRUCell(3, 32)' --input 3 --dot graph.dot
+  braintrace graph my_mod:step --params params --carry carry --input 3
+  braintrace graph 'flax.nnx:GRUCell(3, 32)' --input 3 --batch-size 16
 """
 
 CHECK = """\
@@ -51,6 +54,7 @@ def add_to(commands: Any) -> None:
             name,
             help=short,
             description=about,
+            epilog=functions.KINDS,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         models.add_arguments(parser)
@@ -78,12 +82,13 @@ def add_to(commands: Any) -> None:
 
 def graph(given: argparse.Namespace) -> int:
     with _learner(given) as (learner, _):
-        learner.show_graph()
+        report = learner.net.report if isinstance(learner, functions.Functions) else learner.report
+        report.show()
         for kind in ("html", "svg", "dot"):
             path: Path | None = getattr(given, kind)
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(getattr(learner.report, f"to_{kind}")(), encoding="utf-8")
+                path.write_text(getattr(report, f"to_{kind}")(), encoding="utf-8")
                 print(f"wrote {path}")
     return 0
 
@@ -102,17 +107,20 @@ def check(given: argparse.Namespace) -> int:
             return jnp.asarray(rng.integers(2, size=shape), like.dtype)
         return jnp.asarray(rng.normal(size=shape), like.dtype)
 
+    def loss(outputs: Any, *targets: Any) -> Any:
+        found = _floating(outputs)
+        return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)) / len(found)
+
     with _learner(given) as (learner, inputs):
-        outs = _floating(_outputs(learner.model, inputs))
-        xs, ys = [draw(i) for i in inputs], [draw(o) for o in outs]
-
-        def step(*slices: Any) -> Any:
-            found = _floating(learner(*slices[: len(xs)]))
-            return sum(
-                jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, slices[len(xs) :], strict=True)
-            ) / len(found)
-
-        found = check_gradients(learner, *xs, *ys, step_fn=step)
+        xs = [draw(i) for i in inputs]
+        if isinstance(learner, functions.Functions):
+            ys = [draw(o) for o in _floating(learner.net.function.outputs)]
+            x = xs[0] if len(xs) == 1 else tuple(xs)
+            found = learner.net.check(loss, learner.params, learner.carry, x, *ys)
+        else:
+            ys = [draw(o) for o in _floating(_outputs(learner.model, inputs))]
+            step = lambda *slices: loss(learner(*slices[: len(xs)]), *slices[len(xs) :])
+            found = check_gradients(learner, *xs, *ys, step_fn=step)
     found.show()
     return 0 if (found.equal if given.exact else found.ok) else 1
 
@@ -121,21 +129,29 @@ def show_plan(given: argparse.Namespace) -> int:
     from .._report.plan import plan
 
     with models.build(given) as (model, inputs):
-        plan(model, tuple(inputs), given.batch_size, given.length).show()
+        if isinstance(model, functions.Functions):
+            model.net.plan(given.length).show()
+        else:
+            plan(model, tuple(inputs), given.batch_size, given.length).show()
     return 0
 
 
 @contextmanager
 def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
-    """A compiled learner of the model that was asked for."""
+    """A compiled learner of the model that was asked for, or its functions."""
     import jax.numpy as jnp
 
+    from .. import rules
     from .._learners.compile import NAMES
 
     with models.build(given) as (model, inputs):
-        learner = NAMES[given.rule](model)
-        learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
-        yield learner, inputs
+        if isinstance(model, functions.Functions):
+            rule = getattr(rules, given.rule.upper())()
+            yield replace(model, net=model.net.with_rule(rule)), inputs
+        else:
+            learner = NAMES[given.rule](model)
+            learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
+            yield learner, inputs
 
 
 def _outputs(model: Any, inputs: list[Any]) -> Any:

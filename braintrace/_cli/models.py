@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .._lines import raising_line
+from . import functions
 from .errors import UsageError
 
 SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=32)'"
@@ -24,6 +26,10 @@ SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How a model and its input are given."""
     parser.add_argument("model", help=f"a class, a function that makes a model, or a model: {SPEC}")
+    for name, what in (("params", "the parameters"), ("carry", "what is carried at the start")):
+        parser.add_argument(
+            f"--{name}", metavar="NAME", help=f"of a step function: {what}, or a function that makes it"
+        )
     parser.add_argument(
         "--input",
         action="append",
@@ -50,17 +56,32 @@ def positive(text: str) -> int:
 
 @contextmanager
 def build(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
-    """The model, its states made, and the shape and type of each input, batch axis included."""
+    """The model, its states made, or its `Functions`; and the shape of each input, batch axis included."""
     import brainstate
 
     inputs = shapes(given)
-    make = find(given.model)
+    make = find(given.model, given)
     brainstate.random.seed(given.seed)
     with time_step(given.dt):
         model = make()
-        size = {"batch_size": given.batch_size} if given.batch_size else {}
-        brainstate.nn.init_all_states(model, **size)
-        yield model, inputs
+        if isinstance(model, brainstate.nn.Module):
+            size = {"batch_size": given.batch_size} if given.batch_size else {}
+            brainstate.nn.init_all_states(model, **size)
+            yield model, inputs
+        else:
+            params, carry = (_given(name, given) for name in ("params", "carry"))
+            yield functions.read(model, params, carry, inputs, given), inputs
+
+
+def _given(name: str, given: argparse.Namespace) -> Any:
+    """What `--params` or `--carry` names: in the model's own module, or as `module:name`."""
+    spec = getattr(given, name)
+    if spec is None:
+        return None
+    where = given.model.partition(":")[0]
+    found, args, kwargs = _look_up(spec if ":" in spec else f"{where}:{spec}")
+    is_maker = inspect.isroutine(found) or isinstance(found, type)
+    return functions.call(found, given, args, **kwargs) if is_maker else found
 
 
 @contextmanager
@@ -99,10 +120,47 @@ def shapes(given: argparse.Namespace) -> list[Any]:
     return found
 
 
-def find(spec: str) -> Callable[[], Any]:
-    """What makes the model that a name stands for; the module is imported now."""
+def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any]:
+    """What makes the model that a name stands for; the module is imported now.
+
+    Without what else was `given`, models are of brainstate.
+    """
     import brainstate
 
+    found, args, kwargs = _look_up(spec)
+
+    def is_made(model: Any) -> bool:
+        return isinstance(model, brainstate.nn.Module) or (given is not None and functions.is_made(model))
+
+    if not callable(found) and not is_made(found):
+        raise UsageError(f"`{spec}` is neither a model nor something that makes one, but {type(found)}.")
+    is_step = given is not None and given.params is not None
+    if given is not None and is_step and given.carry is None:
+        raise UsageError("A step function needs both, --params and --carry.")
+
+    def make() -> Any:
+        if is_made(found) or is_step:
+            return found
+        try:
+            model = functions.call(found, given, args, **kwargs)
+        except TypeError as error:
+            if raising_line(error):  # it was called, and its own code failed
+                raise
+            other = "; or, if it is a step function, say what it is given: --params NAME --carry NAME"
+            other = other if given else ""
+            raise UsageError(
+                f"`{spec}` cannot be made: {error}. Give arguments in the name: {SPEC}{other}."
+            ) from error
+        if not is_made(model):
+            other = " or another that `--help` names" if given else ""
+            raise UsageError(f"`{spec}` made {type(model)}, not a `brainstate.nn.Module`{other}.")
+        return model
+
+    return make
+
+
+def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
+    """What a name stands for, and the arguments after it."""
     where, colon, what = spec.partition(":")
     if not colon or not where or not what:
         raise UsageError(f"{spec!r} does not name a model: write {SPEC}.")
@@ -115,27 +173,7 @@ def find(spec: str) -> Callable[[], Any]:
             hint = f" It has {', '.join(offered[:8])}." if offered else ""
             raise UsageError(f"`{where}` has no `{name}`.{hint}")
         found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"`{spec}` is neither a model nor something that makes one, but {type(found)}.")
-
-    def make() -> Any:
-        if isinstance(found, brainstate.nn.Module):
-            return found
-        try:
-            if isinstance(found, type):  # the signature of the class itself is that of its metaclass
-                inspect.signature(found.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
-            else:
-                inspect.signature(found).bind(*args, **kwargs)
-        except TypeError as error:
-            raise UsageError(
-                f"`{what}` cannot be made: {error}. Give arguments in the name: {SPEC}."
-            ) from error
-        model = found(*args, **kwargs)
-        if not isinstance(model, brainstate.nn.Module):
-            raise UsageError(f"`{spec}` made {type(model)}, not a `brainstate.nn.Module`.")
-        return model
-
-    return make
+    return found, args, kwargs
 
 
 def _is_model(value: Any, module: ModuleType) -> bool:
@@ -151,6 +189,9 @@ def _module(where: str) -> ModuleType:
             path = Path(where)
             if not path.exists():
                 raise UsageError(f"There is no file {where}.")
+            known = sys.modules.get(path.stem)
+            if known is not None and getattr(known, "__file__", None) == os.path.abspath(path):
+                return known  # a type of its own must be the same for all that is named
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None
             assert spec.loader is not None

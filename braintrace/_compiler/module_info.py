@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from .. import _compat
 from .._compat import Literal
 from .errors import CompilationError, NotSupportedError
 from .links import Array
+from .marking import mark_found
 from .program import Atom, Node, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
 from .step import Path, Role, State, Step, show_path
@@ -147,6 +148,8 @@ class ModuleInfo:
 
         The constants as they are now, with the program brought up to date; None if it is another program.
         """
+        if self.step.found:
+            closed = mark_found(replace(self.step, closed_jaxpr=closed)).closed_jaxpr
         again = read_program(closed)
         if not _same_form(self.program, again):
             return None

@@ -113,6 +113,11 @@ class Site:
         return self.params["names"]  # type: ignore[no-any-return]
 
     @property
+    def found(self) -> bool:
+        """Whether the compiler set the mark, not the model's author."""
+        return bool(self.params.get("found"))
+
+    @property
     def num_inputs(self) -> int:
         """How many operands are not weights; they come first."""
         return len(self.inputs) - len(self.weight_names)

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import Literal, primitives
+from .._ops.primitive import ETPPrimitive
 from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
 
 CARRIED = 1  # changes from one iteration of a loop to the next
 SLICED = 2  # another slice in each iteration of a loop
-_FIRST = 2
+MARKED = 4  # made of what a marked op gives
+_FIRST = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,8 @@ def _forward(program: Program, bits: dict[Var, int], params: int) -> None:
             _forward(inner, bits, params)
         if node.is_flat:
             union &= ~params
+        if isinstance(node.primitive, ETPPrimitive):
+            union |= MARKED
         for v in node.outputs:
             bits[v] = union
 

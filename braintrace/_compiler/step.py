@@ -59,3 +59,4 @@ class Step:
     arg_names: tuple[str, ...] = ()
     model: Any = None  # the front end's own object
     unmarked: Callable[[Sequence[Path]], str] = _no_advice  # what to use instead of what holds parameters
+    found: bool = False  # whether marks were set where parameters meet what is not made of them

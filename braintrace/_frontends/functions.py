@@ -30,7 +30,7 @@ class Tree:
         _, rebuild, key = split_static((tree,), {})
         whole = jax.tree_util.tree_flatten_with_path(tree)[0]
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
-        paths = [(name, *map(_key, p)) for p in kept]
+        paths = [(name, *map(_key, _unboxed(p))) for p in kept]
         return Tree(name, key, lambda leaves: rebuild(leaves)[0][0], paths)
 
     def with_none(self, leaves: Leaves) -> Any:
@@ -51,6 +51,11 @@ class Tree:
         return data
 
 
+def _unboxed(path: Any) -> Any:
+    """Without the `value` of a variable of Flax, which is all that there is in it."""
+    return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
+
+
 def _key(key: Any) -> str:
     return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
 
@@ -64,10 +69,36 @@ class Function:
     params: Tree
     carry: Tree
     x: Tree
+    aside: tuple[bool, ...]  # of each leaf of the carry, whether it is carried along, with no trace
+
+    @property
+    def shapes(self) -> tuple[Leaves, Leaves, Leaves]:
+        """Of the leaves of parameters, carry and input."""
+        found = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.step.closed_jaxpr.in_avals]
+        end = len(self.x.paths) + len(self.params.paths)
+        return found[len(self.x.paths) : end], found[end:], found[: len(self.x.paths)]
+
+    @property
+    def outputs(self) -> Leaves:
+        """The shapes of the leaves of `y`."""
+        avals = self.step.closed_jaxpr.out_avals[: self.step.out_tree.num_leaves]
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+    def rebuild(self, params: Leaves, carry: Leaves, x: Leaves) -> tuple[Any, Any, Any]:
+        return self.params.rebuild(params), self.carry.rebuild(carry), self.x.rebuild(x)
 
 
-def read_function(function: Callable[..., Any], params: Any, carry: Any, x: Any) -> Function:
-    """Trace `function(params, carry, x)`; shapes may stand for arrays."""
+def read_function(
+    function: Callable[..., Any],
+    params: Any,
+    carry: Any,
+    x: Any,
+    aside: Callable[[Path], bool] = lambda path: False,
+) -> Function:
+    """Trace `function(params, carry, x)`; shapes may stand for arrays.
+
+    Leaves of the carry that are `aside` are no samples' own: running statistics, counts, keys.
+    """
     trees = Tree.of("params", params), Tree.of("carry", carry), Tree.of("x", x)
     given = [t.leaves(v) for t, v in zip(trees, (params, carry, x), strict=True)]
     out_trees: list[Any] = []
@@ -76,8 +107,8 @@ def read_function(function: Callable[..., Any], params: Any, carry: Any, x: Any)
         result = function(trees[0].rebuild(params), trees[1].rebuild(carry), trees[2].rebuild(x))
         if not isinstance(result, tuple) or len(result) != 2:
             raise CompilationError(
-                "A step returns the new carry and the output, `step(params, carry, x) -> (carry, y)`. "
-                f"{_name(function)} returned {type(result).__name__}."
+                "A step returns a pair of the new carry and the output, `step(params, carry, x) -> "
+                f"(carry, y)`; {_name(function)} returned {type(result).__name__}."
             )
         new = _new_carry(trees[1], result[0], function)
         y, tree = jax.tree.flatten(result[1])
@@ -92,7 +123,7 @@ def read_function(function: Callable[..., Any], params: Any, carry: Any, x: Any)
         for p, a in zip(trees[0].paths, given[0], strict=True)
     ]
     states += [
-        State(p, Role.HIDDEN if inexact(a) else Role.OTHER, leaf, "carry")
+        State(p, Role.HIDDEN if inexact(a) and not aside(p) else Role.OTHER, leaf, "carry")
         for p, a in zip(trees[1].paths, given[1], strict=True)
     ]
     step = Step(
@@ -104,7 +135,7 @@ def read_function(function: Callable[..., Any], params: Any, carry: Any, x: Any)
         arg_names=tuple(".".join(p) for p in trees[2].paths),
         model=function if callable(function) and hasattr(function, "__weakref__") else None,
     )
-    return Function(function, step, *trees)
+    return Function(function, step, *trees, tuple(map(aside, trees[1].paths)))
 
 
 def _new_carry(tree: Tree, carry: Any, function: Any) -> Leaves:
@@ -117,4 +148,7 @@ def _new_carry(tree: Tree, carry: Any, function: Any) -> Leaves:
 
 
 def _name(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    if owner is not None:  # `module.apply`
+        return type(owner).__name__
     return str(getattr(function, "__name__", type(function).__name__))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import brainstate
 import brainunit as u
@@ -22,6 +22,7 @@ from .._compiler.graph import (
     graph_from_info,
 )
 from .._compiler.groups import HiddenGroup
+from .._compiler.marking import mark_found
 from .._compiler.module_info import ModuleInfo, read_step
 from .._compiler.perturbation import HiddenPerturbation
 from .._compiler.relation import HiddenParamOpRelation
@@ -32,10 +33,24 @@ from .._ops.primitive import StateGivenError
 from .._report.diagnostics import warn_of
 from .unmarked import unmarked_layers
 
+Mark = Literal["ops", "auto"]
 
-def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
-    """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given."""
-    return read_step(step_of(model, args, kwargs))
+
+def extract_module_info(
+    model: brainstate.nn.Module, *args: Any, mark: Mark = "ops", **kwargs: Any
+) -> ModuleInfo:
+    """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given.
+
+    With `mark='auto'`, marks are set where parameters meet what is not made of them.
+    """
+    check_mark(mark)
+    step = step_of(model, args, kwargs)
+    return read_step(mark_found(step) if mark == "auto" else step)
+
+
+def check_mark(mark: str) -> None:
+    if mark not in ("ops", "auto"):
+        raise ValueError(f"`mark` is 'ops' (marks written by hand) or 'auto' (found as well), not {mark!r}.")
 
 
 def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
@@ -63,9 +78,16 @@ def traced_again(model: brainstate.nn.Module, args: Any, kwargs: Any) -> _compat
 
 
 def compile_etrace_graph(
-    model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
+    model: brainstate.nn.Module,
+    *args: Any,
+    include_hidden_perturb: bool = True,
+    mark: Mark = "ops",
+    **kwargs: Any,
 ) -> ETraceGraph:
     """Trace `model(*args, **kwargs)` and find its hidden groups and the sites that feed them.
+
+    Sites are the marked ops of the model; with `mark='auto'`, also other operations by which a parameter
+    enters.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> class Leaky(brainstate.nn.Module):
@@ -80,7 +102,7 @@ def compile_etrace_graph(
     >>> [(r.weight_path, r.connected_hidden_paths) for r in graph.hidden_param_op_relations]
     [(('w',), [('h',)])]
     """
-    info = extract_module_info(model, *args, **kwargs)
+    info = extract_module_info(model, *args, mark=mark, **kwargs)
     graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
     warn_of(graph)
     return graph

@@ -9,7 +9,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .learners import as_decay
+from .._rules.es_d_rtrl import as_decay
 
 
 class GradExpon(brainstate.nn.Module):

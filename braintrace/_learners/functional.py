@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,14 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.graph import ETraceGraph, graph_from_info
+from .._compiler.marking import mark_found
 from .._compiler.module_info import Traced, read_step
 from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
 from .._frontends.functions import Function, read_function
+from .._frontends.modules import Mark, check_mark
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive, Given
@@ -31,6 +33,8 @@ from .._rules import DRule
 from .._rules.rule import Rule, TraceRule, Values
 
 if TYPE_CHECKING:
+    from .._report.check import GradientCheck
+    from .._report.plan import Plan
     from .._report.report import CompilationReport
 
 Leaves = list[Any]
@@ -44,7 +48,7 @@ def online(
     x: Any,
     *,
     rule: Rule | None = None,
-    mark: str = "auto",
+    mark: Mark = "auto",
     window: int | None = None,
 ) -> OnlineFunctions:
     """Pure functions that train `step(params, carry, x) -> (carry, y)` online.
@@ -68,12 +72,18 @@ def online(
     >>> grads["w"].shape, losses.shape
     ((3, 4), (5,))
     """
+    return make_functions(read_function(step, params, carry, x), carry, rule, mark, window)
+
+
+def make_functions(
+    function: Function, carry: Any, rule: Rule | None, mark: Mark, window: int | None
+) -> OnlineFunctions:
     rule = DRule() if rule is None else rule
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
+    check_mark(mark)
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
-    function = read_function(step, params, carry, x)
     return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
 
 
@@ -83,7 +93,7 @@ class OnlineFunctions:
 
     function: Function = field(repr=False)
     rule: Rule
-    mark: str
+    mark: Mark
     window: int | None
     start: Leaves = field(repr=False)  # the carry that samples begin anew with
     _programs: Programs = field(default_factory=Programs, repr=False)
@@ -91,7 +101,8 @@ class OnlineFunctions:
     @cached_property
     def graph(self) -> ETraceGraph:
         """What the compiler found: groups of hidden states, and the operations that feed them."""
-        graph = graph_from_info(read_step(self.function.step))
+        step = self.function.step
+        graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph)
@@ -110,6 +121,55 @@ class OnlineFunctions:
         from .._report.report import CompilationReport
 
         return CompilationReport(self.graph, self.rule.kind(self._online.windows))
+
+    def with_rule(self, rule: Rule) -> OnlineFunctions:
+        """The same step function under another rule."""
+        other = replace(self, rule=rule, _programs=Programs())
+        other.__dict__["graph"] = self.graph  # it goes by the function alone
+        return other
+
+    def with_start(self, carry: Any) -> OnlineFunctions:
+        """The same functions, with another carry that samples begin anew with."""
+        other = replace(self, start=self.function.carry.leaves(carry))
+        other.__dict__.update(graph=self.graph, _online=self._online)
+        return other
+
+    def check(
+        self,
+        loss: Loss,
+        params: Any,
+        carry: Any,
+        xs: Any,
+        *more: Any,
+        mask: Any = None,
+        chunk_size: int | None = None,
+        reduction: str = "mean",
+        has_aux: bool = False,
+        tolerance: float | None = None,
+    ) -> GradientCheck:
+        """How close `grad` is to back-propagation through time, parameter by parameter, from traces of zero.
+
+        `tolerance` is the relative error that counts as round-off; by default it goes by the type of the
+        parameters.
+        """
+        from .._report.check import check_functions
+
+        options = {"mask": mask, "chunk_size": chunk_size, "reduction": reduction, "has_aux": has_aux}
+        return check_functions(self, loss, params, carry, xs, *more, tolerance=tolerance, **options)
+
+    def plan(
+        self,
+        length: int = 100,
+        *,
+        rules: Iterable[str] = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT"),
+        chunk_sizes: Iterable[int] | None = None,
+        memory_budget: int | None = None,
+    ) -> Plan:
+        """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
+        from .._report.plan import plan_functions
+
+        sizes = None if chunk_sizes is None else list(chunk_sizes)
+        return plan_functions(self, length, list(rules), sizes, memory_budget)
 
     # -- pytrees and leaves ------------------------------------------------------------------------
 
@@ -305,7 +365,8 @@ class OnlineFunctions:
                 f"Samples cannot begin anew one by one: {names or 'the carry'} has no axis of samples in "
                 "front, or the functions were made with shapes instead of arrays that a sample begins with."
             )
-        return [i for i, a in enumerate(self.start) if jnp.shape(a)[:1] == shape]
+        pairs = enumerate(zip(self.start, self.function.aside, strict=True))
+        return [i for i, (a, aside) in pairs if not aside and jnp.shape(a)[:1] == shape]
 
     def _begins(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
         if sequence.reset is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import brainstate
 import jax.numpy as jnp
 
+from .._frontends.modules import Mark
 from .._rules import DRule, ESRule, WholeRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
@@ -19,7 +19,9 @@ class D_RTRL(ETraceVjpAlgorithm):
 
     With `vjp_method='multi-step'`, a call back-propagates along all paths, through one step or the window of
     `MultiStepData`, and traces stand for what came before; `etrace_grad` with the loss of one step takes
-    windows of `window` steps. `trace_dtype` is what traces are stored in (None: what they are computed in).
+    windows of `window` steps. With `mark='auto'`, a model needs no marked ops: a mark is set wherever a
+    parameter enters by an operation that can have one. `trace_dtype` is what traces are stored in (None: what
+    they are computed in).
     `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code written for 0.2.x
     chose a code path by them.
     """
@@ -35,9 +37,10 @@ class D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int = 1,
+        mark: Mark = "ops",
     ) -> None:
         rule = DRule(as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
     def etrace_bwg(self) -> dict[str, Any]:
@@ -62,14 +65,11 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int = 1,
+        mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
-        pair = decay_or_rank if isinstance(decay_or_rank, tuple | list) else (decay_or_rank, decay_or_rank)
-        if len(pair) != 2:
-            raise ValueError(f"`decay_or_rank` is one value or a pair (inputs, states), not {decay_or_rank}.")
-        inp, out = map(as_decay, pair)
-        rule = ESRule(inp, out, as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        rule = ESRule(decay_or_rank, as_trace_dtype(trace_dtype))
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
     def etrace_xs(self) -> dict[str, Any]:
@@ -90,22 +90,6 @@ class RTRL(ETraceVjpAlgorithm):
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__(model, WholeRule(), name=name)
-
-
-def as_decay(decay_or_rank: Any) -> float:
-    """A decay in (0, 1), or the decay `(r - 1) / (r + 1)` of an integer rank `r`."""
-    if isinstance(decay_or_rank, numbers.Integral) and not isinstance(decay_or_rank, bool):
-        if decay_or_rank < 1:
-            raise ValueError(f"A rank must be at least 1, not {decay_or_rank}.")
-        return (int(decay_or_rank) - 1) / (int(decay_or_rank) + 1)
-    if isinstance(decay_or_rank, str):
-        raise TypeError(f"A decay is a number, not the text {decay_or_rank!r}.")
-    decay = float(decay_or_rank)
-    if not 0 <= decay < 1:
-        raise ValueError(
-            f"A decay must be at least 0 and less than 1, not {decay_or_rank}; an integer is a rank instead."
-        )
-    return decay
 
 
 def as_trace_dtype(dtype: Any) -> Any:

@@ -17,7 +17,7 @@ from .._compiler.remembering import remembering
 from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
-from .._frontends.modules import compile_etrace_graph, extract_module_info
+from .._frontends.modules import Mark, check_mark, compile_etrace_graph, extract_module_info
 from .._lines import warn_user
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
@@ -37,7 +37,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     """A learner with a `Rule`, one step at a time or back-propagated through windows of steps.
 
     With `vjp_method='multi-step'` a call is a window of one step, or of the steps in `MultiStepData`, and
-    `etrace_grad` takes windows of `window` steps.
+    `etrace_grad` takes windows of `window` steps. With `mark='auto'`, weights that enter by ordinary
+    operations are learned online, too.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         *,
         vjp_method: VjpMethod = "single-step",
         window: int = 1,
+        mark: Mark = "ops",
         name: str | None = None,
     ) -> None:
         super().__init__(model, name=name)
+        check_mark(mark)
         if vjp_method not in ("single-step", "multi-step"):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
@@ -61,6 +64,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.rule = rule
         self.vjp_method = vjp_method
         self.window = window
+        self.mark = mark
         self.memory_budget = memory_budget()
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
         self._masked_by: list[Any] | None = None  # the same of states, as far as they could be seen
@@ -79,7 +83,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             graph = graph_from_info(extract_module_info(self.model, *args, **kwargs))
             warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
             return graph
-        graph = compile_etrace_graph(self.model, *args, **kwargs)
+        graph = compile_etrace_graph(self.model, *args, mark=self.mark, **kwargs)
         check_own_ops(find_slots(graph.hidden_param_op_relations))
         return graph
 
@@ -198,4 +202,4 @@ def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    return a is b or np.array_equal(a, b)
+    return a is b or np.array_equal(a, b, equal_nan=True)

@@ -37,6 +37,8 @@ class Window:
     batch_groups: int
     batched: bool
     specs: lax.ConvDimensionNumbers
+    precision: Any = None
+    preferred: Any = None  # the type of the output; None: that of the operands
 
     @property
     def groups(self) -> int:
@@ -94,6 +96,8 @@ def _conv(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, win
         feature_group_count=window.feature_groups,
         batch_group_count=window.batch_groups,
         dimension_numbers=specs,
+        precision=window.precision,
+        preferred_element_type=window.preferred,
     )
     if bias is not None:
         y = y + jnp.expand_dims(bias, [i for i in range(y.ndim) if i != specs.out_spec[1]])

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from string import ascii_letters
 from typing import Any
 
 import jax
+from jax import lax
 
 from .letters import Term
 from .primitive import WeightFn, on_mantissa, register_primitive, shape_of
 
-_AXES = "abcdefghijklmnop"
+
+def _broadcast(weight: jax.Array, *, axes: Sequence[int], shape: Sequence[int] | None) -> jax.Array:
+    return weight if shape is None else lax.broadcast_in_dim(weight, shape, axes)
 
 
-def _identity(weight: jax.Array, *, ndim: int) -> jax.Array:
-    return weight
+def _terms(axes: Sequence[int], shape: Sequence[int] | None) -> dict[str, Term]:
+    """The weight lies along these axes of the output, whose shape is its own where none is given."""
+    y = ascii_letters[: len(axes if shape is None else shape)]
+    return {"weight": Term(f"{''.join(y[a] for a in axes)}->{y}")}
 
 
-def _terms(ndim: int) -> dict[str, Term]:
-    return {"weight": Term(f"{_AXES[:ndim]}->{_AXES[:ndim]}")}
-
-
-element_wise_p = register_primitive("etp_element_wise", _identity, _terms)
+element_wise_p = register_primitive("etp_element_wise", _broadcast, _terms)
 
 
 def element_wise(weight: Any, fn: WeightFn | None = None, *, weight_fn: WeightFn | None = None) -> Any:
@@ -36,4 +39,4 @@ def element_wise(weight: Any, fn: WeightFn | None = None, *, weight_fn: WeightFn
     if fn is not None and weight_fn is not None:
         raise TypeError("`element_wise` takes `fn` or `weight_fn`, which mean the same, not both.")
     weight = on_mantissa(fn or weight_fn, weight)
-    return element_wise_p(weights={"weight": weight}, ndim=len(shape_of(weight)))
+    return element_wise_p(weights={"weight": weight}, axes=tuple(range(len(shape_of(weight)))), shape=None)

@@ -28,7 +28,8 @@ class ETPPrimitive(_compat.Primitive):
     """The primitive of a marked operation (`ETP`: eligibility-trace primitive).
 
     Its equations carry `names` (the weights among the operands, which come last), `levels` (which
-    operands have an axis of each enclosing `vmap`) and the options of the operation.
+    operands have an axis of each enclosing `vmap`), `found` (true where the compiler set the mark) and the
+    options of the operation.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class ETPPrimitive(_compat.Primitive):
         y = apply(*operands, names=tuple(given), levels=(), **options)
         return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
 
-    def plain(self, *operands: Any, names: tuple[str, ...], levels: Levels, **options: Any) -> Any:
+    def plain(
+        self, *operands: Any, names: tuple[str, ...], levels: Levels, found: bool = False, **options: Any
+    ) -> Any:
         """What the operation computes, unmarked."""
         first = len(operands) - len(names)
 
@@ -127,7 +130,7 @@ def without_marks() -> Iterator[None]:
 
 
 def _options(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in params.items() if k not in ("names", "levels")}
+    return {k: v for k, v in params.items() if k not in ("names", "levels", "found")}
 
 
 def register_primitive(

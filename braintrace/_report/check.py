@@ -19,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import Path, show_path
+from .._executor.executor import is_inexact
 from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
+from .._learners.functional import OnlineFunctions
 from .._online.drive import weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
+from .._rules import BackRule
 from .tables import Table
 from .verdict import DroppedPath, Exactness
 
@@ -195,7 +198,40 @@ def check_gradients(
     found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
     scale = 1 / (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
     pairs = {tuple(map(str, k)): (_flat(v), scale * _flat(expected[k])) for k, v in found.items()}
-    tolerance = _tolerance(learner, weights) if tolerance is None else tolerance
+    if tolerance is None:
+        states = [*weights.values(), *learner.traces.values()]
+        tolerance = _round_off([st.value for st in states])
+    return _beside(pairs, exactness, sequence.length, tolerance)
+
+
+def check_functions(
+    net: OnlineFunctions,
+    loss: Callable[..., Any],
+    params: Any,
+    carry: Any,
+    *sequences: Any,
+    tolerance: float | None = None,
+    **options: Any,
+) -> GradientCheck:
+    """The same for pure functions: `net.grad(loss, params, carry, traces of zero, *sequences, ...)`."""
+
+    def gradient(net: OnlineFunctions) -> dict[Path, Any]:
+        grads = net.grad(loss, params, carry, net.init(params, carry), *sequences, **options)[0]
+        paths, leaves = net.function.params.paths, jax.tree.leaves(grads, is_leaf=lambda g: g is None)
+        inexact = [p for p, a in zip(paths, net.function.params.leaves(params), strict=True) if is_inexact(a)]
+        return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
+
+    found, expected = gradient(net), gradient(net.with_rule(BackRule()))
+    pairs = {path: (_flat(g), _flat(expected[path])) for path, g in found.items()}
+    tolerance = _round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
+    length = Sequence.check(sequences, None).length
+    return _beside(pairs, net.report.exactness, length, tolerance)
+
+
+def _beside(
+    pairs: dict[Path, tuple[Any, Any]], exactness: Exactness, length: int, tolerance: float
+) -> GradientCheck:
+    """Each parameter's gradient beside that of BPTT, and whose the difference is."""
     rows = []
     for path, (a, b) in pairs.items():
         error, cosine = _compare(a, b)
@@ -203,7 +239,7 @@ def check_gradients(
         cause = "equal" if error <= tolerance else "rule" if dropped else "numerical"
         rows.append(ParameterCheck(path, error, cosine, float(np.linalg.norm(b)), cause, dropped))
     a, b = (np.concatenate([pair[i] for pair in pairs.values()]) for i in (0, 1))
-    return GradientCheck(exactness.rule, sequence.length, rows, *_compare(a, b), exactness, tolerance)
+    return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance)
 
 
 @contextmanager
@@ -267,9 +303,8 @@ def _compare(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, f
     return float(np.linalg.norm(a - b)) / nb, float(a @ b) / (na * nb)
 
 
-def _tolerance(learner: ETraceAlgorithm, weights: Any) -> float:
+def _round_off(values: Any) -> float:
     """By the coarsest type among parameters and traces."""
-    values = [*(st.value for st in weights.values()), *(st.value for st in learner.traces.values())]
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
 

@@ -32,8 +32,9 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
         case found.NoTrace():
             return _no_trace(o)
         case found.Included(use, paths):
-            message = f"{use} feeds {show_paths(paths)} and is learned online."
-            return _of_site(Kind.RELATION_INCLUDED, INFO, message, use, paths)
+            how = ", which was found," * use.site.found
+            message = f"{use}{how} feeds {show_paths(paths)} and is learned online."
+            return _of_site(Kind.RELATION_INCLUDED, INFO, message, use, paths, found=use.site.found)
         case found.AlsoThroughOps(use, paths):
             message = (
                 f"{use} also reaches {show_paths(paths)} through another marked op; the trace does not "
@@ -100,10 +101,13 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
             return _of_states(Kind.HIDDEN_STATE_CASCADE, WARNING if learned else INFO, message, paths, nodes)
         case found.NoMarkedOp(params, feeding):
             names = ", ".join(f"`{show_path(p)}`{_used(node)}" for p, node in params) or "none"
-            advice = "Use `braintrace.matmul(x, w)` instead of `x @ w`, or the layers of `braintrace.nn`."
+            advice = (
+                "Use `braintrace.matmul(x, w)` instead of `x @ w`, the layers of `braintrace.nn`, or "
+                "`mark='auto'`."
+            )
             message = (
                 f"The model has no marked op, so no weight is learned online (parameters: {names}); each "
-                f"gets the gradient within the step only. {step.unmarked(feeding) or advice}"
+                f"gets the gradient within the step only. {_advice(step, feeding, advice)}"
             )
             return CompilationRecord(Kind.NO_MARKED_OP, WARNING, message)
         case found.WithoutMark(path, paths, node, marked):
@@ -119,7 +123,7 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
             )
             message = (
                 f"`{show_path(path)}`{used} feeds {show_paths(paths)} without a marked op; {gets}. "
-                f"{step.unmarked([path]) or advice}"
+                f"{_advice(step, [path], advice)}"
             )
             return CompilationRecord(Kind.PARAMETER_WITHOUT_MARK, WARNING, message, None, path, paths)
         case found.OwnDerivativeUnused(node):
@@ -216,6 +220,17 @@ def _of_states(
 
 def _where(nodes: Sequence[Node]) -> str:
     return f" (`{nodes[0].primitive.name}` at {nodes[0].source})" if nodes else ""
+
+
+_CAN_BE_FOUND = (
+    "Marks are found where a parameter enters by a product, a convolution, a lookup of rows or element by "
+    "element, outside of `while` loops and of functions with a derivative rule of their own."
+)
+
+
+def _advice(step: Step, params: Sequence[Path], otherwise: str) -> str:
+    """What to do about parameters without a mark."""
+    return _CAN_BE_FOUND if step.found else step.unmarked(params) or otherwise
 
 
 def _used(node: Node | None) -> str:

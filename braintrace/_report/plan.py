@@ -26,8 +26,10 @@ from .._frontends.pure import Pure
 from .._learners import pickling
 from .._learners.base import EligibilityTrace, ETraceAlgorithm
 from .._learners.bptt import BPTT
+from .._learners.functional import OnlineFunctions
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._online.sequence import even_chunks
+from .._rules import BackRule, DRule, ESRule, WholeRule
 from .flops import count_flops
 from .tables import Table, show_bytes, show_count
 
@@ -37,6 +39,7 @@ RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
     "RTRL": RTRL,
     "BPTT": BPTT,
 }
+FUNCTIONS = {"D_RTRL": DRule, "ES_D_RTRL": ESRule, "RTRL": WholeRule, "BPTT": BackRule}
 
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
@@ -141,21 +144,51 @@ def plan(
     >>> costs.row("D_RTRL").trace_bytes  # two products of 11 inputs and a bias, for each sample and unit
     12288
     """
+    args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
+    twin = _abstract_copy(model, batch_size)
+    graph = graph_from_info(extract_module_info(twin, *args))
+
+    def rows_of(rule: str) -> Callable[[int], PlanRow]:
+        learner = _abstract_learner(RULES[rule](twin), graph, args)
+        return lambda size: _row_of_learner(rule, learner, args, length, size)
+
+    return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, batch_size)
+
+
+def plan_functions(
+    net: OnlineFunctions,
+    length: int,
+    rules: Sequence[str],
+    chunk_sizes: Sequence[int] | None,
+    memory_budget: int | None,
+) -> Plan:
+    """The same for pure functions."""
+
+    def rows_of(rule: str) -> Callable[[int], PlanRow]:
+        other = net.with_rule(FUNCTIONS[rule]())
+        return lambda size: _row_of_functions(rule, other, length, size)
+
+    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget)
+
+
+def _plan(
+    graph: ETraceGraph,
+    rows_of: Callable[[str], Callable[[int], PlanRow]],
+    length: int,
+    rules: Sequence[str],
+    chunk_sizes: Sequence[int] | None,
+    memory_budget: int | None,
+    batch_size: int | None = None,
+) -> Plan:
     for rule in rules:
         if rule not in RULES:
             raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
     if length < 1:
         raise ValueError(f"`length` must be at least 1, not {length}.")
-    args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
-    twin = _abstract_copy(model, batch_size)
-    graph = graph_from_info(extract_module_info(twin, *args))
     middle = even_chunks(length, math.isqrt(length))
     sizes = sorted({min(s, length) for s in (chunk_sizes or (1, middle, length))})
-    rows = []
-    for rule in rules:
-        learner = _abstract_learner(RULES[rule](twin), graph, args)
-        whole = {"RTRL": [1], "BPTT": [s for s in sizes if s > 1] or [length]}
-        rows += [_row(rule, learner, args, length, size) for size in whole.get(rule, sizes)]
+    whole = {"RTRL": [1], "BPTT": [s for s in sizes if s > 1] or [length]}
+    rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
     budget = _memory() if memory_budget is None else memory_budget
     best, words = _recommend(rows, length, budget)
     states = [e for e in graph.module_info.entries if not e.is_param]
@@ -203,28 +236,53 @@ def _abstract_learner(learner: ETraceAlgorithm, graph: ETraceGraph, args: Any) -
     return learner
 
 
-def _row(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int) -> PlanRow:
-    def loss(*x: Any) -> Any:
-        outs = [o for o in jax.tree.leaves(learner(*x)) if jnp.issubdtype(o.dtype, jnp.inexact)]
-        return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
-
+def _row_of_learner(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int) -> PlanRow:
     def gradient(*sequences: Any) -> Any:
-        return learner.etrace_grad(*sequences, step_fn=loss, chunk_size=size)
+        return learner.etrace_grad(*sequences, step_fn=lambda *x: _loss(learner(*x)), chunk_size=size)
 
-    sequences = jax.tree.map(lambda a: jax.ShapeDtypeStruct((length, *a.shape), a.dtype), args)
     with warnings.catch_warnings(action="ignore"):
+        sequences = _longer(args, length)
         pure = Pure.trace(gradient, *sequences)
-        values = jax.tree.map(_struct, pure.values())
-        lowered = jax.jit(lambda values, *a: pure(values, *a)).lower(values, *sequences)
+        traced = jax.jit(lambda values, *a: pure(values, *a)).trace(
+            jax.tree.map(_struct, pure.values()), *sequences
+        )
+    values = [st.value for st in learner.traces.values()]
+    return _row(rule, size, length, learner.report.exactness.exact, values, pure.closed, traced)
+
+
+def _row_of_functions(rule: str, net: OnlineFunctions, length: int, size: int) -> PlanRow:
+    params, carry, x = net.function.shapes
+
+    def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
+        params, carry, xs = net.function.rebuild(params, carry, xs)
+        return net.grad(_loss, params, carry, traces, xs, chunk_size=size)
+
+    with warnings.catch_warnings(action="ignore"):
+        traces = jax.eval_shape(lambda *given: net.init(*net.function.rebuild(*given)[:2]), params, carry, x)
+        traced = jax.jit(gradient).trace(params, carry, _longer(x, length), traces)
+    return _row(rule, size, length, net.report.exactness.exact, traces, traced.jaxpr, traced)
+
+
+def _loss(y: Any) -> Any:
+    outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
+    return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
+
+
+def _longer(args: Any, length: int) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((length, *a.shape), a.dtype), args)
+
+
+def _row(rule: str, size: int, length: int, exact: bool, traces: Any, closed: Any, traced: Any) -> PlanRow:
+    with warnings.catch_warnings(action="ignore"):
         quickly = _QUICKLY if jax.default_backend() == "cpu" else None
-        memory: Any = lowered.compile(compiler_options=quickly).memory_analysis()
+        memory: Any = traced.lower().compile(compiler_options=quickly).memory_analysis()
     return PlanRow(
         rule=rule,
         chunk_size=size,
-        exact=learner.report.exactness.exact,
-        trace_bytes=_bytes(leaf for st in learner.traces.values() for leaf in jax.tree.leaves(st.value)),
+        exact=exact,
+        trace_bytes=_bytes(jax.tree.leaves(traces)),
         activation_bytes=int(memory.temp_size_in_bytes),
-        flops_per_step=count_flops(pure.closed) / length,
+        flops_per_step=count_flops(closed) / length,
     )
 
 

@@ -8,8 +8,9 @@ Memory grows with the number of units, not of weights. A bias is a weight on a c
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,11 +26,24 @@ from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
 
 @dataclass(frozen=True)
 class ESRule(TraceRule):
-    """Averages of inputs (decay `inp`) and of state Jacobians (decay `out`)."""
+    """Averages of inputs (decay `inp`) and of state Jacobians (decay `out`).
 
-    inp: float
-    out: float
+    `decay_or_rank` is the decay of both, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; or a
+    pair of them.
+    """
+
+    decay_or_rank: Any = field(default=0.9, compare=False)
     dtype: Any = None
+    inp: float = field(init=False, repr=False)
+    out: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given = self.decay_or_rank
+        pair = given if isinstance(given, tuple | list) else (given, given)
+        if len(pair) != 2:
+            raise ValueError(f"`decay_or_rank` is one value or a pair (inputs, states), not {given}.")
+        for name, value in zip(("inp", "out"), pair, strict=True):
+            object.__setattr__(self, name, as_decay(value))
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind("ES_D_RTRL", averages=(self.inp, self.out), windows=windows)
@@ -236,6 +250,22 @@ def _state_key(slot: Slot) -> str:
 
 def _input_key(slot: Slot) -> str:
     return f"{slot.relation.site.index}:{'.'.join(slot.relation.weight_path)}:{slot.name}:x"
+
+
+def as_decay(decay_or_rank: Any) -> float:
+    """A decay in (0, 1), or the decay `(r - 1) / (r + 1)` of an integer rank `r`."""
+    if isinstance(decay_or_rank, numbers.Integral) and not isinstance(decay_or_rank, bool):
+        if decay_or_rank < 1:
+            raise ValueError(f"A rank must be at least 1, not {decay_or_rank}.")
+        return (int(decay_or_rank) - 1) / (int(decay_or_rank) + 1)
+    if isinstance(decay_or_rank, str):
+        raise TypeError(f"A decay is a number, not the text {decay_or_rank!r}.")
+    decay = float(decay_or_rank)
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"A decay must be at least 0 and less than 1, not {decay_or_rank}; an integer is a rank instead."
+        )
+    return decay
 
 
 def _input(slot: Slot, local: Local) -> Any | None:

@@ -36,9 +36,10 @@ class WholeRule(Rule):
 
     def start(self, online: Online) -> Values:
         size = sum(_real_size(v.aval) for v in _carried(online))
-        params = _named_params(online)
+        types = [v.aval.dtype for v in _carried(online) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         return {
-            name: jnp.zeros((size, *_real_shape(a)), jnp.finfo(a.dtype).dtype) for name, a in params.items()
+            name: jnp.zeros((size, *_real_shape(a)), _real_type(a.dtype, *types))
+            for name, a in _named_params(online).items()
         }
 
     def advance(self, online: Online, values: Values, window: Window) -> Values:
@@ -61,8 +62,9 @@ class WholeRule(Rule):
         sizes = [math.prod(_real_shape(a)) for a in _named_params(online).values()]
         split = jnp.split(by_param, list(itertools.accumulate(sizes))[:-1], axis=1) if values else []
         return {
-            name: _carry(by_state, values[name]) + part.reshape(values[name].shape)
+            name: (_carry(by_state, old) + part.reshape(old.shape)).astype(old.dtype)
             for name, part in zip(_named_params(online), split, strict=True)
+            for old in [values[name]]
         }
 
     def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
@@ -112,7 +114,7 @@ def _carry(by_state: Any, influence: Any) -> Any:
     """`by_state @ influence`, whatever `by_state` says of a state that nothing has reached yet."""
     reached = jnp.any(influence != 0, axis=tuple(range(1, influence.ndim)))
     reached = jnp.broadcast_to(reached.reshape([1] * (by_state.ndim - 1) + [-1]), by_state.shape)
-    return jnp.tensordot(jnp.where(reached, by_state, 0), influence, 1)
+    return jnp.tensordot(jnp.where(reached, by_state, 0), influence.astype(by_state.dtype), 1)
 
 
 def _real_leaves(leaves: Leaves) -> Leaves:
@@ -157,6 +159,12 @@ def _cotangent(real: Any, like: Any) -> Any:
 
 def _real_shape(aval: Any) -> tuple[int, ...]:
     return (2, *aval.shape) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else tuple(aval.shape)
+
+
+def _real_type(*types: Any) -> Any:
+    """The type of real numbers that holds all of them."""
+    with jax.numpy_dtype_promotion("standard"):  # parameters may be of fewer bits than what is carried
+        return jnp.finfo(jnp.result_type(*types)).dtype
 
 
 def _real_size(aval: Any) -> int:

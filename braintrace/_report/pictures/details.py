@@ -7,7 +7,7 @@ from ..._compiler.outcomes import NoTrace
 from ..._compiler.step import show_path
 from ..diagnostics import KIND_OF
 from ..tables import show_bytes
-from .diagram import Box, Diagram, show_aval, show_avals
+from .diagram import Box, Diagram, marked_by, show_aval, show_avals
 
 Note = list[tuple[str, str]]
 
@@ -71,4 +71,5 @@ def _of_site(box: Box, params: Note, why: dict[int, str]) -> Note:
         note.append(("ES_D_RTRL", show_bytes(box.sizes.es_d_rtrl)))
     elif site.index in why:
         note.append(("why", why[site.index]))
+    note += [("mark", marked_by(site))] * site.found
     return [*note, *([("line", site.source)] if site.source else [])]

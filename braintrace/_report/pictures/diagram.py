@@ -76,6 +76,11 @@ def op_name(site: Site) -> str:
     return site.primitive.name.removeprefix("etp_")
 
 
+def marked_by(site: Site) -> str:
+    """Who set the mark."""
+    return "found" if site.found else "marked by hand"
+
+
 def show_aval(aval: Any) -> str:
     """`f32[16,32]`, as in a jaxpr."""
     return str(aval.str_short(short_dtypes=True))

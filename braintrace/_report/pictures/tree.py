@@ -10,7 +10,7 @@ from ..._compiler.remembering import remembered
 from ..._compiler.step import show_path
 from ..diagnostics import DiagnosticLevel
 from ..tables import show_bytes
-from .diagram import op_name, show_aval, show_avals
+from .diagram import marked_by, op_name, show_aval, show_avals
 from .sizes import trace_sizes
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _site(relation: HiddenParamOpRelation, group: HiddenGroup, kept: dict[int, H
         str(relation.path_classification[p]) for p in group.hidden_paths if p in relation.path_classification
     }
     marks = "".join([*(f"  x{n} in a loop" for n in site.loops), "  in a branch" * ("cond" in site.context)])
+    if relation.info.step.found:
+        marks += f"  {marked_by(site)}"
     return _text(
         (op_name(site), "bold blue"),
         (f" {names}", "cyan"),

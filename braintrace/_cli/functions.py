@@ -1,0 +1,140 @@
+"""A step function, or a module of Equinox, Flax or Haiku, as pure functions with parameters and a carry."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .errors import UsageError
+
+KINDS = """\
+models:
+  a brainstate module, its class, or a function that makes one
+  step --params P --carry C: a function step(params, carry, x) -> (carry, y); P and C are names in its
+    module, of what it is given or of functions that make it
+  a function that returns (step, params, carry)
+  a module of Flax (NNX or Linen) or Equinox, called as module(carry, x) -> (carry, y), or a cell of Equinox;
+    of Haiku, hk.transform(f) of f(carry, x) -> (carry, y). With --carry C where it does not know its own
+What takes a `key`, `rngs` or a `batch_size` is given one, by --seed and --batch-size.
+"""
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What `braintrace.online` makes of a model, and what to call it with."""
+
+    net: Any
+    params: Any
+    carry: Any
+
+
+def call(function: Any, given: argparse.Namespace | None, args: Sequence[Any] = (), **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, with what it takes of a key, random streams and a batch size."""
+    import jax
+
+    is_class = isinstance(function, type)  # whose own signature may be that of its metaclass
+    signature = inspect.signature(function.__init__ if is_class else function)
+    offered: dict[str, Callable[[], Any]] = {}
+    if given is not None:
+        offered = {"key": lambda: jax.random.key(given.seed), "batch_size": lambda: given.batch_size}
+        if nnx := sys.modules.get("flax.nnx"):
+            offered["rngs"] = lambda: nnx.Rngs(given.seed)
+    open_ = [n for n, p in signature.parameters.items() if p.default in (p.empty, None)]
+    kwargs = {name: make() for name, make in offered.items() if name in open_} | kwargs
+    signature.bind(*([None] if is_class else []), *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def is_made(found: Any) -> bool:
+    """Whether it is a model already, not something that makes one."""
+    return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
+
+
+def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse.Namespace) -> Functions:
+    """The functions of a model that `is_made`, or of a step function with its parameters and carry."""
+    import jax
+    import jax.numpy as jnp
+
+    from .._learners.functional import online
+
+    x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
+    key = jax.random.key(given.seed)
+    if _is_triple(model):
+        step, params, carry = model
+    elif _of(model, "flax.nnx"):
+        from ..nnx import Learner
+
+        make = lambda: model.initialize_carry(x.shape, sys.modules["flax.nnx"].Rngs(given.seed))
+        net, params, carry, _ = Learner(model, _carry(carry, model, make), x)._split()
+        return Functions(net, params, carry)
+    elif _of(model, "flax.linen"):
+        carry = _carry(carry, model, lambda: model.initialize_carry(key, x.shape))
+        step, params = model.apply, model.init(key, carry, x)
+    elif _is_haiku(model):
+        carry = _carry(carry, model)
+        step, params = _haiku_step(model), model.init(key, carry, x)
+    elif _of(model, "equinox"):
+        step, params, carry = _equinox(model, carry, given.batch_size)
+    else:
+        step = model
+    return Functions(online(step, params, carry, x), params, carry)
+
+
+def _of(found: Any, *packages: str) -> bool:
+    """Whether it is a module of a framework, which is imported if it is."""
+    known = [sys.modules[name].Module for name in packages if name in sys.modules]
+    return isinstance(found, tuple(known))
+
+
+def _is_triple(found: Any) -> bool:
+    return isinstance(found, tuple) and len(found) == 3 and callable(found[0])
+
+
+def _is_haiku(found: Any) -> bool:
+    return isinstance(found, tuple) and getattr(found, "_fields", None) == ("init", "apply")
+
+
+def _carry(carry: Any, model: Any, make: Callable[[], Any] | None = None) -> Any:
+    if carry is not None:
+        return carry
+    if make is None or not hasattr(model, "initialize_carry"):
+        raise UsageError(
+            f"What does {type(model).__name__} carry from step to step? Name it, or a function that makes "
+            "it, with --carry."
+        )
+    return make()
+
+
+def _haiku_step(model: Any) -> Callable[..., Any]:
+    if "rng" in inspect.signature(model.apply).parameters:
+        return lambda params, carry, x: model.apply(params, None, carry, x)
+    return model.apply  # type: ignore[no-any-return]
+
+
+def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, Any]:
+    """Modules of Equinox know no batch axis, and its cells take the input first."""
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    is_cell = isinstance(model, eqx.nn.GRUCell | eqx.nn.LSTMCell)
+
+    def one(model: Any, carry: Any, x: Any) -> Any:
+        if not is_cell:
+            return model(carry, x)
+        carry = model(x, carry)
+        return carry, carry[0] if isinstance(carry, tuple) else carry
+
+    def step(model: Any, carry: Any, x: Any) -> Any:
+        return one(model, carry, x) if batch_size is None else jax.vmap(partial(one, model))(carry, x)
+
+    if carry is None and is_cell:
+        zeros = jnp.zeros((*([batch_size] if batch_size else []), model.hidden_size))
+        carry = (zeros, zeros) if isinstance(model, eqx.nn.LSTMCell) else zeros
+    step.__name__ = type(model).__name__
+    return step, model, _carry(carry, model)

@@ -1,0 +1,165 @@
+"""Marks for a step without them: at the frontier, where what is made of parameters alone meets what is not.
+
+`x @ f(w)` is a product whose weight is the value of `f(w)`; in `h * a` the factor `a` enters element by
+element, before it is broadcast. What only parameters, constants and states that no step writes go into is the
+making of a weight, and stays as it is; so do marks written by hand, and what feeds them or comes out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import primitives
+from .._ops.found import MARKED as OPS
+from .._ops.found import mark_elements
+from .._ops.primitive import ETPPrimitive
+from .links import ELEMENT_WISE
+from .program import Atom, Node, Program, Var, read, read_program
+from .provenance import SLICED, provenance
+from .step import Role, Step
+
+Shape = tuple[int, ...]
+Axes = list[int | None]
+
+
+def mark_found(step: Step) -> Step:
+    """The same step with marked ops wherever a weight enters by an operation that can be one."""
+    program = read_program(step.closed_jaxpr, marks=False)
+    num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
+    ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
+    params: list[Var] = []
+    fixed: list[Var] = []
+    new: list[Atom] = []  # hidden states as the step leaves them
+    for state in step.states:
+        pairs = [(next(ins), next(outs)) for _ in range(state.tree.num_leaves)]
+        if state.role is Role.PARAMETER:
+            params += [a for a, _ in pairs if _is_number(a)]
+        elif all(a is b for a, b in pairs):
+            fixed += [a for a, _ in pairs]
+        new += [b for a, b in pairs if state.role is Role.HIDDEN and a is not b]
+    bits = provenance(program, params).bits
+    learned = sum(bits[v] for v in params)
+    frontier = _Frontier(bits, learned, learned | sum(bits[v] for v in fixed) | SLICED)
+
+    def marked(*args: Any) -> list[Any]:
+        return frontier.run(program, args, new)
+
+    closed: _compat.ClosedJaxpr = jax.make_jaxpr(marked)(*(v.aval for v in program.inputs))
+    return replace(step, closed_jaxpr=closed, found=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Frontier:
+    """A program evaluated with marks; `bits` say what each variable is made of."""
+
+    bits: dict[Var, int]
+    params: int
+    fixed: int
+    made: dict[Var, Node] = field(default_factory=dict)  # what each variable comes from, as far as evaluated
+
+    def of(self, atom: Atom) -> int:
+        return self.bits.get(atom, 0) if isinstance(atom, Var) else 0
+
+    def is_data(self, atom: Atom) -> bool:
+        return bool(self.of(atom) & ~self.fixed)
+
+    def is_weight(self, atom: Atom) -> bool:
+        return bool(self.of(atom) & self.params) and not self.is_data(atom) and _is_number(atom)
+
+    def run(self, program: Program, args: Sequence[Any], leaving: Sequence[Atom]) -> list[Any]:
+        """The outputs; those among `leaving` that are weights are marked: they meet others outside."""
+        env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
+        for node in program.nodes:
+            self.made.update(dict.fromkeys(node.outputs, node))
+            with _compat.at_line_of(_with_line(node)):
+                outs = self.apply(node, env)
+            env.update(zip(node.outputs, outs, strict=True))
+        return [
+            self.elements(a, a.aval.shape, env) if self.is_weight(a) and a in leaving else read(env, a)
+            for a in program.outputs
+        ]
+
+    def apply(self, node: Node, env: dict[Var, Any]) -> list[Any]:
+        vals = [read(env, a) for a in node.inputs]
+        weights = [i for i, a in enumerate(node.inputs) if self.is_weight(a)]
+        ours = isinstance(node.primitive, ETPPrimitive)
+        if ours or not weights or not any(map(self.is_data, node.inputs)):
+            return _compat.bind(node.eqn, *vals)
+        if node.primitive is primitives.cond_p:
+            return self.enter_cond(node, vals)
+        if node.primitive is primitives.scan_p:
+            return self.enter_scan(node, vals)
+        if node.primitive in OPS:
+            y = OPS[node.primitive](vals, weights[0], node.params)
+            return _compat.bind(node.eqn, *vals) if y is None else [y]
+        if node.primitive.name in ELEMENT_WISE and all(map(_is_number, node.outputs)):
+            for i in weights:
+                vals[i] = self.elements(node.inputs[i], node.outputs[0].aval.shape, env)
+        return _compat.bind(node.eqn, *vals)
+
+    def elements(self, atom: Atom, shape: Shape, env: dict[Var, Any]) -> Any:
+        """A weight that enters element by element, marked as it is before it is broadcast to a shape."""
+        axes: Axes = [a if n == shape[a] else None for a, n in enumerate(atom.aval.shape)]
+        while isinstance(atom, Var) and atom in self.made:
+            before = _before(self.made[atom], axes)
+            if before is None:
+                break
+            (atom, *_), axes = self.made[atom].inputs, before
+        return mark_elements(read(env, atom), axes, shape)
+
+    def enter_cond(self, node: Node, vals: list[Any]) -> list[Any]:
+        def branch(program: Program) -> Any:
+            return lambda *operands: self.run(program, operands, program.outputs)
+
+        outs: list[Any] = jax.lax.switch(vals[0], [branch(p) for p in node.inner], *vals[1:])
+        return outs
+
+    def enter_scan(self, node: Node, vals: list[Any]) -> list[Any]:
+        num_consts, num_carry = _compat.scan_counts(node.eqn)
+        (program,) = node.inner
+
+        def body(carry: Any, xs: Any) -> Any:
+            outs = self.run(program, [*vals[:num_consts], *carry, *xs], program.outputs)
+            return outs[:num_carry], outs[num_carry:]
+
+        carry, ys = jax.lax.scan(
+            body,
+            vals[num_consts:][:num_carry],
+            vals[num_consts + num_carry :],
+            length=node.params["length"],
+            reverse=node.params["reverse"],
+            unroll=node.params["unroll"],
+        )
+        return [*carry, *ys]
+
+
+def _before(node: Node, axes: Axes) -> Axes | None:
+    """The axes of what a node broadcasts, given those of the result; None if it does anything else."""
+    old, new = (tuple(v.aval.shape) for v in (node.inputs[0], node.outputs[0]))
+    if node.primitive is primitives.broadcast_in_dim_p:
+        dims = node.params["broadcast_dimensions"]
+        return [axes[d] if n == new[d] else None for n, d in zip(old, dims, strict=True)]
+    long = [[i for i, n in enumerate(shape) if n != 1] for shape in (old, new)]
+    views = (primitives.reshape_p, primitives.squeeze_p)
+    if node.primitive not in views or [old[i] for i in long[0]] != [new[i] for i in long[1]]:
+        return None
+    result: Axes = [None] * len(old)
+    for i, j in zip(*long, strict=True):
+        result[i] = axes[j]
+    return result
+
+
+def _is_number(atom: Atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _with_line(node: Node) -> Any:
+    """The equation with the user's line: what is inside a function of JAX's own has none, the call has."""
+    eqns = (node.eqn, *reversed(node.callers))
+    return next((e for e in eqns if not node.callers or _compat.source_line(e)), node.eqn)

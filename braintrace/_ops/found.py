@@ -1,0 +1,178 @@
+"""Operations of JAX as marked ones, with index letters that come from their parameters.
+
+`MARKED[primitive](operands, at, params)` applies one with operand `at` learned online; None where its letters
+cannot be had. `mark_elements` is for a weight that enters element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from string import ascii_letters
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._compat import primitives
+from .convolution import Window, conv_p
+from .elementwise import element_wise_p
+from .letters import Term
+from .primitive import ETPPrimitive, register_primitive
+
+
+def _bind(op: ETPPrimitive, *operands: Any, **options: Any) -> Any:
+    return op.bind(*operands, names=("weight",), levels=(), found=True, **options)
+
+
+def mark_elements(weight: Any, axes: Sequence[int | None], shape: Sequence[int]) -> Any:
+    """The weight broadcast to a shape, learned online; its axes are of the result (None: of size one)."""
+    weight = jnp.squeeze(weight, [i for i, a in enumerate(axes) if a is None])
+    kept = tuple(a for a in axes if a is not None)
+    return _bind(element_wise_p, weight, axes=kept, shape=tuple(shape))
+
+
+def _dot(x: jax.Array, weight: jax.Array, *, letters: str, at: int, **params: Any) -> Any:
+    return primitives.dot_general_p.bind(*((x, weight) if at else (weight, x)), **params)
+
+
+dot_general_p = register_primitive("etp_dot_general", _dot, lambda letters, **_: {"weight": Term(letters)})
+
+
+def dot_letters(dimension_numbers: Any, ndims: tuple[int, int], at: int) -> str:
+    """`x,weight->y`, where the weight is operand `at`.
+
+    >>> dot_letters((((1,), (0,)), ((), ())), (2, 2), at=1)
+    'ba,ac->bc'
+    """
+    (lc, rc), (lb, rb) = dimension_numbers
+    fresh = iter(ascii_letters)
+    left, right = dict[int, str](), dict[int, str]()
+    for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)):
+        left[a] = right[b] = next(fresh)
+    free = [[i for i in range(n) if i not in own] for n, own in zip(ndims, (left, right), strict=True)]
+    left.update((i, next(fresh)) for i in free[0])
+    right.update((i, next(fresh)) for i in free[1])
+    y = [*(left[i] for i in (*lb, *free[0])), *(right[i] for i in free[1])]
+    sides = ["".join(own[i] for i in range(n)) for n, own in zip(ndims, (left, right), strict=True)]
+    return f"{sides[1 - at]},{sides[at]}->{''.join(y)}"
+
+
+def _mark_dot(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+    ndims = jnp.ndim(operands[0]), jnp.ndim(operands[1])
+    letters = dot_letters(params["dimension_numbers"], ndims, at)
+    return _bind(dot_general_p, operands[1 - at], operands[at], letters=letters, at=at, **params)
+
+
+def _mark_conv(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+    x, kernel = operands
+    specs = params["dimension_numbers"]
+    if at != 1 or not 3 <= kernel.ndim <= 5:
+        return None
+    window = Window(
+        kernel=tuple(kernel.shape[i] for i in specs.rhs_spec[2:]),
+        strides=tuple(params["window_strides"]),
+        padding=tuple(params["padding"]),
+        lhs_dilation=tuple(params["lhs_dilation"]),
+        rhs_dilation=tuple(params["rhs_dilation"]),
+        feature_groups=params["feature_group_count"],
+        batch_groups=params["batch_group_count"],
+        batched=True,
+        specs=specs,
+        precision=params["precision"],
+        preferred=params["preferred_element_type"],
+    )
+    return _bind(conv_p, x, kernel, window=window)
+
+
+Sizes = tuple[tuple[int, int], ...]  # which of the indices, and the size of the axis that it is for
+
+
+def _gather(
+    indices: jax.Array, weight: jax.Array, *, letters: str, sizes: Sizes, dtype: Any, **params: Any
+) -> Any:
+    return lax.gather(weight, indices, **params)
+
+
+def _gather_terms(letters: str, sizes: Sizes, dtype: Any, mode: Any, **_: Any) -> dict[str, Term]:
+    def places(indices: jax.Array) -> jax.Array:
+        """One where an entry of the weight is looked up, with an axis for each index; else zero."""
+        found = jnp.ones(indices.shape[:-1] + (1,) * len(sizes), dtype)
+        for i, (column, size) in enumerate(sizes):
+            at = indices[..., column]
+            if mode is lax.GatherScatterMode.CLIP:
+                at = jnp.clip(at, 0, size - 1)
+            others = [indices.ndim - 1 + j for j in range(len(sizes)) if j != i]
+            found = found * jnp.expand_dims(jax.nn.one_hot(at, size, dtype=dtype), others)
+        return found
+
+    return {"weight": Term(letters, x=places)}
+
+
+gather_p = register_primitive("etp_gather", _gather, _gather_terms)
+
+
+def _mark_gather(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+    """Rows of a weight: along each axis, one entry at an index or all of them."""
+    weight, indices = operands
+    numbers, taken = params["dimension_numbers"], params["slice_sizes"]
+    clipped = params["mode"] is lax.GatherScatterMode.CLIP  # then one index fits an axis that is taken whole
+    columns = {
+        a: i for i, a in enumerate(numbers.start_index_map) if not (clipped and taken[a] == weight.shape[a])
+    }
+    looked_up = list(columns)
+    whole = [a for a in range(weight.ndim) if a not in looked_up]
+    if (
+        at != 0
+        or numbers.operand_batching_dims
+        or any(taken[a] != 1 for a in looked_up)
+        or any(taken[a] != weight.shape[a] for a in whole)
+    ):
+        return None
+    fresh = map(ascii_letters.__getitem__, count())
+    w = [next(fresh) for _ in range(weight.ndim)]
+    kept = [a for a in range(weight.ndim) if a not in numbers.collapsed_slice_dims]
+    batch = [next(fresh) for _ in range(indices.ndim - 1)]
+    # an axis that is looked up and stays has a letter of its own in y: there is one entry along it
+    offset = iter([w[a] if a in whole else next(fresh) for a in kept])
+    others = iter(batch)
+    num_out = len(batch) + len(kept)
+    y = [next(offset if i in numbers.offset_dims else others) for i in range(num_out)]
+    x = [*batch, *(w[a] for a in looked_up)]
+    return _bind(
+        gather_p,
+        indices,
+        weight,
+        letters=f"{''.join(x)},{''.join(w)}->{''.join(y)}",
+        sizes=tuple((i, weight.shape[a]) for a, i in columns.items()),
+        dtype=weight.dtype,
+        **params,
+    )
+
+
+def _mark_slice(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+    """A slice at an index is a gather of one place."""
+    weight, *starts = operands
+    taken = params["slice_sizes"]
+    cut = tuple(a for a in range(weight.ndim) if taken[a] != weight.shape[a])
+    if at != 0 or not cut:
+        return None
+    numbers = lax.GatherDimensionNumbers(tuple(range(weight.ndim)), (), cut)
+    return _mark_gather(
+        (weight, jnp.stack([starts[a] for a in cut])),
+        at,
+        {
+            "dimension_numbers": numbers,
+            "slice_sizes": tuple(taken),
+            "mode": lax.GatherScatterMode.CLIP,
+        },
+    )
+
+
+MARKED: dict[Any, Callable[[Sequence[Any], int, dict[str, Any]], Any]] = {
+    primitives.dot_general_p: _mark_dot,
+    primitives.conv_general_dilated_p: _mark_conv,
+    primitives.gather_p: _mark_gather,
+    primitives.dynamic_slice_p: _mark_slice,
+}

@@ -1,0 +1,175 @@
+"""Flax NNX modules that learn online: `Learner` takes a module as it is and keeps carry and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ._frontends.functions import read_function
+from ._frontends.modules import Mark
+from ._learners.functional import OnlineFunctions, make_functions
+from ._report.report import CompilationReport
+from ._rules.rule import Rule
+
+
+class Carry(nnx.Variable):
+    """What a learner's module hands from step to step."""
+
+
+class Trace(nnx.Variable):
+    """What a learner's rule keeps from step to step."""
+
+
+class Learner(nnx.Module):
+    """A module that is called as `module(carry, x) -> (carry, y)`, as Flax's cells are, learning online.
+
+    `carry` is what samples begin with, and `x` the input of one step, for its shape. Parameters are the
+    module's `nnx.Param`s; its other variables (running statistics, counts and keys of random numbers) are
+    carried along, without a trace. `rule`, `mark` and `window` are those of `braintrace.online`.
+
+    >>> import braintrace.nnx, jax.numpy as jnp, optax
+    >>> from flax import nnx
+    >>> cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+    >>> learner = braintrace.nnx.Learner(cell, jnp.zeros(4), jnp.ones(3))
+    >>> optimizer = nnx.Optimizer(cell, optax.adam(1e-2), wrt=nnx.Param)
+    >>> grads = learner.grad(lambda y: jnp.mean(y**2), jnp.ones((5, 3)))
+    >>> optimizer.update(cell, grads)
+    """
+
+    def __init__(
+        self,
+        module: nnx.Module,
+        carry: Any,
+        x: Any,
+        *,
+        rule: Rule | None = None,
+        mark: Mark = "auto",
+        window: int | None = None,
+    ) -> None:
+        self.module = module
+        self.start = Carry(carry)
+        self.carry = Carry(jax.tree.map(jnp.copy, carry))  # not the same buffers: jit may be given them both
+        self.traces = Trace({})
+        self._forms = _Forms(jax.tree.map(_shape, x), rule, mark, window)
+        _write(self.traces, self._split()[-1])
+
+    def __call__(self, x: Any) -> Any:
+        """One step; its derivative in the parameters is the online gradient."""
+        net, params, carried, traces = self._split()
+        carried, traces, y = net.step(params, carried, traces, x)
+        self._keep(carried, traces)
+        return y
+
+    def grad(
+        self,
+        loss: Callable[..., Any],
+        xs: Any,
+        *more: Any,
+        mask: Any = None,
+        reset: Any = None,
+        window: int | None = None,
+        chunk_size: int | None = None,
+        reduction: str = "mean",
+        has_aux: bool = False,
+        return_value: bool = False,
+    ) -> Any:
+        """The gradients over a sequence, an `nnx.State` as `nnx.Optimizer.update(module, grads)` takes it.
+
+        With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and what `loss`
+        returns beside its value; with both, of all three. For the rest, see `grad` of `braintrace.online`.
+        """
+        net, params, carried, traces = self._split()
+        grads, (carried, traces), (losses, aux) = net.grad(
+            loss,
+            params,
+            carried,
+            traces,
+            xs,
+            *more,
+            mask=mask,
+            reset=reset,
+            window=window,
+            chunk_size=chunk_size,
+            reduction=reduction,
+            has_aux=has_aux,
+        )
+        self._keep(carried, traces)
+        found = [grads, *([losses] if return_value else []), *([aux] if has_aux else [])]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def reset(self, rows: Any = None) -> None:
+        """Begin anew, with the first carry and traces of zero: all samples, or those flagged in `rows`."""
+        net, _, carried, traces = self._split()
+        carried, traces = net.reset(carried, traces, rows)
+        self._keep(jax.tree.map(jnp.copy, carried), traces)
+
+    @property
+    def functions(self) -> OnlineFunctions:
+        """The pure functions of `braintrace.online`: `check` and `plan`, among others.
+
+        `carry` of theirs is a pair: that of the module, and its variables that are no parameters.
+        """
+        return self._split()[0]
+
+    @property
+    def report(self) -> CompilationReport:
+        """What is learned how, and what is left out."""
+        return self.functions.report
+
+    def _split(self) -> tuple[OnlineFunctions, Any, Any, Any]:
+        """The functions, and what they take: parameters, what is carried, traces."""
+        form, params, variables = nnx.split(self.module, nnx.Param, ...)
+        carried, traces = (_read(self.carry), variables), _read(self.traces)
+        net = self._forms.functions(form, type(self.module).__name__, params, carried)
+        fresh = jax.eval_shape(net.init, params, carried)
+        if jax.tree.map(_shape, traces) != fresh:  # the form has changed, and with it what is carried
+            traces = net.init(params, carried)
+        return net.with_start((_read(self.start), variables)), params, carried, traces
+
+    def _keep(self, carried: Any, traces: Any) -> None:
+        carry, variables = carried
+        _write(self.carry, carry)
+        _write(self.traces, traces)
+        nnx.update(self.module, variables)
+
+
+class _Forms:
+    """The functions of each form that the module has had: `module.eval()` makes another."""
+
+    def __init__(self, x: Any, rule: Rule | None, mark: Mark, window: int | None) -> None:
+        self.x, self.options = x, (rule, mark, window)
+        self.known: dict[Any, OnlineFunctions] = {}
+
+    def functions(self, form: Any, name: str, params: Any, carried: Any) -> OnlineFunctions:
+        def step(params: Any, carried: Any, x: Any) -> Any:
+            carry, variables = carried
+            module = nnx.merge(form, params, variables)
+            carry, y = module(carry, x)
+            nnx.pop(module, nnx.Intermediate)
+            return (carry, nnx.split(module, nnx.Param, ...)[2]), y
+
+        if form not in self.known:
+            step.__name__ = name
+            params, carried = jax.tree.map(_shape, (params, carried))
+            function = read_function(step, params, carried, self.x, aside=lambda path: path[1] == "1")
+            self.known[form] = make_functions(function, carried, *self.options)
+        return self.known[form]
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
+def _read(variable: nnx.Variable[Any]) -> Any:
+    return variable.get_value() if hasattr(variable, "get_value") else variable.value  # flax < 0.12.1
+
+
+def _write(variable: nnx.Variable[Any], value: Any) -> None:
+    if hasattr(variable, "set_value"):
+        variable.set_value(value)
+    else:  # flax < 0.12.1
+        variable.value = value

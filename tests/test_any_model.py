@@ -1,0 +1,329 @@
+"""Step functions of any framework learn online as they are: against BPTT and the definitions of rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import braintrace as bt
+
+from .oracle import Brute, flatten, loss
+
+with warnings.catch_warnings(action="ignore"):
+    import equinox as eqx
+    import haiku as hk
+    from flax import linen, nnx
+
+
+@pytest.fixture(autouse=True)
+def as_frameworks_need_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+IN, UNITS, LENGTH, BATCH = 3, 4, 6, 2
+ROUND_OFF = 1e-10
+
+
+@dataclass(frozen=True)
+class Model:
+    """A step of one sample, with its parameters and carry; `batched` takes samples in front of all."""
+
+    step: Callable[..., Any]
+    params: Any
+    carry: Any
+    batched: Callable[..., Any]
+
+
+def of_one(step: Any, params: Any, carry: Any) -> Model:
+    """A step that knows no batch axis."""
+    return Model(step, params, carry, lambda p, c, x: jax.vmap(partial(step, p))(c, x))
+
+
+def wide(tree: Any) -> Any:
+    """In float64: some frameworks make parameters of 32 bits."""
+    return jax.tree.map(
+        lambda a: a.astype(float) if eqx.is_inexact_array(a) and not jnp.iscomplexobj(a) else a, tree
+    )
+
+
+# -- cells: each of (inputs, units) ------------------------------------------------------------------
+
+KEY = jax.random.key(0)
+zeros, pair = jnp.zeros(UNITS), (jnp.zeros(UNITS), jnp.zeros(UNITS))
+
+
+def of_equinox(cell: Any, carry: Any) -> Any:
+    def make(inputs: int, units: int) -> Model:
+        def step(cell: Any, carry: Any, x: Any) -> Any:
+            carry = cell(x, carry)
+            return carry, jax.tree.leaves(carry)[0]
+
+        return of_one(step, cell(inputs, units, key=KEY), carry)
+
+    return make
+
+
+def of_nnx(cell: Any, carry: Any) -> Any:
+    def make(inputs: int, units: int) -> Model:
+        form, params = nnx.split(cell(inputs, units, dtype=float, param_dtype=float, rngs=nnx.Rngs(0)))
+        step = lambda params, carry, x: nnx.merge(form, params)(carry, x)
+        return Model(step, params, carry, step)
+
+    return make
+
+
+def of_linen(cell: Any, carry: Any) -> Any:
+    def make(inputs: int, units: int) -> Model:
+        module = cell(units, param_dtype=float)
+        return Model(module.apply, module.init(KEY, carry, jnp.ones(inputs)), carry, module.apply)
+
+    return make
+
+
+def of_haiku(cell: Any, carry: Any) -> Any:
+    def make(inputs: int, units: int) -> Model:
+        def forward(carry: Any, x: Any) -> Any:
+            y, carry = cell(units)(x, carry)
+            return carry, y
+
+        net = hk.without_apply_rng(hk.transform(forward))
+        return Model(net.apply, net.init(KEY, carry, jnp.ones(inputs)), carry, net.apply)
+
+    return make
+
+
+def of_brainstate(cell: Any, **options: Any) -> Any:
+    def make(inputs: int, units: int) -> Model:
+        brainstate.random.seed(0)
+        module = cell(inputs, units, **options)
+        brainstate.nn.init_all_states(module)
+        form, params, carry = brainstate.graph.treefy_split(module, brainstate.ParamState, ...)
+
+        def step(params: Any, carry: Any, x: Any) -> Any:
+            module = brainstate.graph.treefy_merge(form, params, carry)
+            y = module(x)
+            return brainstate.graph.treefy_split(module, brainstate.ParamState, ...)[2], y
+
+        return of_one(step, params, carry)
+
+    return make
+
+
+def weights(*shape: int, seed: int = 0) -> Any:
+    return jnp.asarray(np.random.RandomState(seed).normal(size=shape) / shape[0] ** 0.5)
+
+
+def integrator(inputs: int, units: int) -> Model:
+    def step(params: Any, h: Any, x: Any) -> Any:
+        h = params["decay"] * h + jnp.tanh(x @ params["w"] + params["b"])
+        return h, h
+
+    params = {"w": weights(inputs, units), "b": jnp.zeros(units), "decay": jnp.full(units, 0.8)}
+    return of_one(step, params, zeros)
+
+
+def lru(inputs: int, units: int) -> Model:
+    def step(params: Any, h: Any, x: Any) -> Any:
+        lam = jnp.exp(-jnp.exp(params["nu"]) + 1j * params["theta"])
+        h = lam * h + (x @ params["re"] + 1j * (x @ params["im"]))
+        return h, h.real @ params["out"]
+
+    re, im, out = weights(inputs, units), weights(inputs, units, seed=1), weights(units, units, seed=2)
+    params = {
+        "nu": jnp.full(units, -1.0),
+        "theta": jnp.linspace(0.1, 1, units),
+        "re": re,
+        "im": im,
+        "out": out,
+    }
+    return of_one(step, params, jnp.zeros(units, complex))
+
+
+def leaky(inputs: int, units: int) -> Model:
+    def step(params: Any, carry: Any, x: Any) -> Any:
+        h = carry["h"] + 0.3 * (jnp.tanh(x @ params["w"] + carry["h"] @ params["r"]) - carry["h"])
+        return {"h": h, "count": carry["count"] + 1}, h
+
+    params = {"w": weights(inputs, units), "r": weights(units, units, seed=1)}
+    return of_one(step, params, {"h": zeros, "count": jnp.zeros((), int)})
+
+
+CELLS = {
+    "integrator": integrator,
+    "lru": lru,
+    "leaky": leaky,
+    "eqx.GRUCell": of_equinox(eqx.nn.GRUCell, zeros),
+    "eqx.LSTMCell": of_equinox(eqx.nn.LSTMCell, pair),
+    "nnx.SimpleCell": of_nnx(nnx.SimpleCell, zeros),
+    "nnx.GRUCell": of_nnx(nnx.GRUCell, zeros),
+    "nnx.LSTMCell": of_nnx(nnx.LSTMCell, pair),
+    "nnx.OptimizedLSTMCell": of_nnx(nnx.OptimizedLSTMCell, pair),
+    "linen.SimpleCell": of_linen(linen.SimpleCell, zeros),
+    "linen.GRUCell": of_linen(linen.GRUCell, zeros),
+    "linen.LSTMCell": of_linen(linen.LSTMCell, pair),
+    "linen.MGUCell": of_linen(linen.MGUCell, zeros),
+    "hk.VanillaRNN": of_haiku(hk.VanillaRNN, zeros),
+    "hk.GRU": of_haiku(hk.GRU, zeros),
+    "hk.LSTM": of_haiku(hk.LSTM, hk.LSTMState(*pair)),
+    "brainstate.ValinaRNNCell": of_brainstate(brainstate.nn.ValinaRNNCell),
+    "brainstate.GRUCell": of_brainstate(brainstate.nn.GRUCell),
+    "brainstate.LSTMCell": of_brainstate(brainstate.nn.LSTMCell),
+    "brainstate.MGUCell": of_brainstate(brainstate.nn.MGUCell),
+}
+
+
+def stacked(cell: Any) -> Model:
+    """Two cells, with an MLP in front and one behind."""
+    first, second = cell(IN, UNITS), cell(UNITS, UNITS)
+    params = {
+        "front": [weights(IN, 5), weights(5, IN, seed=1)],
+        "first": first.params,
+        "second": second.params,
+        "behind": [weights(UNITS, 5, seed=2), weights(5, 2, seed=3)],
+    }
+
+    def mlp(ws: Any, x: Any) -> Any:
+        return jnp.tanh(x @ ws[0]) @ ws[1]
+
+    def through(first: Any, second: Any, params: Any, carry: Any, x: Any) -> Any:
+        a, x = first(params["first"], carry[0], mlp(params["front"], x))
+        b, y = second(params["second"], carry[1], x)
+        return (a, b), mlp(params["behind"], y)
+
+    step = partial(through, first.step, second.step)
+    return Model(step, params, (first.carry, second.carry), partial(through, first.batched, second.batched))
+
+
+MODELS = {name: partial(make, IN, UNITS) for name, make in CELLS.items()}
+TWICE = ("integrator", "lru", "eqx.LSTMCell", "nnx.GRUCell", "linen.LSTMCell", "hk.GRU", "brainstate.MGUCell")
+STACKS = {f"two {name}": partial(stacked, CELLS[name]) for name in TWICE}
+QUICK = ("integrator", "nnx.GRUCell", "two eqx.LSTMCell")
+
+
+def each(models: Any) -> Any:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in models]
+    )
+
+
+@cache
+def model_of(name: str) -> Model:
+    model = {**MODELS, **STACKS}[name]()
+    return Model(model.step, wide(model.params), model.carry, model.batched)
+
+
+def data() -> Any:
+    return jnp.asarray(np.random.RandomState(0).normal(size=(LENGTH, BATCH, IN)))
+
+
+def online(model: Model, rule: Any = None) -> Any:
+    return bt.online(model.step, model.params, model.carry, jnp.ones(IN), rule=rule)
+
+
+def gradient(net: Any, model: Model, xs: Any, **options: Any) -> Any:
+    traces = net.init(model.params, model.carry)
+    return net.grad(loss, model.params, model.carry, traces, xs, reduction="sum", **options)[0]
+
+
+def through_time(model: Model, xs: Any) -> Any:
+    def total(params: Any) -> Any:
+        def one(carry: Any, x: Any) -> Any:
+            carry, y = model.step(params, carry, x)
+            return carry, loss(y)
+
+        return jnp.sum(jax.lax.scan(one, model.carry, xs)[1])
+
+    return jax.jit(jax.grad(total))(model.params)
+
+
+def by_steps(net: Any, model: Model, xs: Any) -> Any:
+    """The sum of the gradients of single steps, by `jax.grad`."""
+
+    def one(state: Any, x: Any) -> Any:
+        def value(params: Any) -> Any:
+            carry, traces, y = net.step(params, *state, x)
+            return loss(y), (carry, traces)
+
+        grads, state = jax.grad(value, has_aux=True)(model.params)
+        return state, grads
+
+    start = model.carry, net.init(model.params, model.carry)
+    return jax.tree.map(lambda g: g.sum(0), jax.jit(lambda: jax.lax.scan(one, start, xs)[1])())
+
+
+def by_definition(net: Any, model: Model, xs: Any) -> Any:
+    step = net.graph.module_info.step  # with the marks that were found
+    values = [*net.function.params.leaves(model.params), *net.function.carry.leaves(model.carry)]
+    is_param = [st.role.value == "parameter" for st in step.states]
+    flat = flatten(step.closed_jaxpr, [xs[0]], values, [st.path for st in step.states], is_param)
+    return list(Brute(flat, xs[0], net.graph).d_rtrl(list(xs)).values())
+
+
+def differences(a: Any, b: Any) -> list[float]:
+    """The largest difference of each parameter's gradient, relative to its largest entry."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return [float(jnp.max(jnp.abs(x - y)) / max(float(jnp.max(jnp.abs(x))), 1e-8)) for x, y in pairs]
+
+
+def agree(a: Any, b: Any) -> bool:
+    return max(differences(a, b)) < ROUND_OFF
+
+
+@each({**MODELS, **STACKS})
+def test_rules_against_bptt_and_their_definitions(name):
+    model, xs = model_of(name), data()[:, 0]
+    truth, net = through_time(model, xs), online(model)
+    assert agree(truth, gradient(net.with_rule(bt.rules.RTRL()), model, xs, chunk_size=1))
+    assert agree(truth, gradient(net.with_rule(bt.rules.BPTT()), model, xs))
+
+    found = gradient(net, model, xs)
+    assert agree(found, by_definition(net, model, xs))
+    assert agree(found, gradient(net, model, xs, chunk_size=2))
+    assert agree(found, by_steps(net, model, xs))
+    paths, verdict = net.function.params.paths, net.report.exactness
+    differ = {p for p, d in zip(paths, differences(truth, found), strict=True) if d > ROUND_OFF}
+    assert differ == set(verdict.weights), str(verdict)
+    assert verdict.exact == (name in ("integrator", "lru")), str(verdict)
+
+
+@each({**MODELS, **STACKS})
+def test_samples_inside_or_outside(name):
+    model, xs = model_of(name), data()
+    carry = jax.tree.map(lambda a: jnp.broadcast_to(a, (BATCH, *a.shape)), model.carry)
+    inside = Model(model.batched, model.params, carry, model.batched)
+    found = gradient(bt.online(inside.step, inside.params, carry, xs[0]), inside, xs)
+    net = online(model)
+    mapped = jax.jit(jax.vmap(partial(gradient, net, model), 1))(xs)
+    assert agree(jax.tree.map(lambda g: g.sum(0), mapped), found)
+
+
+@each({**MODELS, **STACKS})
+def test_training(name):
+    """To hold a number that came at the first step."""
+    model, optimizer = model_of(name), optax.adam(0.03)
+    net, xs = online(model), data()[:, 0].at[1:].set(0.0)
+    target = lambda y: jnp.mean((y - 0.3) ** 2)
+
+    @jax.jit
+    def train(params: Any, state: Any) -> Any:
+        traces = net.init(params, model.carry)
+        grads, _, (losses, _) = net.grad(target, params, model.carry, traces, xs)
+        changes, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, changes), state, losses.mean()
+
+    params, state, values = model.params, optimizer.init(model.params), []
+    for _ in range(15):
+        params, state, value = train(params, state)
+        values.append(float(value))
+    assert values[-1] < 0.7 * values[0]
