@@ -30,25 +30,25 @@ class FixedDecay(braintrace.rules.TraceRule):
 
     decay: float
 
-    def init(self, traces: Any, local: Any) -> Any:
-        return {t.key: jnp.zeros_like(self._now(t, local)) for t in traces}
+    def init(self, slots: Any, local: Any) -> Any:
+        return {s.key: jnp.zeros_like(self._now(s, local)) for s in slots}
 
-    def update(self, traces: Any, values: Any, local: Any) -> Any:
-        return {t.key: self.decay * values[t.key] + self._now(t, local) for t in traces}
+    def update(self, slots: Any, values: Any, local: Any) -> Any:
+        return {s.key: self.decay * values[s.key] + self._now(s, local) for s in slots}
 
-    def gradient(self, traces: Any, values: Any, signals: Any, local: Any) -> Any:
+    def gradient(self, slots: Any, values: Any, signals: Any, local: Any) -> Any:
         grads: dict[Any, Any] = {}
-        for t in traces:
-            site = t.relation.site.index
-            signal = t.lift(signals[t.group.index], local.inputs[site], 1)
-            part = t.contract(signal, values[t.key])
-            grads[site, t.name] = grads[site, t.name] + part if (site, t.name) in grads else part
+        for s in slots:
+            site = s.relation.site.index
+            signal = s.lift(signals[s.group.index], local.inputs[site], 1)
+            part = s.contract(signal, values[s.key])
+            grads[site, s.name] = grads[site, s.name] + part if (site, s.name) in grads else part
         return grads
 
-    def _now(self, trace: Any, local: Any) -> Any:
+    def _now(self, slot: Any, local: Any) -> Any:
         """J[t] x[t]: what this step adds."""
-        _, factor, J = local.at(trace)
-        return trace.instant(factor, J, local.weights[trace.relation.site.index][trace.name])
+        _, factor, J = local.at(slot)
+        return slot.instant(factor, J, local.weights[slot.relation.site.index][slot.name])
 
 
 class Net(brainstate.nn.Module):
