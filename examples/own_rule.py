@@ -31,18 +31,18 @@ class FixedDecay(braintrace.rules.TraceRule):
     decay: float
 
     def init(self, slots: Any, local: Any) -> Any:
-        return {t.key: jnp.zeros_like(self._now(t, local)) for t in slots}
+        return {s.key: jnp.zeros_like(self._now(s, local)) for s in slots}
 
     def update(self, slots: Any, values: Any, local: Any) -> Any:
-        return {t.key: self.decay * values[t.key] + self._now(t, local) for t in slots}
+        return {s.key: self.decay * values[s.key] + self._now(s, local) for s in slots}
 
     def gradient(self, slots: Any, values: Any, signals: Any, local: Any) -> Any:
         grads: dict[Any, Any] = {}
-        for t in slots:
-            site = t.relation.site.index
-            signal = t.lift(signals[t.group.index], local.inputs[site], 1)
-            part = t.contract(signal, values[t.key])
-            grads[site, t.name] = grads[site, t.name] + part if (site, t.name) in grads else part
+        for s in slots:
+            site = s.relation.site.index
+            signal = s.lift(signals[s.group.index], local.inputs[site], 1)
+            part = s.contract(signal, values[s.key])
+            grads[site, s.name] = grads[site, s.name] + part if (site, s.name) in grads else part
         return grads
 
     def _now(self, slot: Any, local: Any) -> Any:

@@ -243,7 +243,7 @@ def _untraced(flows: Flows) -> list[Outcome]:
 def _unheard(graph: ETraceGraph, flows: Flows) -> list[Outcome]:
     """Parameters without any gradient."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
-    first = {d.weight_path: d for d in reversed(dropped)}
+    first = {d.weight_path: d for d in reversed(dropped)}  # the last one written stays: the first
     return [NoGradient(path, first[path]) for path in flows.unheard if path in first]
 
 

@@ -107,6 +107,7 @@ def _position_map(
 ) -> tuple[PositionMap, dict[Var, Reach]] | None:
     if reach is None or reach.is_empty:
         return None
+    # the cheapest exact map first: forwards costs another pass over the program
     if reach.width <= 1:
         return PositionMap(False, np.where(reach.highest < 0, -1, reach.lowest), True, reach), {}
     size = int(np.prod(site.shape, dtype=int))
@@ -118,14 +119,16 @@ def _position_map(
         for one in _states(part, h.axis):
             merged = one if merged is None else merged.merge(one)
     assert merged is not None
-    if merged.width <= 1:
+    if merged.width <= 1:  # a broadcast
         src = np.where(merged.highest < 0, -1, merged.lowest)
         return PositionMap(True, src, True, reach, 1), came
+    # from here on no map is exact: the one path to each position that nothing mixes, if there is one
     used = reach.highest >= 0
     if np.all(reach.direct[used] >= 0):
         return PositionMap(False, reach.direct, False, reach, merged.width), came
     if np.all(merged.direct[merged.highest >= 0] >= 0):
         return PositionMap(True, merged.direct, False, reach, merged.width), came
+    # all is mixed, as in a layer norm; of the same shape, each position still belongs to its own
     if tuple(site.shape) == tuple(group.varshape):
         inside = (reach.lowest <= numbers) & (numbers <= reach.highest)
         return PositionMap(False, np.where(inside, numbers, -1), False, reach, merged.width), came

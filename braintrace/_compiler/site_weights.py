@@ -60,10 +60,9 @@ class SiteWeights:
     def why_not(self, goal: Goal) -> NoTrace | None:
         """Why the site has no trace, if what it reaches is `goal`."""
         if not self.paths:
-            frozen = self._frozen()
-            return NoTrace(
-                *(Use(self.site, frozen), WhyNot.FROZEN) if frozen else (self.use, WhyNot.NO_PARAMETER)
-            )
+            if frozen := self._frozen():
+                return NoTrace(Use(self.site, frozen), WhyNot.FROZEN)
+            return NoTrace(self.use, WhyNot.NO_PARAMETER)
         fixed = {v for e in self.info.fixed for v in e.invars}
         for name, (inputs, carried, _) in self.found.items():
             foreign = [v for v in inputs if v not in fixed]
@@ -102,6 +101,7 @@ def keeps_one_position(
 
 
 def _indices(node: Node) -> tuple[Atom, ...]:
+    # a scatter has its indices in the middle, between what is written to and what is written
     name = node.primitive.name
     first = 1 if name.startswith("scatter") else INDEXED.get(name, len(node.inputs))
     return node.inputs[first : 2 if name.startswith("scatter") else None]

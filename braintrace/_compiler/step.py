@@ -12,9 +12,9 @@ from .. import _compat
 Path = tuple[str, ...]
 
 
-def show_path(path: Iterable[str]) -> str:
-    """A path as users write it: `rnn.h`."""
-    return ".".join(path)
+def show_path(path: Iterable[Any]) -> str:
+    """A path as users write it: `rnn.h`; a layer of a list is a number in it."""
+    return ".".join(map(str, path))
 
 
 def show_paths(paths: Iterable[Path]) -> str:

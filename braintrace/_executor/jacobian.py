@@ -190,6 +190,7 @@ class LocalGroup:
         new, pull = jax.vjp(step, old, added)
         D, J = self._pulled(new, pull)
         for r, m in self.fed_by:
+            # ones pulled back would add up what a broadcast spreads; pushed forward, each stays apart
             if m.on_hidden:
                 push = self._transposed(new, pull, r.site.index)
                 J[r.site.index] = self._pick(push, r.site.shape, m.source_width or 1, m)

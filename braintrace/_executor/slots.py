@@ -160,7 +160,7 @@ class Slot:
         if lead:
             return jax.vmap(lambda one: self.to_y(one, lead - 1))(q)
         size, places = int(np.prod(self.site_shape, dtype=int)), self.positions.map.ravel()
-        kept = np.flatnonzero(places >= 0)
+        kept = np.flatnonzero(places >= 0)  # -1 would wrap round to the last
         y = jnp.zeros(size, q.dtype).at[places[kept]].add(q.ravel()[kept])
         return y.reshape(self.site_shape)
 
@@ -197,6 +197,7 @@ class Slot:
         head = q.shape[:lead]
         if self._spread is None:
             size = int(np.prod(self.site_shape, dtype=int))
+            # no axis of `y` is one of the state: a table of which position comes from which
             hit = np.arange(size) == self.positions.map.reshape(*[1] * lead, -1, 1)
             q = q.reshape(*head, -1, 1) * jnp.asarray(hit, q.dtype)
             return self._view(q.reshape(*head, -1, *self.site_shape), inputs, lead + 1)
@@ -271,7 +272,7 @@ class Slot:
         g, trace = promoted(_align_states(g, self.at, self.letters), trace)
         lead = 1 + len(self.letters) - len(self.layout.w)
         num = self.group.num_state
-        if g.size == trace.size:  # a bias: small
+        if g.size == trace.size:  # a bias: small, whatever the order of the sum
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
@@ -406,6 +407,7 @@ def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
         q = jnp.concatenate([q] * (places.shape[axis] // shape[axis]), lead + axis)
     elif not np.array_equal(places.ravel(), numbers.ravel()):
         flat = places.ravel()
+        # -1 (no place) is read from 0 and then cleared: in bounds, XLA need not check
         q = q.reshape(*q.shape[:lead], -1).at[..., np.maximum(flat, 0)].get(mode="promise_in_bounds")
         if np.any(flat < 0):
             q = jnp.where(jnp.asarray(flat >= 0), q, 0)

@@ -40,7 +40,7 @@ def _names(step_fn: Callable[..., Any]) -> dict[int, str]:
             found[id(value)] = f"`{name}`"
         elif isinstance(value, brainstate.nn.Module):
             for path, st in value.states(brainstate.ParamState).items():
-                found[id(st)] = f"`{show_path(map(str, (name, *path)))}`"
+                found[id(st)] = f"`{show_path((name, *path))}`"
     return found
 
 
