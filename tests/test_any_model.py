@@ -108,12 +108,14 @@ def of_brainstate(cell: Any, **options: Any) -> Any:
         brainstate.random.seed(0)
         module = cell(inputs, units, **options)
         brainstate.nn.init_all_states(module)
-        form, params, carry = brainstate.graph.treefy_split(module, brainstate.ParamState, ...)
+        split = lambda module: brainstate.graph.treefy_split(module, brainstate.ParamState, ...)
+        form, params, states = split(module)
+        carry, tree = jax.tree.flatten(states)  # states note whether they were written
 
         def step(params: Any, carry: Any, x: Any) -> Any:
-            module = brainstate.graph.treefy_merge(form, params, carry)
+            module = brainstate.graph.treefy_merge(form, params, jax.tree.unflatten(tree, carry))
             y = module(x)
-            return brainstate.graph.treefy_split(module, brainstate.ParamState, ...)[2], y
+            return jax.tree.leaves(split(module)[2]), y
 
         return of_one(step, params, carry)
 
@@ -288,7 +290,8 @@ def test_rules_against_bptt_and_their_definitions(name):
     assert agree(truth, gradient(net.with_rule(bt.rules.BPTT()), model, xs))
 
     found = gradient(net, model, xs)
-    assert agree(found, by_definition(net, model, xs))
+    if name not in ("lru", "two lru"):  # brute force knows real numbers only
+        assert agree(found, by_definition(net, model, xs))
     assert agree(found, gradient(net, model, xs, chunk_size=2))
     assert agree(found, by_steps(net, model, xs))
     paths, verdict = net.function.params.paths, net.report.exactness
@@ -327,3 +330,134 @@ def test_training(name):
         params, state, value = train(params, state)
         values.append(float(value))
     assert values[-1] < 0.7 * values[0]
+
+
+# -- the learner of Flax NNX ---------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    """With running statistics and random numbers."""
+
+    def __init__(self) -> None:
+        rngs, types = nnx.Rngs(0), {"dtype": float, "param_dtype": float}
+        self.front = nnx.Linear(IN, UNITS, use_bias=False, rngs=rngs, **types)
+        self.norm = nnx.BatchNorm(UNITS, rngs=rngs, **types)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.cell = nnx.LSTMCell(UNITS, UNITS, rngs=rngs, **types)
+
+    def __call__(self, carry: Any, x: Any) -> Any:
+        return self.cell(carry, self.drop(self.norm(self.front(x))))
+
+
+def learner_of(net: Any, **options: Any) -> Any:
+    carry = jnp.ones((UNITS, UNITS)), jnp.zeros((UNITS, UNITS))  # as many samples as units
+    return bt.nnx.Learner(net, carry, jnp.ones((UNITS, IN)), **options)
+
+
+@pytest.mark.slow
+def test_nnx_learner():
+    xs = jnp.asarray(np.random.RandomState(0).normal(size=(4, UNITS, IN)))
+    flags = jnp.zeros((4, UNITS), bool).at[2, 1].set(True)
+    whole, halves, steps, plain = Net(), Net(), Net(), Net()
+    learner = learner_of(whole)
+    grads, losses, aux = learner.grad(
+        lambda y: (loss(y), y.sum()), xs, reset=flags, has_aux=True, return_value=True, reduction="sum"
+    )
+    assert jax.tree.structure(grads) == jax.tree.structure(nnx.state(whole, nnx.Param))
+    assert losses.shape == aux.shape == (4,)
+
+    # what is kept between calls, under jit, one sample begun anew by hand
+    other = learner_of(halves)
+    grad = nnx.jit(lambda learner, xs: learner.grad(loss, xs, reduction="sum"))
+    first = grad(other, xs[:2])
+    other.reset(flags[2])
+    assert agree(grads, jax.tree.map(jnp.add, first, grad(other, xs[2:])))
+
+    # step by step; statistics and random numbers advance as in the module itself
+    third = learner_of(steps)
+    total = jax.tree.map(jnp.zeros_like, grads)
+    carry = third.functions.start[:2]
+    step = nnx.jit(nnx.grad(lambda learner, x: loss(learner(x)), argnums=nnx.DiffState(0, nnx.Param)))
+    for x, flag in zip(xs, flags, strict=True):
+        third.reset(flag)
+        total = jax.tree.map(jnp.add, total, step(third, x)["module"])
+        start = jnp.ones_like(carry[0]), jnp.zeros_like(carry[1])
+        carry = [jnp.where(flag[:, None], a, b) for a, b in zip(start, carry, strict=True)]
+        carry, _ = plain(tuple(carry), x)
+    assert agree(grads, total)
+    for net in (whole, halves, steps):
+        assert agree(nnx.state(plain, nnx.BatchStat), nnx.state(net, nnx.BatchStat))
+        assert int(net.drop.rngs.count[...]) == 4
+    assert not any("norm" in ".".join(p) for g in learner.report.hidden_groups for p in g.hidden_paths)
+
+    # another form: without dropout and statistics of the batch
+    whole.eval()
+    learner.reset()
+    carry = jax.tree.map(jnp.asarray, start)
+    assert agree(whole(carry, xs[0])[1], learner(xs[0]))
+    assert int(whole.drop.rngs.count[...]) == 4
+
+
+@pytest.mark.slow
+def test_nnx_optimizer():
+    net, xs = Net(), jnp.ones((4, UNITS, IN))
+    learner = learner_of(net, rule=bt.rules.ES_D_RTRL(0.5))
+    optimizer = nnx.Optimizer(net, optax.adam(0.03), wrt=nnx.Param)
+
+    @nnx.jit
+    def train(learner: Any, optimizer: Any) -> Any:
+        learner.reset()
+        grads, losses = learner.grad(lambda y: jnp.mean((y - 0.3) ** 2), xs, return_value=True)
+        optimizer.update(learner.module, grads)
+        return losses.mean()
+
+    values = [float(train(learner, optimizer)) for _ in range(15)]
+    assert values[-1] < 0.7 * values[0]
+
+
+# -- checks, plans, types, mistakes --------------------------------------------------------------------
+
+
+def test_check_and_plan():
+    model, xs = model_of("integrator"), data()[:, 0]
+    net = online(model)
+    check = net.check(loss, model.params, model.carry, xs)
+    assert check.equal
+    assert [p.path for p in check.parameters] == [("params", "b"), ("params", "decay"), ("params", "w")]
+    plan = net.plan(4, rules=["D_RTRL", "BPTT"], chunk_sizes=[2])
+    assert [(r.rule, r.exact) for r in plan.rows] == [("D_RTRL", True), ("BPTT", True)]
+    assert plan.parameter_bytes == 8 * (IN + 2) * UNITS
+    assert plan.row("D_RTRL").trace_bytes == sum(
+        a.nbytes for a in net.init(model.params, model.carry).values()
+    )
+    leaky = model_of("leaky")
+    check = online(leaky).check(loss, leaky.params, leaky.carry, xs)
+    assert {p.cause for p in check.parameters} == {"rule"}
+
+
+def test_parameters_of_fewer_bits_than_the_carry():
+    model, xs = model_of("integrator"), data()[:, 0]
+    narrow = jax.tree.map(lambda a: a.astype(jnp.float32), model.params)
+    model = Model(model.step, narrow, model.carry, model.batched)
+    truth = through_time(model, xs)
+    for rule, size in ((bt.rules.RTRL(), 1), (bt.rules.D_RTRL(), 2)):
+        found = gradient(online(model, rule), model, xs, chunk_size=size)
+        assert {a.dtype for a in found.values()} == {jnp.dtype(jnp.float32)}
+        assert max(differences(truth, found)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rule": "d_rtrl"}, "`rule` is a rule such as"),
+        ({"mark": "all"}, "`mark` is 'ops'"),
+        ({"window": 0}, "`window` is a number of steps"),
+        ({"step": lambda params, carry, x: ((carry, carry), x)}, "another structure"),
+        ({"step": lambda params, carry, x: carry}, "returns a pair"),
+    ],
+)
+def test_mistakes_are_named(options, words):
+    model = model_of("integrator")
+    given = {"step": model.step, "params": model.params, "carry": model.carry, "x": jnp.ones(IN)} | options
+    with pytest.raises((TypeError, ValueError, bt.CompilationError), match=words):
+        bt.online(**given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -41,6 +42,22 @@ def make():
 
 made = make()
 number = 3
+
+def step(params, h, x):
+    h = 0.9 * h + jnp.tanh(x @ params["w"])
+    return h, h @ params["out"]
+
+params = {"w": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}
+
+def start(batch_size):
+    return jnp.zeros(((batch_size,) if batch_size else ()) + (4,))
+
+def functions(units, batch_size=None):
+    return step, {"w": jnp.ones((3, units)), "out": jnp.ones((units, 2))}, jnp.zeros((batch_size, units))
+
+def haiku():
+    import haiku as hk
+    return hk.transform(lambda h, x: hk.GRU(4)(x, h)[::-1])
 """
 
 
@@ -111,6 +128,29 @@ def test_graph_of_ones_own_model(what, model, capsys):
     assert "readout.weight" in shown
 
 
+@pytest.mark.parametrize(
+    ("spec", "options", "param", "exact"),
+    [
+        ("{model}.py:step", "--params params --carry start", "params.w", True),
+        ("{model}:functions(4)", "", "params.w", True),
+        ("{model}:haiku", "--carry start", "params.gru.w_i", False),
+        ("equinox.nn:LSTMCell(3, 4)", "", "params.weight_ih", False),
+        ("flax.nnx:GRUCell(3, 4)", "", "params.dense_i.kernel", False),
+        ("flax.linen:SimpleCell(4)", "", "params.params.i.kernel", False),
+    ],
+)
+def test_functions_and_modules_of_other_frameworks(spec, options, param, exact, model, capsys, tmp_path):
+    given = [spec.format(model=model), *options.split(), "--input", "3", "--batch-size", "2"]
+    assert main(["graph", *given, "--svg", str(tmp_path / "graph.svg")]) == 0
+    assert re.search(rf"{param} .* found ", capsys.readouterr().out)
+    assert param in (tmp_path / "graph.svg").read_text()
+    assert main(["check", *given, "--length", "4", "--exact"]) == (0 if exact else 1)
+    assert param in capsys.readouterr().out
+    if options:
+        assert main(["plan", *given, "--length", "4"]) == 0
+        assert "BPTT" in capsys.readouterr().out
+
+
 def test_graph_writes_files(model, tmp_path, capsys):
     files = {kind: tmp_path / "sub" / f"graph.{kind}" for kind in ("html", "svg", "dot")}
     options = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
@@ -131,6 +171,9 @@ def test_graph_writes_files(model, tmp_path, capsys):
         ("{model}:Wide", "Give arguments in the name"),
         ("{model}:Net(", "is not a name"),
         ("{model}:number", "neither a model"),
+        ("{model}:step", "--params NAME --carry NAME"),
+        ("{model}:haiku", "with --carry"),
+        ("{model}:start", "made <class"),
     ],
 )
 def test_graph_says_what_is_wrong(spec, words, model, capsys):
