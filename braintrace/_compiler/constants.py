@@ -21,7 +21,6 @@ class Constants:
     def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
         self._program = program
         self._values: dict[Var, Array | None] = dict(given)
-        self._producer = {v: node for node in program.nodes for v in node.outputs}
         for var, value in program.consts.items():
             self._values[var] = value if _is_plain(var) and not _compat.is_tracer(value) else None
 
@@ -37,8 +36,10 @@ class Constants:
         return None if value is None else np.asarray(value)
 
     def _compute(self, var: Var) -> Array | None:
-        node = self._producer.get(var)
-        if node is None or node.inner or node.site is not None or node.eqn.effects or not _is_plain(var):
+        if var not in self._program.producer:
+            return None
+        node = self._program.nodes[self._program.producer[var]]
+        if node.inner or node.site is not None or node.eqn.effects or not _is_plain(var):
             return None
         vals = []
         for atom in node.inputs:

@@ -196,7 +196,7 @@ def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
             if np.any(reach.direct == hidden[j].positions):
                 a, b = sorted((find(i), find(j)))
                 leader[b] = a
-    produced = {v: k for k, node in enumerate(info.program.nodes) for v in node.outputs}
+    produced = info.program.producer
     members: dict[int, list[Hidden]] = {}
     for i, h in enumerate(hidden):
         members.setdefault(find(i), []).append(h)

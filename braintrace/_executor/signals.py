@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compiler.dataflow import Flow, solve
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
 from .._compiler.program import Node, Site, Var, View, World, evaluate
@@ -41,10 +42,8 @@ def reads_old_states(graph: ETraceGraph) -> bool:
     """Whether an output depends on an old hidden state along a path that passes no new one."""
     info = graph.module_info
     new = {h.outvar for h in info.hidden}
-    wanted = {a for a in (*info.out_atoms, *_others(graph)) if isinstance(a, Var)} - new
-    for node in reversed(info.program.nodes):
-        if any(v in wanted for v in node.outputs):
-            wanted.update(a for a in node.inputs if isinstance(a, Var) and a not in new)
+    flow = Flow[bool](back=True, beyond=lambda v, wanted: v not in new or None)
+    wanted, _ = solve(flow, info.program, ((a, True) for a in (*info.out_atoms, *_others(graph))))
     return any(h.invar in wanted for h in info.hidden)
 
 

@@ -43,7 +43,7 @@ def effective_weights(
 
 def _site_weights(program: Program, known: Mapping[Var, Any], site: Site, varying: set[str]) -> list[Any]:
     """The weight operands of a site; those that vary in a loop have its axis in front."""
-    (node,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
     if node.site is site:
         return _values(program, known, list(site.weights.values()))
@@ -83,7 +83,7 @@ def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -
 
 def needs(program: Program, site: Site) -> set[Var]:
     """The inputs of a program that the weights of a site inside it are made of."""
-    (holder,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    holder = program.nodes[program.holder[site.index]]
     if holder.site is site:
         wanted = {a for a in site.weights.values() if isinstance(a, Var)}
     else:

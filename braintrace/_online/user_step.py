@@ -79,7 +79,7 @@ class UserStep:
     @cached_property
     def calls(self) -> list[Node]:
         """The calls of the learner, wherever they are."""
-        return list(_calls(self.program))
+        return [node for node in self.program.walk() if node.primitive is call_p]
 
     @cached_property
     def node(self) -> Node | None:
@@ -201,11 +201,3 @@ class UserStep:
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     return [a for a in atoms if isinstance(a, Var)]
-
-
-def _calls(program: Program) -> Any:
-    for node in program.nodes:
-        if node.primitive is call_p:
-            yield node
-        for inner in node.inner:
-            yield from _calls(inner)
