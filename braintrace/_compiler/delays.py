@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .._compat import primitives
-from .copies import COPIES, Array
+from .copies import Array
 from .flows import Flows
 from .module_info import Hidden, hidden_arrays
 from .positions import Positions
+from .primitives import COPIES, LAYOUT, named
 from .program import Atom, Node, Program, Var
 from .reach import Reach
 from .slices import on_the_way
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 LONGEST = 16  # places: what is longer takes too much memory to do it unasked
-_MOVES = COPIES | frozenset(
-    """broadcast_in_dim copy copy_p expand_dims optimization_barrier reshape scatter select_n split squeeze
-    transpose""".split()
-)
+_MOVES = COPIES | LAYOUT | named("copy optimization_barrier scatter select_n split")
 
 
 def delay_lines(graph: ETraceGraph) -> list[Hidden]:
@@ -60,7 +58,7 @@ def _only_moves(
 
     def moves(node: Node) -> bool:
         if node.primitive is not primitives.cond_p:
-            return node.primitive.name in _MOVES
+            return node.primitive in _MOVES
         ins = [i for i, a in enumerate(node.inputs[1:]) if isinstance(a, Var) and (a in way or a in old)]
         outs = [j for j, v in enumerate(node.outputs) if v in way]
         return all(

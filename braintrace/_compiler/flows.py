@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from .dataflow import Flow, settled, solve, union
-from .links import ELEMENT_WISE
 from .own_rules import not_linear
+from .primitives import ELEMENT_WISE, LAYOUT, named
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
 from .slices import has_while
@@ -25,7 +25,7 @@ from .step import Path
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
-_MOVES = frozenset("broadcast_in_dim reshape squeeze transpose convert_element_type copy slice".split())
+_MOVES = LAYOUT | named("convert_element_type copy slice")
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class Flows:
             and self._made_of(node, tags)
             and any(self._goal(env, v) & goal for v in node.outputs)
         ]
-        plain = [n for n in found if n.primitive.name not in _MOVES]
-        mixing = [n for n in plain if n.primitive.name not in ELEMENT_WISE]
+        plain = [n for n in found if n.primitive not in _MOVES]
+        mixing = [n for n in plain if n.primitive not in ELEMENT_WISE]
         return next(iter([*mixing, *plain, *found]), None)
 
     # -- states without a trace ---------------------------------------------------------------------

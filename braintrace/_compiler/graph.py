@@ -14,10 +14,10 @@ from .errors import CompilationError
 from .exactness import Exactness, RuleKind, find_exactness
 from .flows import Flows
 from .groups import HiddenGroup, find_groups, group_records
-from .links import ELEMENT_WISE
 from .module_info import ModuleInfo, StateEntry
 from .perturbation import HiddenPerturbation
 from .positions import Positions
+from .primitives import ELEMENT_WISE
 from .program import Var
 from .provenance import Goal, Provenance, goals, provenance
 from .relation import HiddenParamOpRelation
@@ -267,7 +267,7 @@ def _cascades(
         for index in reached:
             other = groups[index]
             ways = between(info.program, [*group.hidden_invars, *group.hidden_outvars], other.hidden_outvars)
-            at = next((n for n in ways if n.primitive.name not in ELEMENT_WISE), ways[0] if ways else None)
+            at = next((n for n in ways if n.primitive not in ELEMENT_WISE), ways[0] if ways else None)
             where = f" (`{at.primitive.name}` at {at.source})" if at else ""
             names, others = (", ".join(f"`{show_path(p)}`" for p in g.hidden_paths) for g in (group, other))
             records.append(

@@ -13,10 +13,11 @@ import numpy as np
 
 from .._compat import ClosedJaxpr
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
-from .links import ELEMENT_WISE, Array
+from .links import Array
 from .module_info import Hidden, ModuleInfo
 from .own_rules import PullBack, has_own_rule
 from .positions import Positions
+from .primitives import ELEMENT_WISE, NOT_COMPLEX
 from .program import Node, Var
 from .provenance import provenance
 from .reach import Reach
@@ -235,8 +236,7 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
     return found or [
         node
         for node in info.program.nodes
-        if node.primitive.name not in ELEMENT_WISE
-        and any(v in sources and v in reached for v in node.outputs)
+        if node.primitive not in ELEMENT_WISE and any(v in sources and v in reached for v in node.outputs)
     ]
 
 
@@ -258,7 +258,7 @@ def _has_no_complex_derivative(node: Node) -> bool:
     if not any(map(_is_complex, node.inputs)):
         return False
     real = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-    if node.primitive.name in ("conj", "cholesky") or real:
+    if node.primitive in NOT_COMPLEX or real:
         return True
     programs = node.inner
     if (pull := PullBack.of(node) if has_own_rule(node) else None) is not None:

@@ -22,6 +22,7 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal, primitives
 from .dataflow import Flow, solve
+from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND
 from .program import Atom, Node, Program, Var, View, evaluate, is_inexact, read_program
 from .slices import plain_site
 
@@ -94,22 +95,16 @@ def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
 
 
 _ZERO, _LINEAR, _OTHER = "zero", "linear", "other"
-_IN_ONE = frozenset("mul dot_general conv_general_dilated".split())  # linear in one operand, given the others
-_IN_FIRST = frozenset(  # linear in the first operand, given the others
-    """neg real imag conj convert_element_type copy copy_p reshape squeeze expand_dims transpose rev slice
-    broadcast_in_dim reduce_sum cumsum reduce_window_sum dynamic_slice gather split unstack div name
-    device_put sharding_constraint""".split()
-)
-_IN_ALL = frozenset("add sub add_any concatenate pad complex select_n scatter-add".split())
-_WHERE = {"select_n": 0, "scatter-add": 1}  # the one operand of these that is not added up
+_WHERE = {
+    primitives.select_n_p: 0,
+    primitives.scatter_add_p: 1,
+}  # the one operand of these that is not added up
 
 
 def _is_linear_by_form(pull: PullBack) -> bool:
     """Whether its operations tell that it is linear in the cotangents."""
     linear = ((v, _LINEAR) for v in pull.cotangents.values())
-    flow: Flow[str] = Flow(
-        lambda node, given: _made(node.primitive.name, list(map(_kind, node.inputs, given)))
-    )
+    flow: Flow[str] = Flow(lambda node, given: _made(node.primitive, list(map(_kind, node.inputs, given))))
     # all nodes: one that reads none of the cotangents may make zeros
     env, _ = solve(flow, pull.program, linear, visit=range(len(pull.program.nodes)))
     ends = pull.results.values()
@@ -122,14 +117,14 @@ def _kind(atom: Atom, found: str | None) -> str | None:
     return _ZERO if zero else found
 
 
-def _made(name: str, ins: list[str | None]) -> str | None:
+def _made(primitive: Any, ins: list[str | None]) -> str | None:
     live = [k for k in ins if k in (_LINEAR, _OTHER)]
-    if name in _IN_ONE and (_ZERO in ins or live == [_LINEAR]):
+    if primitive in IN_ONE_OPERAND and (_ZERO in ins or live == [_LINEAR]):
         return _ZERO if _ZERO in ins else _LINEAR
-    if name in _IN_FIRST and ins[0] is not None and live == [k for k in ins[:1] if k != _ZERO]:
+    if primitive in IN_FIRST_OPERAND and ins[0] is not None and live == [k for k in ins[:1] if k != _ZERO]:
         return ins[0]
-    added = [k for i, k in enumerate(ins) if i != _WHERE.get(name)]
-    if name in _IN_ALL and None not in added and live == [k for k in added if k == _LINEAR]:
+    added = [k for i, k in enumerate(ins) if i != _WHERE.get(primitive)]
+    if primitive in IN_ALL_OPERANDS and None not in added and live == [k for k in added if k == _LINEAR]:
         return _LINEAR if live else _ZERO
     return _OTHER if live else None
 

@@ -21,6 +21,7 @@ from .constants import Constants
 from .dataflow import Flow, cross, solve, union
 from .links import Array, Linked
 from .own_rules import PullBack
+from .primitives import INDICES
 from .program import Atom, Node, Program, Var, read_program
 from .reach import Reach, SiteReach, carry
 
@@ -133,7 +134,7 @@ class Positions:
         loop = node.loop
         assert loop is not None
         assert loop.length is not None
-        if not any(_has_indices(n) for n in loop.body.walk()):
+        if not any(n.primitive in INDICES for n in loop.body.walk()):
             return [None] * loop.length
         first = self._known(node.inputs)
         consts, carried = first[: loop.consts], first[loop.consts :][: loop.carry]
@@ -160,7 +161,3 @@ def _expand(node: Node) -> Program | None:
     except Exception:  # whatever an implementation that is not JAX raises when it is traced
         return None
     return None if any(n.primitive is node.primitive for n in program.nodes) else program
-
-
-def _has_indices(node: Node) -> bool:
-    return node.primitive.name in _links.INDEXED or node.primitive.name.startswith("scatter")

@@ -26,7 +26,7 @@ from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
 from .._ops.letters import Layout
 from .._ops.primitive import ETPPrimitive
-from .links import FLAT
+from .primitives import FLAT
 
 AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
 
@@ -104,7 +104,7 @@ class Node:
     @property
     def is_flat(self) -> bool:
         """Whether its derivative is zero, or none."""
-        return self.primitive.name in FLAT or bool(self.zeros)
+        return self.primitive in FLAT or bool(self.zeros)
 
     @property
     def sites(self) -> list[Site]:
@@ -219,6 +219,9 @@ class Program:
         return {s.index: i for i, node in enumerate(self.nodes) for s in node.sites}
 
 
+_CONTROL_FLOW = {primitives.cond_p: "cond", primitives.scan_p: "scan", primitives.while_p: "while"}
+
+
 class UnreadableSite(Exception):
     """A marked op is inside a primitive that is not read: the program so far, the primitive and the op."""
 
@@ -313,7 +316,7 @@ class _Reader:
                     deeper = (*loops, eqn.params["length"])
                 with self.inside(eqn):
                     node.inner = tuple(
-                        self.program(*inner, deeper, (*context, eqn.primitive.name))
+                        self.program(*inner, deeper, (*context, _CONTROL_FLOW[eqn.primitive]))
                         for inner in _compat.inner_jaxprs(eqn)
                     )
                 if not node.inner:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, show_path
 from .errors import CompilationError
 from .groups import HiddenGroup, mixing_nodes
-from .links import INDEXED
 from .module_info import ModuleInfo
+from .primitives import INDICES
 from .program import Atom, Node, Site, Var
 from .provenance import Goal, Provenance, provenance
 from .reach import Reach
@@ -197,9 +197,7 @@ def partial_path(
 
 
 def _indices(node: Node) -> tuple[Atom, ...]:
-    name = node.primitive.name
-    first = 1 if name.startswith("scatter") else INDEXED.get(name, len(node.inputs))
-    return node.inputs[first : 2 if name.startswith("scatter") else None]
+    return node.inputs[INDICES.get(node.primitive, slice(0))]
 
 
 def included(
