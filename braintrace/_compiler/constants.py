@@ -12,7 +12,7 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal, primitives
 from .copies import Array, copy
-from .primitives import COPIES
+from .primitives import COPIES, is_reshape
 from .program import Atom, Node, Program, Var
 
 
@@ -90,9 +90,7 @@ def _evaluate(node: Node, vals: Sequence[Array]) -> list[Any]:
         return [_UFUNCS[primitive](*vals).astype(dtype)]
     elif primitive in COPIES and primitive is not primitives.gather_p:
         return [copy(primitive, params, vals, shape)]
-    elif primitive is primitives.squeeze_p or (
-        primitive is primitives.reshape_p and params["dimensions"] is None
-    ):
+    elif is_reshape(primitive, params):
         return [vals[0].reshape(shape)]
     elif primitive is primitives.convert_element_type_p:
         return [vals[0].astype(dtype)]

@@ -111,6 +111,8 @@ def solve(
         here = {s.index: given_at[s.index] for s in node.sites if s.index in given_at} if given_at else {}
         if not here and abs(number) not in visit and all(g is None for g in given):
             continue
+        if node.site is not None and back:
+            found[node.site.index] = given[0]  # type: ignore[assignment]
         if flow.derivatives and (node.is_flat or not any(map(flow.takes, far))):
             continue
         if node.inner and flow.enters:
@@ -118,8 +120,6 @@ def solve(
             found.update(below)
         else:
             made = flow.transfer(node, given)
-            if node.site is not None and back:
-                found[node.site.index] = given[0]  # type: ignore[assignment]
         for atom, value in zip(far, made if isinstance(made, list) else [made] * len(far), strict=True):
             if value is not None and flow.takes(atom):
                 value = value if back else flow.beyond(atom, value)  # type: ignore[arg-type]

@@ -17,20 +17,10 @@ import numpy as np
 
 from .. import _compat
 from .._compat import primitives
+from . import primitives as tables
 from .copies import Array as Array
 from .copies import Shape as Shape
 from .copies import copy, scattered
-from .primitives import (
-    ALONG_AN_AXIS,
-    COPIES,
-    CUMULATIVE,
-    ELEMENT_WISE,
-    INDICES,
-    ON_MATRICES,
-    REDUCTIONS,
-    SCATTERS,
-    WINDOWS,
-)
 
 
 @dataclass(frozen=True)
@@ -69,47 +59,45 @@ def links(
     shapes, out = [tuple(a.shape) for a in ins], tuple(outs[0].shape) if outs else ()
     if primitive is _compat.optimization_barrier_p:
         return [(i, i, Same()) for i in range(len(ins))]
-    if primitive in ELEMENT_WISE:
+    if primitive in tables.ELEMENT_WISE:
         return [(i, 0, _broadcast(s, out)) for i, s in enumerate(shapes)]
-    if primitive is primitives.squeeze_p or (
-        primitive is primitives.reshape_p and params["dimensions"] is None
-    ):
+    if tables.is_reshape(primitive, params):
         return [(0, 0, Same())]
     if primitive is primitives.transpose_p:
         return [(0, 0, Axes(tuple(range(len(out))), tuple(params["permutation"])))]
     if primitive is primitives.broadcast_in_dim_p:
         return [(0, 0, _in_dim(shapes[0], out, params["broadcast_dimensions"]))]
-    if primitive in REDUCTIONS:
+    if primitive in tables.REDUCTIONS:
         axes = tuple(range(len(shapes[0])))
         return [(0, 0, Axes(axes, tuple(a for a in axes if a not in params["axes"])))]
     if primitive is primitives.dot_general_p:
         return _dot(shapes, params["dimension_numbers"])
-    if primitive in CUMULATIVE:
+    if primitive in tables.CUMULATIVE:
         return [(0, 0, _mixed_along(len(out), [params["axis"]]))]
     if primitive is primitives.sort_p:
         link = _mixed_along(len(out), [params["dimension"]])
         return [(i, j, link) for i in range(len(ins)) for j in range(len(outs))]
-    if primitive in ALONG_AN_AXIS:  # `top_k` has its axis among the parameters from 0.10 on
+    if primitive in tables.ALONG_AN_AXIS:  # `top_k` has its axis among the parameters from 0.10 on
         axis = params.get("axis", params.get("reduction_dimension", len(out) - 1))
         return [(0, 0, _mixed_along(len(out), [axis]))]
     if primitive is primitives.fft_p:
         n = len(params["fft_lengths"])
         return [(0, 0, _mixed_along(len(out), range(len(out) - n, len(out))))]
-    if primitive in ON_MATRICES:
+    if primitive in tables.ON_MATRICES:
         return [(i, 0, _mixed_along(len(out), range(len(out) - 2, len(out)))) for i in range(len(ins))]
     if primitive is _compat.split_p:
         cuts = np.cumsum(params["sizes"])[:-1]
         return _parts(np.split(_numbers(shapes[0]), cuts, axis=params["axis"]))
     if primitive is _compat.unstack_p:
         return _parts(np.moveaxis(_numbers(shapes[0]), params["axis"], 0))
-    if primitive in WINDOWS:
+    if primitive in tables.WINDOWS:
         link = _windows(shapes[0], out, params)
         return [(i, j, link) for i, s in enumerate(shapes) for j in range(len(outs)) if s == shapes[0] != ()]
     if primitive is primitives.conv_general_dilated_p:
         return _conv(shapes, out, params)
-    if primitive in COPIES:
+    if primitive in tables.COPIES:
         return _copies(primitive, params, ins, out, known)
-    if primitive in SCATTERS:
+    if primitive in tables.SCATTERS:
         return _scatter(params, ins, out, known)
     return None
 
@@ -174,7 +162,7 @@ def _copies(
     primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
 ) -> Linked | None:
     """Copy element numbers instead of data, to learn where each element of the output comes from."""
-    data = range(INDICES[primitive].start if primitive in INDICES else len(ins))
+    data = range(tables.INDICES[primitive].start if primitive in tables.INDICES else len(ins))
     operands: list[Any] = []
     starts, start = {}, 0
     for i, a in enumerate(ins):

@@ -7,15 +7,24 @@ version of JAX does not have are absent.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import _compat
-from .._compat import Primitive
+from .._compat import Primitive, primitives
 
 
 def named(names: str) -> frozenset[Primitive]:
     """Those of the primitives that this version of JAX has."""
-    places = (_compat.primitives, _compat)
+    places = (primitives, _compat)
     found = (getattr(place, f"{name}_p", None) for name in names.split() for place in places)
     return frozenset(p for p in found if p is not None)
+
+
+def is_reshape(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether it leaves the elements in their order."""
+    if primitive is primitives.reshape_p:
+        return params["dimensions"] is None
+    return primitive is primitives.squeeze_p
 
 
 # -- each in one of these --------------------------------------------------------------------------

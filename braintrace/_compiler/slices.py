@@ -74,9 +74,15 @@ def dependents(program: Program, sources: Iterable[Var], stops: Container[Var] =
     return set(solve(flow, program, ((v, True) for v in sources))[0])
 
 
+def behind(program: Program, targets: Iterable[Atom], stops: Container[Var] = ()) -> set[Var]:
+    """The variables that `targets` depend on, also across sites, without going past `stops`."""
+    flow = Flow[bool](back=True, beyond=lambda v, wanted: v not in stops or None)
+    return set(solve(flow, program, ((a, True) for a in targets))[0])
+
+
 def needed(program: Program, targets: Iterable[Atom]) -> list[Node]:
     """The nodes that `targets` depend on."""
-    return _makers(program, solve(Flow[bool](back=True), program, ((a, True) for a in targets))[0])
+    return _makers(program, behind(program, targets))
 
 
 def between(program: Program, sources: Sequence[Var], targets: Iterable[Atom]) -> list[Node]:

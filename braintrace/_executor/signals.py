@@ -18,11 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compiler.dataflow import Flow, solve
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
 from .._compiler.program import Node, Site, Var, View, World, evaluate
-from .._compiler.slices import has_while
+from .._compiler.slices import behind, has_while
 
 
 def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
@@ -42,9 +41,8 @@ def reads_old_states(graph: ETraceGraph) -> bool:
     """Whether an output depends on an old hidden state along a path that passes no new one."""
     info = graph.module_info
     new = {h.outvar for h in info.hidden}
-    flow = Flow[bool](back=True, beyond=lambda v, wanted: v not in new or None)
-    wanted, _ = solve(flow, info.program, ((a, True) for a in (*info.out_atoms, *_others(graph))))
-    return any(h.invar in wanted for h in info.hidden)
+    read = behind(info.program, [*info.out_atoms, *_others(graph)], stops=new)
+    return any(h.invar in read for h in info.hidden)
 
 
 def _others(graph: ETraceGraph) -> list[Any]:

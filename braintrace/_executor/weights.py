@@ -17,7 +17,7 @@ from .. import _compat
 from .._compat import primitives
 from .._compiler.program import Atom, Node, Program, Site, Var, View, evaluate
 from .._compiler.relation import HiddenParamOpRelation
-from .._compiler.slices import needed, plain_site
+from .._compiler.slices import behind, plain_site
 from .._ops.letters import over_levels
 
 Effective = dict[int, dict[str, Any]]  # by site, by name
@@ -85,12 +85,10 @@ def needs(program: Program, site: Site) -> set[Var]:
     """The inputs of a program that the weights of a site inside it are made of."""
     holder = program.nodes[program.holder[site.index]]
     if holder.site is site:
-        wanted = {a for a in site.weights.values() if isinstance(a, Var)}
+        wanted = list(site.weights.values())
     else:
         inner = next(p for p in holder.inner if any(s is site for s in p.sites))
         below = needs(inner, site)
         pairs = zip(_operands(holder), inner.inputs, strict=True)
-        wanted = {a for a, v in pairs if v in below and isinstance(a, Var)}
-    for node in needed(program, list(wanted)):
-        wanted.update(a for a in node.inputs if isinstance(a, Var))
-    return wanted
+        wanted = [a for a, v in pairs if v in below]
+    return behind(program, wanted)

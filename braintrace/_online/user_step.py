@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.program import Atom, Node, Program, Var, read, read_program
-from .._compiler.slices import dependents, needed
+from .._compiler.slices import behind, dependents, needed
 from .call import Call, call_p
 from .online import Leaves, Online
 
@@ -153,8 +153,7 @@ class UserStep:
     @cached_property
     def targets(self) -> list[bool]:
         """Of each slice, whether no state depends on it."""
-        atoms = [*self.new, *(a for n in needed(self.program, self.new) for a in n.inputs)]
-        read = set(variables(atoms))
+        read = behind(self.program, self.new)
         return [v not in read for v in self.slices]
 
     def run(
