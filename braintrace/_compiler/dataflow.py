@@ -148,7 +148,7 @@ def _enter(
             for p in node.inner
         ]
         either = [union(values) for values in zip(*(far for far, _ in ways), strict=True)]
-        # nothing is known of what the choice depends on
+        # no value goes to what chooses the branch, or comes from it
         return [None, *either] if flow.back else either, {i: v for _, found in ways for i, v in found.items()}
     if node.loop is not None:
         return _iterate(flow, node, given, sites)
