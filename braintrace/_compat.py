@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -50,10 +52,31 @@ __all__ = [
     "source_line",
 ]
 
-# before 0.9 `jax.extend` has no name for the primitive of `jax.checkpoint`
-remat_p = getattr(primitives, "remat_p", None) or (
-    jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0].primitive
+
+def _primitive_of(example: Callable[[Any], Any]) -> Any:
+    """The primitive of a function that is a single one; None if this version of JAX does not have it."""
+    try:
+        made = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((1,), np.float32))
+    except AttributeError:  # not even the function
+        return None
+    found = [eqn.primitive for eqn in made.jaxpr.eqns]
+    return found[0] if len(found) == 1 and found[0] not in vars(primitives).values() else None
+
+
+# those for which `jax.extend` has no name
+optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier)
+split_p = _primitive_of(lambda x: jax.lax.split(x, [1]))
+stack_p = _primitive_of(lambda x: jax.lax.stack([x]))  # from 0.10 on, as the next two
+tile_p = _primitive_of(lambda x: jax.lax.tile(x, [2]))
+unstack_p = _primitive_of(lambda x: jax.lax.unstack(x))
+scatter_sub_p = _primitive_of(
+    lambda x: jax.lax.scatter_sub(
+        x, np.zeros((1, 1), np.int32), x, jax.lax.ScatterDimensionNumbers((), (0,), (0,))
+    )
 )
+# before 0.9 it has none for these either
+name_p = getattr(primitives, "name_p", None) or _primitive_of(lambda x: checkpoint_name(x, ""))
+remat_p = getattr(primitives, "remat_p", None) or _primitive_of(jax.checkpoint(lambda x: x))
 
 # `jax.checkpoint`, `jit` and plain calls: one jaxpr, applied once to all operands.
 _CALLS = {

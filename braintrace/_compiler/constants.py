@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._compat import Literal
-from .copies import COPIES, Array, copy
+from .._compat import Literal, primitives
+from .copies import Array, copy
+from .primitives import COPIES, is_reshape
 from .program import Atom, Node, Program, Var
 
 
@@ -21,7 +22,6 @@ class Constants:
     def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
         self._program = program
         self._values: dict[Var, Array | None] = dict(given)
-        self._producer = {v: node for node in program.nodes for v in node.outputs}
         for var, value in program.consts.items():
             self._values[var] = value if _is_plain(var) and not _compat.is_tracer(value) else None
 
@@ -37,8 +37,10 @@ class Constants:
         return None if value is None else np.asarray(value)
 
     def _compute(self, var: Var) -> Array | None:
-        node = self._producer.get(var)
-        if node is None or node.inner or node.site is not None or node.eqn.effects or not _is_plain(var):
+        if var not in self._program.producer:
+            return None
+        node = self._program.nodes[self._program.producer[var]]
+        if node.inner or node.site is not None or node.eqn.effects or not _is_plain(var):
             return None
         vals = []
         for atom in node.inputs:
@@ -55,54 +57,54 @@ def _is_plain(var: Var) -> bool:
     return any(jnp.issubdtype(var.aval.dtype, kind) for kind in (np.number, np.bool_))  # not a random key
 
 
-_UFUNCS: dict[str, Callable[..., Any]] = {
-    "abs": np.abs,
-    "add": np.add,
-    "and": np.bitwise_and,
-    "copy": np.asarray,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
-    "le": np.less_equal,
-    "lt": np.less,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "neg": np.negative,
-    "not": np.invert,
-    "or": np.bitwise_or,
-    "rem": np.fmod,
-    "sign": np.sign,
-    "sub": np.subtract,
+_UFUNCS: dict[Any, Callable[..., Any]] = {
+    primitives.abs_p: np.abs,
+    primitives.add_p: np.add,
+    primitives.and_p: np.bitwise_and,
+    primitives.copy_p: np.asarray,
+    primitives.eq_p: np.equal,
+    primitives.ge_p: np.greater_equal,
+    primitives.gt_p: np.greater,
+    primitives.le_p: np.less_equal,
+    primitives.lt_p: np.less,
+    primitives.max_p: np.maximum,
+    primitives.min_p: np.minimum,
+    primitives.mul_p: np.multiply,
+    primitives.ne_p: np.not_equal,
+    primitives.neg_p: np.negative,
+    primitives.not_p: np.invert,
+    primitives.or_p: np.bitwise_or,
+    primitives.rem_p: np.fmod,
+    primitives.sign_p: np.sign,
+    primitives.sub_p: np.subtract,
 }
 
 
 def _evaluate(node: Node, vals: Sequence[Array]) -> list[Any]:
     """One node, in numpy where that is easy; JAX compiles each new operation, at 20 ms a piece."""
-    aval, name, params = node.outputs[0].aval, node.primitive.name, node.params
+    aval, primitive, params = node.outputs[0].aval, node.primitive, node.params
     shape, dtype = tuple(aval.shape), aval.dtype
     if not all(d.kind in "biu" for d in (dtype, *(v.dtype for v in vals))):
         pass
-    elif name in _UFUNCS:
-        return [_UFUNCS[name](*vals).astype(dtype)]
-    elif name in COPIES and name != "gather":
-        return [copy(name, params, vals, shape)]
-    elif name == "squeeze" or (name == "reshape" and params["dimensions"] is None):
+    elif primitive in _UFUNCS:
+        return [_UFUNCS[primitive](*vals).astype(dtype)]
+    elif primitive in COPIES and primitive is not primitives.gather_p:
+        return [copy(primitive, params, vals, shape)]
+    elif is_reshape(primitive, params):
         return [vals[0].reshape(shape)]
-    elif name == "convert_element_type":
+    elif primitive is primitives.convert_element_type_p:
         return [vals[0].astype(dtype)]
-    elif name == "iota":
+    elif primitive is primitives.iota_p:
         axis = params["dimension"]
         counts = np.arange(shape[axis], dtype=dtype)
         return [np.broadcast_to(np.expand_dims(counts, [i for i in range(len(shape)) if i != axis]), shape)]
-    elif name == "broadcast_in_dim":
+    elif primitive is primitives.broadcast_in_dim_p:
         axes = params["broadcast_dimensions"]
         full = [1] * len(shape)
         for n, axis in zip(vals[0].shape, axes, strict=True):
             full[axis] = n
         return [np.broadcast_to(vals[0].reshape(full), shape)]
-    elif name == "select_n" and len(vals) == 3:
+    elif primitive is primitives.select_n_p and len(vals) == 3:
         return [np.where(vals[0], vals[2], vals[1])]
     with jax.ensure_compile_time_eval():
         return _compat.bind(node.eqn, *vals)

@@ -11,40 +11,43 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import _compat
+from .._compat import primitives
+
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, Any]
 
-COPIES = frozenset("concatenate stack tile pad slice rev gather dynamic_slice dynamic_update_slice".split())
 
-
-def copy(name: str, params: dict[str, Any], operands: Sequence[Array], out: Shape, fill: int = 0) -> Array:
+def copy(
+    primitive: Any, params: dict[str, Any], operands: Sequence[Array], out: Shape, fill: int = 0
+) -> Array:
     """Apply one of `COPIES`; `fill` is what a gather finds outside its operand."""
     first = operands[0]
-    match name:
-        case "slice":
+    match primitive:
+        case primitives.slice_p:
             steps = params["strides"] or (1,) * first.ndim
             cut = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
             return first[tuple(slice(*s) for s in cut)]
-        case "rev":
+        case primitives.rev_p:
             return np.flip(first, params["dimensions"])
-        case "concatenate":
+        case primitives.concatenate_p:
             return np.concatenate(operands, axis=params["dimension"])
-        case "stack":
+        case _compat.stack_p:
             return np.stack(operands, axis=params["axis"])
-        case "tile":
+        case _compat.tile_p:
             return np.tile(first, params["reps"])
-        case "pad":
+        case primitives.pad_p:
             return _pad(first, operands[1], params["padding_config"])
-        case "gather":
+        case primitives.gather_p:
             at = gathered(params, first.shape, operands[1], out)
             return np.where(at < 0, fill, first.ravel()[at])
-        case "dynamic_slice":
+        case primitives.dynamic_slice_p:
             return first[_window(first.shape, params["slice_sizes"], operands[1:])]
-        case "dynamic_update_slice":
+        case primitives.dynamic_update_slice_p:
             result = np.array(first)
             result[_window(first.shape, operands[1].shape, operands[2:])] = operands[1]
             return result
-    raise AssertionError(name)
+    raise AssertionError(primitive)
 
 
 def _window(shape: Shape, sizes: Sequence[int], starts: Sequence[Array]) -> tuple[slice, ...]:

@@ -7,28 +7,27 @@ and what reads the line later is exact. It has as many traces as places.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._compat import primitives
-from .copies import COPIES, Array
+from .copies import Array
 from .flows import Flows
 from .module_info import Hidden, hidden_arrays
 from .positions import Positions
-from .program import Atom, Program, Var
+from .primitives import COPIES, LAYOUT, named
+from .program import Atom, Node, Program, Var
 from .reach import Reach
+from .slices import on_the_way
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 LONGEST = 16  # places: what is longer takes too much memory to do it unasked
-_MOVES = COPIES | frozenset(
-    """broadcast_in_dim copy copy_p expand_dims optimization_barrier reshape scatter select_n split squeeze
-    transpose""".split()
-)
+_MOVES = COPIES | LAYOUT | named("copy optimization_barrier scatter select_n split")
 
 
 def delay_lines(graph: ETraceGraph) -> list[Hidden]:
@@ -42,7 +41,7 @@ def delay_lines(graph: ETraceGraph) -> list[Hidden]:
         if (
             line.axis is not None
             or len(line.varshape) < 2
-            or not _only_moves(flows.program, c.old, c.new, stops)
+            or not _only_moves(flows.program, [c.old], [c.new], stops)
         ):
             continue
         axis = _axis_of(graph, line)
@@ -51,27 +50,22 @@ def delay_lines(graph: ETraceGraph) -> list[Hidden]:
     return found
 
 
-def _only_moves(program: Program, old: Var, new: Atom, stops: Container[Var] = ()) -> bool:
+def _only_moves(
+    program: Program, old: Sequence[Var], new: Sequence[Atom], stops: Container[Var] = ()
+) -> bool:
     """Whether all that happens to old values on the way to the new ones is that they are moved."""
-    after, way = {old}, []
-    for node in program.nodes:
-        if node.site is None and any(a in after for a in node.inputs if isinstance(a, Var)):
-            after.update(v for v in node.outputs if v not in stops)
-            way.append(node)
-    wanted = {new}
-    for node in reversed(way):
-        if wanted.isdisjoint(node.outputs):
-            continue
-        if node.primitive is primitives.cond_p:
-            ins = [i for i, a in enumerate(node.inputs[1:]) if a in after]
-            outs = [j for j, v in enumerate(node.outputs) if v in wanted]
-            ways = ((p, p.inputs[i], p.outputs[j]) for p in node.inner for i in ins for j in outs)
-            if not all(_only_moves(*way) for way in ways):
-                return False
-        elif node.primitive.name not in _MOVES:
-            return False
-        wanted.update(a for a in node.inputs if a in after)
-    return True
+    way = on_the_way(program, old, new, stops)
+
+    def moves(node: Node) -> bool:
+        if node.primitive is not primitives.cond_p:
+            return node.primitive in _MOVES
+        ins = [i for i, a in enumerate(node.inputs[1:]) if isinstance(a, Var) and (a in way or a in old)]
+        outs = [j for j, v in enumerate(node.outputs) if v in way]
+        return all(
+            _only_moves(p, [p.inputs[i] for i in ins], [p.outputs[j] for j in outs]) for p in node.inner
+        )
+
+    return all(moves(node) for node in program.nodes if not way.isdisjoint(node.outputs))
 
 
 def _axis_of(graph: ETraceGraph, line: Hidden) -> int | None:

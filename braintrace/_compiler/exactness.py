@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .dataflow import settled
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
 from .relation import HiddenParamOpRelation
+from .slices import dependents
 from .step import Path
 
 if TYPE_CHECKING:
@@ -217,17 +219,10 @@ class _Verdict:
 
     def _learned_through(self, c: Carried, group: HiddenGroup) -> list[Path]:
         """The parameters whose traces go through one array of a group."""
-        into: dict[int, int] = {}  # the arrays of the group from which this one is reached, unit by unit
         own = self.flows.of(self.flows.group_bits(group.index))
-        for d in own:
-            goal = self.flows.from_states.get(d.old, Goal()).direct
-            into[d.bit] = goal
-        sources, before = c.bit, 0
-        while sources != before:
-            before = sources
-            for d in own:
-                if into[d.bit] & sources:
-                    sources |= d.bit
+        into = {d.bit: self.flows.from_states.get(d.old, Goal()).direct for d in own}
+        # the arrays of the group from which this one is reached, unit by unit
+        sources = settled(c.bit, lambda bits: sum(bit for bit, goal in into.items() if goal & bits))
         found: dict[Path, None] = {}
         for relation in self.graph.hidden_param_op_relations:
             site = relation.site
@@ -252,19 +247,17 @@ class _Verdict:
 
     def _next_sites(self, site: Site, missed: int) -> Sequence[Site]:
         """The sites through which a site's output goes on to the states in `missed`."""
-        after = {site.output}
-        found = []
-        for node in self.graph.module_info.program.nodes:
-            reads = any(isinstance(a, Var) and a in after for a in node.inputs)
-            if not reads and not any(s is site for s in node.sites):
-                continue
-            for other in node.sites:
-                goal = self.flows.from_sites.get(other.index, Goal())
-                if (goal.direct | goal.crossing) & missed and (other is not site or node.site is None):
-                    found.append(other)
-            if node.site is None:
-                after.update(node.outputs)
-        return found or [site]
+        program = self.graph.module_info.program
+        holder = program.nodes[program.holder[site.index]]
+        after = dependents(program, holder.outputs)
+        return [
+            other
+            for node in program.nodes
+            if (node is holder and node.inner) or any(isinstance(a, Var) and a in after for a in node.inputs)
+            for other in node.sites
+            if (goal := self.flows.from_sites.get(other.index, Goal()))
+            and (goal.direct | goal.crossing) & missed
+        ] or [site]
 
     def _mixing_node(self, site: Site, group: HiddenGroup) -> Node | None:
         for o in self.graph.diagnostics.outcomes:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from .links import ELEMENT_WISE
+from .dataflow import Flow, settled, solve, union
 from .own_rules import not_linear
+from .primitives import ELEMENT_WISE, LAYOUT, named
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
 from .slices import has_while
@@ -24,7 +25,7 @@ from .step import Path
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
-_MOVES = frozenset("broadcast_in_dim reshape squeeze transpose convert_element_type copy slice".split())
+_MOVES = LAYOUT | named("convert_element_type copy slice")
 
 
 @dataclass(frozen=True)
@@ -136,17 +137,16 @@ class Flows:
     @cached_property
     def live(self) -> int:
         """The arrays whose old value reaches the outputs of this step or of a later one."""
-        found, before = 0, -1
-        while found != before:
-            before = found
-            for c in self.carried:
-                if self._goal(self.whole, c.old) & (self.outputs | found):
-                    found |= c.bit
+        found = settled(0, lambda bits: self._reaching(self.whole, self.outputs | bits))
         hidden = [c for c in self.carried if c.group is not None]
         if not any(c.bit & found or self._goal(self.whole, c.new) & self.outputs for c in hidden):
             # no output tells of the states: a loss must read the states themselves
             return found | sum(c.bit for c in hidden)
         return found
+
+    def _reaching(self, env: Mapping[Any, Goal], goal: int) -> int:
+        """The arrays whose old value reaches a goal."""
+        return sum(c.bit for c in self.carried if self._goal(env, c.old) & goal)
 
     @cached_property
     def matters(self) -> int:
@@ -161,25 +161,20 @@ class Flows:
 
         Along paths that cross no site and no other new state.
         """
-        bits: dict[Var, int] = {c.old: self.tag(c, new=False) for c in self.carried}
-        for i, e in enumerate(self.info.params):
-            bits.update(dict.fromkeys(e.invars, 1 << (2 * len(self.carried) + i)))
-        new = {c.new: c for c in self.carried if c.group is not None}
-        own = {
-            g.index: sum(self.tag(c, new=n) for c in self.of(self.group_bits(g.index)) for n in (False, True))
-            for g in self.graph.hidden_groups
-        }
-        for node in self.program.nodes:
-            union = 0
-            if node.site is None and not node.is_flat:
-                for atom in node.inputs:
-                    if isinstance(atom, Var):
-                        union |= bits.get(atom, 0)
-            for v in node.outputs:
-                if jnp.issubdtype(v.aval.dtype, jnp.inexact):
-                    c = new.get(v)
-                    bits[v] = union if c is None else union & own[c.group or 0] | self.tag(c, new=True)
-        return bits
+        bits = {c.old: self.tag(c, new=False) for c in self.carried}
+        bits.update({v: self.param_tag(e.path) for e in self.info.params for v in e.invars})
+        kept = {}
+        for group in self.graph.hidden_groups:
+            own = self.of(self.group_bits(group.index))
+            bits.update({c.new: self.tag(c, new=True) for c in own})
+            tags = sum(self.tag(c, new=new) for c in own for new in (False, True))
+            kept.update({c.new: tags for c in own})
+        flow = Flow[int](
+            lambda node, given: None if node.site else union(given),
+            beyond=lambda v, bits: bits & kept.get(v, -1),
+            derivatives=True,
+        )
+        return solve(flow, self.program, bits.items())[0]
 
     def tag(self, carried: Carried, *, new: bool) -> int:
         """The bit of an array in what `crossed` and `passed` take."""
@@ -212,8 +207,8 @@ class Flows:
             and self._made_of(node, tags)
             and any(self._goal(env, v) & goal for v in node.outputs)
         ]
-        plain = [n for n in found if n.primitive.name not in _MOVES]
-        mixing = [n for n in plain if n.primitive.name not in ELEMENT_WISE]
+        plain = [n for n in found if n.primitive not in _MOVES]
+        mixing = [n for n in plain if n.primitive not in ELEMENT_WISE]
         return next(iter([*mixing, *plain, *found]), None)
 
     # -- states without a trace ---------------------------------------------------------------------
@@ -287,10 +282,7 @@ class Flows:
         for v in variables:
             starts[v] = starts.get(v, Goal()) | Goal(direct=here)
         env = spread(self.program, starts, {})[0]
-        ways, before = here, 0
-        while ways != before:
-            before = ways
-            ways |= sum(c.bit for c in self.carried if not c.bit & ways and self._goal(env, c.old) & ways)
+        ways = settled(here, lambda bits: self._reaching(env, bits))
         return [e.path for e in self.info.params if any(self._goal(env, v) & ways for v in e.invars)]
 
     # -- loops without a reverse mode --------------------------------------------------------------
@@ -303,30 +295,20 @@ class Flows:
     def lost_in_loops(self) -> set[Var]:
         """What reaches the outputs through a `while`, before any new hidden state."""
         new = {c.new for c in self.carried if c.group is not None}
-        open_ = {a for a in self.info.out_atoms if isinstance(a, Var)}
-        lost: set[Var] = set()
-        for node in reversed(self.program.nodes):
-            made = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-            if node.is_flat:
-                continue
-            inputs = [a for a in node.inputs if isinstance(a, Var)]
-            if any(v in open_ and v not in new for v in made):
-                (lost if has_while(node) else open_).update(inputs)
-            if any(v in lost and v not in new for v in made):
-                lost.update(inputs)
-        return lost
+        kept, lost = 1, 2
+        flow = Flow[int](
+            lambda node, given: lost if has_while(node) else union(given),
+            back=True,
+            beyond=lambda v, bits: None if v in new else bits,
+            derivatives=True,
+        )
+        env, _ = solve(flow, self.program, ((a, kept) for a in self.info.out_atoms))
+        return {v for v, bits in env.items() if bits & lost}
 
 
 def opened_sites(program: Program) -> Iterator[tuple[Node, Site]]:
     """Sites inside a function with a derivative rule of its own, which is then not used."""
     for opened in program.opened:
-        for node in _nodes([program]):
+        for node in program.walk():
             if node.site is not None and any(caller is opened.eqn for caller in node.callers):
                 yield opened, node.site
-
-
-def _nodes(programs: Sequence[Program]) -> Iterator[Any]:
-    for program in programs:
-        for node in program.nodes:
-            yield node
-            yield from _nodes(node.inner)

@@ -11,7 +11,6 @@ from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
 from .flows import Flows
 from .groups import HiddenGroup, find_groups, group_outcomes
-from .links import ELEMENT_WISE
 from .module_info import ModuleInfo, StateEntry
 from .outcomes import (
     Cascade,
@@ -26,6 +25,7 @@ from .outcomes import (
 )
 from .perturbation import HiddenPerturbation
 from .positions import Positions
+from .primitives import ELEMENT_WISE
 from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
 from .relation import HiddenParamOpRelation
@@ -229,7 +229,7 @@ def _cascades(
             reached |= {g.index: None for i, g in enumerate(group_of) if bits >> i & 1 and g is not group}
         for other in map(groups.__getitem__, reached):
             ways = between(info.program, own, other.hidden_outvars)
-            node = next((n for n in ways if n.primitive.name not in ELEMENT_WISE), ways[0] if ways else None)
+            node = next((n for n in ways if n.primitive not in ELEMENT_WISE), ways[0] if ways else None)
             found.append(Cascade(group, other, node, group.index in learned))
     return found
 

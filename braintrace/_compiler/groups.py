@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import ClosedJaxpr
-from .links import ELEMENT_WISE, Array
+from .links import Array
 from .module_info import Hidden, ModuleInfo
 from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
 from .own_rules import PullBack, has_own_rule
 from .positions import Positions
+from .primitives import ELEMENT_WISE, NOT_COMPLEX
 from .program import Node, Var
 from .provenance import provenance
 from .reach import Reach
@@ -194,7 +195,7 @@ def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
             if np.any(reach.direct == hidden[j].positions):
                 a, b = sorted((find(i), find(j)))
                 leader[b] = a
-    produced = {v: k for k, node in enumerate(info.program.nodes) for v in node.outputs}
+    produced = info.program.producer
     members: dict[int, list[Hidden]] = {}
     for i, h in enumerate(hidden):
         members.setdefault(find(i), []).append(h)
@@ -233,8 +234,7 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
     return found or [
         node
         for node in info.program.nodes
-        if node.primitive.name not in ELEMENT_WISE
-        and any(v in sources and v in reached for v in node.outputs)
+        if node.primitive not in ELEMENT_WISE and any(v in sources and v in reached for v in node.outputs)
     ]
 
 
@@ -256,7 +256,7 @@ def _has_no_complex_derivative(node: Node) -> bool:
     if not any(map(_is_complex, node.inputs)):
         return False
     real = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-    if node.primitive.name in ("conj", "cholesky") or real:
+    if node.primitive in NOT_COMPLEX or real:
         return True
     programs = node.inner
     if (pull := PullBack.of(node) if has_own_rule(node) else None) is not None:

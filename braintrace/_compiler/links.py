@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from .copies import COPIES, copy, scattered
+from .. import _compat
+from .._compat import primitives
+from . import primitives as tables
 from .copies import Array as Array
 from .copies import Shape as Shape
+from .copies import copy, scattered
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,6 @@ Link = Same | Axes | Pairs
 Linked = list[tuple[int, int, Link]]  # (input, output, link)
 Known = Callable[[int], Array | None]  # the value of an integer input, if it does not depend on data
 
-ELEMENT_WISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p log2
-    logistic lt max min mul name ne neg nextafter not one_minus_square optimization_barrier or polygamma pow
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint sign sin
-    sinh sqrt square stop_gradient sub tan tanh to_edtype from_edtype xor zeta""".split()
-)
-FLAT = frozenset(["stop_gradient", "ceil", "floor", "round", "sign", "is_finite"])  # no derivative
-_REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"])
-_CUMULATIVE = frozenset(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"])
-INDEXED = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # operands before the indices
-
 
 def links(
     primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], known: Known
@@ -66,47 +56,48 @@ def links(
 
     None where nothing is known of the primitive or of the indices it is given.
     """
-    name = primitive.name
     shapes, out = [tuple(a.shape) for a in ins], tuple(outs[0].shape) if outs else ()
-    if name == "optimization_barrier":
+    if primitive is _compat.optimization_barrier_p:
         return [(i, i, Same()) for i in range(len(ins))]
-    if name in ELEMENT_WISE:
+    if primitive in tables.ELEMENT_WISE:
         return [(i, 0, _broadcast(s, out)) for i, s in enumerate(shapes)]
-    if name in ("squeeze", "expand_dims") or (name == "reshape" and params["dimensions"] is None):
+    if tables.is_reshape(primitive, params):
         return [(0, 0, Same())]
-    if name == "transpose":
+    if primitive is primitives.transpose_p:
         return [(0, 0, Axes(tuple(range(len(out))), tuple(params["permutation"])))]
-    if name == "broadcast_in_dim":
+    if primitive is primitives.broadcast_in_dim_p:
         return [(0, 0, _in_dim(shapes[0], out, params["broadcast_dimensions"]))]
-    if name in _REDUCTIONS:
+    if primitive in tables.REDUCTIONS:
         axes = tuple(range(len(shapes[0])))
         return [(0, 0, Axes(axes, tuple(a for a in axes if a not in params["axes"])))]
-    if name == "dot_general":
+    if primitive is primitives.dot_general_p:
         return _dot(shapes, params["dimension_numbers"])
-    if name in _CUMULATIVE:
+    if primitive in tables.CUMULATIVE:
         return [(0, 0, _mixed_along(len(out), [params["axis"]]))]
-    if name == "sort":
+    if primitive is primitives.sort_p:
         link = _mixed_along(len(out), [params["dimension"]])
         return [(i, j, link) for i in range(len(ins)) for j in range(len(outs))]
-    if name in ("top_k", "approx_top_k"):
-        return [(0, 0, _mixed_along(len(out), [len(out) - 1]))]
-    if name == "fft":
+    if primitive in tables.ALONG_AN_AXIS:  # `top_k` has its axis among the parameters from 0.10 on
+        axis = params.get("axis", params.get("reduction_dimension", len(out) - 1))
+        return [(0, 0, _mixed_along(len(out), [axis]))]
+    if primitive is primitives.fft_p:
         n = len(params["fft_lengths"])
         return [(0, 0, _mixed_along(len(out), range(len(out) - n, len(out))))]
-    if name in ("cholesky", "triangular_solve"):
+    if primitive in tables.ON_MATRICES:
         return [(i, 0, _mixed_along(len(out), range(len(out) - 2, len(out)))) for i in range(len(ins))]
-    if name == "split":
+    if primitive is _compat.split_p:
         cuts = np.cumsum(params["sizes"])[:-1]
         return _parts(np.split(_numbers(shapes[0]), cuts, axis=params["axis"]))
-    if name == "unstack":
+    if primitive is _compat.unstack_p:
         return _parts(np.moveaxis(_numbers(shapes[0]), params["axis"], 0))
-    if name.startswith("reduce_window") and "window_dimensions" in params:
-        return [(i, 0, _windows(shapes[i], out, params)) for i in range(len(ins)) if shapes[i] != ()]
-    if name == "conv_general_dilated":
+    if primitive in tables.WINDOWS:
+        link = _windows(shapes[0], out, params)
+        return [(i, j, link) for i, s in enumerate(shapes) for j in range(len(outs)) if s == shapes[0] != ()]
+    if primitive is primitives.conv_general_dilated_p:
         return _conv(shapes, out, params)
-    if name in COPIES:
+    if primitive in tables.COPIES:
         return _copies(primitive, params, ins, out, known)
-    if name.startswith("scatter"):
+    if primitive in tables.SCATTERS:
         return _scatter(params, ins, out, known)
     return None
 
@@ -171,7 +162,7 @@ def _copies(
     primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
 ) -> Linked | None:
     """Copy element numbers instead of data, to learn where each element of the output comes from."""
-    data = range(INDEXED.get(primitive.name, len(ins)))
+    data = range(tables.INDICES[primitive].start if primitive in tables.INDICES else len(ins))
     operands: list[Any] = []
     starts, start = {}, 0
     for i, a in enumerate(ins):
@@ -182,9 +173,9 @@ def _copies(
         else:
             value = known(i)
             if value is None:
-                return _somewhere(primitive.name, params, [tuple(a.shape) for a in ins], out)
+                return _somewhere(primitive, params, [tuple(a.shape) for a in ins], out)
             operands.append(value)
-    numbers = copy(primitive.name, params, operands, out, fill=-1).ravel()
+    numbers = copy(primitive, params, operands, out, fill=-1).ravel()
     found: Linked = []
     for i in data:
         size = math.prod(ins[i].shape)
@@ -208,11 +199,11 @@ def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Know
     return [(0, 0, kept), (2, 0, Pairs(hit, put[hit]))]
 
 
-def _somewhere(name: str, params: dict[str, Any], shapes: list[Shape], out: Shape) -> Linked:
+def _somewhere(primitive: Any, params: dict[str, Any], shapes: list[Shape], out: Shape) -> Linked:
     """Copies to or from places that are not known: along axes that are copied whole, elements stay apart."""
-    if name == "dynamic_slice":
+    if primitive is primitives.dynamic_slice_p:
         return [(0, 0, _whole_axes(shapes[0], out, {a: a for a in range(len(out))}))]
-    if name == "dynamic_update_slice":
+    if primitive is primitives.dynamic_update_slice_p:
         return [(0, 0, Same()), (1, 0, _whole_axes(shapes[1], out, {a: a for a in range(len(out))}))]
     numbers = params["dimension_numbers"]
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)

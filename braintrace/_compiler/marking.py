@@ -19,7 +19,7 @@ from .._compat import primitives
 from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
-from .links import ELEMENT_WISE
+from .primitives import ELEMENT_WISE
 from .program import Atom, Node, Program, Var, read, read_program
 from .provenance import SLICED, provenance
 from .step import Role, Step
@@ -98,7 +98,7 @@ class _Frontier:
         if node.primitive in OPS:
             y = OPS[node.primitive](vals, weights[0], node.params)
             return _compat.bind(node.eqn, *vals) if y is None else [y]
-        if node.primitive.name in ELEMENT_WISE and all(map(_is_number, node.outputs)):
+        if node.primitive in ELEMENT_WISE and all(map(_is_number, node.outputs)):
             for i in weights:
                 vals[i] = self.elements(node.inputs[i], node.outputs[0].aval.shape, env)
         return _compat.bind(node.eqn, *vals)

@@ -21,7 +21,9 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal, primitives
-from .program import Atom, Node, Program, Var, View, evaluate, read_program
+from .dataflow import Flow, solve
+from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND
+from .program import Atom, Node, Program, Var, View, evaluate, is_inexact, read_program
 from .slices import plain_site
 
 
@@ -42,8 +44,8 @@ class PullBack:
 
     @staticmethod
     def _trace(node: Node) -> PullBack | None:
-        live = [i for i, a in enumerate(node.inputs) if _is_inexact(a)]
-        outs = [j for j, v in enumerate(node.outputs) if _is_inexact(v)]
+        live = [i for i, a in enumerate(node.inputs) if is_inexact(a)]
+        outs = [j for j, v in enumerate(node.outputs) if is_inexact(v)]
 
         def pull(given: list[Any], cotangents: list[Any]) -> Any:
             def function(*some: Any) -> list[Any]:
@@ -58,7 +60,7 @@ class PullBack:
             jax.ShapeDtypeStruct(node.outputs[j].aval.shape, node.outputs[j].aval.dtype) for j in outs
         ]
         try:
-            program = read_program(jax.make_jaxpr(pull)(structs, cotangents))
+            program = read_program(jax.make_jaxpr(pull)(structs, cotangents), marks=False)
         except Exception:  # whatever a user's rule raises that was not made for reverse mode
             return None
         given = program.inputs[len(structs) :]
@@ -68,18 +70,10 @@ class PullBack:
             dict(zip(live, program.outputs, strict=True)),
         )
 
-    def sources(self) -> dict[int, set[int]]:
-        """The outputs that each input reaches, by number."""
-        env: dict[Var, set[int]] = {v: {j} for j, v in self.cotangents.items()}
-        for node in self.program.nodes:
-            found = set().union(*(env.get(a, set()) for a in node.inputs if isinstance(a, Var)))
-            env.update((v, found) for v in node.outputs)
-        return {i: env.get(a, set()) if isinstance(a, Var) else set() for i, a in self.results.items()}
-
     @cached_property
     def is_linear(self) -> bool:
         """Whether it is linear in the cotangents; one that can neither be seen to be nor be tried is not."""
-        if _Form(self).is_linear:
+        if _is_linear_by_form(self):
             return True
         if any(n.eqn.effects and n.outputs for n in self.program.nodes):  # not to be run unasked
             return False
@@ -92,58 +86,47 @@ class PullBack:
 
 def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
     """The functions whose derivative rule is not linear, each with the node of the program that holds it."""
-
-    def inside(node: Node) -> Iterator[Node]:
-        if node.primitive is primitives.custom_vjp_call_p:
-            pull = PullBack.of(node)
-            if pull is not None and not pull.is_linear:
-                yield node
-        for inner in node.inner:
-            for n in inner.nodes:
-                yield from inside(n)
-
-    return ((node, found) for node in program.nodes for found in inside(node))
+    for holder in program.nodes:
+        for node in holder.walk():
+            if node.primitive is primitives.custom_vjp_call_p:
+                pull = PullBack.of(node)
+                if pull is not None and not pull.is_linear:
+                    yield holder, node
 
 
 _ZERO, _LINEAR, _OTHER = "zero", "linear", "other"
-_IN_ONE = frozenset("mul dot_general conv_general_dilated".split())  # linear in one operand, given the others
-_IN_FIRST = frozenset(  # linear in the first operand, given the others
-    """neg real imag conj convert_element_type copy copy_p reshape squeeze expand_dims transpose rev slice
-    broadcast_in_dim reduce_sum cumsum reduce_window_sum dynamic_slice gather split unstack div name
-    device_put sharding_constraint""".split()
-)
-_IN_ALL = frozenset("add sub add_any concatenate pad complex select_n scatter-add".split())
-_WHERE = {"select_n": 0, "scatter-add": 1}  # the one operand of these that is not added up
+_WHERE = {
+    primitives.select_n_p: 0,
+    primitives.scatter_add_p: 1,
+}  # the one operand of these that is not added up
 
 
-class _Form:
-    """Which variables of a pull-back are linear in the cotangents, as far as its operations tell."""
+def _is_linear_by_form(pull: PullBack) -> bool:
+    """Whether its operations tell that it is linear in the cotangents."""
+    linear = ((v, _LINEAR) for v in pull.cotangents.values())
+    flow: Flow[str] = Flow(lambda node, given: _made(node.primitive, list(map(_kind, node.inputs, given))))
+    # all nodes: one that reads none of the cotangents may make zeros
+    env, _ = solve(flow, pull.program, linear, visit=range(len(pull.program.nodes)))
+    ends = pull.results.values()
+    return all(_kind(a, env.get(a) if isinstance(a, Var) else None) in (_ZERO, _LINEAR) for a in ends)
 
-    def __init__(self, pull: PullBack) -> None:
-        self.kinds: dict[Var, str] = dict.fromkeys(pull.cotangents.values(), _LINEAR)
-        for node in pull.program.nodes:
-            kind = self._made(node.primitive.name, [self._kind(a) for a in node.inputs])
-            if kind is not None:
-                self.kinds.update(dict.fromkeys(node.outputs, kind))
-        self.is_linear = all(self._kind(a) in (_ZERO, _LINEAR) for a in pull.results.values())
 
-    def _kind(self, atom: Atom) -> str | None:
-        """None: it does not depend on the cotangents."""
-        if isinstance(atom, Literal):
-            return _ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else None
-        return self.kinds.get(atom)
+def _kind(atom: Atom, found: str | None) -> str | None:
+    """None: it does not depend on the cotangents."""
+    zero = isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+    return _ZERO if zero else found
 
-    @staticmethod
-    def _made(name: str, ins: list[str | None]) -> str | None:
-        live = [k for k in ins if k in (_LINEAR, _OTHER)]
-        if name in _IN_ONE and (_ZERO in ins or live == [_LINEAR]):
-            return _ZERO if _ZERO in ins else _LINEAR
-        if name in _IN_FIRST and ins[0] is not None and live == [k for k in ins[:1] if k != _ZERO]:
-            return ins[0]
-        added = [k for i, k in enumerate(ins) if i != _WHERE.get(name)]
-        if name in _IN_ALL and None not in added and live == [k for k in added if k == _LINEAR]:
-            return _LINEAR if live else _ZERO
-        return _OTHER if live else None
+
+def _made(primitive: Any, ins: list[str | None]) -> str | None:
+    live = [k for k in ins if k in (_LINEAR, _OTHER)]
+    if primitive in IN_ONE_OPERAND and (_ZERO in ins or live == [_LINEAR]):
+        return _ZERO if _ZERO in ins else _LINEAR
+    if primitive in IN_FIRST_OPERAND and ins[0] is not None and live == [k for k in ins[:1] if k != _ZERO]:
+        return ins[0]
+    added = [k for i, k in enumerate(ins) if i != _WHERE.get(primitive)]
+    if primitive in IN_ALL_OPERANDS and None not in added and live == [k for k in added if k == _LINEAR]:
+        return _LINEAR if live else _ZERO
+    return _OTHER if live else None
 
 
 def _is_linear_on_numbers(pull: PullBack) -> bool:
@@ -202,7 +185,3 @@ def has_own_rule(node: Node) -> bool:
 
 
 _traced: WeakKeyDictionary[Node, PullBack | None] = WeakKeyDictionary()
-
-
-def _is_inexact(atom: Any) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))

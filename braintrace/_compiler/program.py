@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
 from .._ops.letters import Layout
 from .._ops.primitive import ETPPrimitive
-from .links import FLAT
+from .primitives import FLAT
 
 AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
 
@@ -33,17 +34,42 @@ AtSite = Callable[["Site", Any, list[Any]], tuple[Any, Any]]
 class Var:
     """A value of the program: its shape and type, and its number in program order."""
 
-    __slots__ = ("aval", "index")
+    __slots__ = ("aval", "index", "inexact")
 
     def __init__(self, aval: Any, index: int) -> None:
         self.aval = aval
         self.index = index
+        self.inexact = is_inexact(self)
 
     def __repr__(self) -> str:
         return f"v{self.index}:{self.aval.str_short()}"
 
 
 Atom = Var | Literal
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether it has a derivative, by its type."""
+    return _is_inexact(getattr(atom.aval, "dtype", np.bool_))  # a token has no type
+
+
+@cache
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """How the operands of a loop follow each other: those of its condition only, constants, what it carries.
+
+    What is left is sliced, one slice for each iteration. Its outputs are what it carries, and slices.
+    """
+
+    body: Program
+    length: int | None  # None: until a condition says so
+    before: int
+    consts: int
+    carry: int
 
 
 @dataclass(eq=False)
@@ -78,7 +104,7 @@ class Node:
     @property
     def is_flat(self) -> bool:
         """Whether its derivative is zero, or none."""
-        return self.primitive.name in FLAT or bool(self.zeros)
+        return self.primitive in FLAT or bool(self.zeros)
 
     @property
     def sites(self) -> list[Site]:
@@ -86,6 +112,21 @@ class Node:
         if self.site is not None:
             return [self.site]
         return [site for program in self.inner for site in program.sites]
+
+    @property
+    def loop(self) -> Loop | None:
+        """How it iterates, if it does."""
+        if self.primitive is primitives.scan_p:
+            return Loop(self.inner[0], self.params["length"], 0, *_compat.scan_counts(self.eqn))
+        if self.primitive is primitives.while_p:
+            return Loop(self.inner[1], None, *_compat.while_counts(self.eqn), len(self.outputs))
+        return None
+
+    def walk(self) -> Iterator[Node]:
+        """The node and all that is inside it."""
+        yield self
+        for program in self.inner:
+            yield from program.walk()
 
     @property
     def source(self) -> str:
@@ -157,6 +198,33 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program: {len(self.nodes)} operations, {len(self.sites)} marked>"
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes, also those inside others."""
+        return (inner for node in self.nodes for inner in node.walk())
+
+    @cached_property
+    def producer(self) -> dict[Var, int]:
+        """The number of the node that makes each variable."""
+        return {v: i for i, node in enumerate(self.nodes) for v in node.outputs}
+
+    @cached_property
+    def readers(self) -> dict[Var, list[int]]:
+        """The numbers of the nodes that read each variable."""
+        found: dict[Var, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            for atom in node.inputs:
+                if isinstance(atom, Var):
+                    found.setdefault(atom, []).append(i)
+        return found
+
+    @cached_property
+    def holder(self) -> dict[int, int]:
+        """The number of the node at or inside which each site is."""
+        return {s.index: i for i, node in enumerate(self.nodes) for s in node.sites}
+
+
+_CONTROL_FLOW = {primitives.cond_p: "cond", primitives.scan_p: "scan", primitives.while_p: "while"}
 
 
 class UnreadableSite(Exception):
@@ -253,7 +321,7 @@ class _Reader:
                     deeper = (*loops, eqn.params["length"])
                 with self.inside(eqn):
                     node.inner = tuple(
-                        self.program(*inner, deeper, (*context, eqn.primitive.name))
+                        self.program(*inner, deeper, (*context, _CONTROL_FLOW[eqn.primitive]))
                         for inner in _compat.inner_jaxprs(eqn)
                     )
                 if not node.inner:
@@ -403,7 +471,7 @@ class View:
 
 def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View) -> list[Any]:
     """The values of `targets`, each in its world, computing nothing that they do not need."""
-    producer = {v: i for i, node in enumerate(program.nodes) for v in node.outputs}
+    producer = program.producer
     needed: list[dict[World, None]] = [{} for _ in program.nodes]
 
     def ask(atom: Atom, world: World) -> None:

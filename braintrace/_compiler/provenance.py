@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
-from .. import _compat
 from .._compat import Literal, primitives
 from .._ops.primitive import ETPPrimitive
+from .dataflow import Flow, solve, union
 from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
 
@@ -38,44 +36,34 @@ class Provenance:
 
 def provenance(program: Program, params: Sequence[Var] = ()) -> Provenance:
     bits = {v: 1 << (i + _FIRST) for i, v in enumerate(program.inputs)}
-    _forward(program, bits, sum(bits[v] for v in params))
-    return Provenance(program.inputs, bits)
+    cut = sum(bits[v] for v in params)
+    found: dict[Var, int] = {}
+
+    def transfer(node: Node, given: list[int | None]) -> int:
+        ins = [b or 0 for b in given]
+        made: int = union(ins)
+        for inner in node.inner:
+            follow(inner, zip(inner.inputs, _given(node, inner, ins, made), strict=True))
+        made = made & ~cut if node.is_flat else made
+        return made | MARKED if isinstance(node.primitive, ETPPrimitive) else made
+
+    def follow(program: Program, starts: Iterable[tuple[Var, int]]) -> None:
+        found.update(solve(Flow(transfer), program, starts)[0])
+
+    follow(program, bits.items())
+    return Provenance(program.inputs, found)
 
 
-def _forward(program: Program, bits: dict[Var, int], params: int) -> None:
-    def of(atom: Atom) -> int:
-        return 0 if isinstance(atom, Literal) else bits.get(atom, 0)
-
-    for node in program.nodes:
-        ins = [of(a) for a in node.inputs]
-        union = 0
-        for b in ins:
-            union |= b
-        for which, inner in enumerate(node.inner):
-            given = _given(node, which, ins, union)
-            bits.update(zip(inner.inputs, given, strict=True))
-            _forward(inner, bits, params)
-        if node.is_flat:
-            union &= ~params
-        if isinstance(node.primitive, ETPPrimitive):
-            union |= MARKED
-        for v in node.outputs:
-            bits[v] = union
-
-
-def _given(node: Node, which: int, ins: list[int], union: int) -> list[int]:
+def _given(node: Node, inner: Program, ins: list[int], union: int) -> list[int]:
     """What the inputs of a program inside a node depend on."""
-    if node.primitive is primitives.cond_p:
-        return ins[1:]
-    if node.primitive is primitives.scan_p:
-        num_consts, num_carry = _compat.scan_counts(node.eqn)
-        xs = ins[num_consts + num_carry :]
-        return [*ins[:num_consts], *[union | CARRIED] * num_carry, *(b | SLICED for b in xs)]
-    if node.primitive is primitives.while_p:
-        num_cond, num_body = _compat.while_counts(node.eqn)
-        consts = ins[num_cond:][:num_body] if which == 1 else ins[:num_cond]
-        return [*consts, *[union | CARRIED] * (len(ins) - num_cond - num_body)]
-    return ins
+    loop = node.loop
+    if loop is None:
+        return ins[1:] if node.primitive is primitives.cond_p else ins
+    moving = [union | CARRIED] * loop.carry
+    if inner is not loop.body:
+        return [*ins[: loop.before], *moving]
+    ins = ins[loop.before :]
+    return [*ins[: loop.consts], *moving, *(b | SLICED for b in ins[loop.consts + loop.carry :])]
 
 
 @dataclass(frozen=True)
@@ -122,78 +110,13 @@ def spread(
 
     `masks` are the bits that go on beyond a variable, and `at_site` is what a site makes of its goal.
     """
-    env, sites = dict(starts), dict[int, Goal]()
-    _backward(program, env, sites, lambda v: masks.get(v, -1), False, at_site)
-    return env, sites
 
+    def transfer(node: Node, given: list[Goal | None]) -> Goal | list[Goal]:
+        goal: Goal = union(given)
+        return goal if node.site is None else at_site(node.site, goal)
 
-def _backward(
-    program: Program,
-    env: dict[Var, Goal],
-    sites: dict[int, Goal],
-    mask: Callable[[Var], int],
-    through: bool,
-    at_site: AtSite,
-) -> None:
-    for node in reversed(program.nodes):
-        goal = Goal()
-        for v in node.outputs:
-            if v in env and (through or jnp.issubdtype(v.aval.dtype, jnp.inexact)):
-                goal = goal | (env[v] & mask(v))
-        if not goal or (node.is_flat and not through):
-            continue
-        if node.site is not None:
-            i = node.site.index
-            sites[i] = sites.get(i, Goal()) | goal
-            ins = at_site(node.site, goal)
-        elif node.inner:
-            outs = [env.get(v, Goal()) & mask(v) for v in node.outputs]
-            ins = _backward_inner(node, outs, sites, through, at_site)
-        else:
-            ins = [goal] * len(node.inputs)
-        for atom, g in zip(node.inputs, ins, strict=True):
-            if isinstance(atom, Var) and g and (through or jnp.issubdtype(atom.aval.dtype, jnp.inexact)):
-                env[atom] = env.get(atom, Goal()) | g
+    def beyond(var: Var, goal: Goal) -> Goal | None:
+        return goal & masks.get(var, -1) or None
 
-
-def _backward_inner(
-    node: Node, outs: list[Goal], sites: dict[int, Goal], through: bool, at_site: AtSite
-) -> list[Goal]:
-    def enter(program: Program, outs: Sequence[Goal], through: bool) -> list[Goal]:
-        inside: dict[Var, Goal] = {}
-        for atom, goal in zip(program.outputs, outs, strict=True):
-            if isinstance(atom, Var) and goal:
-                inside[atom] = inside.get(atom, Goal()) | goal
-        _backward(program, inside, sites, lambda v: -1, through, at_site)
-        return [inside.get(v, Goal()) for v in program.inputs]
-
-    if node.primitive is primitives.cond_p:
-        found = [enter(program, outs, through) for program in node.inner]
-        return [Goal(), *(_union(goals) for goals in zip(*found, strict=True))]
-    if node.primitive is primitives.scan_p:
-        num_consts, num_carry = _compat.scan_counts(node.eqn)
-        before, body = 0, node.inner[0]
-    elif node.primitive is primitives.while_p:
-        before, num_consts = _compat.while_counts(node.eqn)
-        num_carry, body = len(outs), node.inner[1]
-    else:  # a function with a derivative rule of its own
-        pull = None if through else PullBack.of(node)
-        if pull is None:
-            return enter(node.inner[0], outs, True)
-        reached = pull.sources()
-        return [_union([outs[j] for j in reached.get(i, ())]) for i in range(len(node.inputs))]
-    carried, ys = outs[:num_carry], outs[num_carry:]
-    while True:
-        ins = enter(body, [*carried, *ys], through)
-        after = [a | b for a, b in zip(carried, ins[num_consts:], strict=False)]
-        if after == carried:
-            xs = ins[num_consts + num_carry :]
-            return [*[Goal()] * before, *ins[:num_consts], *carried, *xs]
-        carried = after
-
-
-def _union(goals: Sequence[Goal]) -> Goal:
-    result = Goal()
-    for g in goals:
-        result = result | g
-    return result
+    flow = Flow(transfer, back=True, beyond=beyond, derivatives=True, enters=True, rule=PullBack.of)
+    return solve(flow, program, starts.items())

@@ -66,12 +66,15 @@ class Reach:
         low, high = self.low[_DIRECT], self.high[_DIRECT]
         return np.where(low == high, low, -1)
 
-    def same_as(self, other: Reach) -> bool:
-        return self is other or (
-            np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+    def __bool__(self) -> bool:
+        return not self.is_empty
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reach) and (
+            self is other or (np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high))
         )
 
-    def merge(self, other: Reach) -> Reach:
+    def __or__(self, other: Reach) -> Reach:
         """What an element reaches through either of two readers."""
         if other is self:
             return self
@@ -87,8 +90,12 @@ class Reach:
         return Reach(self.low[:, index], self.high[:, index])
 
     @staticmethod
-    def stack(parts: Sequence[Reach]) -> Reach:
-        return Reach(np.stack([p.low for p in parts], 1), np.stack([p.high for p in parts], 1))
+    def stack(parts: Sequence[Reach | None], shape: Shape) -> Reach | None:
+        """One for all parts, of which each has that shape; None if no part reaches anything."""
+        if all(p is None for p in parts):
+            return None
+        full = [Reach.empty(shape) if p is None else p for p in parts]
+        return Reach(np.stack([p.low for p in full], 1), np.stack([p.high for p in full], 1))
 
 
 def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:

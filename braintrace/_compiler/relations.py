@@ -117,7 +117,7 @@ def _position_map(
     for h in group.hidden:
         part = came.get(h.outvar)
         for one in _states(part, h.axis):
-            merged = one if merged is None else merged.merge(one)
+            merged = one if merged is None else merged | one
     assert merged is not None
     if merged.width <= 1:  # a broadcast
         src = np.where(merged.highest < 0, -1, merged.lowest)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from .errors import CompilationError
 from .groups import HiddenGroup, mixing_nodes
-from .links import INDEXED
 from .module_info import ModuleInfo
 from .outcomes import AlsoThroughOps, Included, KeepsOnePosition, NoTrace, Outcome, SeveralLeaves, Use, WhyNot
+from .primitives import INDICES
 from .program import Atom, Node, Site, Var
 from .provenance import Goal, Provenance, provenance
 from .reach import Reach
@@ -101,10 +101,7 @@ def keeps_one_position(
 
 
 def _indices(node: Node) -> tuple[Atom, ...]:
-    # a scatter has its indices in the middle, between what is written to and what is written
-    name = node.primitive.name
-    first = 1 if name.startswith("scatter") else INDEXED.get(name, len(node.inputs))
-    return node.inputs[first : 2 if name.startswith("scatter") else None]
+    return node.inputs[INDICES.get(node.primitive, slice(0))]
 
 
 def included(relation: HiddenParamOpRelation, weights: SiteWeights) -> list[Outcome]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .._compat import ClosedJaxpr, primitives
+from .dataflow import Flow, solve
 from .program import Atom, Node, Program, Site, Var, View, evaluate
 
 
@@ -65,36 +66,41 @@ class Slice:
         return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)
 
 
-def dependents(program: Program, sources: Sequence[Var]) -> set[Var]:
-    """The variables that depend on `sources` without crossing a site."""
-    found = set(sources)
-    for node in program.nodes:
-        if node.site is None and any(a in found for a in node.inputs if isinstance(a, Var)):
-            found.update(node.outputs)
-    return found
+def dependents(program: Program, sources: Iterable[Var], stops: Container[Var] = ()) -> set[Var]:
+    """The variables that depend on `sources` without crossing a site, and without going past `stops`."""
+    flow = Flow[bool](
+        lambda node, given: node.site is None, beyond=lambda v, reached: reached and v not in stops
+    )
+    return set(solve(flow, program, ((v, True) for v in sources))[0])
 
 
-def needed(program: Program, targets: Sequence[Atom]) -> list[Node]:
+def behind(program: Program, targets: Iterable[Atom], stops: Container[Var] = ()) -> set[Var]:
+    """The variables that `targets` depend on, also across sites, without going past `stops`."""
+    flow = Flow[bool](back=True, beyond=lambda v, wanted: v not in stops or None)
+    return set(solve(flow, program, ((a, True) for a in targets))[0])
+
+
+def needed(program: Program, targets: Iterable[Atom]) -> list[Node]:
     """The nodes that `targets` depend on."""
-    wanted = {a for a in targets if isinstance(a, Var)}
-    nodes = []
-    for node in reversed(program.nodes):
-        if any(v in wanted for v in node.outputs):
-            nodes.append(node)
-            wanted.update(a for a in node.inputs if isinstance(a, Var))
-    return nodes[::-1]
+    return _makers(program, behind(program, targets))
 
 
-def between(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> list[Node]:
+def between(program: Program, sources: Sequence[Var], targets: Iterable[Atom]) -> list[Node]:
     """The nodes on paths from `sources` to `targets` that cross no site."""
-    after = dependents(program, sources)
-    wanted = {a for a in targets if isinstance(a, Var)}
-    nodes = []
-    for node in reversed(program.nodes):
-        if any(v in wanted and v in after and v not in sources for v in node.outputs):
-            nodes.append(node)
-            wanted.update(a for a in node.inputs if isinstance(a, Var))
-    return nodes[::-1]
+    return _makers(program, on_the_way(program, sources, targets))
+
+
+def on_the_way(
+    program: Program, sources: Sequence[Var], targets: Iterable[Atom], stops: Container[Var] = ()
+) -> set[Var]:
+    """What is on such paths; not the sources."""
+    after = dependents(program, sources, stops) - set(sources)
+    flow = Flow[bool](back=True, beyond=lambda v, wanted: v in after or None)
+    return after & set(solve(flow, program, ((a, True) for a in targets))[0])
+
+
+def _makers(program: Program, made: Container[Var]) -> list[Node]:
+    return [node for node in program.nodes if any(v in made for v in node.outputs)]
 
 
 def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Slice:
@@ -108,7 +114,7 @@ def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Sl
 
 def cut_after(program: Program, site: Site, targets: Sequence[Atom]) -> Slice:
     """The slice between a site, wherever it is, and `targets`."""
-    (node,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    node = program.nodes[program.holder[site.index]]
     part = cut(program, node.outputs, targets)
     if node.site is None:
         extra = [a for a in node.inputs if isinstance(a, Var) and a not in program.consts]
@@ -122,6 +128,4 @@ def uses_while(program: Program, sources: Sequence[Var], targets: Sequence[Atom]
 
 
 def has_while(node: Node) -> bool:
-    return node.primitive is primitives.while_p or any(
-        has_while(n) for program in node.inner for n in program.nodes
-    )
+    return any(n.primitive is primitives.while_p for n in node.walk())

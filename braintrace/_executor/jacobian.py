@@ -59,9 +59,8 @@ class LocalGroup:
     @cached_property
     def _site_vars(self) -> list[Var]:
         program = self.graph.module_info.program
-        sites = [r.site for r, _ in self.fed_by]
-        nodes = [n for n in program.nodes if any(s in sites for s in n.sites)]
-        return [v for n in nodes for v in n.outputs]
+        holders = dict.fromkeys(program.holder[r.site.index] for r, _ in self.fed_by)
+        return [v for i in holders for v in program.nodes[i].outputs]
 
     @cached_property
     def varies(self) -> set[Var]:

@@ -20,6 +20,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
 from .._compiler.positions import Positions
+from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
 from .._compiler.reach import Reach, SiteReach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
@@ -62,7 +63,7 @@ class Necks:
         on_the_way, _ = positions.reaches(starts)
         if any(v in on_the_way and v in varies for v in _others(graph, group)):
             return None
-        nodes = [n for n in program.nodes if n.primitive.name.startswith("reduce_") and len(n.outputs) == 1]
+        nodes = [n for n in program.nodes if n.primitive in REDUCTIONS | WINDOWS and len(n.outputs) == 1]
         found = [v for n in nodes for v in n.outputs if v in varies and v in on_the_way]
         old, sites = positions.reaches(starts, lambda v: v in found)
         direct = _numbers(old, sites, group, fed_by)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
 from .._compiler.program import Node, Site, Var, View, World, evaluate
-from .._compiler.slices import has_while
+from .._compiler.slices import behind, has_while
 
 
 def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
@@ -41,11 +41,8 @@ def reads_old_states(graph: ETraceGraph) -> bool:
     """Whether an output depends on an old hidden state along a path that passes no new one."""
     info = graph.module_info
     new = {h.outvar for h in info.hidden}
-    wanted = {a for a in (*info.out_atoms, *_others(graph)) if isinstance(a, Var)} - new
-    for node in reversed(info.program.nodes):
-        if any(v in wanted for v in node.outputs):
-            wanted.update(a for a in node.inputs if isinstance(a, Var) and a not in new)
-    return any(h.invar in wanted for h in info.hidden)
+    read = behind(info.program, [*info.out_atoms, *_others(graph)], stops=new)
+    return any(h.invar in read for h in info.hidden)
 
 
 def _others(graph: ETraceGraph) -> list[Any]:

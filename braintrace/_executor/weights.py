@@ -17,7 +17,7 @@ from .. import _compat
 from .._compat import primitives
 from .._compiler.program import Atom, Node, Program, Site, Var, View, evaluate
 from .._compiler.relation import HiddenParamOpRelation
-from .._compiler.slices import needed, plain_site
+from .._compiler.slices import behind, plain_site
 from .._ops.letters import over_levels
 
 Effective = dict[int, dict[str, Any]]  # by site, by name
@@ -43,7 +43,7 @@ def effective_weights(
 
 def _site_weights(program: Program, known: Mapping[Var, Any], site: Site, varying: set[str]) -> list[Any]:
     """The weight operands of a site; those that vary in a loop have its axis in front."""
-    (node,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
     if node.site is site:
         return _values(program, known, list(site.weights.values()))
@@ -83,14 +83,12 @@ def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -
 
 def needs(program: Program, site: Site) -> set[Var]:
     """The inputs of a program that the weights of a site inside it are made of."""
-    (holder,) = [n for n in program.nodes if any(s is site for s in n.sites)]
+    holder = program.nodes[program.holder[site.index]]
     if holder.site is site:
-        wanted = {a for a in site.weights.values() if isinstance(a, Var)}
+        wanted = list(site.weights.values())
     else:
         inner = next(p for p in holder.inner if any(s is site for s in p.sites))
         below = needs(inner, site)
         pairs = zip(_operands(holder), inner.inputs, strict=True)
-        wanted = {a for a, v in pairs if v in below and isinstance(a, Var)}
-    for node in needed(program, list(wanted)):
-        wanted.update(a for a in node.inputs if isinstance(a, Var))
-    return wanted
+        wanted = [a for a, v in pairs if v in below]
+    return behind(program, wanted)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal
-from .._compiler.program import Var
+from .._compiler.dataflow import Flow, solve
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
 from .._executor.slots import Slot, states
@@ -323,10 +323,8 @@ class Online:
         """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
         program = self.info.program
         moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_fixed for v in e.invars)}
-        for node in program.nodes:
-            if any(a in moving for a in node.inputs if isinstance(a, Var)):
-                moving.update(node.outputs)
-        computed = sum(_bytes(v.aval) for v in moving if v not in program.inputs)
+        computed, _ = solve(Flow[bool](), program, ((v, True) for v in moving))
+        size = sum(_bytes(v.aval) for v in computed if v not in program.inputs)
         needed = 0  # it is kept, propagated through time, and laid out for one product
         for local in self.executor.groups:
             each = local.group.num_state * _bytes(local.group.hidden_outvars[0].aval)
@@ -336,7 +334,7 @@ class Online:
             needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])
             for group, at in zip(relation.hidden_groups, relation.position_maps, strict=True):
                 needed += group.num_state * at.map.size * site.output.aval.dtype.itemsize
-        return int(computed + 3 * needed)
+        return int(size + 3 * needed)
 
     def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
         """What a trace that leaves paths out says of this step: there the weight is live as well."""

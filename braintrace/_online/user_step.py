@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.program import Atom, Node, Program, Var, read, read_program
-from .._compiler.slices import dependents, needed
+from .._compiler.slices import behind, dependents, needed
 from .call import Call, call_p
 from .online import Leaves, Online
 
@@ -79,7 +79,7 @@ class UserStep:
     @cached_property
     def calls(self) -> list[Node]:
         """The calls of the learner, wherever they are."""
-        return list(_calls(self.program))
+        return [node for node in self.program.walk() if node.primitive is call_p]
 
     @cached_property
     def node(self) -> Node | None:
@@ -154,8 +154,7 @@ class UserStep:
     @cached_property
     def targets(self) -> list[bool]:
         """Of each slice, whether no state depends on it."""
-        atoms = [*self.new, *(a for n in needed(self.program, self.new) for a in n.inputs)]
-        read = set(variables(atoms))
+        read = behind(self.program, self.new)
         return [v not in read for v in self.slices]
 
     def run(
@@ -202,11 +201,3 @@ class UserStep:
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     return [a for a in atoms if isinstance(a, Var)]
-
-
-def _calls(program: Program) -> Any:
-    for node in program.nodes:
-        if node.primitive is call_p:
-            yield node
-        for inner in node.inner:
-            yield from _calls(inner)

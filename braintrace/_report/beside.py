@@ -142,11 +142,7 @@ def _reads_hidden(step: UserStep) -> bool:
     atoms = [
         a
         for n in needed(step.program, step.outs[:1])
-        if not any(c is n or c in _inside(n) for c in step.calls)
+        if not any(c in n.walk() for c in step.calls)
         for a in n.inputs
     ]
     return any(a in hidden and jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in variables(atoms))
-
-
-def _inside(node: Any) -> list[Any]:
-    return [n for p in node.inner for m in p.nodes for n in (m, *_inside(m))]

@@ -15,13 +15,9 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal, primitives
+from .._compiler.primitives import ARITHMETIC, CUMULATIVE, REDUCTIONS, WINDOWS, named
 from .._ops.primitive import ETPPrimitive
 from .._ops.row_product import row_p
-
-_ARITHMETIC = frozenset(
-    """abs add add_any and clamp convert_element_type div eq floor ge gt integer_pow le lt max min mul ne neg
-    not or rem round select_n sign square sub xor""".split()
-)
 
 
 def count_flops(closed: Any) -> float:
@@ -68,12 +64,11 @@ class _Flat:
 
     def unchanged(self, eqn: Any, ins: list[Any]) -> Any:
         """The input that an equation passes on as it is, if it does: a copy, or a sum with zero."""
-        name = eqn.primitive.name
-        if name in ("stop_gradient", "copy", "copy_p"):
+        if eqn.primitive in _UNCHANGED:
             return ins[0]
-        if name in ("broadcast_in_dim", "convert_element_type") and _is_zero(ins[0]):
+        if eqn.primitive in _KEEPS_ZERO and _is_zero(ins[0]):
             return _ZERO
-        if name in ("add", "add_any") and any(map(_is_zero, ins)):
+        if eqn.primitive in _SUMS and any(map(_is_zero, ins)):
             return ins[1] if _is_zero(ins[0]) else ins[0]
         return None
 
@@ -87,6 +82,9 @@ class _Flat:
 
 
 _ZERO = "0.0"
+_UNCHANGED = named("stop_gradient copy")
+_KEEPS_ZERO = named("broadcast_in_dim convert_element_type")
+_SUMS = named("add add_jaxvals")
 
 
 def _constant(value: Any) -> Any:
@@ -109,7 +107,6 @@ def _key(param: Any) -> Any:
 
 
 def _cost(eqn: Any) -> float:
-    name = eqn.primitive.name
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
     if isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive is row_p:
         structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
@@ -120,14 +117,16 @@ def _cost(eqn: Any) -> float:
         return float(eqn.params["length"]) * inner[0]
     if eqn.primitive is primitives.cond_p:
         return max(inner)
-    if name == "dot_general":
+    if eqn.primitive is primitives.dot_general_p:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return float(2 * out.size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted))
-    if name == "conv_general_dilated":
+    if eqn.primitive is primitives.conv_general_dilated_p:
         kernel, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
         return float(2 * out.size * kernel.size / kernel.shape[spec[0]])
-    if name.startswith(("reduce_", "cum", "scatter-add", "scatter_add")):
-        return float(eqn.invars[-1 if name.startswith("scatter") else 0].aval.size)
-    if name in _ARITHMETIC:
+    if eqn.primitive is primitives.scatter_add_p:
+        return float(eqn.invars[-1].aval.size)
+    if eqn.primitive in REDUCTIONS | WINDOWS | CUMULATIVE:
+        return float(eqn.invars[0].aval.size)
+    if eqn.primitive in ARITHMETIC:
         return float(out.size)
     return sum(inner)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from brainstate.nn import init, sigmoid
 
+from .._compat import primitives
 from .._ops import ETPPrimitive, element_wise, matmul
 from .linear import Linear
 
@@ -79,7 +80,7 @@ def _products(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _gates(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in ("logistic", "tanh")  # which give their own derivatives
+    return primitive in (primitives.logistic_p, primitives.tanh_p)  # which give their own derivatives
 
 
 @_sized

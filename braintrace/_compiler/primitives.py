@@ -1,0 +1,80 @@
+"""What the compiler knows of JAX's primitives: tables, compared by identity.
+
+A primitive of JAX is in one of the first tables or, by name, in the list of those that mix all that they are
+given, in `tests/compiler/test_primitives.py`, which fails for one that JAX adds or renames. Those that a
+version of JAX does not have are absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _compat
+from .._compat import Primitive, primitives
+
+
+def named(names: str) -> frozenset[Primitive]:
+    """Those of the primitives that this version of JAX has."""
+    places = (primitives, _compat)
+    found = (getattr(place, f"{name}_p", None) for name in names.split() for place in places)
+    return frozenset(p for p in found if p is not None)
+
+
+def is_reshape(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether it leaves the elements in their order."""
+    if primitive is primitives.reshape_p:
+        return params["dimensions"] is None
+    return primitive is primitives.squeeze_p
+
+
+# -- each in one of these --------------------------------------------------------------------------
+
+ELEMENT_WISE = named(
+    """abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp
+    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
+    logistic lt lt_to max min mul name ne neg nextafter not optimization_barrier or polygamma population_count
+    pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+    tanh xor zeta"""
+)
+LAYOUT = named("broadcast_in_dim reshape squeeze transpose")
+COPIES = named("concatenate stack tile pad slice rev gather dynamic_slice dynamic_update_slice")
+PARTS = named("split unstack")
+SCATTERS = named("scatter scatter_add scatter_max scatter_min scatter_mul scatter_sub")
+REDUCTIONS = named("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
+WINDOWS = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
+CUMULATIVE = named("cumsum cumprod cummax cummin cumlogsumexp")
+ALONG_AN_AXIS = named("approx_top_k sort top_k")  # mix along one axis
+ON_MATRICES = named("cholesky fft triangular_solve")  # mix along the last axes
+PRODUCTS = named("conv_general_dilated dot_general")
+CONTROL_FLOW = named("cond scan while")
+CALLS = named("call closed_call custom_jvp_call custom_vjp_call jit remat")
+
+# -- and more about some ---------------------------------------------------------------------------
+
+FLAT = named("ceil floor is_finite round sign stop_gradient")  # no derivative
+NOT_COMPLEX = named("cholesky conj")  # no complex derivative
+ARITHMETIC = named(  # take one operation for each element
+    """abs add add_jaxvals and clamp convert_element_type div eq floor ge gt integer_pow le lt max min mul ne
+    neg not or rem round select_n sign square sub xor"""
+)
+
+# of linear operations, what they are linear in
+IN_ONE_OPERAND = PRODUCTS | named("mul")  # whichever, given the others
+IN_FIRST_OPERAND = (  # given the others
+    LAYOUT
+    | PARTS
+    | named(
+        """neg real imag conj convert_element_type copy rev slice reduce_sum cumsum reduce_window_sum
+        dynamic_slice gather div name device_put sharding_constraint"""
+    )
+)
+IN_ALL_OPERANDS = named("add sub add_jaxvals concatenate pad complex select_n scatter_add")  # together
+
+# which operands are indices
+INDICES = {
+    **dict.fromkeys(named("gather dynamic_slice"), slice(1, None)),
+    **dict.fromkeys(named("dynamic_update_slice"), slice(2, None)),
+    **dict.fromkeys(SCATTERS, slice(1, 2)),
+}
