@@ -37,7 +37,7 @@ class Learner(nnx.Module):
     >>> learner = braintrace.nnx.Learner(cell, jnp.zeros(4), jnp.ones(3))
     >>> optimizer = nnx.Optimizer(cell, optax.adam(1e-2), wrt=nnx.Param)
     >>> grads = learner.grad(lambda y: jnp.mean(y**2), jnp.ones((5, 3)))
-    >>> optimizer.update(cell, grads)
+    >>> _ = optimizer.update(cell, grads)
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def as_frameworks_need_it():
         yield
 
 
-IN, UNITS, LENGTH, BATCH = 3, 4, 6, 2
+IN, UNITS, LENGTH, BATCH = 3, 4, 4, 2
 ROUND_OFF = 1e-10
 
 
@@ -287,20 +287,20 @@ def test_rules_against_bptt_and_their_definitions(name):
     model, xs = model_of(name), data()[:, 0]
     truth, net = through_time(model, xs), online(model)
     assert agree(truth, gradient(net.with_rule(bt.rules.RTRL()), model, xs, chunk_size=1))
-    assert agree(truth, gradient(net.with_rule(bt.rules.BPTT()), model, xs))
-
     found = gradient(net, model, xs)
     if name not in ("lru", "two lru"):  # brute force knows real numbers only
         assert agree(found, by_definition(net, model, xs))
-    assert agree(found, gradient(net, model, xs, chunk_size=2))
     assert agree(found, by_steps(net, model, xs))
+    if name in QUICK:
+        assert agree(truth, gradient(net.with_rule(bt.rules.BPTT()), model, xs))
+        assert agree(found, gradient(net, model, xs, chunk_size=2))
     paths, verdict = net.function.params.paths, net.report.exactness
     differ = {p for p, d in zip(paths, differences(truth, found), strict=True) if d > ROUND_OFF}
     assert differ == set(verdict.weights), str(verdict)
     assert verdict.exact == (name in ("integrator", "lru")), str(verdict)
 
 
-@each({**MODELS, **STACKS})
+@each((*TWICE, "two eqx.LSTMCell"))
 def test_samples_inside_or_outside(name):
     model, xs = model_of(name), data()
     carry = jax.tree.map(lambda a: jnp.broadcast_to(a, (BATCH, *a.shape)), model.carry)

@@ -54,9 +54,12 @@ EXCEPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if i % 16 == 0 else pytest.mark.slow) for i, n in enumerate(CASES)]
-)
+def every(stride: int, names: Any) -> list[Any]:
+    """All names; those between are outside the fast loop."""
+    return [pytest.param(n, marks=pytest.mark.slow if i % stride else ()) for i, n in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", every(24, CASES))
 def test_the_zoo_without_its_marks(name):
     case = CASES[name]
     xs = sequence(case, 4)
@@ -217,7 +220,7 @@ FOUND: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", every(3, FOUND))
 def test_found(name):
     expected, (build, xs) = FOUND[name]
     learner = bt.D_RTRL(build(), mark="auto")
@@ -331,7 +334,7 @@ def cells(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("rule", ["D_RTRL", pytest.param("ES_D_RTRL", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["ValinaRNNCell", "GRUCell", "MGUCell", "LSTMCell", "URLSTMCell"])
+@pytest.mark.parametrize("name", every(5, ["GRUCell", "ValinaRNNCell", "MGUCell", "LSTMCell", "URLSTMCell"]))
 def test_cells_of_brainstate(name, rule):
     brainstate.random.seed(0)
     plain, marked = cells(name)
