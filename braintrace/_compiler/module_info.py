@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal
 from .errors import CompilationError, NotSupportedError
+from .fingerprint import fingerprint
 from .links import Array
 from .marking import mark_found
 from .program import Atom, Node, Program, UnreadableSite, Var, read_program
@@ -100,14 +100,6 @@ class Hidden:
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
-    """A model's step, traced once more: the program as it is now, and what it closes over."""
-
-    closed_jaxpr: _compat.ClosedJaxpr
-    consts: list[Any]
-
-
-@dataclass(frozen=True, eq=False)
 class ModuleInfo:
     """A model's step as a program, with the states it reads and writes."""
 
@@ -143,18 +135,23 @@ class ModuleInfo:
     def state_trees(self) -> tuple[Any, ...]:
         return tuple(st.tree for st in self.step.states)
 
-    def traced_again(self, closed: _compat.ClosedJaxpr) -> Traced | None:
-        """The step, traced again, since what the model closes over may have changed (a time, a step size).
+    @cached_property
+    def fingerprint(self) -> Hashable:
+        return fingerprint(self.closed_jaxpr)
 
-        The constants as they are now, with the program brought up to date; None if it is another program.
+    def constants_of(self, closed: _compat.ClosedJaxpr) -> list[Any] | None:
+        """What the step closes over (a time, a step size), when it is traced again; None: another program.
+
+        Constants are inputs of a program, except for those that tell what reaches what: indices, shifts.
         """
         if self.step.found:
             closed = mark_found(replace(self.step, closed_jaxpr=closed)).closed_jaxpr
-        again = read_program(closed)
-        if not _same_form(self.program, again):
+        if fingerprint(closed) != self.fingerprint:
             return None
-        _bring_up_to_date(self.program, again)
-        return Traced(closed, list(again.consts.values()))
+        consts = list(read_program(closed).consts.values())
+        pairs = zip(self.program.consts.items(), consts, strict=True)
+        read = [(known, now) for (var, known), now in pairs if any(var is atom for atom in self.program.read)]
+        return consts if all(_is_same(*pair) for pair in read) else None
 
     def __repr__(self) -> str:
         counts = {"parameter": self.params, "hidden state": self.hidden, "operation": self.program.nodes}
@@ -276,69 +273,11 @@ def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
     )
 
 
-def _same_form(a: Program, b: Program) -> bool:
-    """Whether two programs differ in numbers and functions only, not in what is computed from what.
-
-    So the numbers must be the same by which that was found out: indices, the lengths of shifts.
-    """
-
-    def form(atom: Atom) -> tuple[Any, ...]:
-        name = None if isinstance(atom, Literal) else atom.index
-        return name, atom.aval.shape, atom.aval.dtype
-
-    def same(old: Atom, value: Any) -> bool:
-        if not any(old is atom for atom in a.read):
-            return True
-        known = old.val if isinstance(old, Literal) else a.consts[old]
-        if known is None or _compat.is_tracer(known):
-            return True  # not used, then
-        return not _compat.is_tracer(value) and np.array_equal(np.asarray(known), np.asarray(value))
-
-    nodes = a.nodes[: len(b.nodes)]  # `a` may have copies of outputs after them
-    return (
-        [form(v) for v in (*a.inputs, *a.consts)] == [form(v) for v in (*b.inputs, *b.consts)]
-        and len(nodes) == len(b.nodes)
-        and all(same(var, value) for var, value in zip(a.consts, b.consts.values(), strict=True))
-        and all(
-            n.primitive is m.primitive
-            and [form(v) for v in (*n.inputs, *n.outputs)] == [form(v) for v in (*m.inputs, *m.outputs)]
-            and _plain_params(n) == _plain_params(m)
-            and all(same(v, w.val) for v, w in zip(n.inputs, m.inputs, strict=True) if isinstance(w, Literal))
-            and len(n.inner) == len(m.inner)
-            and all(_same_form(p, q) for p, q in zip(n.inner, m.inner, strict=True))
-            for n, m in zip(nodes, b.nodes, strict=True)
-        )
-    )
-
-
-def _plain_params(node: Node) -> dict[str, Any]:
-    """What an operation is told beside its inputs, as far as it is plain data: not functions, not numbers."""
-
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return all(map(is_plain, value))
-        return isinstance(value, int | str | None | np.dtype | enum.Enum) or "DimensionNumbers" in str(
-            type(value)
-        )
-
-    return {k: v for k, v in node.params.items() if is_plain(v)}
-
-
-def _bring_up_to_date(a: Program, b: Program) -> None:
-    """Take over the numbers and functions of a program of the same form."""
-    for var, value in zip(a.consts, b.consts.values(), strict=True):
-        if not _compat.is_tracer(value):
-            a.consts[var] = value
-    for n, m in zip(a.nodes, b.nodes, strict=False):
-        n.eqn = m.eqn
-        n.inputs = tuple(
-            new if isinstance(new, Literal) and not any(old is known for known in a.read) else old
-            for old, new in zip(n.inputs, m.inputs, strict=True)
-        )
-        if n.site is not None:
-            n.site.params, n.site.inputs = m.eqn.params, n.inputs
-        for p, q in zip(n.inner, m.inner, strict=True):
-            _bring_up_to_date(p, q)
+def _is_same(known: Any, now: Any) -> bool:
+    """Whether a constant is what it was; one that was not known then has told nothing."""
+    if known is None or _compat.is_tracer(known):
+        return True
+    return not _compat.is_tracer(now) and np.array_equal(np.asarray(known), np.asarray(now))
 
 
 def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compiler import CompilationError, ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind
-from .._compiler.module_info import ModuleInfo, Traced
+from .._compiler.module_info import ModuleInfo
 from .._compiler.step import Path, show_path
 from .._executor.executor import ETraceGraphExecutor
 from .._frontends.modules import traced_again
@@ -41,6 +41,9 @@ from .resets import initial_states, reset, strengthen
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
+
+
+_FORMS = 8
 
 
 class EligibilityTrace(brainstate.ShortTermState):
@@ -64,6 +67,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = Count(jnp.zeros((), jnp.int32))
         self._compiled: dict[Key, Compiled] = {}
+        # others of the same shapes: the model closed over something else
+        self._forms: list[Compiled] = []
         self._examples: dict[Key, Any] = {}  # what each was compiled with
         self._current: Key | None = None
         self._traced_states: list[int] = []  # those of the model when the traces were made
@@ -116,6 +121,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return {
             **vars(self),
             "_compiled": {},
+            "_forms": [],
             "_zeros": {},
             "_seen": None,
             "_driver": Driver(),
@@ -344,9 +350,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self._lookup(one_args, one_kwargs)
         closed = traced_again(self.model, one_args, one_kwargs)
-        traced = compiled.graph.module_info.traced_again(closed)
-        if traced is None:  # the same shapes, but another program: the model closes over something else now
-            before, compiled = compiled, Compiled(self._compile(one_args, one_kwargs), self._reduced)
+        consts = compiled.graph.module_info.constants_of(closed)
+        if consts is None:  # the same shapes, but another program: the model closes over something else now
+            before, (compiled, consts) = compiled, self._other_form(closed, one_args, one_kwargs)
             if not self._agree(before, compiled):
                 raise CompilationError(
                     "The model has become another program since `compile_graph`: its marked ops reach other "
@@ -355,25 +361,36 @@ class ETraceAlgorithm(brainstate.nn.Module):
                     "now. What changes from step to step, such as an index into a buffer, must be an "
                     "argument of the model or a state."
                 )
-            info = compiled.graph.module_info
-            program, traced = info.program, Traced(info.closed_jaxpr, list(info.program.consts.values()))
-            program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
             assert self._current is not None
             self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
         hidden = self._hidden_now(compiled) if self.traces else {}
         self._compare_states(hidden)
         if not any(stepped):
-            outs = self._step(compiled, data, traced)
+            outs = self._step(compiled, data, consts)
         else:
             lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
             if len(lengths) > 1:
                 raise ValueError(
                     f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
                 )
-            outs = self._window(compiled, data, stepped, lengths.pop(), traced)
+            outs = self._window(compiled, data, stepped, lengths.pop(), consts)
         self._seen = Seen.of(hidden, self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
+
+    def _other_form(self, closed: Any, args: Any, kwargs: Any) -> tuple[Compiled, list[Any]]:
+        """The form of the model as it is now, and what it closes over; those used last are known."""
+        for form in self._forms:
+            consts = form.graph.module_info.constants_of(closed)
+            if consts is not None:
+                return form, consts
+        form = Compiled(self._compile(args, kwargs), self._reduced)
+        self._forms = [form, *self._forms[: _FORMS - 1]]
+        program = form.graph.module_info.program
+        consts = list(program.consts.values())
+        # no value of a step that is being traced outlives it
+        program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
+        return form, consts
 
     def _hidden_now(self, compiled: Compiled) -> dict[str, brainstate.State]:
         found = self._by_path()
@@ -518,12 +535,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """The rule's arrays at the start, by stable names."""
         raise NotImplementedError
 
-    def _step(self, compiled: Compiled, args: list[Any], traced: Traced) -> list[Any]:
+    def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
         """One step: read states and traces, compute, write them back; the outputs' leaves."""
         raise NotImplementedError
 
     def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, traced: Traced
+        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
     ) -> list[Any]:
         """Several steps at once."""
         raise NotImplementedError

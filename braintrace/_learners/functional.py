@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
-from .._compiler.module_info import Traced, read_step
+from .._compiler.module_info import read_step
 from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
@@ -192,8 +192,8 @@ class OnlineFunctions:
             return *self._plainly(leaves, x), values
         info = self._online.info
         fixed, rest = self._split(leaves)
-        traced = Traced(info.closed_jaxpr, list(info.program.consts.values()))
-        outs, new, values = bind(self._online, traced, fixed, x, rest, values)
+        consts = list(info.program.consts.values())
+        outs, new, values = bind(self._online, fixed, x, consts, rest, values)
         moved = iter(new)
         after = [a if e.is_fixed else next(moved)[0] for e, a in zip(info.entries, leaves, strict=True)]
         return outs, after, values

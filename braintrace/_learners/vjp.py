@@ -12,7 +12,6 @@ from .. import _compat
 from .._compiler import ETraceGraph
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
-from .._compiler.module_info import Traced
 from .._compiler.remembering import remembering
 from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
@@ -141,27 +140,27 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             names = ", ".join(f"`{name}`" for name in masks)
             _warn_of_change(f"the state {names}", "has changed", "written by the step", self.model)
 
-    def _step(self, compiled: Compiled, args: list[Any], traced: Traced) -> list[Any]:
-        return self._call(compiled, args, traced, None, 1)
+    def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
+        return self._call(compiled, args, consts, None, 1)
 
     def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, traced: Traced
+        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
     ) -> list[Any]:
         if not self._in_windows:
             raise ValueError(
                 "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
                 "step. `MultiStepData` is for `vjp_method='multi-step'`."
             )
-        return self._call(compiled, args, traced, tuple(stepped), length)
+        return self._call(compiled, args, consts, tuple(stepped), length)
 
     def _call(
-        self, compiled: Compiled, args: list[Any], traced: Traced, stepped: Any, length: int
+        self, compiled: Compiled, args: list[Any], consts: list[Any], stepped: Any, length: int
     ) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
-        self._compare_weights(online, traced.consts)
+        self._compare_weights(online, consts)
         self._compare_masks()
-        outs, new, values = bind(online, traced, params, args, rest, self._values(), stepped)
+        outs, new, values = bind(online, params, args, consts, rest, self._values(), stepped)
         self._write(compiled, new, values, length)
         return outs
 

@@ -6,16 +6,14 @@ a jaxpr may have it do something else instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from .. import _compat
-from .._compiler.module_info import Traced
 from .._rules.rule import Values
-from .fingerprint import CALL, fingerprint
 from .online import Leaves, Online
 
 
@@ -24,14 +22,9 @@ class Call:
     """What is called: the functions of a rule on a model, and how its operands are laid out."""
 
     online: Online
-    traced: Traced  # the model as it was traced for this call
     stepped: tuple[bool, ...] | None  # of a window: which arguments have time in front
     tree: Any  # of (params, args, consts, rest, values)
     maps: tuple[tuple[bool, ...], ...] = ()  # of each `vmap`, the last first: which operands have its axis
-
-    @property
-    def fingerprint(self) -> Hashable:
-        return self.online, self.stepped, self.tree, self.maps, fingerprint(self.traced.closed_jaxpr)
 
     def operands(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, list[Leaves], Values]:
         """The parameters, arguments, constants, carried states and what the rule keeps."""
@@ -62,16 +55,16 @@ def _is_none(x: Any) -> bool:
 
 def bind(
     online: Online,
-    traced: Traced,
     params: Leaves,
     args: Leaves,
+    consts: Leaves,
     rest: list[Leaves],
     values: Values,
     stepped: tuple[bool, ...] | None = None,
 ) -> tuple[Leaves, list[Leaves], Values]:
     """Call a learner's functions: its outputs, the carried states, and what the rule keeps."""
-    leaves, tree = jax.tree.flatten((params, args, traced.consts, rest, values))
-    call = Call(online, traced, stepped, tree)
+    leaves, tree = jax.tree.flatten((params, args, consts, rest, values))
+    call = Call(online, stepped, tree)
     return call.results(call_p.bind(*leaves, call=call))
 
 
@@ -96,4 +89,4 @@ def _shapes(*avals: Any, call: Call) -> list[Any]:
     return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((rest, values)))]
 
 
-call_p = _compat.call_primitive(CALL, _shapes)
+call_p = _compat.call_primitive("online_step", _shapes)

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from .._compiler.fingerprint import fingerprint
 from .drive import Drive, Given
-from .fingerprint import fingerprint
 from .sequence import Sequence, is_traced
 
 _REMEMBERED = 16

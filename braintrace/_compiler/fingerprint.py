@@ -17,8 +17,6 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal
 
-CALL = "online_step"
-
 
 def fingerprint(closed: Any) -> Hashable:
     """A key that is equal for equal programs."""
@@ -63,8 +61,6 @@ def _params(eqn: Any, rules: bool) -> Hashable:
         jaxpr, consts = _compat.called_jaxpr(eqn, custom=True)  # type: ignore[misc]
         rule = _own_rule(eqn) if rules else None
         return _jaxpr(jaxpr, rules), tuple(map(_number, consts)), rule
-    if eqn.primitive.name == CALL:  # of a learner
-        return eqn.params["call"].fingerprint  # type: ignore[no-any-return]
     return tuple((name, _value(value, rules)) for name, value in sorted(eqn.params.items()))
 
 
