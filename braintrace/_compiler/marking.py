@@ -76,7 +76,7 @@ class _Frontier:
         return bool(self.of(atom) & self.params) and not self.is_data(atom) and _is_number(atom)
 
     def run(self, program: Program, args: Sequence[Any], leaving: Container[int] | None = None) -> list[Any]:
-        """The outputs; weights among them, or among those in `leaving`, are marked: they meet others outside."""
+        """The outputs; weights among them, or those in `leaving`, are marked: they meet others outside."""
         env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
         for node in program.nodes:
             self.made.update(dict.fromkeys(node.outputs, node))
