@@ -446,6 +446,24 @@ def test_parameters_of_fewer_bits_than_the_carry():
         assert max(differences(truth, found)) < 1e-5
 
 
+def test_numbers_of_python_among_the_parameters_are_static():
+    class Cell(eqx.Module):
+        w: Any
+        decay: float
+        drop: eqx.nn.Dropout
+
+        def __call__(self, h: Any, x: Any) -> Any:
+            h = self.decay * h + x @ self.drop(self.w, inference=True)
+            return h, h
+
+    cell, h = Cell(weights(IN, UNITS), 0.8, eqx.nn.Dropout(0.5)), jnp.zeros(UNITS)
+    net = bt.online(Cell.__call__, cell, h, jnp.ones(IN))
+    grads = net.grad(loss, cell, h, net.init(cell, h), data()[:, 0], chunk_size=1)[0]
+    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(cell, eqx.is_inexact_array))
+    with pytest.raises(ValueError, match="no array, but static"):
+        net.init(eqx.tree_at(lambda c: c.decay, cell, jnp.ones(())), h)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -7,7 +7,7 @@ making of a weight, and stays as it is; so do marks written by hand, and what fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,14 +35,17 @@ def mark_found(step: Step) -> Step:
     ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
     params: list[Var] = []
     fixed: list[Var] = []
-    new: list[Atom] = []  # hidden states as the step leaves them
+    new: list[int] = []  # the outputs that are hidden states as the step leaves them
+    number = num_out
     for state in step.states:
         pairs = [(next(ins), next(outs)) for _ in range(state.tree.num_leaves)]
+        numbered = enumerate(pairs, number)
+        number += len(pairs)
         if state.role is Role.PARAMETER:
             params += [a for a, _ in pairs if _is_number(a)]
         elif all(a is b for a, b in pairs):
             fixed += [a for a, _ in pairs]
-        new += [b for a, b in pairs if state.role is Role.HIDDEN and a is not b]
+        new += [i for i, (a, b) in numbered if state.role is Role.HIDDEN and a is not b]
     bits = provenance(program, params).bits
     learned = sum(bits[v] for v in params)
     frontier = _Frontier(bits, learned, learned | sum(bits[v] for v in fixed) | SLICED)
@@ -72,8 +75,8 @@ class _Frontier:
     def is_weight(self, atom: Atom) -> bool:
         return bool(self.of(atom) & self.params) and not self.is_data(atom) and _is_number(atom)
 
-    def run(self, program: Program, args: Sequence[Any], leaving: Sequence[Atom]) -> list[Any]:
-        """The outputs; those among `leaving` that are weights are marked: they meet others outside."""
+    def run(self, program: Program, args: Sequence[Any], leaving: Container[int] | None = None) -> list[Any]:
+        """The outputs; weights among them, or those in `leaving`, are marked: they meet others outside."""
         env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
         for node in program.nodes:
             self.made.update(dict.fromkeys(node.outputs, node))
@@ -81,8 +84,10 @@ class _Frontier:
                 outs = self.apply(node, env)
             env.update(zip(node.outputs, outs, strict=True))
         return [
-            self.elements(a, a.aval.shape, env) if self.is_weight(a) and a in leaving else read(env, a)
-            for a in program.outputs
+            self.elements(a, a.aval.shape, env)
+            if self.is_weight(a) and (leaving is None or i in leaving)
+            else read(env, a)
+            for i, a in enumerate(program.outputs)
         ]
 
     def apply(self, node: Node, env: dict[Var, Any]) -> list[Any]:
@@ -115,7 +120,7 @@ class _Frontier:
 
     def enter_cond(self, node: Node, vals: list[Any]) -> list[Any]:
         def branch(program: Program) -> Any:
-            return lambda *operands: self.run(program, operands, program.outputs)
+            return lambda *operands: self.run(program, operands)
 
         outs: list[Any] = jax.lax.switch(vals[0], [branch(p) for p in node.inner], *vals[1:])
         return outs
@@ -125,7 +130,7 @@ class _Frontier:
         (program,) = node.inner
 
         def body(carry: Any, xs: Any) -> Any:
-            outs = self.run(program, [*vals[:num_consts], *carry, *xs], program.outputs)
+            outs = self.run(program, [*vals[:num_consts], *carry, *xs])
             return outs[:num_carry], outs[num_carry:]
 
         carry, ys = jax.lax.scan(

@@ -24,14 +24,15 @@ class Tree:
     key: Any  # its structure, and the leaves that are not arrays
     rebuild: Callable[[Leaves], Any]
     paths: list[Path]  # of its arrays
+    numbers: bool  # whether those of Python are arrays
 
     @staticmethod
-    def of(name: str, tree: Any) -> Tree:
-        _, rebuild, key = split_static((tree,), {})
+    def of(name: str, tree: Any, *, numbers: bool = True) -> Tree:
+        _, rebuild, key = split_static((tree,), {}, numbers=numbers)
         whole = jax.tree_util.tree_flatten_with_path(tree)[0]
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
         paths = [(name, *map(_key, _unboxed(p))) for p in kept]
-        return Tree(name, key, lambda leaves: rebuild(leaves)[0][0], paths)
+        return Tree(name, key, lambda leaves: rebuild(leaves)[0][0], paths, numbers)
 
     def with_none(self, leaves: Leaves) -> Any:
         """A tree of this form with other leaves, and None for what is not an array."""
@@ -41,12 +42,13 @@ class Tree:
 
     def leaves(self, tree: Any) -> Leaves:
         """The arrays of a tree of this form."""
-        data, _, key = split_static((tree,), {})
+        data, _, key = split_static((tree,), {}, numbers=self.numbers)
         if key != self.key:
             raise ValueError(
                 f"`{self.name}` has another structure than when the learner was made: it was "
                 f"{jax.tree.unflatten(self.key[0], self.key[1])[0][0]} and is "
                 f"{jax.tree.unflatten(key[0], key[1])[0][0]} (arrays are shown as None)."
+                + ("" if self.numbers else " A number of Python in it is no array, but static.")
             )
         return data
 
@@ -99,7 +101,8 @@ def read_function(
 
     Leaves of the carry that are `aside` are no samples' own: running statistics, counts, keys.
     """
-    trees = Tree.of("params", params), Tree.of("carry", carry), Tree.of("x", x)
+    # a number of Python among the parameters is an option, such as the rate of a dropout
+    trees = Tree.of("params", params, numbers=False), Tree.of("carry", carry), Tree.of("x", x)
     given = [t.leaves(v) for t, v in zip(trees, (params, carry, x), strict=True)]
     out_trees: list[Any] = []
 

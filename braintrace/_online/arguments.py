@@ -9,13 +9,16 @@ import jax
 import numpy as np
 
 
-def split_static(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[..., Any], Any]:
+def split_static(
+    args: Sequence[Any], kwargs: dict[str, Any], *, numbers: bool = True
+) -> tuple[list[Any], Callable[..., Any], Any]:
     """The array leaves of a call, a function that puts them back, and a key for all the rest.
 
-    What is not a number or an array (a string, a flag, a function) is static: part of the program.
+    What is not a number or an array (a string, a flag, a function) is static: part of the program. So are,
+    unless `numbers`, those of Python.
     """
     leaves, tree = jax.tree.flatten((tuple(args), kwargs))
-    dynamic = [_is_data(leaf) for leaf in leaves]
+    dynamic = [_is_data(leaf) and (numbers or not _is_plain(leaf)) for leaf in leaves]
     static = tuple(None if d else leaf for d, leaf in zip(dynamic, leaves, strict=True))
 
     def rebuild(data: Sequence[Any]) -> Any:
@@ -33,3 +36,7 @@ def _is_data(leaf: Any) -> bool:
         or hasattr(leaf, "aval")
         or hasattr(leaf, "dtype")
     )
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, np.generic)

@@ -111,6 +111,7 @@ class Drive:
 
     def _in_turn(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
         step = self.step
+        old = self.old_leaves
 
         def body(carry: Any, now: Any) -> Any:
             (total, moving), (slices, mask, reset) = carry, now
@@ -120,21 +121,50 @@ class Drive:
                 for k, i in step.traces.items():
                     leaves[i] = kept[k]
 
-            def loss(some: Leaves) -> Any:
-                now = dict(zip(self.wanted, some, strict=True))
+            def loss(some: Leaves, start: Leaves) -> Any:
+                now = dict(zip((*self.wanted, *old), (*some, *start), strict=True))
                 live = [now.get(i, a) for i, a in enumerate(leaves)]
-                targets = [*step.outs, *(step.new[i] for i in step.moving)]
-                found = step.run(given.consts, slices, live, targets)
-                outs = found[: len(step.outs)]
-                return weighed(outs[0], mask), (outs, found[len(step.outs) :])
+                taken: list[Any] = []
 
-            grads, (outs, moving) = jax.grad(loss, has_aux=True)([leaves[i] for i in self.wanted])
+                def at_call(call: Call, operands: Leaves) -> Leaves:
+                    taken.append(jax.lax.stop_gradient(call.operands(operands)))
+                    return as_it_is(call, operands)
+
+                targets = [*step.outs, *(step.new[i] for i in step.moving)]
+                found = step.run(given.consts, slices, live, targets, at_call)
+                outs = found[: len(step.outs)]
+                return weighed(outs[0], mask), (outs, found[len(step.outs) :], taken)
+
+            at = [leaves[i] for i in self.wanted], [leaves[i] for i in old]
+            (grads, signals), (outs, moving, taken) = jax.grad(loss, (0, 1), has_aux=True)(*at)
+            if old:  # the call is no path to them: the traces before it answer
+                by_leaf = dict(zip(old, signals, strict=True))
+                grads = self._add_params(grads, self._before_call(taken[0], by_leaf))
             return (add(total, grads), moving), outs
 
         (total, moving), outs = jax.lax.scan(
             body, (carry.total, carry.moving), (part.slices, part.mask, part.reset), unroll=self.turns
         )
         return Carry(total, carry.traced, moving), outs
+
+    @property
+    def old_leaves(self) -> list[int]:
+        """The carried leaves that a loss reads before the call, where what the rule keeps can answer."""
+        step = self.step
+        if step.node is None or step.params is None:
+            return []
+        return [
+            i
+            for i in step.carried
+            if i is not None and i in step.read_otherwise and is_inexact(step.leaves[i].aval)
+        ]
+
+    def _before_call(self, taken: Any, signals: dict[int, Any]) -> Leaves:
+        """What came before a step, for signals at the states before it."""
+        params, args, consts, rest, values = taken
+        ys = self.step.online.outputs(params, args, consts, rest)[2]
+        first = jax.tree.map(lambda a: jnp.asarray(a)[None], (args, consts, rest, ys))
+        return self._past(Window(self.step.online, 1, params, *first), values, signals)
 
     # -- in chunks ---------------------------------------------------------------------------------
 
@@ -269,7 +299,7 @@ class Drive:
         values = {k: now[i] for k, i in step.traces.items()}
         if not self.fresh:
             by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
-            total = self._add_params(total, self._past(window, values, by_leaf, part))
+            total = self._add_params(total, self._past(window, values, by_leaf))
         if self.keep:
             moving = self._advanced(window, values, moving)
         return Carry(total, carry.traced, moving), outs
@@ -316,7 +346,7 @@ class Drive:
         args, consts, before, ys = taken
         return Window(self.step.online, len(part.mask), params, args, consts, before, ys, keep)
 
-    def _past(self, window: Window, values: Values, signals: dict[int, Any], part: Part) -> Leaves:
+    def _past(self, window: Window, values: Values, signals: dict[int, Any]) -> Leaves:
         """What came before the window, for signals at its start."""
         online = self.step.online
         avals = [v.aval for e in online.info.carried for v in e.invars]

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._compiler.dataflow import Flow, solve
 from .._compiler.program import Atom, Node, Program, Var, read, read_program
 from .._compiler.slices import behind, dependents, needed
 from .call import Call, call_p
@@ -145,11 +147,24 @@ class UserStep:
         return [at[h.invar] for h in self.online.info.hidden]
 
     @cached_property
+    def read_otherwise(self) -> set[int]:
+        """The leaves that the loss depends on otherwise than as states at a call, wherever the calls are."""
+
+        def transfer(node: Node, given: list[bool | None]) -> Any:
+            if node.primitive is not call_p:
+                return True
+            *others, _, _ = node.params["call"].operands(range(len(node.inputs)))
+            at = {*jax.tree.leaves(others)}
+            return [i in at or None for i in range(len(node.inputs))]
+
+        flow = Flow[bool](transfer, back=True, derivatives=True, enters=True)
+        found, _ = solve(flow, self.program, [(self.outs[0], True)])
+        return {i for i, v in enumerate(self.leaves) if v in found}
+
+    @cached_property
     def reads_old_states(self) -> bool:
-        """Whether what is returned depends on a hidden state otherwise than by the call."""
-        old = {self.leaves[i] for i in self.hidden if i is not None}
-        atoms = [a for n in needed(self.program, self.outs) if n is not self.node for a in n.inputs]
-        return any(a in old for a in variables((*atoms, *self.outs)))
+        """Whether the loss depends on a hidden state otherwise than by the call."""
+        return not self.read_otherwise.isdisjoint(self.hidden)
 
     @cached_property
     def targets(self) -> list[bool]:

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._compiler.program import Var
+from .._compiler.dataflow import Flow, solve, union
+from .._compiler.program import Node, Var
 from .._compiler.slices import dependents, needed
 from .._compiler.step import show_path
 from .._lines import warn_user
+from .._online.call import call_p
 from .._online.drive import Drive
 from .._online.user_step import UserStep, variables
 
@@ -43,21 +45,31 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
             "the gradient. Make it a hidden state of the model.",
             about=about,
         )
-    if step.node is not None:
-        old = [i for i in step.hidden if i is not None]
-        args = variables(step._operands[1])
-        fed = [i for i in old if any(a in dependents(_before_call(step), [step.leaves[i]]) for a in args)]
-        if fed and not drive.windows:
-            warn_user(
-                f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
-                "follow that path through time. Read the state inside of the model.",
-                about=about,
-            )
-    elif not drive.together and not drive.windows and _reads_hidden(step):
+    fed = _fed_back(step)
+    if fed:
+        warn_user(
+            f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
+            "follow that path through time. Read the state inside of the model.",
+            about=about,
+        )
+    if drive.windows:
+        return
+    read = [i for i in step.carried if i is not None and i in step.read_otherwise]
+    if read and not drive.together and not drive.old_leaves:
         warn_user(
             "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
             "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "
             "the learner once, at the top of `step_fn`.",
+            about=about,
+        )
+        return
+    untraced = [i for i in read if i in _without_trace(step)]
+    if untraced:
+        warn_user(
+            f"The loss reads {_names(step, untraced)} as it was before the call of the learner. It has no "
+            "trace of its own, as only marked ops read it in the model: what parameters did to it in earlier "
+            "steps is not in the gradient. Return the old value from the model's `update`, or use "
+            "`vjp_method='multi-step'`.",
             about=about,
         )
 
@@ -131,18 +143,26 @@ def _lost(step: UserStep, carried: list[int], weights: Sequence[int]) -> list[in
     ]
 
 
-def _before_call(step: UserStep) -> Any:
-    """The program up to the call."""
-    at = step.program.nodes.index(step.node)  # type: ignore[arg-type]
-    return type(step.program)(step.program.inputs, (), step.program.nodes[:at], step.program.consts)
+def _fed_back(step: UserStep) -> list[int]:
+    """The hidden states that an argument of a call depends on, wherever the call is."""
+
+    def is_fed(leaf: int) -> bool:
+        found: list[bool] = []
+
+        def transfer(node: Node, given: list[bool | None]) -> Any:
+            if node.primitive is call_p and not node.params["call"].maps:
+                found.extend(filter(None, node.params["call"].operands(given)[1]))
+            return union(given)
+
+        flow = Flow[bool](transfer, derivatives=True, enters=True)
+        solve(flow, step.program, [(step.leaves[leaf], True)])
+        return bool(found)
+
+    return [i for i in step.carried if i is not None and is_fed(i)]
 
 
-def _reads_hidden(step: UserStep) -> bool:
-    hidden = {step.leaves[i] for i in step.carried if i is not None}
-    atoms = [
-        a
-        for n in needed(step.program, step.outs[:1])
-        if not any(c in n.walk() for c in step.calls)
-        for a in n.inputs
-    ]
-    return any(a in hidden and jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in variables(atoms))
+def _without_trace(step: UserStep) -> set[int | None]:
+    """The hidden states that no trace is of, because they do not remember."""
+    traced = {v for g in step.online.executor.graph.hidden_groups for v in g.hidden_invars}
+    hidden = zip(step.online.info.hidden, step.hidden, strict=True)
+    return {i for h, i in hidden if h.invar not in traced}

@@ -191,6 +191,25 @@ def test_a_loss_that_reads_a_state_before_the_call_in_windows_and_whole():
     assert agree(exact, gradient(bt.D_RTRL, None, Leaky, change_of_state, options=options), 1e-11)
 
 
+def change_that_is_watched(learner):
+    def step(x, y):
+        loss = change_of_state(learner)(x, y)
+        jax.debug.callback(lambda _: None, loss)  # steps that do more than compute are taken one by one
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [(bt.D_RTRL, {}), (bt.D_RTRL, {"vjp_method": "multi-step"}), (bt.ES_D_RTRL, {}), (bt.RTRL, {})],
+)
+def test_a_loss_that_reads_a_state_before_the_call_in_steps_of_their_own(rule, options):
+    truth = gradient(rule, model=Leaky, step=change_of_state, options=options)
+    found = gradient(rule, model=Leaky, step=change_that_is_watched, options=options)
+    assert agree(truth, found, 1e-11), difference(truth, found)
+
+
 def test_a_state_read_before_the_call_in_a_loop_of_ones_own_is_told_of():
     learner = learner_of(bt.D_RTRL)
     x, y = (a[0] for a in data())
@@ -228,17 +247,39 @@ def with_feedback(learner):
     return lambda x, y: jnp.sum((learner(x + learner.model.h.value[:, :X]) - y) ** 2)
 
 
+def with_feedback_twice(learner):
+    return lambda x, y: jnp.sum((learner(x) - y) ** 2) + with_feedback(learner)(x, y)
+
+
+def with_pauses(learner):
+    def step(x, y):
+        h = brainstate.transform.cond(x[0, 0] > 0, learner, lambda _: learner.model.h.value, x)
+        return jnp.sum((h - y) ** 2)
+
+    return step
+
+
+def lstm():
+    return bt.nn.LSTMCell(X, N)  # only marked ops read its `h`
+
+
 @pytest.mark.parametrize(
-    ("step", "message"),
+    ("step", "message", "rule", "options"),
     [
-        (with_a_filter, "carries `a ShortTermState outside of the model`"),
-        (with_feedback, "feeds `h` back into the model"),
+        (with_a_filter, "carries `a ShortTermState outside of the model`", bt.D_RTRL, {}),
+        (with_feedback, "feeds `h` back into the model", bt.D_RTRL, {}),
+        (with_feedback, "feeds `h` back into the model", bt.D_RTRL, {"vjp_method": "multi-step"}),
+        (with_feedback, "feeds `h` back into the model", bt.RTRL, {}),
+        (with_feedback_twice, "feeds `h` back into the model", bt.D_RTRL, {}),
+        (with_pauses, "reads a hidden state", bt.D_RTRL, {}),
+        (change_of_state, "reads `h` as it was before", bt.D_RTRL, {"model": lstm}),
     ],
 )
-def test_paths_beside_the_model_are_told_of(step, message):
+def test_paths_beside_the_model_are_told_of(step, message, rule, options):
+    options = {"model": Recurrent, "options": options} if "model" not in options else options
     with pytest.warns(UserWarning, match=message):
-        gradient(bt.D_RTRL, step=step)
-    gradient(bt.BPTT, step=step)
+        gradient(rule, step=step, **options)
+    gradient(bt.BPTT, step=step, model=options["model"])
 
 
 def test_parameters_outside_of_the_model_are_told_of():

@@ -236,9 +236,10 @@ def test_found(name):
         assert "test_marking.py" in site.source
 
 
-def test_a_state_that_is_a_parameter():
+@pytest.mark.parametrize("f", [jnp.sin, lambda w: w])
+def test_a_state_that_is_a_parameter(f):
     def step(p, s, x):
-        return {"h": jnp.sin(p.w)}, jnp.tanh(s.h) * x
+        return {"h": f(p.w)}, jnp.tanh(s.h) * x
 
     build, xs = partial(Step, step, {"w": 4}, {"h": 4}), [jnp.arange(4.0) + i for i in range(3)]
     learner = bt.D_RTRL(build(), mark="auto")
