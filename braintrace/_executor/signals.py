@@ -58,7 +58,7 @@ def differentiable_step(
     old_deltas: Sequence[Any],
     ys: Mapping[int, Any],
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The outputs, and the new values of each state's leaves, with `deltas` added to the hidden ones.
+    """The outputs, and the new leaves of each carried state, with `deltas` added to the hidden ones.
 
     `old_deltas` may be empty where no output reads an old state; `ys` are outputs of sites known already.
     """
@@ -95,7 +95,7 @@ def differentiable_step(
         before=before,
         site_ins=ys,
     )
-    states = [list(e.outvars) for e in info.entries]
+    states = [list(e.outvars) for e in info.carried]
     targets = [*info.out_atoms, *(a for outs in states for a in outs)]
     values = iter(evaluate(info.program, [(a, None) for a in targets], view))
     return [next(values) for _ in info.out_atoms], [[next(values) for _ in outs] for outs in states]

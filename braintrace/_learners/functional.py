@@ -348,7 +348,7 @@ class OnlineFunctions:
         return self.function.carry.rebuild(leaves[self._num_params : paths]), values
 
     def _forget(self, values: Values, rows: Any) -> Values:
-        return self.rule.forget(self._online, values, rows)
+        return self.rule.forget(self._online.executor, values, rows)
 
     def _sampled(self, shape: tuple[int, ...]) -> list[int]:
         """Which leaves of the carry have so many samples in front; all that are hidden must."""

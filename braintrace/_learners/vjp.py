@@ -100,7 +100,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self._online(compiled).initial_values()
 
     def _forget(self, values: Values, rows: Any) -> Values:
-        return self.rule.forget(self._online(self._compiled_now()), values, rows)
+        return self.rule.forget(self.executor, values, rows)
 
     def _agree(self, old: Compiled, new: Compiled) -> bool:
         if not isinstance(self.rule, TraceRule):

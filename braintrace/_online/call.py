@@ -14,9 +14,10 @@ import jax
 
 from .. import _compat
 from .._compiler.module_info import Traced
+from .._executor.executor import Leaves
 from .._rules.rule import Values
 from .fingerprint import CALL, fingerprint
-from .online import Leaves, Online
+from .online import Online
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._executor.executor import Local, is_inexact
-from .._rules.chunk import Record
+from .._executor.executor import Leaves, Local, is_inexact
+from .._executor.window import Record, Window, each_step
 from .._rules.rule import Values
 from .call import Call
-from .online import Leaves
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
-from .window import Window, each_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +187,7 @@ class Drive:
 
             def at_call(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys = call.online.outputs(params, args, consts, rest)
+                outs, new, ys = call.online.executor.outputs(params, args, consts, rest)
                 found.append(ys)
                 return [*outs, *jax.tree.leaves((new, values))]
 
@@ -233,7 +231,7 @@ class Drive:
         """The gradients, with those of effective weights carried back to the parameters."""
         params = [given.leaves[i] for i in self.step.params or ()]
         consts = self.step.fixed_consts(given.consts, given.leaves)
-        return self._add_params(total, self.step.online.to_parameters(params, consts, traced))
+        return self._add_params(total, self.step.online.executor.to_parameters(params, consts, traced))
 
     def _add_params(self, total: Leaves, found: Leaves) -> Leaves:
         total = list(total)
@@ -291,7 +289,7 @@ class Drive:
 
             def along(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys = call.online.outputs(params, args, consts, rest)
+                outs, new, ys = call.online.executor.outputs(params, args, consts, rest)
                 found.append((args, consts, rest, ys))
                 return [*outs, *jax.tree.leaves((new, values))]
 
@@ -314,7 +312,7 @@ class Drive:
         params = [leaves[i] for i in self.step.params or ()]
         keep = None if part.reset is None else ~part.reset
         args, consts, before, ys = taken
-        return Window(self.step.online, len(part.mask), params, args, consts, before, ys, keep)
+        return Window(self.step.online.executor, len(part.mask), params, args, consts, before, ys, keep)
 
     def _past(self, window: Window, values: Values, signals: dict[int, Any], part: Part) -> Leaves:
         """What came before the window, for signals at its start."""
@@ -324,12 +322,12 @@ class Drive:
             signals[i] if i in signals else jnp.zeros(a.shape, a.dtype) if is_inexact(a) else None
             for i, a in zip(self.step.carried, avals, strict=True)
         ]
-        return online.rule.past(online, values, full, window)
+        return online.rule.past(online.executor, values, full, window)
 
     def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
         """The leaves that move after a window, with those of the rule."""
         online = self.step.online
-        after = online.rule.advance(online, values, window)
+        after = online.rule.advance(online.executor, values, window)
         number = {i: after[k] for k, i in self.step.traces.items()}
         return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compiler.program import Atom, Node, Program, Var, read, read_program
 from .._compiler.slices import behind, dependents, needed
+from .._executor.executor import Leaves
 from .call import Call, call_p
-from .online import Leaves, Online
+from .online import Online
 
 AtCall = Callable[[Call, Leaves], Leaves]
 

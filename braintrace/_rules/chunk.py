@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._executor.executor import Local
 from .._executor.slots import Rows, Slot, States, add_up, dot, promoted, stack, states
-from .rule import Gradients, Signals, TraceRule, Values, add_to
+from .._executor.window import Record
+from .rule import Gradients, TraceRule, Values, add_to
 
 TIME = ("time",)
 
@@ -27,40 +27,6 @@ TIME = ("time",)
 def unroll() -> int:
     """How many steps of an element-wise loop go together: on a GPU, a launch costs more than its work."""
     return 1 if jax.default_backend() == "cpu" else 8
-
-
-@dataclass(frozen=True, eq=False)
-class Record:
-    """What is kept of the steps of a chunk, with an axis of time in front of each array but the weights."""
-
-    local: Local
-    length: int
-    signals: Signals | None = None  # None: there is no loss
-    old_signals: Signals | None = None  # of what reads old states; None where nothing does
-    keep: Any = None  # (time, batch): False where a sample begins anew before the step; None: none does
-
-    @property
-    def steps(self) -> Any:
-        """The arrays with a time axis, for a scan."""
-        return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals, self.keep
-
-    def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
-        """One step of such a scan."""
-        inputs, D, J, signals, old, keep = step
-        return Local(inputs, self.local.weights, D, J), signals, old, keep
-
-    def begun_anew(self) -> Record:
-        """The same with samples that begin anew told by `D` and signals alone: nothing passes to them."""
-        if self.keep is None:
-            return self
-
-        def kept(array: Any, lead: int) -> Any:
-            shape = (self.length, *[1] * lead, -1, *[1] * (array.ndim - lead - 2))
-            return jnp.where(self.keep.reshape(shape), array, jnp.zeros_like(array))
-
-        D = jax.tree.map(lambda d: kept(d, 0), self.local.D)
-        old = jax.tree.map(lambda g: kept(g, 1), self.old_signals)
-        return replace(self, local=replace(self.local, D=D), old_signals=old)
 
 
 def step_by_step(
