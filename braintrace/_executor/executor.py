@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
-from .._compiler.program import Site, Var, run
+from .._compiler.program import Site, Var
 from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
@@ -80,8 +81,8 @@ class ETraceGraphExecutor:
         return known
 
     def _results(self, env: Mapping[Var, Any]) -> tuple[Leaves, list[Leaves]]:
-        outs = [_read(env, a) for a in self.info.out_atoms]
-        return outs, [[_read(env, a) for a in e.outvars] for e in self.info.carried]
+        outs = [read(env, a) for a in self.info.out_atoms]
+        return outs, [[read(env, a) for a in e.outvars] for e in self.info.carried]
 
     def forward(
         self,
@@ -219,10 +220,6 @@ class ETraceGraphExecutor:
 
 
 ETraceVjpGraphExecutor = ETraceGraphExecutor
-
-
-def _read(env: Mapping[Var, Any], atom: Any) -> Any:
-    return env[atom] if isinstance(atom, Var) else atom.val
 
 
 def is_inexact(x: Any) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
-from .._compiler.program import Node, Site, Var, View, World, evaluate
+from .._compiler.program import Node, Site, Var
 from .._compiler.slices import behind, has_while
 
 

@@ -118,11 +118,14 @@ def begin_anew(keep: Any, rest: list[Leaves], initial: list[Leaves]) -> list[Lea
     """
 
     def one(now: Any, start: Any) -> Any:
-        if now.shape[:1] != keep.shape:
-            return now
-        return jnp.where(keep.reshape(-1, *[1] * (now.ndim - 1)), now, start)
+        return where_rows(keep, now, start) if now.shape[:1] == keep.shape else now
 
     return jax.tree.map(one, rest, initial)  # type: ignore[no-any-return]
+
+
+def where_rows(rows: Any, these: Any, others: Any) -> Any:
+    """`these` for the samples, along the first axis, that `rows` has True for, and `others` for the rest."""
+    return jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
 
 
 def each_step(function: Callable[[Any], Any], args: Any) -> Any:

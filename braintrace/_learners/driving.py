@@ -6,8 +6,7 @@ it with another function of the same program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,7 @@ class Traced:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
         strengthen(learner.model)
-        with learner._driver.driving():
-            pure = Pure.trace(function, *slices)
+        pure = Pure.trace(function, *slices)
         first: dict[int, int] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
@@ -86,11 +84,10 @@ class Driver:
         self._programs = Programs()
         self.is_driving = False  # a user's step is being traced
 
-    @contextmanager
-    def driving(self) -> Iterator[None]:
+    def _trace(self, learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence) -> Traced:
         before, self.is_driving = self.is_driving, True
         try:
-            yield
+            return Traced.of(learner, function, sequence.arrays)
         finally:
             self.is_driving = before
 
@@ -104,7 +101,7 @@ class Driver:
         keep: bool,
     ) -> tuple[Any, Any, Any]:
         """The summed gradients, and the losses and other outputs of every step."""
-        taken = learner._steps_at_once(chunk_size)
+        taken = learner.steps_at_once(chunk_size)
         if taken is None:
             return self._steps(learner, request, request.sequence, step_fn, weights, chunk_size, keep)
         if taken == 1:  # a plain step; or, as before there was one, a window of one
@@ -152,7 +149,7 @@ class Driver:
         def function(*slices: Any) -> Any:
             return request.split(step_fn(*slices), lead)
 
-        traced = Traced.of(learner, function, sequence.arrays)
+        traced = self._trace(learner, function, sequence)
         at = traced.leaves_of(weights)
         self._refuse_unused(learner, traced, weights)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
@@ -198,7 +195,7 @@ class Driver:
         alone: bool,
     ) -> Any:
         """What every step returns; `alone`: a step is a call of the learner, and nothing else."""
-        taken = learner._steps_at_once(chunk_size)
+        taken = learner.steps_at_once(chunk_size)
         if taken is None or taken == 1 or alone:
             return self._evolve(learner, sequence, step, chunk_size)
         outs = [self._evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
@@ -207,7 +204,7 @@ class Driver:
     def _evolve(
         self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
     ) -> Any:
-        traced = Traced.of(learner, step, sequence.arrays)
+        traced = self._trace(learner, step, sequence)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
         drive = learner._how(traced.step, sequence, chunk_size, True, is_window=False)
         outs, after = self._run(traced, drive, sequence, leaves, [], Drive.evolve)

@@ -18,6 +18,7 @@ from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
+from .._executor.window import where_rows
 from .._frontends.functions import Function, read_function
 from .._frontends.modules import Mark, check_mark
 from .._online.call import bind
@@ -284,8 +285,7 @@ class OnlineFunctions:
         rows = jnp.asarray(rows)
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
         for i in at:
-            shape = (-1, *[1] * (now[i].ndim - 1))
-            now[i] = jnp.where(rows.reshape(shape), self.start[i], now[i])
+            now[i] = where_rows(rows, self.start[i], now[i])
         return self.function.carry.rebuild(now), self._forget(traces, rows)
 
     # -- sequences ---------------------------------------------------------------------------------
@@ -327,8 +327,6 @@ class OnlineFunctions:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        if self.rule.back_through_time:
-            return Drive(step, size=sequence.length, windows=True, again=chunk_size)
         return choose(
             self._online,
             step,

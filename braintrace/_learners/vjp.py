@@ -167,7 +167,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def _steps_at_once(self, chunk_size: int | None) -> int | None:
+    def steps_at_once(self, chunk_size: int | None) -> int | None:
         return chunk_size if self.vjp_method == "multi-step" else None
 
     def _how(

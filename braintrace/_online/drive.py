@@ -10,25 +10,25 @@ what came before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._executor.executor import Leaves, Local, is_inexact
-from .._executor.window import Record, Window, each_step
+from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
 from .call import Call
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Drive:
-    """How to drive a user's step over a sequence."""
+    """How to drive a user's step over a sequence. Equal are those that do the same with equal steps."""
 
-    step: UserStep
+    step: UserStep = field(compare=False)
     size: int  # of a chunk or window
     wanted: tuple[int, ...] = ()  # the leaves whose gradient is asked for; all inexact
     together: bool = False  # whether the steps of a chunk are taken together
@@ -37,23 +37,8 @@ class Drive:
     keep: bool = True  # what the rule keeps is wanted after the sequence
     fresh: bool = False  # it is known to be zero before
     begins: tuple[int, ...] = ()  # the leaves that have initial values for samples that begin anew
-    forget: Callable[[Values, Any], Values] | None = None  # what the rule keeps, without some samples
+    forget: Callable[[Values, Any], Values] | None = field(default=None, compare=False)  # some samples
     turns: int = 1
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """All that it does differently for one and the same program."""
-        return (
-            self.wanted,
-            self.size,
-            self.together,
-            self.windows,
-            self.again,
-            self.keep,
-            self.fresh,
-            self.begins,
-            self.turns,
-        )
 
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
@@ -90,8 +75,7 @@ class Drive:
             return leaves
         result = list(leaves)
         for i, start in zip(self.begins, given.initial, strict=True):
-            rows = reset.reshape(-1, *[1] * (start.ndim - 1))
-            result[i] = jnp.where(rows, start, result[i])
+            result[i] = where_rows(reset, start, result[i])
         return result
 
     def _without_nan(self, slices: Leaves, mask: Any) -> Leaves:

@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compiler.program import Atom, Node, Program, Var, read, read_program
+from .._compiler.evaluation import read
+from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
 from .._executor.executor import Leaves
 from .call import Call, call_p
@@ -100,7 +101,8 @@ class UserStep:
         return self.call.online
 
     @cached_property
-    def _operands(self) -> tuple[Any, Any, Any, Any, Any]:
+    def operands(self) -> tuple[Any, Any, Any, Any, Any]:
+        """The parameters, arguments, constants, carried states and traces that the call is given."""
         assert self.node is not None
         return self.call.operands(list(self.node.inputs))
 
@@ -108,7 +110,7 @@ class UserStep:
     def params(self) -> list[int] | None:
         """Which leaf each of the model's parameters is; None if a step computes one of them by itself."""
         number = {v: i for i, v in enumerate(self.leaves) if i not in self.moving}
-        found = [number.get(a) if isinstance(a, Var) else None for a in self._operands[0]]
+        found = [number.get(a) if isinstance(a, Var) else None for a in self.operands[0]]
         return None if any(i is None for i in found) else [i for i in found if i is not None]
 
     @cached_property
@@ -124,7 +126,7 @@ class UserStep:
             return "a step prints or calls back"
         if self.params is None:
             return "a step changes a parameter"
-        _, _, consts, _, values = self._operands
+        _, _, consts, _, values = self.operands
         if any(values[k] is not self.leaves[i] for k, i in self.traces.items()):
             return "a step writes a trace"
         readers = [n for n in self.program.nodes if n is not self.node]
@@ -189,7 +191,7 @@ class UserStep:
 
     def fixed_consts(self, consts: Leaves, leaves: Leaves) -> Leaves:
         """What the model closes over, at the call; zeros for what differs from step to step."""
-        atoms = self._operands[2]
+        atoms = self.operands[2]
         varies = [isinstance(a, Var) and a in self._varying for a in atoms]
         kept = [a for a, v in zip(atoms, varies, strict=True) if not v]
         nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]

@@ -45,7 +45,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
         )
     if step.node is not None:
         old = [i for i in step.hidden if i is not None]
-        args = variables(step._operands[1])
+        args = variables(step.operands[1])
         fed = [i for i in old if any(a in dependents(_before_call(step), [step.leaves[i]]) for a in args)]
         if fed and not drive.windows:
             warn_user(
@@ -68,7 +68,7 @@ def _names(step: UserStep, leaves: Any) -> str:
 
 def _warn_of_assigned(step: UserStep, about: Any) -> None:
     assert step.node is not None
-    fixed, _, _, rest, values = step._operands
+    fixed, _, _, rest, values = step.operands
     _, new, after = step.call.results(list(step.node.outputs))
     if any(values[k] is not step.leaves[i] or step.new[i] is not after[k] for k, i in step.traces.items()):
         return  # whoever sets the traces as well knows what they do

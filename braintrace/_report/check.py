@@ -260,7 +260,7 @@ def _bptt(
     learner: Any, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool
 ) -> Any:
     """The gradient of the summed losses through all steps."""
-    size = learner._steps_at_once(chunk_size)
+    size = learner.steps_at_once(chunk_size)
     samples = sequence.mask.shape[1:]
 
     def losses(carry: Any, arrays: Any, mask: Any, _: Any) -> Any:

@@ -24,7 +24,7 @@ from .._compiler.graph import graph_from_info
 from .._frontends.modules import extract_module_info
 from .._frontends.pure import Pure
 from .._learners import pickling
-from .._learners.base import EligibilityTrace, ETraceAlgorithm
+from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
 from .._learners.functional import OnlineFunctions
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
@@ -149,7 +149,8 @@ def plan(
     graph = graph_from_info(extract_module_info(twin, *args))
 
     def rows_of(rule: str) -> Callable[[int], PlanRow]:
-        learner = _abstract_learner(RULES[rule](twin), graph, args)
+        learner = RULES[rule](twin)
+        learner.adopt(graph, args)
         return lambda size: _row_of_learner(rule, learner, args, length, size)
 
     return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, batch_size)
@@ -225,15 +226,6 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     for path, state in twin.states().items():
         state.value = shapes[path]
     return twin
-
-
-def _abstract_learner(learner: ETraceAlgorithm, graph: ETraceGraph, args: Any) -> ETraceAlgorithm:
-    """A learner compiled for a graph, with shapes for traces."""
-    compiled = learner._adopt(graph, args)
-    shapes = jax.eval_shape(lambda: learner._initial_values(compiled))
-    learner.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
-    learner.steps.value = jax.ShapeDtypeStruct((), jnp.int32)
-    return learner
 
 
 def _row_of_learner(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int) -> PlanRow:

@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 from .._compiler.exactness import RuleKind
 from .._compiler.slices import has_while
 from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
-from .._executor.window import Window
+from .._executor.window import Window, where_rows
 from .rule import Rule, Values
 
 
@@ -82,10 +82,7 @@ class WholeRule(Rule):
             shape = (halves, len(of), count // (halves * len(of)))
             parts.append(jnp.broadcast_to(of.reshape(1, -1, 1), shape).ravel())
         gone = jnp.concatenate(parts)
-        return {
-            k: jnp.where(gone.reshape(-1, *[1] * (p.ndim - 1)), jnp.zeros_like(p), p)
-            for k, p in values.items()
-        }
+        return {k: where_rows(gone, jnp.zeros_like(p), p) for k, p in values.items()}
 
 
 def _carried(executor: ETraceGraphExecutor) -> list[Any]:
