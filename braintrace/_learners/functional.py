@@ -30,7 +30,7 @@ from .._online.request import Request, check_chunk_size
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.diagnostics import warn_of
-from .._rules import DRule
+from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def online(
 def make_functions(
     function: Function, carry: Any, rule: Rule | None, mark: Mark, window: int | None
 ) -> OnlineFunctions:
-    rule = DRule() if rule is None else rule
+    rule = D_RTRL() if rule is None else rule
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
     check_mark(mark)

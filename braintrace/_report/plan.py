@@ -19,6 +19,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _rules
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
 from .._frontends.modules import extract_module_info
@@ -29,7 +30,6 @@ from .._learners.bptt import BPTT
 from .._learners.functional import OnlineFunctions
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._online.sequence import even_chunks
-from .._rules import BackRule, DRule, ESRule, WholeRule
 from .flops import count_flops
 from .tables import Table, show_bytes, show_count
 
@@ -39,8 +39,7 @@ RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
     "RTRL": RTRL,
     "BPTT": BPTT,
 }
-FUNCTIONS = {"D_RTRL": DRule, "ES_D_RTRL": ESRule, "RTRL": WholeRule, "BPTT": BackRule}
-
+FUNCTIONS = {rule.__name__: rule for rule in (_rules.D_RTRL, _rules.ES_D_RTRL, _rules.RTRL, _rules.BPTT)}
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -304,7 +303,7 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
     )
     words = [
         f"{best.rule}, {how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
-        + ("exact." if best.exact else "an approximation (`learner.report.exactness` says what it misses).")
+        + ("exact." if best.exact else "an approximation (`report.exactness` says what it misses).")
     ]
     bptt = next((r for r in rows if r.rule == "BPTT" and r.chunk_size == length), None)
     if bptt is not None:

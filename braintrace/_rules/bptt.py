@@ -12,7 +12,7 @@ from .rule import Rule, Values
 
 
 @dataclass(frozen=True)
-class BackRule(Rule):
+class BPTT(Rule):
     """The gradient of `jax.grad` through time, to compare with."""
 
     back_through_time = True

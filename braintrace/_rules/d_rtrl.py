@@ -25,7 +25,7 @@ _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step 
 
 
 @dataclass(frozen=True)
-class DRule(TraceRule):
+class D_RTRL(TraceRule):
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in)."""
 
     dtype: Any = None

@@ -26,7 +26,7 @@ from .rule import Gradients, TraceRule, Values, add_all, add_to
 
 
 @dataclass(frozen=True)
-class ESRule(TraceRule):
+class ES_D_RTRL(TraceRule):
     """Averages of inputs (decay `inp`) and of state Jacobians (decay `out`).
 
     `decay_or_rank` is the decay of both, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; or a

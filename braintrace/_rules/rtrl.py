@@ -25,7 +25,7 @@ from .rule import Rule, Values
 
 
 @dataclass(frozen=True)
-class WholeRule(Rule):
+class RTRL(Rule):
     """The influence of every number of every parameter on every number that is carried."""
 
     def kind(self, windows: bool) -> RuleKind:

@@ -86,7 +86,7 @@ class TraceRule(Rule):
         """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
         raise NotSupportedError(
             f"The rule {type(self).__name__} does not say how samples of a batch begin anew: give it a "
-            "method `reset(traces, values, keep)`, or reset all of them (`learner.reset_state()`)."
+            "method `reset(slots, values, keep)`, or reset all of them (`learner.reset_state()`)."
         )
 
     def chunk(
