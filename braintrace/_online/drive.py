@@ -199,7 +199,7 @@ class Drive:
             return [*outs, *jax.tree.leaves((after, values))]
 
         leaves = self._leaves(given, before, some)
-        moved = list(leaves)
+        moved = list(leaves)  # what the loss reads of old states; the call adds deltas of its own
         for i, delta in zip(step.hidden, old, strict=bool(old)):
             if i is not None:
                 moved[i] = moved[i] + delta

@@ -107,6 +107,7 @@ class Online:
 
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
             _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas(), old)
+            # kept until someone differentiates: of the Jacobians only what the way back asks for
             partial = not all(t.positions.complete for t in self.slots)
             kept = (local.inputs, local.weights, local.J if partial else {})
             before = values if self.executor.reads_old_states else None
@@ -178,6 +179,7 @@ class Online:
             steps = window(params, args, consts, taken)
             num = len(self.info.out_atoms)
             new = _like(results[num:], rest)
+            # on the way back a rule asks about the window's start alone
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
             return (results[:num], new, self.rule.advance(self.executor, values, steps)), (
                 pull,

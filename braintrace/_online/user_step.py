@@ -177,6 +177,7 @@ class UserStep:
         env.update(zip(self.slices, slices, strict=True))
         seen = {**env, **dict(zip(self.leaves, leaves if for_call is None else for_call, strict=True))}
         env.update(zip(self.leaves, leaves, strict=True))
+        # what prints or calls back runs, whether anyone asks for its value or not
         prints = [v for n in self.program.nodes if n.eqn.effects for v in (*n.inputs, *n.outputs)]
         wanted = {id(n) for n in needed(self.program, [*targets, *prints])}
         for node in self.program.nodes:
@@ -194,6 +195,7 @@ class UserStep:
         atoms = self.operands[2]
         varies = [isinstance(a, Var) and a in self._varying for a in atoms]
         kept = [a for a, v in zip(atoms, varies, strict=True) if not v]
+        # what is left depends on no slice, so that any will do
         nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]
         known = iter(self.run(consts, nothing, leaves, kept))
         zeros = [

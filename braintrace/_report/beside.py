@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._compiler.program import Var
+from .._compiler.program import Program, Var
 from .._compiler.slices import dependents, needed
 from .._compiler.step import show_path
 from .._lines import warn_user
@@ -26,7 +26,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
         return
     if step.node is not None:
         _warn_of_assigned(step, about)
-    carried = [i for i in _carried(step) if not _is_the_models(step, i)]
+    carried = [i for i in _carried(step) if i not in step.carried]
     reached = _reached_by(step, outside)
     if reached:
         warn_user(
@@ -108,10 +108,6 @@ def _carried(step: UserStep) -> list[int]:
     ]
 
 
-def _is_the_models(step: UserStep, leaf: int) -> bool:
-    return leaf in step.carried
-
-
 def _reached_by(step: UserStep, weights: Any) -> list[int]:
     """The weights that a carried number depends on."""
     new = variables(step.new[i] for i in _carried(step))
@@ -131,10 +127,10 @@ def _lost(step: UserStep, carried: list[int], weights: Sequence[int]) -> list[in
     ]
 
 
-def _before_call(step: UserStep) -> Any:
+def _before_call(step: UserStep) -> Program:
     """The program up to the call."""
     at = step.program.nodes.index(step.node)  # type: ignore[arg-type]
-    return type(step.program)(step.program.inputs, (), step.program.nodes[:at], step.program.consts)
+    return Program(step.program.inputs, (), step.program.nodes[:at], step.program.consts)
 
 
 def _reads_hidden(step: UserStep) -> bool:

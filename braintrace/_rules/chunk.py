@@ -87,6 +87,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
 
     steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
     zero = [jnp.zeros_like(one[0]) for one in steps[0]]
+    # an empty product stays empty: nobody computes what is not wanted
     one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if products else []
     (start, total), (q, each) = jax.lax.scan(body, (zero, one), steps, reverse=True, unroll=unroll())
     return Backward(q, start, (each, total))
@@ -139,7 +140,7 @@ def over_time(slot: Slot, record: Record, weight: Any, signal: States) -> Any:
 
 def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
     """The op's factor at every step."""
-    letters: list[Any] = []
+    letters: list[Any] = []  # no arrays: they leave the map by the side
 
     def one(inputs: Any) -> Any:
         found = slot.factor(inputs)
