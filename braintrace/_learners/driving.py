@@ -31,7 +31,7 @@ Weights = Mapping[Any, brainstate.State]
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedStep:
     """A user's step, traced with the states that it touches."""
 
     pure: Pure
@@ -39,7 +39,7 @@ class Traced:
     first: dict[int, int]  # of each state, by its identity: its first leaf
 
     @staticmethod
-    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> Traced:
+    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
         strengthen(learner.model)
@@ -62,7 +62,7 @@ class Traced:
         for e in learner.graph.module_info.carried:
             at = first.get(id(found.get(e.path, e.state)))
             carried += [None if at is None else at + n for n in range(len(e.invars))]
-        return Traced(pure, UserStep.read(pure.closed, names, traces, carried), first)
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
 
     def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
         """The leaves of each state, if the step touches it."""
@@ -84,10 +84,12 @@ class Driver:
         self._programs = Programs()
         self.is_driving = False  # a user's step is being traced
 
-    def _trace(self, learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence) -> Traced:
+    def _trace(
+        self, learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence
+    ) -> TracedStep:
         before, self.is_driving = self.is_driving, True
         try:
-            return Traced.of(learner, function, sequence.arrays)
+            return TracedStep.of(learner, function, sequence.arrays)
         finally:
             self.is_driving = before
 
@@ -213,7 +215,7 @@ class Driver:
 
     def _run(
         self,
-        traced: Traced,
+        traced: TracedStep,
         drive: Drive,
         sequence: Sequence,
         leaves: list[Any],
@@ -225,7 +227,7 @@ class Driver:
             function, drive, traced.pure.closed, given, self._reporting(traced, sequence)
         )
 
-    def _reporting(self, traced: Traced, sequence: Sequence) -> Sequence:
+    def _reporting(self, traced: TracedStep, sequence: Sequence) -> Sequence:
         """The sequence, with states that are up to date whenever progress is reported."""
         report = sequence.progress
         if report is None:
@@ -241,7 +243,7 @@ class Driver:
         return replace(sequence, progress=progress)
 
     def _initial(
-        self, learner: ETraceAlgorithm, traced: Traced, sequence: Sequence
+        self, learner: ETraceAlgorithm, traced: TracedStep, sequence: Sequence
     ) -> tuple[tuple[int, ...], list[Any]]:
         """The leaves that have initial values for samples that begin anew, and these values."""
         if sequence.reset is None:
@@ -255,7 +257,7 @@ class Driver:
             values += jax.tree.leaves(start[path])
         return tuple(begins), values
 
-    def _refuse_unused(self, learner: ETraceAlgorithm, traced: Traced, weights: Weights) -> None:
+    def _refuse_unused(self, learner: ETraceAlgorithm, traced: TracedStep, weights: Weights) -> None:
         """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
         known = {*map(id, learner.model.states().values()), *traced.first}
         known |= {id(e.state) for e in learner.graph.module_info.entries}
