@@ -53,7 +53,7 @@ class EligibilityTrace(brainstate.ShortTermState):
 class ETraceAlgorithm(brainstate.nn.Module):
     """A model that learns online: what every learner has, whatever its rule.
 
-    A rule of one's own is a subclass with `_step` (one step) and `init_etrace_state`.
+    A rule of one's own is no subclass, but a `braintrace.rules.TraceRule` for `ETraceVjpAlgorithm`.
     """
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
@@ -369,15 +369,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         data, stepped = time_axes(args, kwargs)
         hidden = self._hidden_now(compiled) if self.traces else {}
         self._compare_states(hidden)
-        if not any(stepped):
-            outs = self._step(compiled, data, traced)
-        else:
-            lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
-            if len(lengths) > 1:
-                raise ValueError(
-                    f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
-                )
-            outs = self._window(compiled, data, stepped, lengths.pop(), traced)
+        lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
+        if len(lengths) > 1:
+            raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
+        window = tuple(stepped) if lengths else None
+        outs = self._call(compiled, data, traced, window, *lengths or {1})
         self._seen = Seen.of(hidden, self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
@@ -524,14 +520,18 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """The rule's arrays at the start, by stable names."""
         raise NotImplementedError
 
-    def _step(self, compiled: Compiled, args: list[Any], traced: Traced) -> list[Any]:
-        """One step: read states and traces, compute, write them back; the outputs' leaves."""
-        raise NotImplementedError
-
-    def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, traced: Traced
+    def _call(
+        self,
+        compiled: Compiled,
+        args: list[Any],
+        traced: Traced,
+        stepped: tuple[bool, ...] | None,
+        length: int,
     ) -> list[Any]:
-        """Several steps at once."""
+        """A step, or a window of `length`: read states and traces, compute, write them; the outputs' leaves.
+
+        `stepped`: of a window, which arguments have time in front.
+        """
         raise NotImplementedError
 
     def steps_at_once(self, chunk_size: int | None) -> int | None:

@@ -141,22 +141,19 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             names = ", ".join(f"`{name}`" for name in masks)
             _warn_of_change(f"the state {names}", "has changed", "written by the step", self.model)
 
-    def _step(self, compiled: Compiled, args: list[Any], traced: Traced) -> list[Any]:
-        return self._call(compiled, args, traced, None, 1)
-
-    def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, traced: Traced
+    def _call(
+        self,
+        compiled: Compiled,
+        args: list[Any],
+        traced: Traced,
+        stepped: tuple[bool, ...] | None,
+        length: int,
     ) -> list[Any]:
-        if not self._in_windows:
+        if stepped is not None and not self._in_windows:
             raise ValueError(
                 "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
                 "step. `MultiStepData` is for `vjp_method='multi-step'`."
             )
-        return self._call(compiled, args, traced, tuple(stepped), length)
-
-    def _call(
-        self, compiled: Compiled, args: list[Any], traced: Traced, stepped: Any, length: int
-    ) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
         self._compare_weights(online, traced.consts)
