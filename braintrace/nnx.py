@@ -12,6 +12,7 @@ from flax import nnx
 from ._frontends.functions import read_function
 from ._frontends.modules import Mark
 from ._learners.functional import OnlineFunctions, make_functions
+from ._online.arguments import as_shape
 from ._report.report import CompilationReport
 from ._rules.rule import Rule
 
@@ -54,12 +55,12 @@ class Learner(nnx.Module):
         self.start = Carry(carry)
         self.carry = Carry(jax.tree.map(jnp.copy, carry))  # not the same buffers: jit may be given them both
         self.traces = Trace({})
-        self._forms = _Forms(jax.tree.map(_shape, x), rule, mark, window)
-        _write(self.traces, self._split()[-1])
+        self._forms = _Forms(jax.tree.map(as_shape, x), rule, mark, window)
+        _write(self.traces, self.split()[-1])
 
     def __call__(self, x: Any) -> Any:
         """One step; its derivative in the parameters is the online gradient."""
-        net, params, carried, traces = self._split()
+        net, params, carried, traces = self.split()
         carried, traces, y = net.step(params, carried, traces, x)
         self._keep(carried, traces)
         return y
@@ -82,7 +83,7 @@ class Learner(nnx.Module):
         With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and what `loss`
         returns beside its value; with both, of all three. For the rest, see `grad` of `braintrace.online`.
         """
-        net, params, carried, traces = self._split()
+        net, params, carried, traces = self.split()
         grads, (carried, traces), (losses, aux) = net.grad(
             loss,
             params,
@@ -103,30 +104,30 @@ class Learner(nnx.Module):
 
     def reset(self, rows: Any = None) -> None:
         """Begin anew, with the first carry and traces of zero: all samples, or those flagged in `rows`."""
-        net, _, carried, traces = self._split()
+        net, _, carried, traces = self.split()
         carried, traces = net.reset(carried, traces, rows)
         self._keep(jax.tree.map(jnp.copy, carried), traces)
 
     @property
     def functions(self) -> OnlineFunctions:
-        """The pure functions of `braintrace.online`: `check` and `plan`, among others.
-
-        `carry` of theirs is a pair: that of the module, and its variables that are no parameters.
-        """
-        return self._split()[0]
+        """The pure functions of `braintrace.online`: `check` and `plan`, among others."""
+        return self.split()[0]
 
     @property
     def report(self) -> CompilationReport:
         """What is learned how, and what is left out."""
         return self.functions.report
 
-    def _split(self) -> tuple[OnlineFunctions, Any, Any, Any]:
-        """The functions, and what they take: parameters, what is carried, traces."""
+    def split(self) -> tuple[OnlineFunctions, Any, Any, Any]:
+        """The functions, and what they take as it is now: parameters, carry, traces.
+
+        That carry is a pair: the module's own, and its variables that are no parameters.
+        """
         form, params, variables = nnx.split(self.module, nnx.Param, ...)
         carried, traces = (_read(self.carry), variables), _read(self.traces)
         net = self._forms.functions(form, type(self.module).__name__, params, carried)
         fresh = jax.eval_shape(net.init, params, carried)
-        if jax.tree.map(_shape, traces) != fresh:  # the form has changed, and with it what is carried
+        if jax.tree.map(as_shape, traces) != fresh:  # the form has changed, and with it what is carried
             traces = net.init(params, carried)
         return net.with_start((_read(self.start), variables)), params, carried, traces
 
@@ -154,14 +155,10 @@ class _Forms:
 
         if form not in self.known:
             step.__name__ = name
-            params, carried = jax.tree.map(_shape, (params, carried))
+            params, carried = jax.tree.map(as_shape, (params, carried))
             function = read_function(step, params, carried, self.x, aside=lambda path: path[1] == "1")
             self.known[form] = make_functions(function, carried, *self.options)
         return self.known[form]
-
-
-def _shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
 def _read(variable: nnx.Variable[Any]) -> Any:

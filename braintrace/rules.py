@@ -1,10 +1,10 @@
 """Learning rules as values, and what one of one's own is made from."""
 
-from ._rules import BackRule as BPTT
-from ._rules import DRule as D_RTRL
-from ._rules import ESRule as ES_D_RTRL
+from ._rules import BPTT as BPTT
+from ._rules import D_RTRL as D_RTRL
+from ._rules import ES_D_RTRL as ES_D_RTRL
+from ._rules import RTRL as RTRL
 from ._rules import Rule as Rule
 from ._rules import TraceRule as TraceRule
-from ._rules import WholeRule as RTRL
 
 __all__ = ["BPTT", "D_RTRL", "ES_D_RTRL", "RTRL", "Rule", "TraceRule"]

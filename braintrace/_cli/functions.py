@@ -70,7 +70,7 @@ def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse
         from ..nnx import Learner
 
         make = lambda: model.initialize_carry(x.shape, sys.modules["flax.nnx"].Rngs(given.seed))
-        net, params, carry, _ = Learner(model, _carry(carry, model, make), x)._split()
+        net, params, carry, _ = Learner(model, _carry(carry, model, make), x).split()
         return Functions(net, params, carry)
     elif _of(model, "flax.linen"):
         carry = _carry(carry, model, lambda: model.initialize_carry(key, x.shape))

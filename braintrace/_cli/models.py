@@ -26,9 +26,9 @@ SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How a model and its input are given."""
     parser.add_argument("model", help=f"a class, a function that makes a model, or a model: {SPEC}")
-    for name, what in (("params", "the parameters"), ("carry", "what is carried at the start")):
+    for name, what in (("params", "the parameters"), ("carry", "the carry at the start")):
         parser.add_argument(
-            f"--{name}", metavar="NAME", help=f"of a step function: {what}, or a function that makes it"
+            f"--{name}", metavar="NAME", help=f"of a step function: {what}, or a function that returns it"
         )
     parser.add_argument(
         "--input",
@@ -169,18 +169,21 @@ def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            offered = [n for n, v in vars(module).items() if _is_model(v, module)]
+            offered = _offered(module)
             hint = f" It has {', '.join(offered[:8])}." if offered else ""
             raise UsageError(f"`{where}` has no `{name}`.{hint}")
         found = getattr(found, part)
     return found, args, kwargs
 
 
-def _is_model(value: Any, module: ModuleType) -> bool:
+def _offered(module: ModuleType) -> list[str]:
+    """The names of what a module makes, its models first."""
     import brainstate
 
-    is_class = isinstance(value, type) and issubclass(value, brainstate.nn.Module)
-    return (is_class and value.__module__ == module.__name__) or isinstance(value, brainstate.nn.Module)
+    own = {n: v for n, v in vars(module).items() if n[0] != "_" and not isinstance(v, ModuleType)}
+    own = {n: v for n, v in own.items() if not callable(v) or inspect.getmodule(v) is module}
+    models = {n for n, v in own.items() if isinstance(v, type) and issubclass(v, brainstate.nn.Module)}
+    return sorted(own, key=lambda name: name not in models)
 
 
 def _module(where: str) -> ModuleType:

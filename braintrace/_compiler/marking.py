@@ -19,8 +19,9 @@ from .._compat import primitives
 from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
+from .evaluation import read
 from .primitives import ELEMENT_WISE
-from .program import Atom, Node, Program, Var, read, read_program
+from .program import Atom, Node, Program, Var, read_program
 from .provenance import SLICED, provenance
 from .step import Role, Step
 

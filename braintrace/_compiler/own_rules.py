@@ -22,8 +22,9 @@ import numpy as np
 from .. import _compat
 from .._compat import Literal, primitives
 from .dataflow import Flow, solve
+from .evaluation import View, evaluate
 from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND
-from .program import Atom, Node, Program, Var, View, evaluate, is_inexact, read_program
+from .program import Atom, Node, Program, Var, is_inexact, read_program
 from .slices import plain_site
 
 

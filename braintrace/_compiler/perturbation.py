@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from .._compat import ClosedJaxpr
+from .evaluation import View, World, evaluate
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
-from .program import Atom, Var, View, World, evaluate
+from .program import Atom, Var
 from .slices import plain_site
 from .step import Path
 

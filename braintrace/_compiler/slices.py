@@ -12,7 +12,8 @@ import jax
 
 from .._compat import ClosedJaxpr, primitives
 from .dataflow import Flow, solve
-from .program import Atom, Node, Program, Site, Var, View, evaluate
+from .evaluation import View, evaluate
+from .program import Atom, Node, Program, Site, Var
 
 
 def plain_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
-from .._compiler.program import Site, Var, run
+from .._compiler.program import Site, Var
 from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
@@ -20,14 +21,7 @@ from .signals import differentiable_step, output, reads_old_states
 from .slots import Rows, Slot, States, find_slots, stack
 from .weights import Effective, effective_weights, needs
 
-
-@dataclass(frozen=True, eq=False)
-class StepInputs:
-    """What a step is given, as flat lists of arrays in the order of the compiled program."""
-
-    args: list[Any]
-    consts: list[Any]
-    states: list[list[Any]]  # of each state, its leaves
+Leaves = list[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +50,14 @@ class Local:
 
 
 class ETraceGraphExecutor:
-    """The pure functions of one compiled graph."""
+    """The pure functions of one compiled graph, over flat lists of arrays in the order of its program.
+
+    A step is given `params`, the leaves of parameters and of other states that no step writes; `args`;
+    `consts`, what the model closes over; and `rest`, the leaves of each carried state.
+    """
 
     def __init__(self, graph: ETraceGraph) -> None:
-        self.graph = graph
+        self.graph, self.info = graph, graph.module_info
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -70,56 +68,77 @@ class ETraceGraphExecutor:
         """Where each trace lives."""
         return find_slots(self.graph.hidden_param_op_relations)
 
-    def known(self, given: StepInputs) -> dict[Var, Any]:
-        info = self.graph.module_info
-        values: dict[Var, Any] = dict(zip(info.program.consts, given.consts, strict=True))
-        values.update(zip(info.arg_invars, given.args, strict=True))
-        for entry, leaves in zip(info.entries, given.states, strict=True):
-            values.update(zip(entry.invars, leaves, strict=True))
-        return values
+    def _known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
+        known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
+        known.update(zip(self.info.program.consts, consts, strict=True))
+        return known
+
+    def _known(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> dict[Var, Any]:
+        known = self._known_params(params, consts)
+        known.update(zip(self.info.arg_invars, args, strict=True))
+        for entry, leaves in zip(self.info.carried, rest, strict=True):
+            known.update(zip(entry.invars, leaves, strict=True))
+        return known
+
+    def _results(self, env: Mapping[Var, Any]) -> tuple[Leaves, list[Leaves]]:
+        outs = [read(env, a) for a in self.info.out_atoms]
+        return outs, [[read(env, a) for a in e.outvars] for e in self.info.carried]
 
     def forward(
-        self, given: StepInputs, ys: Mapping[int, Any] | None = None
-    ) -> tuple[list[Any], list[list[Any]], dict[Var, Any], dict[int, list[Any]]]:
+        self,
+        params: Leaves,
+        args: Leaves,
+        consts: Leaves,
+        rest: list[Leaves],
+        ys: Mapping[int, Any] | None = None,
+    ) -> tuple[Leaves, list[Leaves], dict[Var, Any], dict[int, Leaves]]:
         """The outputs, the new states, every value on the way, and the operands of each site.
 
         `ys` are outputs of sites that are known already.
         """
-        info = self.graph.module_info
 
-        def at_site(site: Site, y: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
+        def at_site(site: Site, y: Any, operands: Leaves) -> tuple[Any, Leaves]:
             return output(site, y, operands), operands
 
-        known = self.known(given)
-        program = info.program
+        known, program = self._known(params, args, consts, rest), self.info.program
         _, operands, env = run(program, [known[v] for v in program.inputs], at_site, ys, consts=known)
-        outs = [_read(env, a) for a in info.out_atoms]
-        states = [[_read(env, a) for a in e.outvars] for e in info.entries]
-        return outs, states, env, operands
+        return *self._results(env), env, operands
 
-    def outputs(self, given: StepInputs) -> tuple[list[Any], list[list[Any]], dict[int, Any]]:
+    def outputs(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
+    ) -> tuple[Leaves, list[Leaves], dict[int, Any]]:
         """The outputs, the new states, and the outputs of the sites on the way to them."""
-        info, program = self.graph.module_info, self.graph.module_info.program
         kept = self._sites_of_states
 
-        def at_site(site: Site, y: Any, operands: list[Any]) -> tuple[Any, Any]:
+        def at_site(site: Site, y: Any, operands: Leaves) -> tuple[Any, Any]:
             out = output(site, None, operands)
             return out, out if site.index in kept else None
 
-        known = self.known(given)
+        known, program = self._known(params, args, consts, rest), self.info.program
         _, ys, env = run(program, [known[v] for v in program.inputs], at_site, consts=known)
-        outs = [_read(env, a) for a in info.out_atoms]
-        states = [[_read(env, a) for a in e.outvars] for e in info.entries]
-        return outs, states, {i: y for i, y in ys.items() if i in kept}
+        return *self._results(env), {i: y for i, y in ys.items() if i in kept}
 
     @cached_property
     def _sites_of_states(self) -> set[int]:
         """The sites with an input that a new state depends on."""
-        info = self.graph.module_info
-        nodes = needed(info.program, [a for e in info.entries for a in e.outvars])
+        nodes = needed(self.info.program, [a for e in self.info.entries for a in e.outvars])
         return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
-    def local(self, env: Mapping[Var, Any], operands: Mapping[int, list[Any]]) -> Local:
+    def local(
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Mapping[int, Any] | None
+    ) -> Local:
+        """The local Jacobians of a step; `ys` are outputs of sites that are known already."""
+        _, _, env, operands = self.forward(params, args, consts, rest, ys)
+        return self.jacobians(env, operands)
+
+    def example_local(self) -> Local:
+        """The local Jacobians of a step of zeros, for their shapes."""
+        zeros = lambda variables: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+        params = zeros(v for e in self.info.fixed for v in e.invars)
+        rest = [zeros(e.invars) for e in self.info.carried]
+        return self.local(params, zeros(self.info.arg_invars), zeros(self.info.program.consts), rest, None)
+
+    def jacobians(self, env: Mapping[Var, Any], operands: Mapping[int, Leaves]) -> Local:
         """The local Jacobians of a step whose values are known."""
         D: dict[int, Rows | None] = {}
         J: dict[tuple[int, int], States] = {}
@@ -129,35 +148,52 @@ class ETraceGraphExecutor:
             J.update({(i, k): v for i, v in found.items()})
         relations = self.graph.hidden_param_op_relations
         inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
-        return Local(inputs, self.weights(env), D, J)
+        return Local(inputs, self._weights(env), D, J)
 
     @cached_property
     def made_of(self) -> set[Var]:
         """The variables of the program that effective weights are made of."""
-        info, relations = self.graph.module_info, self.graph.hidden_param_op_relations
-        return {v for r in relations for v in needs(info.program, r.site)}
+        relations = self.graph.hidden_param_op_relations
+        return {v for r in relations for v in needs(self.info.program, r.site)}
 
     @cached_property
     def masks(self) -> list[StateEntry]:
         """The states that effective weights are made of, beside the parameters."""
-        entries = self.graph.module_info.fixed
+        entries = self.info.fixed
         return [e for e in entries if not e.is_param and not self.made_of.isdisjoint(e.invars)]
 
-    def weights(self, known: Mapping[Var, Any]) -> Effective:
-        """The effective weights, from the parameters and other fixed states in `known`."""
-        info = self.graph.module_info
-        params = {v: known[v] for e in info.fixed for v in e.invars}
-        consts = {v: known[v] for v in info.program.consts}
-        return effective_weights(info.program, {**consts, **params}, self.graph.hidden_param_op_relations)
+    def weights(self, params: Leaves, consts: Leaves) -> Effective:
+        """The effective weights."""
+        return self._weights(self._known_params(params, consts))
+
+    def _weights(self, known: Mapping[Var, Any]) -> Effective:
+        fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
+        relations = self.graph.hidden_param_op_relations
+        return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
+
+    def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
+        """Gradients of effective weights carried back to the parameters."""
+        shown = {(t.relation.site.index, t.name): t for t in self.slots}
+
+        def weights(params: Leaves) -> Leaves:
+            effective = self.weights(params, consts)
+            return [effective[site][name] for site, name in shown]
+
+        values, pull = pull_back(weights, params)
+        cotangents = [t.unview(grads[k], v) for (k, t), v in zip(shown.items(), values, strict=True)]
+        return pull(cotangents)[0]  # type: ignore[no-any-return]
 
     def signals(
         self,
-        given: StepInputs,
-        deltas: tuple[Sequence[Any], Sequence[Any]],
+        params: Leaves,
+        args: Leaves,
+        consts: Leaves,
+        rest: list[Leaves],
+        deltas: tuple[Leaves, Leaves],
         ys: Mapping[int, Any] | None = None,
-    ) -> tuple[list[Any], list[list[Any]]]:
+    ) -> tuple[Leaves, list[Leaves]]:
         """The differentiable form of the step, with deltas added to new and old states: its results."""
-        return differentiable_step(self.graph, self.known(given), *deltas, ys or {})
+        return differentiable_step(self.graph, self._known(params, args, consts, rest), *deltas, ys or {})
 
     @cached_property
     def reads_old_states(self) -> bool:
@@ -165,23 +201,25 @@ class ETraceGraphExecutor:
 
     def zero_deltas(self) -> list[Any]:
         """Zeros for each hidden state."""
-        hidden = self.graph.module_info.hidden
+        hidden = self.info.hidden
         return [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in hidden]
 
     def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
         """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""
-        by_var = {h.outvar: d for h, d in zip(self.graph.module_info.hidden, deltas, strict=True)}
+        by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
         return {
             g.index: g.stack_hidden([by_var[v] for v in g.hidden_outvars], dual=True)
             for g in self.graph.hidden_groups
         }
 
+    def at_groups(self, signals: Leaves) -> dict[int, Any]:
+        """The same of signals at the leaves of the carried states before the step."""
+        carried = [v for e in self.info.carried for v in e.invars]
+        by_var = dict(zip(carried, signals, strict=True))
+        return self.group_signals([by_var[h.invar] for h in self.info.hidden])
+
 
 ETraceVjpGraphExecutor = ETraceGraphExecutor
-
-
-def _read(env: Mapping[Var, Any], atom: Any) -> Any:
-    return env[atom] if isinstance(atom, Var) else atom.val
 
 
 def is_inexact(x: Any) -> bool:

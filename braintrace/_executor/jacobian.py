@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
 from .._compiler.module_info import Hidden
 from .._compiler.positions import Positions
-from .._compiler.program import Site, Var, View, World, evaluate
+from .._compiler.program import Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
-from .._compiler.program import Node, Site, Var, View, World, evaluate
+from .._compiler.program import Node, Site, Var
 from .._compiler.slices import behind, has_while
 
 
@@ -58,7 +59,7 @@ def differentiable_step(
     old_deltas: Sequence[Any],
     ys: Mapping[int, Any],
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The outputs, and the new values of each state's leaves, with `deltas` added to the hidden ones.
+    """The outputs, and the new leaves of each carried state, with `deltas` added to the hidden ones.
 
     `old_deltas` may be empty where no output reads an old state; `ys` are outputs of sites known already.
     """
@@ -95,7 +96,7 @@ def differentiable_step(
         before=before,
         site_ins=ys,
     )
-    states = [list(e.outvars) for e in info.entries]
+    states = [list(e.outvars) for e in info.carried]
     targets = [*info.out_atoms, *(a for outs in states for a in outs)]
     values = iter(evaluate(info.program, [(a, None) for a in targets], view))
     return [next(values) for _ in info.out_atoms], [[next(values) for _ in outs] for outs in states]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import primitives
-from .._compiler.program import Atom, Node, Program, Site, Var, View, evaluate
+from .._compiler.evaluation import View, evaluate
+from .._compiler.program import Atom, Node, Program, Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.slices import behind, plain_site
 from .._ops.letters import over_levels

@@ -10,7 +10,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -23,8 +23,10 @@ from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo
 from .._compiler.step import Path, show_path
 from .._executor.executor import ETraceGraphExecutor
+from .._executor.window import where_rows
 from .._frontends.modules import traced_again
 from .._lines import warn_user
+from .._online.arguments import as_shape
 from .._online.data import one_step, time_axes
 from .._online.drive import Drive
 from .._online.request import Request, check_chunk_size
@@ -38,6 +40,7 @@ from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .reads import Reads
 from .resets import initial_states, reset, strengthen
+from .seen import Seen
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -53,7 +56,7 @@ class EligibilityTrace(brainstate.ShortTermState):
 class ETraceAlgorithm(brainstate.nn.Module):
     """A model that learns online: what every learner has, whatever its rule.
 
-    A rule of one's own is a subclass with `_step` (one step) and `init_etrace_state`.
+    A rule of one's own is no subclass, but a `braintrace.rules.TraceRule` for `ETraceVjpAlgorithm`.
     """
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
@@ -89,7 +92,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         key = self._key(args, kwargs)
         if key not in self._examples:
             self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
-            self._examples[key] = jax.tree.map(_struct, (args, kwargs))
+            self._examples[key] = jax.tree.map(as_shape, (args, kwargs))
         self._current = key
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
@@ -97,12 +100,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._traced_states = states
         self.init_etrace_state()
 
-    def _adopt(self, graph: ETraceGraph, args: Any) -> Compiled:
-        """Take over a graph that was compiled for these arguments; the traces are the caller's affair."""
+    def adopt(self, graph: ETraceGraph, args: Any) -> None:
+        """Take over a graph that was compiled for these arguments, with shapes instead of traces."""
         key = self._key(args, {})
-        self._compiled[key] = Compiled(graph, self._reduced)
+        compiled = self._compiled[key] = Compiled(graph, self._reduced)
         self._examples[key], self._current = (args, {}), key
-        return self._compiled[key]
+        shapes = jax.eval_shape(lambda: self._initial_values(compiled))
+        self.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
+        self.steps.value = jax.ShapeDtypeStruct((), jnp.int32)
 
     def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
         """The graph with only the states that the rule needs traces of."""
@@ -157,7 +162,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._current = (alike or fitting)[-1]
         return True
 
-    def _lookup(self, args: Any, kwargs: Any) -> Compiled:
+    def is_set_for(self, args: Any, kwargs: Any) -> bool:
+        """Whether the form in use is that for these arguments and the states as they are."""
+        return self._key(args, kwargs) == self._current
+
+    def set_for(self, args: Any, kwargs: Any) -> Compiled:
+        """Go on with the form for these arguments and the states as they are; it must be compiled."""
         key = self._key(args, kwargs)
         if key not in self._examples:
             raise NotCompiledError(key, self._examples)
@@ -299,11 +309,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         found = self._by_path()
         for path, start in initial_states(self, len(rows), hidden).items():
             state = found[path]
-
-            def one(now: Any, start: Any) -> Any:
-                return jnp.where(rows.reshape(-1, *[1] * (now.ndim - 1)), start, now)
-
-            state.value = jax.tree.map(one, state.value, start)
+            state.value = jax.tree.map(partial(where_rows, rows), start, state.value)
         self._store(self._forget(self._values(), rows))
 
     def _forget(self, values: Values, rows: Any) -> Values:
@@ -348,7 +354,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _update(self, args: Any, kwargs: Any) -> Any:
         one_args, one_kwargs = one_step(args, kwargs)
-        compiled = self._lookup(one_args, one_kwargs)
+        compiled = self.set_for(one_args, one_kwargs)
         closed = traced_again(self.model, one_args, one_kwargs)
         consts = compiled.graph.module_info.constants_of(closed)
         if consts is None:  # the same shapes, but another program: the model closes over something else now
@@ -366,15 +372,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         data, stepped = time_axes(args, kwargs)
         hidden = self._hidden_now(compiled) if self.traces else {}
         self._compare_states(hidden)
-        if not any(stepped):
-            outs = self._step(compiled, data, consts)
-        else:
-            lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
-            if len(lengths) > 1:
-                raise ValueError(
-                    f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
-                )
-            outs = self._window(compiled, data, stepped, lengths.pop(), consts)
+        lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
+        if len(lengths) > 1:
+            raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
+        window = tuple(stepped) if lengths else None
+        outs = self._call(compiled, data, consts, window, *lengths or {1})
         self._seen = Seen.of(hidden, self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
@@ -535,17 +537,21 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """The rule's arrays at the start, by stable names."""
         raise NotImplementedError
 
-    def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
-        """One step: read states and traces, compute, write them back; the outputs' leaves."""
-        raise NotImplementedError
-
-    def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
+    def _call(
+        self,
+        compiled: Compiled,
+        args: list[Any],
+        consts: list[Any],
+        stepped: tuple[bool, ...] | None,
+        length: int,
     ) -> list[Any]:
-        """Several steps at once."""
+        """A step, or a window of `length`: read states and traces, compute, write them; the outputs' leaves.
+
+        `stepped`: of a window, which arguments have time in front.
+        """
         raise NotImplementedError
 
-    def _steps_at_once(self, chunk_size: int | None) -> int | None:
+    def steps_at_once(self, chunk_size: int | None) -> int | None:
         """How many steps `step_fn` takes at once for this `chunk_size`; None: one, whatever it is."""
         return None
 
@@ -590,51 +596,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self.traces[key].value = value
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The values of hidden states and traces after the last call, to know them again."""
-
-    states: dict[str, list[Any]]
-    traces: list[Any]
-
-    @staticmethod
-    def of(states: Mapping[str, brainstate.State], traces: Mapping[str, brainstate.State]) -> Seen | None:
-        leaves = {k: jax.tree.leaves(st.value) for k, st in states.items()}
-        kept = [st.value for st in traces.values()]
-        if not kept or any(map(_compat.is_tracer, jax.tree.leaves((leaves, kept)))):
-            return None  # no value of a step that is being traced outlives it
-        return Seen({k: list(map(_ref, v)) for k, v in leaves.items()}, list(map(_ref, kept)))
-
-    def traces_differ(self, traces: Mapping[str, brainstate.State]) -> bool:
-        now = [vars(st)["_value"] for st in traces.values()]
-        return len(now) != len(self.traces) or any(
-            ref() is not v for ref, v in zip(self.traces, now, strict=True)
-        )
-
-    def assigned(self, states: Mapping[str, brainstate.State]) -> list[str]:
-        """The states that someone gave other values."""
-        now = {k: jax.tree.leaves(st.value) for k, st in states.items() if k in self.states}
-        if any(map(_compat.is_tracer, jax.tree.leaves(now))):
-            return []
-        return [
-            k
-            for k, v in now.items()
-            if any(ref() is not a for ref, a in zip(self.states[k], v, strict=False))
-        ]
-
-
-def _ref(value: Any) -> Any:
-    return weakref.ref(value)
-
-
 def _belongs(key: str, trace: Any) -> bool:
     path = ".".join(trace.relation.weight_path)
     return key == trace.key or key.startswith(f"{trace.relation.site.index}:{path}:")
-
-
-def _struct(leaf: Any) -> Any:
-    """An array's shape and type; anything else as it is."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
 def _is_unchanged(before: Any, after: Any) -> bool:

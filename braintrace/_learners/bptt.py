@@ -49,7 +49,7 @@ class BPTT(ETraceAlgorithm):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Advance the model, as it is: a rematerialised cell, say, stays one."""
-        self._lookup(*one_step(args, kwargs))
+        self.set_for(*one_step(args, kwargs))
         windows = [
             a for a in jax.tree.leaves((args, kwargs), is_leaf=_is_data) if isinstance(a, MultiStepData)
         ]

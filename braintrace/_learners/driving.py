@@ -6,8 +6,7 @@ it with another function of the same program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ Weights = Mapping[Any, brainstate.State]
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedStep:
     """A user's step, traced with the states that it touches."""
 
     pure: Pure
@@ -40,12 +39,11 @@ class Traced:
     first: dict[int, int]  # of each state, by its identity: its first leaf
 
     @staticmethod
-    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> Traced:
+    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
         strengthen(learner.model)
-        with learner._driver.driving():
-            pure = Pure.trace(function, *slices)
+        pure = Pure.trace(function, *slices)
         first: dict[int, int] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
@@ -64,7 +62,7 @@ class Traced:
         for e in learner.graph.module_info.carried:
             at = first.get(id(found.get(e.path, e.state)))
             carried += [None if at is None else at + n for n in range(len(e.invars))]
-        return Traced(pure, UserStep.read(pure.closed, names, traces, carried), first)
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
 
     def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
         """The leaves of each state, if the step touches it."""
@@ -86,11 +84,12 @@ class Driver:
         self._programs = Programs()
         self.is_driving = False  # a user's step is being traced
 
-    @contextmanager
-    def driving(self) -> Iterator[None]:
+    def _trace(
+        self, learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence
+    ) -> TracedStep:
         before, self.is_driving = self.is_driving, True
         try:
-            yield
+            return TracedStep.of(learner, function, sequence.arrays)
         finally:
             self.is_driving = before
 
@@ -104,7 +103,7 @@ class Driver:
         keep: bool,
     ) -> tuple[Any, Any, Any]:
         """The summed gradients, and the losses and other outputs of every step."""
-        taken = learner._steps_at_once(chunk_size)
+        taken = learner.steps_at_once(chunk_size)
         if taken is None:
             return self._steps(learner, request, request.sequence, step_fn, weights, chunk_size, keep)
         if taken == 1:  # a plain step; or, as before there was one, a window of one
@@ -152,7 +151,7 @@ class Driver:
         def function(*slices: Any) -> Any:
             return request.split(step_fn(*slices), lead)
 
-        traced = Traced.of(learner, function, sequence.arrays)
+        traced = self._trace(learner, function, sequence)
         at = traced.leaves_of(weights)
         self._refuse_unused(learner, traced, weights)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
@@ -198,7 +197,7 @@ class Driver:
         alone: bool,
     ) -> Any:
         """What every step returns; `alone`: a step is a call of the learner, and nothing else."""
-        taken = learner._steps_at_once(chunk_size)
+        taken = learner.steps_at_once(chunk_size)
         if taken is None or taken == 1 or alone:
             return self._evolve(learner, sequence, step, chunk_size)
         outs = [self._evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
@@ -207,7 +206,7 @@ class Driver:
     def _evolve(
         self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
     ) -> Any:
-        traced = Traced.of(learner, step, sequence.arrays)
+        traced = self._trace(learner, step, sequence)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
         drive = learner._how(traced.step, sequence, chunk_size, True, is_window=False)
         outs, after = self._run(traced, drive, sequence, leaves, [], Drive.evolve)
@@ -216,7 +215,7 @@ class Driver:
 
     def _run(
         self,
-        traced: Traced,
+        traced: TracedStep,
         drive: Drive,
         sequence: Sequence,
         leaves: list[Any],
@@ -228,7 +227,7 @@ class Driver:
             function, drive, traced.pure.closed, given, self._reporting(traced, sequence)
         )
 
-    def _reporting(self, traced: Traced, sequence: Sequence) -> Sequence:
+    def _reporting(self, traced: TracedStep, sequence: Sequence) -> Sequence:
         """The sequence, with states that are up to date whenever progress is reported."""
         report = sequence.progress
         if report is None:
@@ -244,7 +243,7 @@ class Driver:
         return replace(sequence, progress=progress)
 
     def _initial(
-        self, learner: ETraceAlgorithm, traced: Traced, sequence: Sequence
+        self, learner: ETraceAlgorithm, traced: TracedStep, sequence: Sequence
     ) -> tuple[tuple[int, ...], list[Any]]:
         """The leaves that have initial values for samples that begin anew, and these values."""
         if sequence.reset is None:
@@ -258,7 +257,7 @@ class Driver:
             values += jax.tree.leaves(start[path])
         return tuple(begins), values
 
-    def _refuse_unused(self, learner: ETraceAlgorithm, traced: Traced, weights: Weights) -> None:
+    def _refuse_unused(self, learner: ETraceAlgorithm, traced: TracedStep, weights: Weights) -> None:
         """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
         known = {*map(id, learner.model.states().values()), *traced.first}
         known |= {id(e.state) for e in learner.graph.module_info.entries}

@@ -18,6 +18,7 @@ from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
+from .._executor.window import where_rows
 from .._frontends.functions import Function, read_function
 from .._frontends.modules import Mark, check_mark
 from .._online.call import bind
@@ -29,7 +30,7 @@ from .._online.request import Request, check_chunk_size
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.diagnostics import warn_of
-from .._rules import DRule
+from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def online(
 def make_functions(
     function: Function, carry: Any, rule: Rule | None, mark: Mark, window: int | None
 ) -> OnlineFunctions:
-    rule = DRule() if rule is None else rule
+    rule = D_RTRL() if rule is None else rule
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
     check_mark(mark)
@@ -284,8 +285,7 @@ class OnlineFunctions:
         rows = jnp.asarray(rows)
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
         for i in at:
-            shape = (-1, *[1] * (now[i].ndim - 1))
-            now[i] = jnp.where(rows.reshape(shape), self.start[i], now[i])
+            now[i] = where_rows(rows, self.start[i], now[i])
         return self.function.carry.rebuild(now), self._forget(traces, rows)
 
     # -- sequences ---------------------------------------------------------------------------------
@@ -327,8 +327,6 @@ class OnlineFunctions:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        if self.rule.back_through_time:
-            return Drive(step, size=sequence.length, windows=True, again=chunk_size)
         return choose(
             self._online,
             step,
@@ -348,7 +346,7 @@ class OnlineFunctions:
         return self.function.carry.rebuild(leaves[self._num_params : paths]), values
 
     def _forget(self, values: Values, rows: Any) -> Values:
-        return self.rule.forget(self._online, values, rows)
+        return self.rule.forget(self._online.executor, values, rows)
 
     def _sampled(self, shape: tuple[int, ...]) -> list[int]:
         """Which leaves of the carry have so many samples in front; all that are hidden must."""

@@ -7,8 +7,8 @@ from typing import Any
 import brainstate
 import jax.numpy as jnp
 
+from .. import _rules as rules
 from .._frontends.modules import Mark
-from .._rules import DRule, ESRule, WholeRule
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 
@@ -39,7 +39,7 @@ class D_RTRL(ETraceVjpAlgorithm):
         window: int = 1,
         mark: Mark = "ops",
     ) -> None:
-        rule = DRule(as_trace_dtype(trace_dtype))
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
@@ -68,7 +68,7 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
-        rule = ESRule(decay_or_rank, as_trace_dtype(trace_dtype))
+        rule = rules.ES_D_RTRL(decay_or_rank, as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
@@ -89,7 +89,7 @@ class RTRL(ETraceVjpAlgorithm):
     """
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
-        super().__init__(model, WholeRule(), name=name)
+        super().__init__(model, rules.RTRL(), name=name)
 
 
 def as_trace_dtype(dtype: Any) -> Any:

@@ -99,7 +99,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self._online(compiled).initial_values()
 
     def _forget(self, values: Values, rows: Any) -> Values:
-        return self.rule.forget(self._online(self._compiled_now()), values, rows)
+        return self.rule.forget(self.executor, values, rows)
 
     def _agree(self, old: Compiled, new: Compiled) -> bool:
         if not isinstance(self.rule, TraceRule):
@@ -140,22 +140,19 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             names = ", ".join(f"`{name}`" for name in masks)
             _warn_of_change(f"the state {names}", "has changed", "written by the step", self.model)
 
-    def _step(self, compiled: Compiled, args: list[Any], consts: list[Any]) -> list[Any]:
-        return self._call(compiled, args, consts, None, 1)
-
-    def _window(
-        self, compiled: Compiled, args: list[Any], stepped: list[bool], length: int, consts: list[Any]
+    def _call(
+        self,
+        compiled: Compiled,
+        args: list[Any],
+        consts: list[Any],
+        stepped: tuple[bool, ...] | None,
+        length: int,
     ) -> list[Any]:
-        if not self._in_windows:
+        if stepped is not None and not self._in_windows:
             raise ValueError(
                 "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
                 "step. `MultiStepData` is for `vjp_method='multi-step'`."
             )
-        return self._call(compiled, args, consts, tuple(stepped), length)
-
-    def _call(
-        self, compiled: Compiled, args: list[Any], consts: list[Any], stepped: Any, length: int
-    ) -> list[Any]:
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
         self._compare_weights(online, consts)
@@ -166,7 +163,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def _steps_at_once(self, chunk_size: int | None) -> int | None:
+    def steps_at_once(self, chunk_size: int | None) -> int | None:
         return chunk_size if self.vjp_method == "multi-step" else None
 
     def _how(

@@ -30,6 +30,11 @@ def split_static(
     return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], rebuild, (tree, static)
 
 
+def as_shape(leaf: Any) -> Any:
+    """An array's shape and type; anything else as it is."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+
 def _is_data(leaf: Any) -> bool:
     return not isinstance(leaf, bool | str | bytes) and (
         isinstance(leaf, int | float | complex | np.generic | np.ndarray)

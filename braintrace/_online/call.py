@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._executor.executor import Leaves
 from .._rules.rule import Values
-from .online import Leaves, Online
+from .online import Online
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def choose(
     `window` is that of a learner which back-propagates through windows. `fresh`: what the rule keeps is known
     to be zero; unless `keep`, it is not wanted after the sequence. `budget` is in bytes, for a chunk.
     """
+    if online.rule.back_through_time:
+        return Drive(step, size=sequence.length, windows=True, again=chunk_size)
     why = step.why_in_turn()
     in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
     if online.windows:

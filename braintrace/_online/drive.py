@@ -10,27 +10,25 @@ what came before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._executor.executor import Local, is_inexact
-from .._rules.chunk import Record
+from .._executor.executor import Leaves, Local, is_inexact
+from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
 from .call import Call
-from .online import Leaves
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
-from .window import Window, each_step
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Drive:
-    """How to drive a user's step over a sequence."""
+    """How to drive a user's step over a sequence. Equal are those that do the same with equal steps."""
 
-    step: UserStep
+    step: UserStep = field(compare=False)
     size: int  # of a chunk or window
     wanted: tuple[int, ...] = ()  # the leaves whose gradient is asked for; all inexact
     together: bool = False  # whether the steps of a chunk are taken together
@@ -39,23 +37,8 @@ class Drive:
     keep: bool = True  # what the rule keeps is wanted after the sequence
     fresh: bool = False  # it is known to be zero before
     begins: tuple[int, ...] = ()  # the leaves that have initial values for samples that begin anew
-    forget: Callable[[Values, Any], Values] | None = None  # what the rule keeps, without some samples
+    forget: Callable[[Values, Any], Values] | None = field(default=None, compare=False)  # some samples
     turns: int = 1
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """All that it does differently for one and the same program."""
-        return (
-            self.wanted,
-            self.size,
-            self.together,
-            self.windows,
-            self.again,
-            self.keep,
-            self.fresh,
-            self.begins,
-            self.turns,
-        )
 
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
@@ -92,8 +75,7 @@ class Drive:
             return leaves
         result = list(leaves)
         for i, start in zip(self.begins, given.initial, strict=True):
-            rows = reset.reshape(-1, *[1] * (start.ndim - 1))
-            result[i] = jnp.where(rows, start, result[i])
+            result[i] = where_rows(reset, start, result[i])
         return result
 
     def _without_nan(self, slices: Leaves, mask: Any) -> Leaves:
@@ -162,9 +144,10 @@ class Drive:
     def _before_call(self, taken: Any, signals: dict[int, Any]) -> Leaves:
         """What came before a step, for signals at the states before it."""
         params, args, consts, rest, values = taken
-        ys = self.step.online.outputs(params, args, consts, rest)[2]
+        executor = self.step.online.executor
+        ys = executor.outputs(params, args, consts, rest)[2]
         first = jax.tree.map(lambda a: jnp.asarray(a)[None], (args, consts, rest, ys))
-        return self._past(Window(self.step.online, 1, params, *first), values, signals)
+        return self._past(Window(executor, 1, params, *first), values, signals)
 
     # -- in chunks ---------------------------------------------------------------------------------
 
@@ -219,7 +202,7 @@ class Drive:
 
             def at_call(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys = call.online.outputs(params, args, consts, rest)
+                outs, new, ys = call.online.executor.outputs(params, args, consts, rest)
                 found.append(ys)
                 return [*outs, *jax.tree.leaves((new, values))]
 
@@ -247,7 +230,7 @@ class Drive:
             return [*outs, *jax.tree.leaves((after, values))]
 
         leaves = self._leaves(given, before, some)
-        moved = list(leaves)
+        moved = list(leaves)  # what the loss reads of old states; the call adds deltas of its own
         for i, delta in zip(step.hidden, old, strict=bool(old)):
             if i is not None:
                 moved[i] = moved[i] + delta
@@ -263,7 +246,7 @@ class Drive:
         """The gradients, with those of effective weights carried back to the parameters."""
         params = [given.leaves[i] for i in self.step.params or ()]
         consts = self.step.fixed_consts(given.consts, given.leaves)
-        return self._add_params(total, self.step.online.to_parameters(params, consts, traced))
+        return self._add_params(total, self.step.online.executor.to_parameters(params, consts, traced))
 
     def _add_params(self, total: Leaves, found: Leaves) -> Leaves:
         total = list(total)
@@ -321,7 +304,7 @@ class Drive:
 
             def along(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys = call.online.outputs(params, args, consts, rest)
+                outs, new, ys = call.online.executor.outputs(params, args, consts, rest)
                 found.append((args, consts, rest, ys))
                 return [*outs, *jax.tree.leaves((new, values))]
 
@@ -344,7 +327,7 @@ class Drive:
         params = [leaves[i] for i in self.step.params or ()]
         keep = None if part.reset is None else ~part.reset
         args, consts, before, ys = taken
-        return Window(self.step.online, len(part.mask), params, args, consts, before, ys, keep)
+        return Window(self.step.online.executor, len(part.mask), params, args, consts, before, ys, keep)
 
     def _past(self, window: Window, values: Values, signals: dict[int, Any]) -> Leaves:
         """What came before the window, for signals at its start."""
@@ -354,12 +337,12 @@ class Drive:
             signals[i] if i in signals else jnp.zeros(a.shape, a.dtype) if is_inexact(a) else None
             for i, a in zip(self.step.carried, avals, strict=True)
         ]
-        return online.rule.past(online, values, full, window)
+        return online.rule.past(online.executor, values, full, window)
 
     def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
         """The leaves that move after a window, with those of the rule."""
         online = self.step.online
-        after = online.rule.advance(online, values, window)
+        after = online.rule.advance(online.executor, values, window)
         number = {i: after[k] for k, i in self.step.traces.items()}
         return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
 

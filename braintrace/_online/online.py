@@ -21,13 +21,12 @@ import numpy as np
 from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
 from .._compiler.slices import needed
-from .._executor.executor import ETraceGraphExecutor, Local, StepInputs, pull_back
+from .._executor.executor import ETraceGraphExecutor, Leaves, Local, pull_back
 from .._executor.slots import Slot, states
-from .._rules.chunk import Record, over_time
-from .._rules.rule import Gradients, Rule, Signals, TraceRule, Values, add_to
-from .window import Window
+from .._executor.window import Record, Signals, Window
+from .._rules.chunk import over_time
+from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 
-Leaves = list[Any]
 Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
 
 
@@ -40,7 +39,7 @@ class Online:
 
     def __init__(self, executor: ETraceGraphExecutor, rule: Rule, *, windows: bool) -> None:
         self.executor, self.rule, self.windows = executor, rule, windows
-        self.info = executor.graph.module_info
+        self.info = executor.info
 
     @property
     def slots(self) -> list[Slot]:
@@ -62,60 +61,7 @@ class Online:
 
     @cached_property
     def _initial(self) -> Any:
-        return jax.eval_shape(lambda: self.rule.start(self))
-
-    def example_local(self) -> Local:
-        """The local Jacobians of a step, for their shapes."""
-        zeros = {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.info.program.inputs}
-        given = StepInputs(
-            args=[zeros[v] for v in self.info.arg_invars],
-            consts=[jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.info.program.consts],
-            states=[[zeros[v] for v in e.invars] for e in self.info.entries],
-        )
-        _, _, env, operands = self.executor.forward(given)
-        return self.executor.local(env, operands)
-
-    def _given(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> StepInputs:
-        given, others = iter(params), iter(rest)
-        states = [[next(given) for _ in e.invars] if e.is_fixed else next(others) for e in self.info.entries]
-        return StepInputs(args, consts, states)
-
-    def _carried(self, states: list[Leaves]) -> list[Leaves]:
-        return [xs for e, xs in zip(self.info.entries, states, strict=True) if not e.is_fixed]
-
-    def forward(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
-    ) -> tuple[Leaves, list[Leaves]]:
-        """The outputs of a step and the new states, along all paths."""
-        outs, states, _, _ = self.executor.forward(self._given(params, args, consts, rest))
-        return outs, self._carried(states)
-
-    def outputs(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
-    ) -> tuple[Leaves, list[Leaves], dict[int, Any]]:
-        """The same, and the outputs of the sites that feed a state."""
-        outs, states, ys = self.executor.outputs(self._given(params, args, consts, rest))
-        return outs, self._carried(states), ys
-
-    def local(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: dict[int, Any]
-    ) -> Local:
-        """The local Jacobians of a step whose sites gave `ys`."""
-        _, _, env, operands = self.executor.forward(self._given(params, args, consts, rest), ys)
-        return self.executor.local(env, operands)
-
-    def begin_anew(self, keep: Any, rest: list[Leaves], initial: list[Leaves]) -> list[Leaves]:
-        """The carried states, with the initial ones for the samples that `keep` has False for.
-
-        What has no axis of samples in front stays as it is.
-        """
-
-        def one(now: Any, start: Any) -> Any:
-            if now.shape[:1] != keep.shape:
-                return now
-            return jnp.where(keep.reshape(-1, *[1] * (now.ndim - 1)), now, start)
-
-        return jax.tree.map(one, rest, initial)  # type: ignore[no-any-return]
+        return jax.eval_shape(lambda: self.rule.start(self.executor))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -142,9 +88,9 @@ class Online:
         rule = self.trace_rule
 
         def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, states, env, operands = self.executor.forward(self._given(params, args, consts, rest))
-            local = self.executor.local(env, operands)
-            return outs, self._carried(states), rule.update(self.slots, values, local), local
+            outs, new, env, operands = self.executor.forward(params, args, consts, rest)
+            local = self.executor.jacobians(env, operands)
+            return outs, new, rule.update(self.slots, values, local), local
 
         @jax.custom_vjp
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
@@ -156,11 +102,12 @@ class Online:
             def differentiable(
                 params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves
             ) -> Leaves:
-                outs, states = self.executor.signals(self._given(params, args, consts, rest), (new, old))
-                return [*outs, *_flat(self._carried(states))]
+                outs, after = self.executor.signals(params, args, consts, rest, (new, old))
+                return [*outs, *_flat(after)]
 
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
             _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas(), old)
+            # kept until someone differentiates: of the Jacobians only what the way back asks for
             partial = not all(t.positions.complete for t in self.slots)
             kept = (local.inputs, local.weights, local.J if partial else {})
             before = values if self.executor.reads_old_states else None
@@ -179,7 +126,7 @@ class Online:
                 old_signals = self.executor.group_signals(old_deltas)
                 for key, value in rule.gradient(self.slots, before, old_signals, local).items():
                     grads[key] = grads[key] + value
-            dparams = _add(dparams, self.to_parameters(params, consts, grads))
+            dparams = _add(dparams, self.executor.to_parameters(params, consts, grads))
             return dparams, dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
@@ -200,13 +147,13 @@ class Online:
         def run(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Any:
             """The outputs, the new states, and the states before and the sites of every step."""
             if stepped is None:
-                outs, new, ys = self.outputs(params, args, consts, rest)
+                outs, new, ys = self.executor.outputs(params, args, consts, rest)
                 return outs, new, jax.tree.map(lambda a: a[None], (rest, ys))
 
             def body(rest: list[Leaves], slices: Leaves) -> Any:
                 now = iter(slices)
                 one = [next(now) if s else a for a, s in zip(args, stepped, strict=True)]
-                outs, new, ys = self.outputs(params, one, consts, rest)
+                outs, new, ys = self.executor.outputs(params, one, consts, rest)
                 return new, (outs, (rest, ys))
 
             moving = [a for a, s in zip(args, stepped, strict=True) if s]
@@ -216,12 +163,12 @@ class Online:
         def window(params: Leaves, args: Leaves, consts: Leaves, taken: Any) -> Window:
             flags = stepped or [False] * len(args)
             args = [a if s else _repeated(a, length) for a, s in zip(args, flags, strict=True)]
-            return Window(self, length, params, args, [_repeated(c, length) for c in consts], *taken)
+            return Window(self.executor, length, params, args, [_repeated(c, length) for c in consts], *taken)
 
         @jax.custom_vjp
         def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, taken = run(params, args, consts, rest)
-            return outs, new, self.rule.advance(self, values, window(params, args, consts, taken))
+            return outs, new, self.rule.advance(self.executor, values, window(params, args, consts, taken))
 
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
@@ -232,24 +179,24 @@ class Online:
             steps = window(params, args, consts, taken)
             num = len(self.info.out_atoms)
             new = _like(results[num:], rest)
+            # on the way back a rule asks about the window's start alone
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
-            return (results[:num], new, self.rule.advance(self, values, steps)), (pull, values, params, first)
+            return (results[:num], new, self.rule.advance(self.executor, values, steps)), (
+                pull,
+                values,
+                params,
+                first,
+            )
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             pull, values, params, first = residuals
             outs, new, _ = cotangents
             dparams, dargs, dconsts, start = pull([*outs, *_flat(new)])
-            past = self.rule.past(self, values, start, Window(self, 1, params, *first))
+            past = self.rule.past(self.executor, values, start, Window(self.executor, 1, params, *first))
             return _add(dparams, past), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
         return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
-
-    def at_groups(self, signals: Leaves) -> Signals:
-        """Signals at the leaves of the carried states, by group."""
-        carried = [v for e in self.info.carried for v in e.invars]
-        by_var = dict(zip(carried, signals, strict=True))
-        return self.executor.group_signals([by_var[h.invar] for h in self.info.hidden])
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -263,13 +210,9 @@ class Online:
         ys: dict[int, Any],
     ) -> tuple[Leaves, list[Leaves], Local]:
         """One step in its differentiable form, deltas added to its states, and what traces need of it."""
-        params_now, args_now, consts_now, rest = jax.lax.stop_gradient((params, args, consts, rest))
-        given = self._given(params_now, args_now, consts_now, rest)
-        _, _, env, operands = self.executor.forward(given, ys)
-        local = self.executor.local(env, operands)
-        given = self._given(params, args, consts, rest)
-        outs, states = self.executor.signals(given, added, ys)
-        return outs, self._carried(states), local
+        rest = jax.lax.stop_gradient(rest)
+        local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
+        return *self.executor.signals(params, args, consts, rest, added, ys), local
 
     def chunk(
         self,
@@ -283,7 +226,7 @@ class Online:
         keep: bool,
     ) -> tuple[Values, Gradients]:
         """The traces after recorded steps, and the gradients of effective weights, added to `total`."""
-        weights = self.executor.weights(self._known_params(params, consts))
+        weights = self.executor.weights(params, consts)
         record = replace(record, local=replace(record.local, weights=weights))
         assert record.signals is not None
         values, grads = self.trace_rule.chunk(self.slots, values, record, total, fresh=fresh, keep=keep)
@@ -297,7 +240,7 @@ class Online:
 
     def no_gradients(self, params: Leaves, consts: Leaves) -> Gradients:
         """Zeros to add the gradients of effective weights to."""
-        weights = self.executor.weights(self._known_params(params, consts))
+        weights = self.executor.weights(params, consts)
         result = {}
         for t in self.slots:
             key = (t.relation.site.index, t.name)
@@ -313,11 +256,6 @@ class Online:
         numbers = [a.val for a in atoms if isinstance(a, Literal)]
         made_of = self.executor.made_of
         return [*(c for v, c in zip(program.consts, consts, strict=True) if v in made_of), *numbers]
-
-    def _known_params(self, params: Leaves, consts: Leaves) -> dict[Any, Any]:
-        known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
-        known.update(zip(self.info.program.consts, consts, strict=True))
-        return known
 
     def record_bytes(self) -> int:
         """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
@@ -347,18 +285,6 @@ class Online:
                 dy = slot.to_y(slot.pair(g, local.J[site, slot.group.index]))
                 add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, weight))
         return grads
-
-    def to_parameters(self, params: Leaves, consts: Leaves, grads: Gradients) -> Leaves:
-        """Gradients of effective weights carried back to the parameters."""
-        shown = {(t.relation.site.index, t.name): t for t in self.slots}
-
-        def weights(params: Leaves) -> Leaves:
-            effective = self.executor.weights(self._known_params(params, consts))
-            return [effective[site][name] for site, name in shown]
-
-        values, pull = pull_back(weights, params)
-        cotangents = [t.unview(grads[k], v) for (k, t), v in zip(shown.items(), values, strict=True)]
-        return pull(cotangents)[0]  # type: ignore[no-any-return]
 
 
 def _flat(lists: list[Leaves]) -> Leaves:

@@ -32,7 +32,7 @@ class Programs:
         """`function(drive, given, sequence)`, compiled; `closed` is the jaxpr of the step."""
         if is_traced((given, sequence)) or sequence.progress is not None:
             return function(drive, given, sequence)
-        key = (function, fingerprint(closed), drive.options)
+        key = (function, fingerprint(closed), drive)
         if key not in self._known:
             self._known[key] = jax.jit(lambda given, sequence: function(drive, given, sequence))
             while len(self._known) > _REMEMBERED:

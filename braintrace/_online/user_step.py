@@ -17,10 +17,12 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.dataflow import Flow, solve
-from .._compiler.program import Atom, Node, Program, Var, read, read_program
+from .._compiler.evaluation import read
+from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
+from .._executor.executor import Leaves
 from .call import Call, call_p
-from .online import Leaves, Online
+from .online import Online
 
 AtCall = Callable[[Call, Leaves], Leaves]
 
@@ -101,7 +103,8 @@ class UserStep:
         return self.call.online
 
     @cached_property
-    def _operands(self) -> tuple[Any, Any, Any, Any, Any]:
+    def operands(self) -> tuple[Any, Any, Any, Any, Any]:
+        """The parameters, arguments, constants, carried states and traces that the call is given."""
         assert self.node is not None
         return self.call.operands(list(self.node.inputs))
 
@@ -109,7 +112,7 @@ class UserStep:
     def params(self) -> list[int] | None:
         """Which leaf each of the model's parameters is; None if a step computes one of them by itself."""
         number = {v: i for i, v in enumerate(self.leaves) if i not in self.moving}
-        found = [number.get(a) if isinstance(a, Var) else None for a in self._operands[0]]
+        found = [number.get(a) if isinstance(a, Var) else None for a in self.operands[0]]
         return None if any(i is None for i in found) else [i for i in found if i is not None]
 
     @cached_property
@@ -125,7 +128,7 @@ class UserStep:
             return "a step prints or calls back"
         if self.params is None:
             return "a step changes a parameter"
-        _, _, consts, _, values = self._operands
+        _, _, consts, _, values = self.operands
         if any(values[k] is not self.leaves[i] for k, i in self.traces.items()):
             return "a step writes a trace"
         readers = [n for n in self.program.nodes if n is not self.node]
@@ -189,6 +192,7 @@ class UserStep:
         env.update(zip(self.slices, slices, strict=True))
         seen = {**env, **dict(zip(self.leaves, leaves if for_call is None else for_call, strict=True))}
         env.update(zip(self.leaves, leaves, strict=True))
+        # what prints or calls back runs, whether anyone asks for its value or not
         prints = [v for n in self.program.nodes if n.eqn.effects for v in (*n.inputs, *n.outputs)]
         wanted = {id(n) for n in needed(self.program, [*targets, *prints])}
         for node in self.program.nodes:
@@ -203,9 +207,10 @@ class UserStep:
 
     def fixed_consts(self, consts: Leaves, leaves: Leaves) -> Leaves:
         """What the model closes over, at the call; zeros for what differs from step to step."""
-        atoms = self._operands[2]
+        atoms = self.operands[2]
         varies = [isinstance(a, Var) and a in self._varying for a in atoms]
         kept = [a for a, v in zip(atoms, varies, strict=True) if not v]
+        # what is left depends on no slice, so that any will do
         nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]
         known = iter(self.run(consts, nothing, leaves, kept))
         zeros = [

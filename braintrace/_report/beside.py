@@ -28,7 +28,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
         return
     if step.node is not None:
         _warn_of_assigned(step, about)
-    carried = [i for i in _carried(step) if not _is_the_models(step, i)]
+    carried = [i for i in _carried(step) if i not in step.carried]
     reached = _reached_by(step, outside)
     if reached:
         warn_user(
@@ -80,7 +80,7 @@ def _names(step: UserStep, leaves: Any) -> str:
 
 def _warn_of_assigned(step: UserStep, about: Any) -> None:
     assert step.node is not None
-    fixed, _, _, rest, values = step._operands
+    fixed, _, _, rest, values = step.operands
     _, new, after = step.call.results(list(step.node.outputs))
     if any(values[k] is not step.leaves[i] or step.new[i] is not after[k] for k, i in step.traces.items()):
         return  # whoever sets the traces as well knows what they do
@@ -118,10 +118,6 @@ def _carried(step: UserStep) -> list[int]:
     return [
         i for i in step.moving if i not in traces and jnp.issubdtype(step.leaves[i].aval.dtype, jnp.inexact)
     ]
-
-
-def _is_the_models(step: UserStep, leaf: int) -> bool:
-    return leaf in step.carried
 
 
 def _reached_by(step: UserStep, weights: Any) -> list[int]:

@@ -27,7 +27,7 @@ from .._learners.functional import OnlineFunctions
 from .._online.drive import weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
-from .._rules import BackRule
+from .._rules import BPTT
 from .tables import Table
 from .verdict import DroppedPath, Exactness
 
@@ -221,7 +221,7 @@ def check_functions(
         inexact = [p for p, a in zip(paths, net.function.params.leaves(params), strict=True) if is_inexact(a)]
         return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
 
-    found, expected = gradient(net), gradient(net.with_rule(BackRule()))
+    found, expected = gradient(net), gradient(net.with_rule(BPTT()))
     pairs = {path: (_flat(g), _flat(expected[path])) for path, g in found.items()}
     tolerance = _round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
     length = Sequence.check(sequences, None).length
@@ -260,7 +260,7 @@ def _bptt(
     learner: Any, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool
 ) -> Any:
     """The gradient of the summed losses through all steps."""
-    size = learner._steps_at_once(chunk_size)
+    size = learner.steps_at_once(chunk_size)
     samples = sequence.mask.shape[1:]
 
     def losses(carry: Any, arrays: Any, mask: Any, _: Any) -> Any:

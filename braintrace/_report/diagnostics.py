@@ -115,8 +115,8 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
     if len(found) > 1:
         lines += [f"{i}. {r.message}" for i, r in enumerate(chosen[:most], 1)]
     if len(found) > most:
-        lines.append(f"And {len(found) - most} more in `learner.report.diagnostics`.")
-    lines.append("What the gradient misses in all is in `learner.report.exactness`.")
+        lines.append(f"And {len(found) - most} more in `report.diagnostics`.")
+    lines.append("What the gradient misses in all is in `report.exactness`.")
     return "\n".join(lines)
 
 

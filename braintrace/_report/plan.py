@@ -19,17 +19,17 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _rules
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
 from .._frontends.modules import extract_module_info
 from .._frontends.pure import Pure
 from .._learners import pickling
-from .._learners.base import EligibilityTrace, ETraceAlgorithm
+from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
 from .._learners.functional import OnlineFunctions
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._online.sequence import even_chunks
-from .._rules import BackRule, DRule, ESRule, WholeRule
 from .flops import count_flops
 from .tables import Table, show_bytes, show_count
 
@@ -39,8 +39,7 @@ RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
     "RTRL": RTRL,
     "BPTT": BPTT,
 }
-FUNCTIONS = {"D_RTRL": DRule, "ES_D_RTRL": ESRule, "RTRL": WholeRule, "BPTT": BackRule}
-
+FUNCTIONS = {rule.__name__: rule for rule in (_rules.D_RTRL, _rules.ES_D_RTRL, _rules.RTRL, _rules.BPTT)}
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -149,7 +148,8 @@ def plan(
     graph = graph_from_info(extract_module_info(twin, *args))
 
     def rows_of(rule: str) -> Callable[[int], PlanRow]:
-        learner = _abstract_learner(RULES[rule](twin), graph, args)
+        learner = RULES[rule](twin)
+        learner.adopt(graph, args)
         return lambda size: _row_of_learner(rule, learner, args, length, size)
 
     return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, batch_size)
@@ -225,15 +225,6 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     for path, state in twin.states().items():
         state.value = shapes[path]
     return twin
-
-
-def _abstract_learner(learner: ETraceAlgorithm, graph: ETraceGraph, args: Any) -> ETraceAlgorithm:
-    """A learner compiled for a graph, with shapes for traces."""
-    compiled = learner._adopt(graph, args)
-    shapes = jax.eval_shape(lambda: learner._initial_values(compiled))
-    learner.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
-    learner.steps.value = jax.ShapeDtypeStruct((), jnp.int32)
-    return learner
 
 
 def _row_of_learner(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int) -> PlanRow:
@@ -312,7 +303,7 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
     )
     words = [
         f"{best.rule}, {how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
-        + ("exact." if best.exact else "an approximation (`learner.report.exactness` says what it misses).")
+        + ("exact." if best.exact else "an approximation (`report.exactness` says what it misses).")
     ]
     bptt = next((r for r in rows if r.rule == "BPTT" and r.chunk_size == length), None)
     if bptt is not None:

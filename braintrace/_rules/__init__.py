@@ -1,8 +1,8 @@
 """Learning rules: frozen values with pure functions over arrays."""
 
-from .bptt import BackRule as BackRule
-from .d_rtrl import DRule as DRule
-from .es_d_rtrl import ESRule as ESRule
-from .rtrl import WholeRule as WholeRule
+from .bptt import BPTT as BPTT
+from .d_rtrl import D_RTRL as D_RTRL
+from .es_d_rtrl import ES_D_RTRL as ES_D_RTRL
+from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
 from .rule import TraceRule as TraceRule

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._compiler.exactness import RuleKind
-from .rule import Leaves, Rule, Values
-
-if TYPE_CHECKING:
-    from .._online.online import Online
-    from .._online.window import Window
+from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.window import Window
+from .rule import Rule, Values
 
 
 @dataclass(frozen=True)
-class BackRule(Rule):
+class BPTT(Rule):
     """The gradient of `jax.grad` through time, to compare with."""
 
     back_through_time = True
@@ -22,14 +20,14 @@ class BackRule(Rule):
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind("BPTT", at_once=True)
 
-    def start(self, online: Online) -> Values:
+    def start(self, executor: ETraceGraphExecutor) -> Values:
         return {}
 
-    def advance(self, online: Online, values: Values, window: Window) -> Values:
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         return values
 
-    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         return [None] * len(window.params)
 
-    def forget(self, online: Online, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         return values

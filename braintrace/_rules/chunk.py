@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._executor.executor import Local
 from .._executor.slots import Rows, Slot, States, add_up, dot, promoted, stack, states
-from .rule import Gradients, Signals, TraceRule, Values, add_to
+from .._executor.window import Record
+from .rule import Gradients, TraceRule, Values, add_to
 
 TIME = ("time",)
 
@@ -27,40 +27,6 @@ TIME = ("time",)
 def unroll() -> int:
     """How many steps of an element-wise loop go together: on a GPU, a launch costs more than its work."""
     return 1 if jax.default_backend() == "cpu" else 8
-
-
-@dataclass(frozen=True, eq=False)
-class Record:
-    """What is kept of the steps of a chunk, with an axis of time in front of each array but the weights."""
-
-    local: Local
-    length: int
-    signals: Signals | None = None  # None: there is no loss
-    old_signals: Signals | None = None  # of what reads old states; None where nothing does
-    keep: Any = None  # (time, batch): False where a sample begins anew before the step; None: none does
-
-    @property
-    def steps(self) -> Any:
-        """The arrays with a time axis, for a scan."""
-        return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals, self.keep
-
-    def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
-        """One step of such a scan."""
-        inputs, D, J, signals, old, keep = step
-        return Local(inputs, self.local.weights, D, J), signals, old, keep
-
-    def begun_anew(self) -> Record:
-        """The same with samples that begin anew told by `D` and signals alone: nothing passes to them."""
-        if self.keep is None:
-            return self
-
-        def kept(array: Any, lead: int) -> Any:
-            shape = (self.length, *[1] * lead, -1, *[1] * (array.ndim - lead - 2))
-            return jnp.where(self.keep.reshape(shape), array, jnp.zeros_like(array))
-
-        D = jax.tree.map(lambda d: kept(d, 0), self.local.D)
-        old = jax.tree.map(lambda g: kept(g, 1), self.old_signals)
-        return replace(self, local=replace(self.local, D=D), old_signals=old)
 
 
 def step_by_step(
@@ -121,6 +87,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
 
     steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
     zero = [jnp.zeros_like(one[0]) for one in steps[0]]
+    # an empty product stays empty: nobody computes what is not wanted
     one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if products else []
     (start, total), (q, each) = jax.lax.scan(body, (zero, one), steps, reverse=True, unroll=unroll())
     return Backward(q, start, (each, total))
@@ -173,7 +140,7 @@ def over_time(slot: Slot, record: Record, weight: Any, signal: States) -> Any:
 
 def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
     """The op's factor at every step."""
-    letters: list[Any] = []
+    letters: list[Any] = []  # no arrays: they leave the map by the side
 
     def one(inputs: Any) -> Any:
         found = slot.factor(inputs)

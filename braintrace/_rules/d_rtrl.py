@@ -17,14 +17,15 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.fused import fits, on_one_gpu, step
 from .._executor.slots import Slot, add_up, promoted
-from .chunk import Record, backward, chunk_gradient, chunk_traces, step_by_step
-from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
+from .._executor.window import Record, Signals
+from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
+from .rule import Gradients, TraceRule, Values, add_all, add_to
 
 _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
 
 
 @dataclass(frozen=True)
-class DRule(TraceRule):
+class D_RTRL(TraceRule):
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in)."""
 
     dtype: Any = None

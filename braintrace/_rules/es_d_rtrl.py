@@ -20,12 +20,13 @@ import numpy as np
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
 from .._executor.slots import Rows, Slot, States, add_up, promoted, states, times
-from .chunk import TIME, Record, factors, unroll
-from .rule import Gradients, Signals, TraceRule, Values, add_all, add_to
+from .._executor.window import Record, Signals
+from .chunk import TIME, factors, unroll
+from .rule import Gradients, TraceRule, Values, add_all, add_to
 
 
 @dataclass(frozen=True)
-class ESRule(TraceRule):
+class ES_D_RTRL(TraceRule):
     """Averages of inputs (decay `inp`) and of state Jacobians (decay `out`).
 
     `decay_or_rank` is the decay of both, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; or a

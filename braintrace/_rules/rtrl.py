@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,35 +19,32 @@ from jax.flatten_util import ravel_pytree
 
 from .._compiler.exactness import RuleKind
 from .._compiler.slices import has_while
-from .._executor.executor import is_inexact
-from .rule import Leaves, Rule, Values
-
-if TYPE_CHECKING:
-    from .._online.online import Online
-    from .._online.window import Window
+from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
+from .._executor.window import Window, where_rows
+from .rule import Rule, Values
 
 
 @dataclass(frozen=True)
-class WholeRule(Rule):
+class RTRL(Rule):
     """The influence of every number of every parameter on every number that is carried."""
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind("RTRL", whole=True)
 
-    def start(self, online: Online) -> Values:
-        size = sum(_real_size(v.aval) for v in _carried(online))
-        types = [v.aval.dtype for v in _carried(online) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        size = sum(_real_size(v.aval) for v in _carried(executor))
+        types = [v.aval.dtype for v in _carried(executor) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         return {
             name: jnp.zeros((size, *_real_shape(a)), _real_type(a.dtype, *types))
-            for name, a in _named_params(online).items()
+            for name, a in _named_params(executor).items()
         }
 
-    def advance(self, online: Online, values: Values, window: Window) -> Values:
-        learned = _learned(online)
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        learned = _learned(executor)
         at, restore = _real([p for p, k in zip(window.params, learned, strict=True) if k])
         before = jax.tree.map(lambda a: a[0], window.before)
         if window.keep is not None:  # what begins anew there is no function of the state before
-            values = self.forget(online, values, ~window.keep[0])
+            values = self.forget(executor, values, ~window.keep[0])
         leaves, tree = jax.tree.flatten(before)
         start, rebuild = _real(leaves)
 
@@ -57,27 +54,27 @@ class WholeRule(Rule):
             return _real(jax.tree.leaves(window.end(params, jax.tree.unflatten(tree, rebuild(h)))))[0]
 
         # a `while` loop has no reverse mode
-        forward_only = any(has_while(n) for n in online.info.program.nodes)
+        forward_only = any(has_while(n) for n in executor.info.program.nodes)
         by_state, by_param = (jax.jacfwd if forward_only else jax.jacrev)(end, (0, 1))(start, at)
-        sizes = [math.prod(_real_shape(a)) for a in _named_params(online).values()]
+        sizes = [math.prod(_real_shape(a)) for a in _named_params(executor).values()]
         split = jnp.split(by_param, list(itertools.accumulate(sizes))[:-1], axis=1) if values else []
         return {
             name: (_carry(by_state, old) + part.reshape(old.shape)).astype(old.dtype)
-            for name, part in zip(_named_params(online), split, strict=True)
+            for name, part in zip(_named_params(executor), split, strict=True)
             for old in [values[name]]
         }
 
-    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         before = jax.tree.leaves(window.before)
         pairs = [(d, x) for d, x in zip(signals, before, strict=True) if d is not None]
         signal = jnp.concatenate([_real_cotangent(d, x) for d, x in pairs])
-        found = iter([_carry(signal, values[name]) for name in _named_params(online)])
-        live = [k and is_inexact(p) for p, k in zip(window.params, _learned(online), strict=True)]
+        found = iter([_carry(signal, values[name]) for name in _named_params(executor)])
+        live = [k and is_inexact(p) for p, k in zip(window.params, _learned(executor), strict=True)]
         return [_cotangent(next(found), p) if k else None for p, k in zip(window.params, live, strict=True)]
 
-    def forget(self, online: Online, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         parts = []
-        for v in _carried(online):
+        for v in _carried(executor):
             is_sampled = v.aval.shape[:1] == rows.shape
             of = rows if is_sampled else jnp.zeros(1, bool)
             count = _real_size(v.aval)  # a complex number is its two parts, which stand in front
@@ -85,26 +82,23 @@ class WholeRule(Rule):
             shape = (halves, len(of), count // (halves * len(of)))
             parts.append(jnp.broadcast_to(of.reshape(1, -1, 1), shape).ravel())
         gone = jnp.concatenate(parts)
-        return {
-            k: jnp.where(gone.reshape(-1, *[1] * (p.ndim - 1)), jnp.zeros_like(p), p)
-            for k, p in values.items()
-        }
+        return {k: where_rows(gone, jnp.zeros_like(p), p) for k, p in values.items()}
 
 
-def _carried(online: Online) -> list[Any]:
-    return [v for e in online.info.carried for v in e.invars]
+def _carried(executor: ETraceGraphExecutor) -> list[Any]:
+    return [v for e in executor.info.carried for v in e.invars]
 
 
-def _learned(online: Online) -> list[bool]:
+def _learned(executor: ETraceGraphExecutor) -> list[bool]:
     """Of each fixed leaf, whether it is a parameter's."""
-    return [e.is_param for e in online.info.fixed for _ in e.invars]
+    return [e.is_param for e in executor.info.fixed for _ in e.invars]
 
 
-def _named_params(online: Online) -> dict[str, Any]:
+def _named_params(executor: ETraceGraphExecutor) -> dict[str, Any]:
     """The inexact leaves of the parameters, by stable names."""
     return {
         f"{'.'.join(e.path)}:{i}": v.aval
-        for e in online.info.params
+        for e in executor.info.params
         for i, v in enumerate(e.invars)
         if jnp.issubdtype(v.aval.dtype, jnp.inexact)
     }

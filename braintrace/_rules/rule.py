@@ -9,25 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
-from .._executor.executor import Local
+from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.slots import Slot
-
-if TYPE_CHECKING:
-    from .._online.online import Online
-    from .._online.window import Window
-    from .chunk import Record
+from .._executor.window import Record, Signals, Window
 
 Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
-Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
-Leaves = list[Any]
 
 
 class Rule(ABC):
@@ -37,19 +31,19 @@ class Rule(ABC):
     back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
 
     @abstractmethod
-    def start(self, online: Online) -> Values:
+    def start(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays at the start; called with abstract values, for shapes and types."""
 
     @abstractmethod
-    def advance(self, online: Online, values: Values, window: Window) -> Values:
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """The arrays after a window of steps."""
 
     @abstractmethod
-    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         """The gradients of the parameters, of signals at the carried states before a window."""
 
     @abstractmethod
-    def forget(self, online: Online, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
 
     def kind(self, windows: bool) -> RuleKind:
@@ -92,7 +86,7 @@ class TraceRule(Rule):
         """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
         raise NotSupportedError(
             f"The rule {type(self).__name__} does not say how samples of a batch begin anew: give it a "
-            "method `reset(traces, values, keep)`, or reset all of them (`learner.reset_state()`)."
+            "method `reset(slots, values, keep)`, or reset all of them (`learner.reset_state()`)."
         )
 
     def chunk(
@@ -126,21 +120,21 @@ class TraceRule(Rule):
 
     # -- as any rule -------------------------------------------------------------------------------
 
-    def start(self, online: Online) -> Values:
-        return self.init(online.slots, online.example_local())
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        return self.init(executor.slots, executor.example_local())
 
-    def advance(self, online: Online, values: Values, window: Window) -> Values:
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:
-            values = values if window.keep is None else self.reset(online.slots, values, window.keep[0])
-            return self.update(online.slots, values, window.first)
-        return self.through(online.slots, values, window.record)
+            values = values if window.keep is None else self.reset(executor.slots, values, window.keep[0])
+            return self.update(executor.slots, values, window.first)
+        return self.through(executor.slots, values, window.record)
 
-    def past(self, online: Online, values: Values, signals: Leaves, window: Window) -> Leaves:
-        grads = self.gradient(online.slots, values, online.at_groups(signals), window.inputs_of_first)
-        return online.to_parameters(window.params, window.first_consts, grads)
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
+        grads = self.gradient(executor.slots, values, executor.at_groups(signals), window.inputs_of_first)
+        return executor.to_parameters(window.params, window.first_consts, grads)
 
-    def forget(self, online: Online, values: Values, rows: Any) -> Values:
-        return self.reset(online.slots, values, ~rows)
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+        return self.reset(executor.slots, values, ~rows)
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:

@@ -79,12 +79,12 @@ class Engine:
             if not learner.is_compiled:
                 brainstate.nn.init_all_states(model, **size)
                 learner.compile_graph(*args, **kwargs)
-            elif learner._key(args, kwargs) != learner._current:
+            elif not learner.is_set_for(args, kwargs):
                 with brainstate.random.seed_context(0):  # so that a resumed run draws the same numbers
                     brainstate.nn.reset_all_states(model, **size)
                 if known:
                     learner.traces = self._known[shapes][1]  # the states that this shape was compiled with
-                    learner._lookup(args, kwargs)
+                    learner.set_for(args, kwargs)
                 else:
                     learner.compile_graph(*args, **kwargs)
         self._known[shapes] = (args, kwargs), learner.traces
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def in_windows(self) -> bool:
-        return self.chunk_size is not None and getattr(self.learner, "vjp_method", None) == "multi-step"
+        return self.learner.steps_at_once(self.chunk_size) is not None
 
     # -- training ----------------------------------------------------------------------------------
 

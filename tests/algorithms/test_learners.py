@@ -1066,7 +1066,7 @@ class ReadsOld(brainstate.nn.Module):
 def test_a_state_remembers_if_its_old_value_is_read(kind, states, monkeypatch):
     xs, found = data(5, None)[0], []
     for reduced in (True, False):
-        monkeypatch.setattr(d_rtrl.DRule, "follows_chains", reduced)
+        monkeypatch.setattr(d_rtrl.D_RTRL, "follows_chains", reduced)
         for size in (1, 2):
             learner = braintrace.D_RTRL(ReadsOld(kind))
             with warnings.catch_warnings(action="ignore"):

@@ -27,7 +27,8 @@ from braintrace import (
     NotSupportedError,
     compile_etrace_graph,
 )
-from braintrace._compiler.program import Var, run
+from braintrace._compiler.evaluation import run
+from braintrace._compiler.program import Var
 from tests.zoo import CASES, Broadcast, Case, Draw, Step
 
 ROOT = Path(__file__).parents[2]

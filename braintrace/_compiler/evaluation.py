@@ -1,0 +1,185 @@
+"""The one traversal of a program: every pass is `run`, or `evaluate`, with another `at_site`.
+
+    y, site_out = at_site(site, site_in, operands)
+
+What goes in and out at sites is threaded through control flow: a site in a branch not taken gives
+zeros, a site in a loop gives one application per iteration, stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import Literal, primitives
+from .program import Atom, Node, Program, Site, Var
+
+AtSite = Callable[[Site, Any, list[Any]], tuple[Any, Any]]
+
+
+def run(
+    program: Program,
+    args: Sequence[Any],
+    at_site: AtSite,
+    site_ins: Mapping[int, Any] | None = None,
+    consts: Mapping[Var, Any] | None = None,
+) -> tuple[list[Any], dict[int, Any], dict[Var, Any]]:
+    """Evaluate a program: its outputs, what the sites gave out, and every value on the way.
+
+    `consts` may replace the constants that the program was read with.
+    """
+    env: dict[Var, Any] = {**program.consts, **(consts or {})}
+    env.update(zip(program.inputs, args, strict=True))
+    site_outs: dict[int, Any] = {}
+    for node in program.nodes:
+        outs, given = apply(node, [read(env, a) for a in node.inputs], at_site, site_ins or {})
+        env.update(zip(node.outputs, outs, strict=True))
+        site_outs.update(given)
+    return [read(env, a) for a in program.outputs], site_outs, env
+
+
+def read(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def apply(
+    node: Node, vals: list[Any], at_site: AtSite, site_ins: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    """Evaluate one node: its outputs, and what the sites at or inside it gave out."""
+    if node.site is not None:
+        y, given = at_site(node.site, site_ins.get(node.site.index), vals)
+        return [y], {node.site.index: given}
+    if not node.sites:
+        return _compat.bind(node.eqn, *vals), {}
+    ins = {s.index: site_ins[s.index] for s in node.sites if s.index in site_ins}
+    if node.primitive is primitives.cond_p:
+        return _apply_cond(node, vals, at_site, ins)
+    if node.primitive is primitives.scan_p:
+        return _apply_scan(node, vals, at_site, ins)
+    raise AssertionError(f"`{node.primitive}` holds a site; the compiler refuses such a model")
+
+
+def _apply_cond(
+    node: Node, vals: list[Any], at_site: AtSite, ins: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    index, *operands = vals
+
+    def taken(program: Program) -> Callable[..., Any]:
+        return lambda operands, ins: run(program, operands, at_site, ins)[:2]
+
+    shapes: dict[int, Any] = {}
+    for program in node.inner:
+        shapes.update(jax.eval_shape(taken(program), operands, ins)[1])
+
+    def padded(program: Program) -> Callable[..., Any]:
+        def branch(operands: Any, ins: Any) -> Any:
+            outs, given = taken(program)(operands, ins)
+            zeros = {
+                i: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+                for i, shape in shapes.items()
+                if i not in given
+            }
+            return outs, {**given, **zeros}
+
+        return branch
+
+    outs, given = jax.lax.switch(index, [padded(p) for p in node.inner], operands, dict(ins))
+    return outs, given
+
+
+def _apply_scan(
+    node: Node, vals: list[Any], at_site: AtSite, ins: Mapping[int, Any]
+) -> tuple[list[Any], dict[int, Any]]:
+    num_consts, num_carry = _compat.scan_counts(node.eqn)
+    consts, carry, xs = vals[:num_consts], vals[num_consts:][:num_carry], vals[num_consts + num_carry :]
+
+    def body(carry: Any, slices: Any) -> Any:
+        xs, ins = slices
+        outs, given, _ = run(node.inner[0], [*consts, *carry, *xs], at_site, ins)
+        return outs[:num_carry], (outs[num_carry:], given)
+
+    carry, (ys, given) = jax.lax.scan(
+        body,
+        carry,
+        (xs, dict(ins)),
+        length=node.params["length"],
+        reverse=node.params["reverse"],
+        unroll=node.params["unroll"],
+    )
+    return [*carry, *ys], given
+
+
+World = Hashable
+
+
+@dataclass(frozen=True)
+class View:
+    """How `evaluate` sees a program: worlds in which the same variable may have different values.
+
+    `known` holds values that are the same in every world. `reads(var, world)` is the world in which a
+    reader in `world` finds `var`, and what to add to it there (or None). `operands(site, world)` is the
+    world in which a site reads its operands. `at_site(site, world)` is the rule of the site there.
+    """
+
+    known: Mapping[Var, Any]
+    at_site: Callable[[Site, World], AtSite]
+    reads: Callable[[Var, World], tuple[World, Any]] = lambda var, world: (world, None)
+    operands: Callable[[Site, World], World] = lambda site, world: world
+    site_ins: Mapping[int, Any] = field(default_factory=dict)
+    leaf: Callable[[Site, World], Any] = lambda site, world: None
+    before: Callable[[Node, list[Any]], list[Any]] = lambda node, vals: vals
+
+
+def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View) -> list[Any]:
+    """The values of `targets`, each in its world, computing nothing that they do not need."""
+    producer = program.producer
+    needed: list[dict[World, None]] = [{} for _ in program.nodes]
+
+    def ask(atom: Atom, world: World) -> None:
+        if isinstance(atom, Var) and atom not in view.known and atom in producer:
+            needed[producer[atom]][view.reads(atom, world)[0]] = None
+
+    def worlds_of_operands(node: Node, world: World) -> Iterator[World]:
+        if node.site is None:
+            yield world
+        elif view.leaf(node.site, world) is None:
+            yield view.operands(node.site, world)
+
+    for atom, world in targets:
+        ask(atom, world)
+    for i in reversed(range(len(program.nodes))):
+        node = program.nodes[i]
+        for world in needed[i]:
+            for inner in worlds_of_operands(node, world):
+                for atom in node.inputs:
+                    ask(atom, inner)
+
+    values: dict[tuple[Var, World], Any] = {}
+
+    def get(atom: Atom, world: World) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        home, offset = view.reads(atom, world)
+        value = view.known[atom] if atom in view.known else values[atom, home]
+        return value if offset is None else value + offset
+
+    for node, worlds in zip(program.nodes, needed, strict=True):
+        for world in worlds:
+            if node.site is not None and (leaf := view.leaf(node.site, world)) is not None:
+                values[node.outputs[0], world] = leaf
+                continue
+            inner = world if node.site is None else view.operands(node.site, world)
+            vals = view.before(node, [get(a, inner) for a in node.inputs])
+
+            def at_site(site: Site, site_in: Any, operands: list[Any], world: World = world) -> Any:
+                return view.at_site(site, world)(site, site_in, operands)
+
+            outs, _ = apply(node, vals, at_site, view.site_ins)
+            for var, out in zip(node.outputs, outs, strict=True):
+                values[var, world] = out
+    return [get(atom, world) for atom, world in targets]

@@ -1,0 +1,138 @@
+"""Several steps: what is kept of them, and what a rule may ask about them.
+
+A `Window` has the steps as they were taken, and each answer is computed when asked for; a `Record` is what
+traces need of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .executor import ETraceGraphExecutor, Leaves, Local
+
+Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What is kept of the steps of a chunk, with an axis of time in front of each array but the weights."""
+
+    local: Local
+    length: int
+    signals: Signals | None = None  # None: there is no loss
+    old_signals: Signals | None = None  # of what reads old states; None where nothing does
+    keep: Any = None  # (time, batch): False where a sample begins anew before the step; None: none does
+
+    @property
+    def steps(self) -> Any:
+        """The arrays with a time axis, for a scan."""
+        return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals, self.keep
+
+    def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
+        """One step of such a scan."""
+        inputs, D, J, signals, old, keep = step
+        return Local(inputs, self.local.weights, D, J), signals, old, keep
+
+    def begun_anew(self) -> Record:
+        """The same with samples that begin anew told by `D` and signals alone: nothing passes to them."""
+        if self.keep is None:
+            return self
+
+        def kept(array: Any, lead: int) -> Any:
+            shape = (self.length, *[1] * lead, -1, *[1] * (array.ndim - lead - 2))
+            return jnp.where(self.keep.reshape(shape), array, jnp.zeros_like(array))
+
+        D = jax.tree.map(lambda d: kept(d, 0), self.local.D)
+        old = jax.tree.map(lambda g: kept(g, 1), self.old_signals)
+        return replace(self, local=replace(self.local, D=D), old_signals=old)
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Some steps of a model, one after the other; all but the parameters have time in front."""
+
+    executor: ETraceGraphExecutor = field(repr=False)
+    length: int
+    params: Leaves
+    args: Leaves
+    consts: Leaves
+    before: list[Leaves]  # the carried states before each step
+    ys: dict[int, Any]  # the outputs of sites that feed a state
+    keep: Any = None  # (time, batch): False where a sample begins anew before the step
+
+    def _of_first(self, given: Any) -> Any:
+        return jax.tree.map(lambda a: a[0], given)
+
+    @property
+    def first_consts(self) -> Leaves:
+        """What the model closes over, at the first step."""
+        return self._of_first(self.consts)  # type: ignore[no-any-return]
+
+    @cached_property
+    def first(self) -> Local:
+        """The local Jacobians of the first step."""
+        args, consts, before, ys = self._of_first((self.args, self.consts, self.before, self.ys))
+        return self.executor.local(self.params, args, consts, before, ys)
+
+    @property
+    def inputs_of_first(self) -> Local:
+        """The inputs and weights of the sites at the first step, without Jacobians."""
+        return Local(self.first.inputs, self.first.weights, {}, {})
+
+    @cached_property
+    def record(self) -> Record:
+        """The local Jacobians of every step."""
+
+        def one(step: Any) -> Any:
+            args, consts, before, ys = step
+            return self.executor.local(self.params, args, consts, before, ys).arrays
+
+        inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
+        return Record(Local(inputs, self.first.weights, D, J), self.length, keep=self.keep)
+
+    def end(self, params: Leaves, start: list[Leaves]) -> list[Leaves]:
+        """The carried states after the window, along all paths, from those before it."""
+
+        def body(rest: list[Leaves], step: Any) -> Any:
+            args, consts, initial, keep = step
+            if keep is not None:
+                rest = begin_anew(keep, rest, initial)
+            return self.executor.outputs(params, args, consts, rest)[1], None
+
+        # a sample that begins anew is at its start there
+        initial = None if self.keep is None else self.before
+        steps = (self.args, self.consts, initial, self.keep)
+        return jax.lax.scan(body, start, steps, length=self.length)[0]
+
+
+def begin_anew(keep: Any, rest: list[Leaves], initial: list[Leaves]) -> list[Leaves]:
+    """The carried states, with the initial ones for the samples that `keep` has False for.
+
+    What has no axis of samples in front stays as it is.
+    """
+
+    def one(now: Any, start: Any) -> Any:
+        return where_rows(keep, now, start) if now.shape[:1] == keep.shape else now
+
+    return jax.tree.map(one, rest, initial)  # type: ignore[no-any-return]
+
+
+def where_rows(rows: Any, these: Any, others: Any) -> Any:
+    """`these` for the samples, along the first axis, that `rows` has True for, and `others` for the rest."""
+    return jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
+
+
+def each_step(function: Callable[[Any], Any], args: Any) -> Any:
+    """`function` of each step, all at once where every operation in it can be mapped."""
+    if jax.tree.leaves(args)[0].shape[0] == 1:  # as it is: XLA knows it from the step before
+        return jax.tree.map(lambda a: jnp.asarray(a)[None], function(jax.tree.map(lambda a: a[0], args)))
+    try:
+        return jax.vmap(function)(args)
+    except NotImplementedError:
+        return jax.lax.map(function, args)
