@@ -305,8 +305,9 @@ class Slot:
     @cached_property
     def sample_axis(self) -> int | None:
         """The axis of the first input (of the factor, where that is not a number) along which samples lie."""
-        (first, *rest), num = self._no_inputs, self.group.varshape[0]
+        num = self.group.varshape[0]
         with jax.ensure_compile_time_eval():
+            first, *rest = self._no_inputs
             wanted = self.lift(self._of_samples(jnp.arange(1, num + 1))[None], self._no_inputs, 1)[0]
             is_input = jnp.issubdtype(first.dtype, jnp.inexact)
             given = first if is_input else self.factor(self._no_inputs)[0]  # type: ignore[index]

@@ -76,7 +76,8 @@ def _has_numbers(tree: Any) -> bool:
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+    leaves, structure = jax.tree.flatten(tree)  # which knows units
+    return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]
 
 
 def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import brainstate
+import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 import braintrace as bt
 
@@ -352,6 +354,34 @@ def test_episodes_are_sequences_of_their_own(rule, options):
     for size in (1, 3, None):
         found = gradient(rule, size, options=options, reset=FLAGS)
         assert agree(want, found, 1e-11), (rule, size, difference(want, found))
+
+
+PATTERN = BCOO.fromdense(np.array([[1, 0, 1, 1], [0, 1, 1, 0]]))
+
+
+class WithUnits(Leaky):
+    """In millivolts, and by a sparse weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w.value = jnp.asarray(np.random.RandomState(0).randn(5)) * u.mV
+
+    def init_state(self, batch_size=None, **_):
+        self.h = brainstate.HiddenState(jnp.full((batch_size, N), 0.3) * u.mV)
+
+    def reset_state(self, batch_size=None, **_):
+        self.h.value = jnp.full((batch_size, N), 0.3) * u.mV
+
+    def update(self, x):
+        self.h.value = 0.9 * self.h.value + bt.sparse_matmul(x, self.w.value, sparse_mat=PATTERN)
+        return self.h.value / u.mV
+
+
+@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
+def test_episodes_with_units_and_sparse_weights(rule):
+    want = jax.tree.leaves(of_episodes(rule, WithUnits))
+    found = jax.tree.leaves(gradient(rule, 3, WithUnits, reset=FLAGS))
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
 
 
 def test_episodes_in_windows_and_with_losses_of_old_states():
