@@ -446,6 +446,12 @@ def test_parameters_of_fewer_bits_than_the_carry():
         assert max(differences(truth, found)) < 1e-5
 
 
+def test_chunks_of_windows_change_nothing():
+    model, xs = model_of("leaky"), data()[:, 0]
+    net = bt.online(model.step, model.params, model.carry, xs[0], window=3)
+    assert agree(gradient(net, model, xs), gradient(net, model, xs, chunk_size=2))
+
+
 def test_numbers_of_python_among_the_parameters_are_static():
     class Cell(eqx.Module):
         w: Any

@@ -329,12 +329,13 @@ class OnlineFunctions:
             )
         if self.rule.back_through_time:
             return Drive(step, size=sequence.length, windows=True, again=chunk_size)
+        has_windows = self._online.windows and isinstance(self.rule, TraceRule)
         return choose(
             self._online,
             step,
             sequence,
             values=traces,
-            chunk_size=chunk_size,
+            chunk_size=None if has_windows else chunk_size,  # a window is taken at once, whatever it is
             window=window or self.window or 1,
             keep=True,
             fresh=False,

@@ -384,6 +384,26 @@ def test_episodes_with_units_and_sparse_weights(rule):
     np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
 
 
+@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
+def test_episodes_of_mapped_learners(rule):
+    """With as many units as samples, which must not be mistaken for each other."""
+    xs, found = data()[0], []
+    for mapped in (False, True):
+        brainstate.random.seed(0)
+        with jax.numpy_rank_promotion("allow"):
+            cell = bt.nn.GRUCell(X, B)
+        learner = bt.compile(cell, rule, xs[0], batch_size=B, vmap=mapped)
+        learner.etrace_evolve(xs[:2])
+        learner.reset_state(rows=FLAGS[1])
+        step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+        found.append(learner.etrace_grad(xs, step_fn=step, reset=FLAGS))
+    assert agree(*found, 1e-11)
+    with pytest.raises(bt.NotSupportedError, match="mapped"):
+        learner.module.etrace_grad(xs, step_fn=step, reset=FLAGS)
+    with pytest.raises(ValueError, match="did not call it"):
+        learner_of(rule).etrace_grad(xs, step_fn=step)
+
+
 def test_episodes_in_windows_and_with_losses_of_old_states():
     options = {"vjp_method": "multi-step", "window": T}
     assert agree(gradient(bt.BPTT, reset=FLAGS), gradient(bt.D_RTRL, options=options, reset=FLAGS), 1e-12)
