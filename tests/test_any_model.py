@@ -485,3 +485,12 @@ def test_mistakes_are_named(options, words):
     given = {"step": model.step, "params": model.params, "carry": model.carry, "x": jnp.ones(IN)} | options
     with pytest.raises((TypeError, ValueError, bt.CompilationError), match=words):
         bt.online(**given)
+
+
+def test_other_shapes_are_named():
+    model = model_of("integrator")
+    net = online(model)
+    with pytest.raises(ValueError, match=r"`params.b` has the shape \(1,\), and had"):
+        net.init({**model.params, "b": jnp.zeros(1)}, model.carry)
+    with pytest.raises(ValueError, match=r"`x` has the shape"):
+        gradient(net, model, data())

@@ -174,7 +174,7 @@ class OnlineFunctions:
     # -- pytrees and leaves ------------------------------------------------------------------------
 
     def _leaves(self, params: Any, carry: Any) -> Leaves:
-        return [*self.function.params.leaves(params), *self.function.carry.leaves(carry)]
+        return [*self.function.params.same(params), *self.function.carry.same(carry)]
 
     @property
     def _num_params(self) -> int:
@@ -214,7 +214,7 @@ class OnlineFunctions:
     def step(self, params: Any, carry: Any, traces: Values, x: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient."""
         leaves = self._leaves(params, carry)
-        outs, after, traces = self._call(leaves, traces, self.function.x.leaves(x))
+        outs, after, traces = self._call(leaves, traces, self.function.x.same(x))
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
 
@@ -302,7 +302,7 @@ class OnlineFunctions:
         def flat(slices: Any, leaves: Leaves) -> Leaves:
             x, *more = slices
             values = jax.tree.unflatten(tree, leaves[num:])
-            outs, after, values = self._call(leaves[:num], values, self.function.x.leaves(x))
+            outs, after, values = self._call(leaves[:num], values, self.function.x.same(x))
             y = jax.tree.unflatten(self.function.step.out_tree, outs)
             found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
             out_trees.append(out_tree)
