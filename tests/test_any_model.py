@@ -446,6 +446,12 @@ def test_parameters_of_fewer_bits_than_the_carry():
         assert max(differences(truth, found)) < 1e-5
 
 
+def test_chunks_of_windows_change_nothing():
+    model, xs = model_of("leaky"), data()[:, 0]
+    net = bt.online(model.step, model.params, model.carry, xs[0], window=3)
+    assert agree(gradient(net, model, xs), gradient(net, model, xs, chunk_size=2))
+
+
 def test_numbers_of_python_among_the_parameters_are_static():
     class Cell(eqx.Module):
         w: Any
@@ -479,3 +485,12 @@ def test_mistakes_are_named(options, words):
     given = {"step": model.step, "params": model.params, "carry": model.carry, "x": jnp.ones(IN)} | options
     with pytest.raises((TypeError, ValueError, bt.CompilationError), match=words):
         bt.online(**given)
+
+
+def test_other_shapes_are_named():
+    model = model_of("integrator")
+    net = online(model)
+    with pytest.raises(ValueError, match=r"`params.b` has the shape \(1,\), and had"):
+        net.init({**model.params, "b": jnp.zeros(1)}, model.carry)
+    with pytest.raises(ValueError, match=r"`x` has the shape"):
+        gradient(net, model, data())

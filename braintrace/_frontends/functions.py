@@ -24,15 +24,18 @@ class Tree:
     key: Any  # its structure, and the leaves that are not arrays
     rebuild: Callable[[Leaves], Any]
     paths: list[Path]  # of its arrays
+    shapes: list[tuple[int, ...]]
     numbers: bool  # whether those of Python are arrays
 
     @staticmethod
     def of(name: str, tree: Any, *, numbers: bool = True) -> Tree:
-        _, rebuild, key = split_static((tree,), {}, numbers=numbers)
+        data, rebuild, key = split_static((tree,), {}, numbers=numbers)
         whole = jax.tree_util.tree_flatten_with_path(tree)[0]
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
         paths = [(name, *map(_key, _unboxed(p))) for p in kept]
-        return Tree(name, key, lambda leaves: rebuild(leaves)[0][0], paths, numbers)
+        return Tree(
+            name, key, lambda leaves: rebuild(leaves)[0][0], paths, list(map(jnp.shape, data)), numbers
+        )
 
     def with_none(self, leaves: Leaves) -> Any:
         """A tree of this form with other leaves, and None for what is not an array."""
@@ -50,6 +53,17 @@ class Tree:
                 f"{jax.tree.unflatten(key[0], key[1])[0][0]} (arrays are shown as None)."
                 + ("" if self.numbers else " A number of Python in it is no array, but static.")
             )
+        return data
+
+    def same(self, tree: Any) -> Leaves:
+        """The arrays of a tree of this form and these shapes: others might be broadcast, silently."""
+        data = self.leaves(tree)
+        for path, a, shape in zip(self.paths, data, self.shapes, strict=True):
+            if jnp.shape(a) != shape:
+                raise ValueError(
+                    f"`{'.'.join(path)}` has the shape {jnp.shape(a)}, and had {shape} when the learner was "
+                    "made: make another one for these shapes by `braintrace.online`."
+                )
         return data
 
 

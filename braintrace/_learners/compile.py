@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import brainstate
+import jax
+import jax.numpy as jnp
 
+from .._online.sequence import Sequence
 from .base import ETraceAlgorithm
 from .bptt import BPTT
 from .learners import D_RTRL, ES_D_RTRL, RTRL
@@ -95,14 +99,27 @@ class ETraceVmap(brainstate.nn.Vmap):
         """Advance states and traces of every sample over a sequence; time first, then samples."""
         return self.module.etrace_evolve(*sequences, step_fn=step_fn or self, **options)
 
-    def reset_state(self, batch_size: int | None = None) -> None:
-        """Reset the states, traces and step counter of every sample."""
+    def etrace_grad(self, *sequences: Any, step_fn: Any, reset: Any = None, **options: Any) -> Any:
+        """As the learner's own; `step_fn` calls this object."""
+        if reset is None:
+            return self.module.etrace_grad(*sequences, step_fn=step_fn, **options)
+        flags = Sequence.check(sequences, None, reset).reset
+
+        def begun_anew(rows: Any, *slices: Any) -> Any:
+            self.reset_state(rows=rows)
+            return step_fn(*slices)
+
+        return self.module.etrace_grad(flags, *sequences, step_fn=begun_anew, **options)
+
+    def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
+        """Reset the states, traces and step counter of every sample; or states and traces of some `rows`."""
         if batch_size is not None and self.axis_size not in (None, batch_size):
             raise ValueError(
                 f"The learner is mapped over {self.axis_size} samples; call `braintrace.compile` for "
                 f"{batch_size}."
             )
         states = self.module.states(self.vmap_states)
+        before = {k: st.value for k, st in states.items()}, self.module.steps.value
         reset = brainstate.transform.vmap(
             self.module.reset_state,
             in_states=states,
@@ -110,8 +127,16 @@ class ETraceVmap(brainstate.nn.Vmap):
             axis_size=self.axis_size or batch_size,
         )
         reset()
+        if rows is not None:
+            for path, state in states.items():
+                state.value = jax.tree.map(partial(_of_rows, jnp.asarray(rows)), state.value, before[0][path])
+            self.module.steps.value = before[1]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in vars(self):
             raise AttributeError(name)
         return getattr(self.module, name)
+
+
+def _of_rows(rows: Any, new: Any, old: Any) -> Any:
+    return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

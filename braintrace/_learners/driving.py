@@ -19,7 +19,7 @@ from .._frontends.pure import Pure, cut
 from .._online.drive import Drive, Given
 from .._online.programs import Programs
 from .._online.request import Request
-from .._online.sequence import Sequence
+from .._online.sequence import NeverCalledError, Sequence
 from .._online.user_step import UserStep
 from .._report.beside import warn_of_paths
 from .resets import initial_states, strengthen
@@ -57,6 +57,8 @@ class TracedStep:
             )
             names += [name] * tree.num_leaves
         traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
+        if learner.traces and not traces:  # nor does it, if it calls another learner
+            raise NeverCalledError
         found = learner._by_path()
         carried: list[int | None] = []
         for e in learner.graph.module_info.carried:

@@ -175,7 +175,7 @@ class OnlineFunctions:
     # -- pytrees and leaves ------------------------------------------------------------------------
 
     def _leaves(self, params: Any, carry: Any) -> Leaves:
-        return [*self.function.params.leaves(params), *self.function.carry.leaves(carry)]
+        return [*self.function.params.same(params), *self.function.carry.same(carry)]
 
     @property
     def _num_params(self) -> int:
@@ -215,7 +215,7 @@ class OnlineFunctions:
     def step(self, params: Any, carry: Any, traces: Values, x: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient."""
         leaves = self._leaves(params, carry)
-        outs, after, traces = self._call(leaves, traces, self.function.x.leaves(x))
+        outs, after, traces = self._call(leaves, traces, self.function.x.same(x))
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
 
@@ -302,7 +302,7 @@ class OnlineFunctions:
         def flat(slices: Any, leaves: Leaves) -> Leaves:
             x, *more = slices
             values = jax.tree.unflatten(tree, leaves[num:])
-            outs, after, values = self._call(leaves[:num], values, self.function.x.leaves(x))
+            outs, after, values = self._call(leaves[:num], values, self.function.x.same(x))
             y = jax.tree.unflatten(self.function.step.out_tree, outs)
             found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
             out_trees.append(out_tree)
@@ -327,12 +327,13 @@ class OnlineFunctions:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
+        has_windows = self._online.windows and isinstance(self.rule, TraceRule)
         return choose(
             self._online,
             step,
             sequence,
             values=traces,
-            chunk_size=chunk_size,
+            chunk_size=None if has_windows else chunk_size,  # a window is taken at once, whatever it is
             window=window or self.window or 1,
             keep=True,
             fresh=False,

@@ -24,7 +24,9 @@ def strengthen(model: brainstate.nn.Module) -> None:
     """Give states types of their own: one that was made of a Python number gets one in the first step only,
     and the second would be another program."""
     for state in model.states().values():
-        if any(isinstance(a, jax.Array) and a.weak_type for a in jax.tree.leaves(state.value)):
+        if any(
+            getattr(a, "weak_type", False) for a in jax.tree.leaves(state.value)
+        ):  # a key has no such type
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
@@ -32,26 +34,28 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
     """The initial values of the states that a reset sets and that have `size` samples in front, by path."""
     model = learner.model
 
-    def start() -> Any:
-        reset(model, batch_size=size)
-
     before = {id(st): st.value for st in model.states().values()}
-    try:
-        pure = Pure.trace(start)
-        _, new = pure(pure.values())
-    finally:
-        for st in model.states().values():
-            st.value = before[id(st)]
-    values = {
-        id(st): jax.tree.unflatten(tree, leaves)
-        for st, tree, leaves, written in zip(pure.states, pure.trees, new, pure.written, strict=True)
-        if written
-    }
+
+    def start(size: int) -> dict[int, Any]:
+        """What a reset for so many samples writes, by the identity of the state."""
+        try:
+            pure = Pure.trace(lambda: reset(model, batch_size=size))
+            _, new = pure(pure.values())
+        finally:
+            for st in model.states().values():
+                st.value = before[id(st)]
+        parts = zip(pure.states, pure.trees, new, pure.written, strict=True)
+        return {id(st): jax.tree.unflatten(tree, leaves) for st, tree, leaves, written in parts if written}
+
+    values, more = start(size), jax.eval_shape(lambda: start(size + 1))
     found = {}
     for path, st in model.states().items():
         now = before[id(st)]
-        sampled = all(jnp.shape(leaf)[:1] == (size,) for leaf in jax.tree.leaves(now))
-        if sampled and id(st) in values and _shapes(now) == _shapes(values[id(st)]):
+        if id(st) not in values or _shapes(now) != _shapes(values[id(st)]):
+            continue
+        # an axis of samples is one that is longer for one more of them, and not just as long as they are many
+        first = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((now, more.get(id(st))))]
+        if first == [(size,)] * (len(first) // 2) + [(size + 1,)] * (len(first) // 2):
             found[tuple(map(str, path))] = values[id(st)]
     missing = [h.path for h in hidden if not any(h.path[: len(p)] == p for p in found)]
     missing += [

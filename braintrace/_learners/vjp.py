@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._compiler import ETraceGraph
+from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
 from .._compiler.remembering import remembering
@@ -99,7 +99,13 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self._online(compiled).initial_values()
 
     def _forget(self, values: Values, rows: Any) -> Values:
-        return self.rule.forget(self.executor, values, rows)
+        online = self._online(self._compiled_now())
+        if any(values[k].shape != v.shape for k, v in online.initial_shapes.items()):
+            raise NotSupportedError(
+                "The learner is mapped (`vmap`): its traces have an axis of samples that it does not know. "
+                "Let samples begin anew by what `braintrace.compile(..., vmap=True)` returns."
+            )
+        return self.rule.forget(online.executor, values, rows)
 
     def _agree(self, old: Compiled, new: Compiled) -> bool:
         if not isinstance(self.rule, TraceRule):

@@ -52,15 +52,16 @@ class Online:
 
     def initial_values(self) -> Values:
         """The rule's arrays at the start."""
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._initial)  # type: ignore[no-any-return]
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.initial_shapes)  # type: ignore[no-any-return]
 
     @property
     def initial_names(self) -> list[str]:
         """The names of what the rule keeps."""
-        return list(self._initial)
+        return list(self.initial_shapes)
 
     @cached_property
-    def _initial(self) -> Any:
+    def initial_shapes(self) -> Any:
+        """The shapes and types of what the rule keeps."""
         return jax.eval_shape(lambda: self.rule.start(self.executor))
 
     # -- calls -------------------------------------------------------------------------------------

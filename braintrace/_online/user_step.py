@@ -150,8 +150,8 @@ class UserStep:
         return [at[h.invar] for h in self.online.info.hidden]
 
     @cached_property
-    def read_otherwise(self) -> set[int]:
-        """The leaves that the loss depends on otherwise than as states at a call, wherever the calls are."""
+    def _behind_loss(self) -> dict[Var, bool]:
+        """What the loss depends on; not across a call from the states after it to those before."""
 
         def transfer(node: Node, given: list[bool | None]) -> Any:
             if node.primitive is not call_p:
@@ -161,8 +161,19 @@ class UserStep:
             return [i in at or None for i in range(len(node.inputs))]
 
         flow = Flow[bool](transfer, back=True, derivatives=True, enters=True)
-        found, _ = solve(flow, self.program, [(self.outs[0], True)])
-        return {i for i, v in enumerate(self.leaves) if v in found}
+        return solve(flow, self.program, [(self.outs[0], True)])[0]
+
+    @cached_property
+    def read_otherwise(self) -> set[int]:
+        """The leaves that the loss depends on otherwise than as states at a call, wherever the calls are."""
+        return {i for i, v in enumerate(self.leaves) if v in self._behind_loss}
+
+    @cached_property
+    def read_after(self) -> set[int | None]:
+        """The carried leaves that the loss reads as the call leaves them."""
+        assert self.node is not None
+        new = [a for leaves in self.call.results(list(self.node.outputs))[1] for a in leaves]
+        return {i for i, a in zip(self.carried, new, strict=True) if a in self._behind_loss}
 
     @cached_property
     def reads_old_states(self) -> bool:

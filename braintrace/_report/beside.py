@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._compiler.dataflow import Flow, solve, union
-from .._compiler.program import Node, Var
+from .._compiler.program import Node, Program, Var
 from .._compiler.slices import dependents, needed
 from .._compiler.step import show_path
 from .._lines import warn_user
 from .._online.call import call_p
 from .._online.drive import Drive
 from .._online.user_step import UserStep, variables
+from .._rules.rule import TraceRule
 
 
 def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], about: Any) -> None:
@@ -26,9 +27,11 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     step = drive.step
     if not step.calls:
         return
+    before = "before the window" if drive.windows else "in earlier steps"
     if step.node is not None:
         _warn_of_assigned(step, about)
-    carried = [i for i in _carried(step) if i not in step.carried]
+    # a weight that a step updates is a new one for the next step, not a state
+    carried = [i for i in _carried(step) if i not in step.carried and i not in weights]
     reached = _reached_by(step, outside)
     if reached:
         warn_user(
@@ -41,7 +44,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if lost:
         warn_user(
             f"`step_fn` carries {_names(step, lost)} from step to step and its loss reads it: what "
-            f"parameters did to it {'before the window' if drive.windows else 'in earlier steps'} is not in "
+            f"parameters did to it {before} is not in "
             "the gradient. Make it a hidden state of the model.",
             about=about,
         )
@@ -50,6 +53,14 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
         warn_user(
             f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
             "follow that path through time. Read the state inside of the model.",
+            about=about,
+        )
+    forgotten = _forgotten(step) if step.node is not None else []
+    if forgotten:
+        warn_user(
+            f"The loss reads {_names(step, forgotten)}, which the model carries from step to step without a "
+            f"trace: what parameters did to it {before} "
+            "is not in the gradient. Make it a `ShortTermState`, or train by `RTRL`.",
             about=about,
         )
     if drive.windows:
@@ -155,6 +166,30 @@ def _fed_back(step: UserStep) -> list[int]:
         return bool(found)
 
     return [i for i in step.carried if i is not None and is_fed(i)]
+
+
+def _forgotten(step: UserStep) -> list[int]:
+    """What the model carries beside hidden states, if the loss reads what parameters did to it before."""
+    info = step.online.info
+    if not isinstance(step.online.rule, TraceRule):
+        return []
+    hidden = {h.invar for h in info.hidden}
+    sources = [*hidden, *(v for e in info.params for v in e.invars)]
+    moved = _depend(info.program, sources)
+    found = []
+    pairs = [pair for e in info.carried for pair in zip(e.invars, e.outvars, strict=True)]
+    for (old, new), leaf in zip(pairs, step.carried, strict=True):
+        if old in hidden or new not in moved or leaf is None:
+            continue
+        remembers = leaf in step.read_after and new in _depend(info.program, [old])
+        if leaf in step.read_otherwise or remembers:
+            found.append(leaf)
+    return found
+
+
+def _depend(program: Program, sources: list[Var]) -> Container[Any]:
+    """What a change of the sources changes, also across marked ops."""
+    return solve(Flow[bool](derivatives=True, enters=True), program, [(v, True) for v in sources])[0]
 
 
 def _without_trace(step: UserStep) -> set[int | None]:

@@ -261,6 +261,21 @@ def with_pauses(learner):
     return step
 
 
+class Averaging(Leaky):
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.mean = brainstate.LongTermState(jnp.zeros((batch_size, N)))
+
+    def update(self, x):
+        h = super().update(x)
+        self.mean.value = 0.9 * self.mean.value + h
+        return h
+
+
+def with_an_average(learner):
+    return lambda x, y: jnp.sum((learner(x) + learner.model.mean.value - y) ** 2)
+
+
 def lstm():
     return bt.nn.LSTMCell(X, N)  # only marked ops read its `h`
 
@@ -275,6 +290,7 @@ def lstm():
         (with_feedback_twice, "feeds `h` back into the model", bt.D_RTRL, {}),
         (with_pauses, "reads a hidden state", bt.D_RTRL, {}),
         (change_of_state, "reads `h` as it was before", bt.D_RTRL, {"model": lstm}),
+        (with_an_average, "reads `mean`, which the model carries", bt.D_RTRL, {"model": Averaging}),
     ],
 )
 def test_paths_beside_the_model_are_told_of(step, message, rule, options):
@@ -384,6 +400,26 @@ def test_episodes_with_units_and_sparse_weights(rule):
     np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
 
 
+@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
+def test_episodes_of_mapped_learners(rule):
+    """With as many units as samples, which must not be mistaken for each other."""
+    xs, found = data()[0], []
+    for mapped in (False, True):
+        brainstate.random.seed(0)
+        with jax.numpy_rank_promotion("allow"):
+            cell = bt.nn.GRUCell(X, B)
+        learner = bt.compile(cell, rule, xs[0], batch_size=B, vmap=mapped)
+        learner.etrace_evolve(xs[:2])
+        learner.reset_state(rows=FLAGS[1])
+        step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+        found.append(learner.etrace_grad(xs, step_fn=step, reset=FLAGS))
+    assert agree(*found, 1e-11)
+    with pytest.raises(bt.NotSupportedError, match="mapped"):
+        learner.module.etrace_grad(xs, step_fn=step, reset=FLAGS)
+    with pytest.raises(ValueError, match="did not call it"):
+        learner_of(rule).etrace_grad(xs, step_fn=step)
+
+
 def test_episodes_in_windows_and_with_losses_of_old_states():
     options = {"vjp_method": "multi-step", "window": T}
     assert agree(gradient(bt.BPTT, reset=FLAGS), gradient(bt.D_RTRL, options=options, reset=FLAGS), 1e-12)
@@ -426,6 +462,27 @@ class Unbatched(Leaky):
         return self.h.value
 
 
+class Delayed(Leaky):
+    """As many steps of delay as there are samples, and random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.random = brainstate.random.RandomState(jax.random.key(0))
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.said = brainstate.ShortTermState(jnp.zeros((B, batch_size, N)))
+
+    def reset_state(self, batch_size=None, **_):
+        super().reset_state(batch_size)
+        self.said.value = jnp.zeros((B, batch_size, N))
+
+    def update(self, x):
+        now = super().update(x * self.random.random(x.shape))
+        self.said.value = jnp.concatenate([self.said.value[1:], now[None]])
+        return self.said.value[0]
+
+
 def test_wrong_resets():
     learner = learner_of(bt.D_RTRL)
     with pytest.raises(ValueError, match="a boolean for each sample"):
@@ -433,6 +490,8 @@ def test_wrong_resets():
     for flags in (FLAGS[:3], FLAGS.astype(float)):
         with pytest.raises(ValueError, match=r"of shape \(time, batch\)"):
             gradient(bt.D_RTRL, reset=flags)
+    with pytest.raises(bt.CompilationError, match="`said` has no axis of 3 samples in front"):
+        gradient(bt.D_RTRL, model=Delayed, reset=FLAGS)
     net = Unbatched()
     alone = bt.compile(net, bt.D_RTRL, jnp.ones(X))
     with pytest.raises(bt.CompilationError, match="`h` has no axis of 3 samples in front"):
