@@ -175,6 +175,7 @@ class Driver:
         )
         if not lead:
             inside = set(map(id, learner.model.states().values()))
+            inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
             outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
             warn_of_paths(drive, [i for found in at.values() for i in found], outside, learner.model)
         total, outs, after = self._run(traced, drive, sequence, leaves, initial, Drive.__call__)
