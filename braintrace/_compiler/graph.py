@@ -168,9 +168,10 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
         ops = [str(SiteWeights(info, s, origin).use) for s in info.program.sites]
         raise CompilationError(
             "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
-            "`ShortTermState` (such as `HiddenState`) that the step both reads and writes. States found: "
-            f"{', '.join(states) or 'none'}. Marked ops: {', '.join(ops) or 'none'}. Keep the recurrent "
-            "state in a `brainstate.HiddenState`, or train a model without one by ordinary gradients."
+            "`ShortTermState` (such as `HiddenState`), or array of a function's carry, that the step both "
+            f"reads and writes. States found: {', '.join(states) or 'none'}. Marked ops: "
+            f"{', '.join(ops) or 'none'}. Keep the recurrent state in one of these, or train a model without "
+            "one by ordinary gradients."
         )
 
 

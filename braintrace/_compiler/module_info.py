@@ -249,7 +249,7 @@ def _check_that_it_stays(entry: StateEntry) -> None:
             raise CompilationError(
                 f"The state `{show_path(entry.path)}` is {was[1]}{list(was[0])} before the step and "
                 f"{now[1]}{list(now[0])} after it: there could be no second step. If it lacks a batch axis, "
-                "initialise it with one, by `brainstate.nn.init_all_states(model, batch_size=...)`; if the "
+                "initialise it with one (`brainstate.nn.init_all_states(model, batch_size=...)`); if the "
                 "input is a whole sequence, give one step of it; if its type differs, give it the one that "
                 "the step computes."
             )

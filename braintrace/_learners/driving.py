@@ -173,9 +173,8 @@ class Driver:
             forget=learner._forget,
         )
         if not lead:
-            # what the model closes over is as good as its own
-            entries = learner.graph.module_info.entries
-            inside = {id(st) for st in (*learner.model.states().values(), *(e.state for e in entries))}
+            inside = set(map(id, learner.model.states().values()))
+            inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
             outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
             warn_of_paths(drive, [i for found in at.values() for i in found], outside, learner.model)
         total, outs, after = self._run(traced, drive, sequence, leaves, initial, Drive.__call__)
