@@ -107,7 +107,10 @@ def test_rtrl_is_exact_and_windows_are_not():
 
 
 def test_a_rule_of_ones_own_is_not_vouched_for():
-    learner = bt.ETraceVjpAlgorithm(CASES["leaky"].build(), bt.D_RTRL(CASES["leaky"].build()).rule)
+    class Own(bt.rules.D_RTRL):
+        kind = bt.rules.Rule.kind
+
+    learner = bt.ETraceVjpAlgorithm(CASES["leaky"].build(), Own())
     learner.compile_graph(jnp.ones(3))
     assert "whatever the rule a rule of one's own leaves out" in str(learner.report.exactness)
 
