@@ -242,6 +242,7 @@ class OnlineFunctions:
         in `reset`, (time, batch), is set begins anew before that step, with the carry that the functions were
         made with. `chunk_size` steps are taken at once (None: as many as memory allows), which changes no
         number. Gradients have the structure of `params`, with None for what is not an inexact array.
+        Losses are values: no derivative goes through what this returns; that of `step` does.
         """
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, *more), mask, reset)
