@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import brainstate
 import jax.numpy as jnp
@@ -30,16 +30,18 @@ class D_RTRL(ETraceVjpAlgorithm):
         self,
         model: brainstate.nn.Module,
         name: str | None = None,
-        vjp_method: VjpMethod = "single-step",
+        vjp_method: VjpMethod | None = None,
         fast_solve: bool = True,
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: Any = None,
         *,
-        window: int = 1,
+        window: int | None = None,
+        rank: int = 0,
+        samples: int | Literal["auto"] | None = "auto",
         mark: Mark = "ops",
     ) -> None:
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype))
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), rank, samples)
         super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
@@ -60,11 +62,11 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         model: brainstate.nn.Module,
         decay_or_rank: Any = 0.9,
         name: str | None = None,
-        vjp_method: VjpMethod = "single-step",
+        vjp_method: VjpMethod | None = None,
         fast_solve: bool = True,
         control_flow: Any = None,
         *,
-        window: int = 1,
+        window: int | None = None,
         mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:

@@ -45,24 +45,26 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         model: brainstate.nn.Module,
         rule: Rule,
         *,
-        vjp_method: VjpMethod = "single-step",
-        window: int = 1,
+        vjp_method: VjpMethod | None = None,
+        window: int | None = None,
         mark: Mark = "ops",
         name: str | None = None,
     ) -> None:
         super().__init__(model, name=name)
         check_mark(mark)
-        if vjp_method not in ("single-step", "multi-step"):
+        if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
             raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
-        if window > 1 and vjp_method == "single-step":
+        in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
+        if in_windows and vjp_method == "single-step":
             raise ValueError(
-                f"Windows of {window} steps are back-propagated through: pass `vjp_method='multi-step'`."
+                "Windows are back-propagated through, and so is what `rank` keeps: leave `vjp_method` out, "
+                "or pass 'multi-step'."
             )
         self.rule = rule
-        self.vjp_method = vjp_method
-        self.window = window
+        self.vjp_method: VjpMethod = vjp_method or ("multi-step" if in_windows else "single-step")
+        self.window = window or 1
         self.mark = mark
         self.memory_budget = memory_budget()
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
