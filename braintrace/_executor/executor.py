@@ -244,7 +244,7 @@ class ETraceGraphExecutor:
     ) -> Leaves:
         """What cotangents of the outputs of weighted sites, at several steps, give the parameters."""
         terms = {
-            (w.site.index, name): over_time(layout, inputs[w.site.index], dys[w.site.index])
+            (w.site.index, name): over_time(layout, inputs[w.site.index], dys[w.site.index], layout.w)
             for w in self.weighted
             for name, layout in w.layouts.items()
         }

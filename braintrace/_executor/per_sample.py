@@ -24,10 +24,11 @@ from .._compiler.samples import Samples, counting
 from .._ops.letters import align
 from .executor import ETraceGraphExecutor, Leaves
 from .slots import Slot, add_up, promoted, states
-from .weighted import ROWS, Weighted, over_time
+from .weighted import ROWS, Weighted, over_time, row_axis, with_rows
 from .window import Window, each_step
 
-Terms = dict[int, Any]  # of each leaf of `params`, by its number: (samples, rows, *shape)
+# of each leaf of `params`, by its number: (samples, *shape) with rows before the last axis
+Terms = dict[int, Any]
 
 
 class PerSample:
@@ -141,12 +142,12 @@ class PerSample:
         if self.others:
             pick = lambda a: a.reshape(count, each, *a.shape[1:])
             start = jnp.sum(start.reshape(count, count, each, -1), 1)
-            terms = {i: pick(d) for i, d in dparams.items()}
+            terms = {i: jnp.moveaxis(pick(d), 1, 1 + row_axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
         return start, self._add(terms, window, self._weight_terms(window, dys))
 
     def _weight_terms(self, window: Window, dys: dict[int, Any]) -> dict[tuple[int, str], Any]:
-        """`sum_t x[t] dy[t]` of each weight at each site, (samples, rows, *letters of the weight)."""
+        """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
         steps = (window.args, window.consts, window.before, window.ys)
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
 
@@ -160,8 +161,8 @@ class PerSample:
             i = w.site.index
             for name, layout in w.layouts.items():
                 letter = self.letters[i, name]
-                lead = (ROWS,) if letter is None else (letter, ROWS)
-                term = over_time(layout, inputs[i], dys[i], lead)
+                want = (*(() if letter is None else (letter,)), *with_rows(layout.w))
+                term = over_time(layout, inputs[i], dys[i], want)
                 found[i, name] = term[None] if letter is None else term
         return found
 
@@ -175,9 +176,13 @@ class PerSample:
     def to_parameters(
         self, params: Leaves, consts: Leaves, of: Sequence[Any], found: dict[tuple[int, str], Any]
     ) -> Terms:
-        """(samples, rows, *letters) of effective weights as (samples, rows, *shape) of parameters."""
+        """Terms of effective weights, by their letters, as those of parameters."""
         pull = self.executor.pull_weights(params, consts, of, list(found))
-        leaves = jax.vmap(jax.vmap(pull))(_same_lead(list(found.values())))
+        arrays = _same_lead(list(found.values()))
+        before, after = (
+            [row_axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
+        )
+        leaves = jax.vmap(jax.vmap(pull, (before,), after))(arrays)
         return {i: a for i, a in enumerate(leaves) if a is not None and self._is_param[i]}
 
     @cached_property
@@ -230,13 +235,13 @@ class PerSample:
 
 
 def _contract(slot: Slot, letter: str | None, g: Any, trace: Any) -> Any:
-    """`sum g trace` with the letters (sample, rows, *weight); `g` is (rows, states, *at).
+    """`sum g trace` by the letters of the weight, samples first; `g` is (rows, states, *at).
 
     Products element by element, which go with what they are added to: there is little or nothing to sum over.
     """
-    lead = (ROWS,) if letter is None else (letter, ROWS)
+    lead = () if letter is None else (letter,)
     summed = tuple(a for a in slot.letters if a not in (letter, *slot.layout.w))
-    letters = (*summed, *lead, *slot.layout.w)
+    letters = (*summed, *lead, *with_rows(slot.layout.w))
     terms = [
         align(a, (ROWS, *slot.at), letters) * align(b, slot.letters, letters)
         for a, b in zip(states(g, 1), states(trace, 0), strict=True)

@@ -276,7 +276,7 @@ class Slot:
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
-        return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
+        return weigh(g, trace)
 
     # -- samples that begin anew -------------------------------------------------------------------
 
@@ -334,6 +334,11 @@ class Slot:
         struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
         dw = dw if jnp.iscomplexobj(weight) else dw.real
         return jax.linear_transpose(self.layout.view_w, struct)(dw.astype(weight.dtype))[0]
+
+
+def weigh(g: Any, trace: Any) -> Any:
+    """`sum_sm g[s, m] trace[s, m]`."""
+    return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
 
 
 def _sum_fused(g: Any, trace: Any) -> Any:

@@ -50,12 +50,22 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
     return found
 
 
-def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, lead: Letters = ()) -> Any:
-    """`sum_t x[t] dy[t]`, with the letters (*lead, *weight); `inputs` are (time, ...).
+def row_axis(ndim: int) -> int:
+    """Where rows stand among the axes of a weight: before the last, which makes the product over time one."""
+    return max(ndim - 1, 0)
 
-    `dy` is (time, *y), or (rows, time, *y) where `lead` has rows; its other letters are of `y`.
+
+def with_rows(letters: Letters) -> Letters:
+    at = row_axis(len(letters))
+    return (*letters[:at], ROWS, *letters[at:])
+
+
+def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> Any:
+    """`sum_t x[t] dy[t]`, with the letters `want`; `inputs` are (time, ...).
+
+    `dy` is (time, *y), or (rows, time, *y) where rows are wanted.
     """
-    has_rows = ROWS in lead
+    has_rows = ROWS in want
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if has_rows else view
     dy, y = view(dy, list(inputs)), (*((ROWS,) if has_rows else ()), TIME, *layout.y)
@@ -64,7 +74,6 @@ def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, lead: Letters = ()
     if factor is not None:
         x, dy = promoted(factor[0], dy)
         operands = [(x, (TIME, *factor[1])), (dy, y)]
-    want = (*lead, *layout.w)
     have = tuple(a for a in want if any(a in letters for _, letters in operands))
     return align(_einsum(operands, have), have, want)
 

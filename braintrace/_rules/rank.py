@@ -27,7 +27,8 @@ from .._compiler.samples import find_samples
 from .._compiler.step import show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
-from .._executor.slots import promoted
+from .._executor.slots import add_up, promoted, weigh
+from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
 
 Values = dict[str, Any]
@@ -47,7 +48,10 @@ class Rank:
         count, size = per.samples.count, min(self.size, per.numbers)
         values = {BASIS: jnp.zeros((count, size, per.numbers), per.dtype)}
         for name, aval in _names(executor).values():
-            values[name] = jnp.zeros((count, size, *aval.shape), self.dtype or aval.dtype)
+            for key, rows in _parts(name, size):
+                shape = list(aval.shape)
+                shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
+                values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
         return values
 
     def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
@@ -64,13 +68,14 @@ class Rank:
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
         values = {BASIS: basis}
-        for i, (name, _) in _names(executor).items():
-            terms = [_mixed(carried, before[name])]
-            terms += [found[i] for found in (added, of_old) if i in found]
-            new = sum(promoted(*terms))
-            if i in of_new:
-                new = new - of_new[i]
-            values[name] = new.astype(before[name].dtype)
+        for i, (name, aval) in _names(executor).items():
+            axis, parts = 1 + row_axis(aval.ndim), _parts(name, basis.shape[1])
+            for key, rows in parts:
+                terms = [_mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
+                terms += [_rows(found[i], rows, axis) for found in (added, of_old) if i in found]
+                new = add_up(promoted(*terms))
+                new = new - _rows(of_new[i], rows, axis) if i in of_new else new
+                values[key] = new.astype(before[key].dtype)
         return values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
@@ -80,8 +85,9 @@ class Rank:
         along = _product("bn,brn->br", signal, values[BASIS])
         found = {}
         for i, (name, aval) in _names(executor).items():
-            left, right = promoted(along, values[name])
-            found[i] = jnp.tensordot(left, right, 2).astype(aval.dtype)
+            axis, parts = 1 + row_axis(aval.ndim), _parts(name, along.shape[1])
+            terms = [_summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
+            found[i] = add_up(terms).astype(aval.dtype)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -91,7 +97,8 @@ class Rank:
                 "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
                 "Reset all of them."
             )
-        names = [BASIS, *(name for name, _ in _names(executor).values())]
+        size = values[BASIS].shape[1]
+        names = [BASIS, *(key for name, _ in _names(executor).values() for key, _ in _parts(name, size))]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def _per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
@@ -166,11 +173,38 @@ def _product(letters: str, *arrays: Any) -> Any:
     return jnp.einsum(letters, *promoted(*arrays), precision="highest")
 
 
-def _mixed(carried: Any, kept: Any) -> Any:
-    """`sum_r carried[b, q, r] kept[b, r]`."""
+def _parts(name: str, size: int) -> list[tuple[str, slice]]:
+    """The arrays that hold what is kept for one parameter, and which rows each has.
+
+    A few rows are arrays of their own: then a loop updates them in place.
+    """
+    if size > _APART:
+        return [(name, slice(0, size))]
+    return [(f"{name}:{r}", slice(r, r + 1)) for r in range(size)]
+
+
+_APART = 16
+
+
+def _rows(terms: Any, rows: slice, axis: int) -> Any:
+    return jax.lax.slice_in_dim(terms, rows.start, rows.stop, axis=axis)
+
+
+def _mixed(carried: Any, kept: Any, axis: int) -> Any:
+    """`sum_r carried[b, q, r] kept[b, .., r, ..]`."""
     carried, kept = promoted(carried, kept)
-    flat = kept.reshape(*kept.shape[:2], -1)
-    return jnp.einsum("bqr,brp->bqp", carried, flat).reshape(kept.shape)
+    if kept.shape[axis] == 1:
+        return carried.reshape(-1, *[1] * (kept.ndim - 1)) * kept
+    rows = jnp.moveaxis(kept, axis, 1)
+    mixed = jnp.einsum("bqr,brp->bqp", carried, rows.reshape(*rows.shape[:2], -1))
+    return jnp.moveaxis(mixed.reshape(rows.shape), 1, axis)
+
+
+def _summed(along: Any, kept: Any, *, axis: int) -> Any:
+    """`sum_br along[b, r] kept[b, .., r, ..]`."""
+    if kept.shape[axis] > 1:
+        return jnp.tensordot(along, kept, ((0, 1), (0, axis)))
+    return weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
 
 
 def _finite(a: Any) -> Any:
