@@ -36,8 +36,8 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
         "",
         "Written by `make scores`. The test score of nets trained from the same initial weights and on the "
         "same batches: mean ± standard deviation over seeds. *Truncated k* is BPTT inside windows of k steps "
-        "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, and "
-        "traces stand for what came before; *5, rank r* adds r directions to the traces, in windows of 5. "
+        "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, "
+        "and traces stand for what came before; *5, rank r* adds r directions to the traces, in windows of 5. "
         "Bold: as good as BPTT, no more than its standard deviation behind its mean.",
         "",
         table,
@@ -49,8 +49,8 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
             "",
             f"Score against memory, over {number} tasks: the mean score, from chance (0) to BPTT's (1), and "
             "the memory of one gradient beside that of BPTT on the same sequences (geometric mean), traces "
-            f"included; D_RTRL step by step. With sequences {longer} times as long BPTT goes along the arrow, "
-            "and the others stay where they are.",
+            f"included; D_RTRL step by step. With sequences {longer} times as long BPTT goes along the "
+            "arrow, and the others stay where they are.",
             "",
         ]
     parts += _details(found, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import brainstate
@@ -27,6 +28,7 @@ from .._online.user_step import UserStep
 from .._report.diagnostics import DiagnosticKind, warn_of
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
+from .driving import Driver
 from .forms import Compiled
 
 VjpMethod = Literal["single-step", "multi-step"]
@@ -54,8 +56,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         check_mark(mark)
         if vjp_method not in ("single-step", "multi-step"):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
+        _check_window(window)
         if window > 1 and vjp_method == "single-step":
             raise ValueError(
                 f"Windows of {window} steps are back-propagated through: pass `vjp_method='multi-step'`."
@@ -71,6 +72,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     @property
     def _in_windows(self) -> bool:
         return self.rule.windows or self.vjp_method == "multi-step"
+
+    def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
+        if not isinstance(self.rule, TraceRule):
+            super().take_windows(window, rank)
+        rule, method, size = self.rule, self.vjp_method, self.window
+        if window is not None:
+            _check_window(window)
+            method, size = "multi-step", window
+        if rank is not None:
+            if not hasattr(rule, "rank"):
+                raise ValueError(f"{type(self).__name__} has no `rank`; `braintrace.D_RTRL` has.")
+            rule = dataclasses.replace(rule, rank=rank)  # type: ignore[type-var]
+        changed = (rule, method) != (self.rule, self.vjp_method)
+        self.rule, self.vjp_method, self.window = rule, method, size
+        if changed and self.is_compiled:  # for other traces
+            self._compiled, self._forms, self._driver = {}, [], Driver()
+            self.init_etrace_state()
 
     @property
     def rule_kind(self) -> RuleKind:
@@ -190,6 +208,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             fresh=self._is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
+
+
+def _check_window(window: Any) -> None:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
 
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:

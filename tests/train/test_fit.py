@@ -85,6 +85,29 @@ def test_equals_a_loop_by_hand(rule, update_every):
     same(parameters(learner), by_hand(rule, update_every, batches), rtol=1e-4, atol=1e-6)
 
 
+def test_windows_are_those_of_the_learner(tmp_path):
+    batches = [batch(0), batch(1)]
+    learner, loss = make()
+    brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
+    learner.compile_graph(batches[0][0][0])
+    go = functools.partial(braintrace.fit, batches=batches, optimizer=optax.adam(1e-2), progress=False)
+    go(learner, step_fn=loss, window=LENGTH, checkpoint_dir=tmp_path)
+    assert (learner.vjp_method, learner.window) == ("multi-step", LENGTH)
+    exact, its_loss = make(braintrace.BPTT)
+    go(exact, step_fn=its_loss)
+    same(parameters(learner), parameters(exact), rtol=1e-4, atol=1e-6)
+    with pytest.warns(UserWarning, match="`window` was 4 and is 2"):
+        go(learner, step_fn=loss, window=2, checkpoint_dir=tmp_path, resume=True)
+    for wrong, options, words in (
+        (exact, {"window": 2}, "BPTT has neither `window` nor `rank`"),
+        (braintrace.RTRL(Net()), {"rank": 1}, "RTRL has neither"),
+        (braintrace.ES_D_RTRL(Net()), {"rank": 1}, "ES_D_RTRL has no `rank`"),
+        (learner, {"window": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            go(wrong, step_fn=loss, **options)
+
+
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_bptt_equals_grad_through_a_scan(chunk_size):
     learner, loss = make(braintrace.BPTT)
