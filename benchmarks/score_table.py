@@ -37,8 +37,8 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
         "Written by `make scores`. The test score of nets trained from the same initial weights and on the "
         "same batches: mean ± standard deviation over seeds. *Truncated k* is BPTT inside windows of k steps "
         "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, "
-        "and traces stand for what came before; *5, rank r* adds r directions to the traces, in windows of 5. "
-        "Bold: as good as BPTT, no more than its standard deviation behind its mean.",
+        "and traces stand for what came before; *5, rank r* adds r directions to the traces, in windows of "
+        "5. Bold: as good as BPTT, no more than its standard deviation behind its mean.",
         "",
         table,
         "",
