@@ -47,23 +47,26 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         model: brainstate.nn.Module,
         rule: Rule,
         *,
-        vjp_method: VjpMethod = "single-step",
-        window: int = 1,
+        vjp_method: VjpMethod | None = None,
+        window: int | None = None,
         mark: Mark = "ops",
         name: str | None = None,
     ) -> None:
         super().__init__(model, name=name)
         check_mark(mark)
-        if vjp_method not in ("single-step", "multi-step"):
+        if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-        _check_window(window)
-        if window > 1 and vjp_method == "single-step":
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
+        in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
+        if in_windows and vjp_method == "single-step":
             raise ValueError(
-                f"Windows of {window} steps are back-propagated through: pass `vjp_method='multi-step'`."
+                "Windows are back-propagated through, and so is what `rank` keeps: leave `vjp_method` out, "
+                "or pass 'multi-step'."
             )
         self.rule = rule
-        self.vjp_method = vjp_method
-        self.window = window
+        self.vjp_method: VjpMethod = vjp_method or ("multi-step" if in_windows else "single-step")
+        self.window = window or 1
         self.mark = mark
         self.memory_budget = memory_budget()
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
@@ -76,17 +79,17 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
         if not isinstance(self.rule, TraceRule):
             super().take_windows(window, rank)
-        rule, method, size = self.rule, self.vjp_method, self.window
-        if window is not None:
-            _check_window(window)
-            method, size = "multi-step", window
+        rule: Any = self.rule
         if rank is not None:
             if not hasattr(rule, "rank"):
                 raise ValueError(f"{type(self).__name__} has no `rank`; `braintrace.D_RTRL` has.")
-            rule = dataclasses.replace(rule, rank=rank)  # type: ignore[type-var]
-        changed = (rule, method) != (self.rule, self.vjp_method)
-        self.rule, self.vjp_method, self.window = rule, method, size
-        if changed and self.is_compiled:  # for other traces
+            rule = dataclasses.replace(rule, rank=rank)
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
+        before = self.rule, self.vjp_method
+        self.rule, self.window = rule, window or self.window
+        self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
+        if before != (self.rule, self.vjp_method) and self.is_compiled:  # for other traces
             self._compiled, self._forms, self._driver = {}, [], Driver()
             self.init_etrace_state()
 
@@ -208,11 +211,6 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             fresh=self._is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
-
-
-def _check_window(window: Any) -> None:
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
 
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:
