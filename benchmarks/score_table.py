@@ -178,16 +178,19 @@ def draw(found: Found, columns: dict[str, Column], path: Path, longer: int) -> i
     matplotlib.use("agg")
     matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     axes.axhline(1, color="#999999", lw=0.8, ls=":")
+    labels: dict[tuple[float, float], str] = {}
     for title, some, style in _lines(columns):
         line = [c for c in some if c in points]
         if not line:
             continue
         axes.plot(*zip(*(points[c] for c in line), strict=True), label=title, **style)
-        for c in line:
-            axes.annotate(_short(columns[c]), points[c], (6, -11), textcoords="offset points", fontsize=8)
+        labels.update({points[c]: _short(columns[c]) for c in line})
+    for point, label in labels.items():
+        axes.annotate(label, point, (6, -11), textcoords="offset points", fontsize=8)
     end = memory("BPTT", 1), 1.0
     axes.annotate("", end, points["BPTT"], arrowprops={"arrowstyle": "->", "color": "#000000", "lw": 1.2})
     axes.annotate(
@@ -195,6 +198,9 @@ def draw(found: Found, columns: dict[str, Column], path: Path, longer: int) -> i
     )
     axes.plot(*end, "o", color="#000000", mfc="white")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("memory of a gradient beside BPTT's, at the length of the task")
     axes.set_ylabel("score: 0 chance, 1 BPTT's")
     axes.legend(frameon=False, loc="lower right")
@@ -214,7 +220,11 @@ def _lines(columns: dict[str, Column]) -> list[tuple[str, list[str], dict[str, A
         ("ES_D_RTRL", pick(lambda c: c.rule == "ES_D_RTRL"), line("#D55E00", "D")),
         ("D_RTRL, single step", pick(lambda c: c == Column("D_RTRL")), line("#56B4E9", "^")),
         ("D_RTRL in windows", pick(lambda c: c.is_dial and not c.rank), line("#0072B2", "o")),
-        ("and rank", pick(lambda c: c.is_dial and c.window in ranked), line("#009E73", "v", ":")),
+        (
+            "and rank, in windows of 5",
+            pick(lambda c: c.is_dial and c.window in ranked),
+            line("#009E73", "v", ":"),
+        ),
     ]
 
 
