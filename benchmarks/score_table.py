@@ -149,7 +149,7 @@ def _details(found: Found, columns: dict[str, Column]) -> list[str]:
         f"Training took {total / 60:.0f} core-minutes in all, compilation included ({'; '.join(machines)}). "
         "Adam with the same learning rate for all columns, a cosine schedule, gradients clipped at norm 1. "
         "Sizes and lengths were chosen so that BPTT learns most tasks within seconds. Seconds are of a run, "
-        "and depend on what else the machine does.",
+        "and of one core.",
         "",
         *lines,
     ]

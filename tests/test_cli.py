@@ -261,6 +261,7 @@ def test_train_and_resume(tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["window"] == 10
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Learning curves" in page
+    assert "Learned with D_RTRL, windows of 10." in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
     assert main([*TRAIN, "--steps", "6"]) == 2

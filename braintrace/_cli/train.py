@@ -163,7 +163,8 @@ def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, 
     from .._train.curves import save_curves
     from .._train.report import write_report
 
-    runs, targets = {type(learner).__name__: result}, {name: task.target}
+    rule = dial.title(type(learner).__name__, settings["window"], settings["rank"])
+    runs, targets = {rule: result}, {name: task.target}
     save_curves(runs, out / "curves.svg", targets)
     if result.interrupted:
         return
@@ -174,7 +175,7 @@ def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, 
         runs,
         learner,
         title=f"{task.name}: {task.description}",
-        subtitle=f"Learned with {type(learner).__name__}. {task.reference}",
+        subtitle=f"Learned with {rule}. {task.reference}",
         target=(name, task.target, task.higher_is_better),
         settings=settings,
     )
