@@ -26,6 +26,7 @@ from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
 from .relation import HiddenParamOpRelation
+from .samples import find_samples
 from .slices import dependents
 from .step import Path
 
@@ -43,6 +44,15 @@ class RuleKind:
     at_once: bool = False  # the losses of all steps are pulled back together
     averages: tuple[float, float] | None = None  # decays of input and state averages that make up a trace
     windows: bool = False  # back-propagates through windows; traces stand for what came before
+    rank: int = 0  # of what is kept beside the traces
+    samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
+
+    def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
+        """How many directions are kept beside the traces, of how many; None: none are."""
+        if not self.rank:
+            return None
+        numbers = find_samples(graph.module_info, self.samples).numbers
+        return min(self.rank, numbers), numbers
 
 
 class Cut(enum.Enum):
@@ -97,7 +107,9 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
         return []
     order = {e.path: i for i, e in enumerate(graph.module_info.params)}
     verdict = _Verdict(graph, rule)
-    found = verdict.not_linear() if rule.whole else verdict.dropped()
+    kept = rule.directions(graph)
+    whole = rule.whole or (kept is not None and kept[0] == kept[1])
+    found = verdict.not_linear() if whole else verdict.dropped()
     return sorted(found, key=lambda d: order[d.weight_path])
 
 

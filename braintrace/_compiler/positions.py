@@ -27,10 +27,19 @@ from .reach import Reach, SiteReach, carry
 
 
 class Positions:
-    """The positions of one program; links are found once and serve every question about it."""
+    """The positions of one program; links are found once and serve every question about it.
 
-    def __init__(self, program: Program, known: Mapping[Var, Array | None] | None = None) -> None:
-        self.program = program
+    With `through`, paths go through sites, by what the ops compute, instead of ending there.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        known: Mapping[Var, Array | None] | None = None,
+        *,
+        through: bool = False,
+    ) -> None:
+        self.program, self.through = program, through
         self.constants = Constants(program, known or {})
         self._links: dict[Node, Linked | Positions] = {}
         self._inner: dict[Any, Positions] = {}
@@ -70,10 +79,10 @@ class Positions:
     def _carry(
         self, node: Node, given: list[Reach | None], back: bool, derivatives: bool
     ) -> list[Reach | None]:
-        """Across one node, along its links; paths end at sites."""
+        """Across one node, along its links."""
         far = node.inputs if back else node.outputs
         made: list[Reach | None] = [None] * len(far)
-        if node.site is not None:
+        if node.site is not None and not self.through:
             return made
         found = self._find_links(node)
         if isinstance(found, Positions):
@@ -117,7 +126,7 @@ class Positions:
         )
         if key not in self._inner:
             values = zip(program.inputs, known, strict=True) if known else ()
-            self._inner[key] = Positions(program, dict(values))
+            self._inner[key] = Positions(program, dict(values), through=self.through)
         return self._inner[key]
 
     def _known(self, atoms: Sequence[Atom]) -> list[Array | None]:

@@ -164,6 +164,12 @@ class Site:
         """The shape of `y`, with an axis in front for each enclosing loop."""
         return (*self.loops, *self.output.aval.shape)
 
+    @property
+    def no_inputs(self) -> list[jax.Array]:
+        """Zeros in place of the operands that are not weights."""
+        avals = [a.aval for a in self.inputs[: self.num_inputs]]
+        return [jnp.zeros((*self.loops, *a.shape), a.dtype) for a in avals]
+
     def layouts(self, varying: Sequence[str] = ()) -> dict[str, Layout]:
         """The trace layout of each effective weight; loops are levels that `varying` weights have."""
         n, names = self.num_inputs, self.weight_names

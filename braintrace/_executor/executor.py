@@ -58,6 +58,7 @@ class ETraceGraphExecutor:
 
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph, self.info = graph, graph.module_info
+        self.per_sample: dict[Any, Any] = {}  # its samples, by how they were asked for
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -68,13 +69,13 @@ class ETraceGraphExecutor:
         """Where each trace lives."""
         return find_slots(self.graph.hidden_param_op_relations)
 
-    def _known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
+    def known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
         known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
         known.update(zip(self.info.program.consts, consts, strict=True))
         return known
 
     def _known(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> dict[Var, Any]:
-        known = self._known_params(params, consts)
+        known = self.known_params(params, consts)
         known.update(zip(self.info.arg_invars, args, strict=True))
         for entry, leaves in zip(self.info.carried, rest, strict=True):
             known.update(zip(entry.invars, leaves, strict=True))
@@ -103,6 +104,33 @@ class ETraceGraphExecutor:
         known, program = self._known(params, args, consts, rest), self.info.program
         _, operands, env = run(program, [known[v] for v in program.inputs], at_site, ys, consts=known)
         return *self._results(env), env, operands
+
+    def perturbed(
+        self,
+        params: Leaves,
+        args: Leaves,
+        consts: Leaves,
+        rest: list[Leaves],
+        ys: Mapping[int, Any],
+        added: Mapping[int, Any],
+    ) -> list[Leaves]:
+        """The new states with something added to the outputs of sites, whose weights are held fixed.
+
+        `ys` are outputs of sites that are known already.
+        """
+
+        def at_site(site: Site, given: Any, operands: Leaves) -> tuple[Any, None]:
+            y, more = given or (None, None)
+            if more is None:
+                return output(site, y, operands), None
+            n = site.num_inputs
+            operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
+            return output(site, y, operands) + more, None
+
+        known, program = self._known(params, args, consts, rest), self.info.program
+        ins = {i: (ys.get(i), added.get(i)) for i in {*ys, *added}}
+        _, _, env = run(program, [known[v] for v in program.inputs], at_site, ins, consts=known)
+        return self._results(env)[1]
 
     def outputs(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
@@ -164,7 +192,7 @@ class ETraceGraphExecutor:
 
     def weights(self, params: Leaves, consts: Leaves) -> Effective:
         """The effective weights."""
-        return self._weights(self._known_params(params, consts))
+        return self._weights(self.known_params(params, consts))
 
     def _weights(self, known: Mapping[Var, Any]) -> Effective:
         fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]

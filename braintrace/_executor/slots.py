@@ -282,7 +282,7 @@ class Slot:
 
     def where(self, keep: Any, trace: Any) -> Any:
         """The trace, zero for the samples (the first hidden axis) that `keep` has False for."""
-        kept = self.lift(self._of_samples(keep)[None], self._no_inputs, 1)
+        kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
         kept = jnp.broadcast_to(_align_states(kept, self.at, self.letters), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
@@ -307,14 +307,16 @@ class Slot:
         """The axis of the first input (of the factor, where that is not a number) along which samples lie."""
         num = self.group.varshape[0]
         with jax.ensure_compile_time_eval():
-            first, *rest = self._no_inputs
-            wanted = self.lift(self._of_samples(jnp.arange(1, num + 1))[None], self._no_inputs, 1)[0]
+            first, *rest = self.relation.site.no_inputs
+            wanted = self.lift(
+                self._of_samples(jnp.arange(1, num + 1))[None], self.relation.site.no_inputs, 1
+            )[0]
             is_input = jnp.issubdtype(first.dtype, jnp.inexact)
-            given = first if is_input else self.factor(self._no_inputs)[0]  # type: ignore[index]
+            given = first if is_input else self.factor(self.relation.site.no_inputs)[0]  # type: ignore[index]
             for axis in (a for a, n in enumerate(given.shape) if n == num):
                 number = jnp.arange(1, num + 1).reshape([-1 if a == axis else 1 for a in range(given.ndim)])
                 probe = jnp.broadcast_to(number, given.shape).astype(given.dtype)
-                x, have = self.factor([probe, *rest] if is_input else self._no_inputs)  # type: ignore[misc]
+                x, have = self.factor([probe, *rest] if is_input else self.relation.site.no_inputs)  # type: ignore[misc]
                 x = x if is_input else probe
                 letters = tuple(dict.fromkeys((*self.at, *have)))
                 x, want = promoted(align(x, have, letters), align(wanted, self.at, letters))
@@ -326,12 +328,6 @@ class Slot:
         """A number for each sample at every hidden position."""
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
-
-    @property
-    def _no_inputs(self) -> list[Any]:
-        site = self.relation.site
-        avals = [a.aval for a in site.inputs[: site.num_inputs]]
-        return [jnp.zeros((*site.loops, *a.shape), a.dtype) for a in avals]
 
     def unview(self, dw: Any, weight: Any) -> Any:
         """A gradient with the letters of the weight, shaped as the effective weight."""

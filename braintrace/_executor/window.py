@@ -6,7 +6,7 @@ traces need of every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .executor import ETraceGraphExecutor, Leaves, Local
+from .._compat import primitives
+from .._compiler.program import Site
+from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
 
 Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
 
@@ -96,6 +98,89 @@ class Window:
         inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
         return Record(Local(inputs, self.first.weights, D, J), self.length, keep=self.keep)
 
+    # -- the window as a linear map ----------------------------------------------------------------
+
+    def push(self, tangents: Leaves) -> Leaves:
+        """Rows of tangents of the carried leaves at the start as those at the end, along all paths.
+
+        Rows stand in front; leaves that have no derivative are None.
+        """
+        nodes = self.executor.info.program.walk()
+        only_back = any(n.primitive is primitives.custom_vjp_call_p for n in nodes)
+
+        def body(tangents: Leaves, step: Any) -> Any:
+            keep, *now = step
+            tangents = _cleared(keep, tangents)
+            function, before = self._live_step(now)
+            if only_back:  # the way forward is the transpose of the way back
+                pull = jax.vjp(function, before, [], [])[1]
+                transposed = jax.linear_transpose(lambda c: pull(c)[0], before)
+                return jax.vmap(lambda t: transposed(t)[0])(tangents), None
+            return jax.vmap(lambda t: jax.jvp(lambda b: function(b, [], []), [before], [t])[1])(
+                tangents
+            ), None
+
+        given = [t for t in tangents if t is not None]
+        found = iter(self._loop(body, given)[0])
+        return [None if t is None else next(found) for t in tangents]
+
+    def pull(
+        self, cotangents: Leaves, sites: Sequence[Site] = (), others: Sequence[int] = ()
+    ) -> tuple[Leaves, dict[int, Any], dict[int, Any]]:
+        """Rows of cotangents of the carried leaves at the end, as those at the start, along all paths.
+
+        And, rows first, those of the outputs of `sites` at every step, and of the parameters in `others`, by
+        number, as far as they do not act through the weights of these sites.
+        """
+        zeros = [jnp.zeros(s.shape, s.output.aval.dtype) for s in sites]
+        some = [self.params[i] for i in others]
+
+        def body(carry: Any, step: Any) -> Any:
+            cotangents, total = carry
+            keep, *now = step
+            function, before = self._live_step(now, sites, others)
+            pull = jax.vjp(function, before, zeros, some)[1]
+            start, dys, found = jax.vmap(pull)(cotangents)
+            return (_cleared(keep, start), jax.tree.map(jnp.add, total, found)), dys
+
+        given = [c for c in cotangents if c is not None]
+        none = [jnp.zeros((given[0].shape[0], *p.shape), p.dtype) for p in some]
+        (start, total), dys = self._loop(body, (given, none), reverse=True)
+        found = iter(start)
+        return (
+            [None if c is None else next(found) for c in cotangents],
+            {s.index: jnp.moveaxis(d, 1, 0) for s, d in zip(sites, dys, strict=True)},
+            dict(zip(others, total, strict=True)),
+        )
+
+    def _live_step(
+        self, step: Any, sites: Sequence[Site] = (), others: Sequence[int] = ()
+    ) -> tuple[Callable[..., Leaves], Leaves]:
+        """One step as a function of the inexact leaves, what is added at sites, and some parameters."""
+        args, consts, before, ys = step
+        leaves, tree = jax.tree.flatten(before)
+        live = [i for i, a in enumerate(leaves) if is_inexact(a)]
+
+        def function(now: Leaves, added: Leaves, some: Leaves) -> Leaves:
+            rest, params = list(leaves), list(self.params)
+            for i, a in zip(live, now, strict=True):
+                rest[i] = a
+            for i, p in zip(others, some, strict=bool(some)):
+                params[i] = p
+            at_sites = {s.index: p for s, p in zip(sites, added, strict=True)}
+            new = self.executor.perturbed(params, args, consts, jax.tree.unflatten(tree, rest), ys, at_sites)
+            after = jax.tree.leaves(new)
+            return [after[i] for i in live]
+
+        return function, [leaves[i] for i in live]
+
+    def _loop(self, body: Any, carry: Any, *, reverse: bool = False) -> Any:
+        steps = (self.keep, self.args, self.consts, self.before, self.ys)
+        if self.length == 1:  # as it is: XLA knows it from the step itself
+            carry, found = body(carry, self._of_first(steps))
+            return carry, jax.tree.map(lambda a: a[None], found)
+        return jax.lax.scan(body, carry, steps, reverse=reverse)
+
     def end(self, params: Leaves, start: list[Leaves]) -> list[Leaves]:
         """The carried states after the window, along all paths, from those before it."""
 
@@ -121,6 +206,16 @@ def begin_anew(keep: Any, rest: list[Leaves], initial: list[Leaves]) -> list[Lea
         return where_rows(keep, now, start) if now.shape[:1] == keep.shape else now
 
     return jax.tree.map(one, rest, initial)  # type: ignore[no-any-return]
+
+
+def _cleared(keep: Any, rows: Leaves) -> Leaves:
+    """Derivatives, rows first, by leaves before a step: zero for the samples that begin anew there."""
+    if keep is None:
+        return rows
+    return [
+        jax.vmap(lambda r: where_rows(keep, r, jnp.zeros_like(r)))(a) if a.shape[1:2] == keep.shape else a
+        for a in rows
+    ]
 
 
 def where_rows(rows: Any, these: Any, others: Any) -> Any:

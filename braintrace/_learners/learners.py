@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import brainstate
 import jax.numpy as jnp
@@ -37,9 +37,11 @@ class D_RTRL(ETraceVjpAlgorithm):
         control_flow: Any = None,
         *,
         window: int | None = None,
+        rank: int = 0,
+        samples: int | Literal["auto"] | None = "auto",
         mark: Mark = "ops",
     ) -> None:
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype))
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), rank, samples)
         super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property

@@ -68,12 +68,15 @@ class Exactness:
     dropped: list[DroppedPath]
     num_params: int
     windows: bool = False
+    directions: tuple[int, int] | None = None  # kept beside the traces, and of how many
 
     @staticmethod
     def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Dropped]) -> Exactness:
         """The verdict on a compiled model of which a rule drops these paths."""
         found = dict.fromkeys(dropped_path(d, rule.name) for d in dropped)
-        return Exactness(rule.name, list(found), len(graph.module_info.params), rule.windows)
+        return Exactness(
+            rule.name, list(found), len(graph.module_info.params), rule.windows, rule.directions(graph)
+        )
 
     @property
     def exact(self) -> bool:
@@ -112,9 +115,13 @@ class Exactness:
                 "back-propagation through time."
             )
         where = " across windows (within one, and in one over the whole sequence, it is exact)"
+        how = "Not counted:"
+        if self.directions is not None:
+            kept, numbers = self.directions
+            how = f"Counted in {kept} of {numbers} directions only:"
         return (
             f"{self.rule} is approximate here{where if self.windows else ''}: {len(self.weights)} of "
-            f"{self.num_params} parameters miss some of their effect on later losses. Not counted:"
+            f"{self.num_params} parameters miss some of their effect on later losses. {how}"
         )
 
     def items(self) -> list[str]:

@@ -19,6 +19,7 @@ from .._executor.fused import fits, on_one_gpu, step
 from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
 from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
+from .rank import Rank
 from .rule import Gradients, TraceRule, Values, add_all, add_to
 
 _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
@@ -26,13 +27,23 @@ _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step 
 
 @dataclass(frozen=True)
 class D_RTRL(TraceRule):
-    """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in)."""
+    """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in).
+
+    With `rank`, what they leave out is kept in so many directions, one basis for each sample; `samples` is
+    the axis of the states along which samples lie ('auto': it is found; None: all is one sample).
+    """
 
     dtype: Any = None
+    rank: int = 0
+    samples: int | str | None = "auto"
     follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
 
+    @property
+    def beside(self) -> Rank | None:
+        return Rank(self.rank, self.samples, self.dtype) if self.rank else None
+
     def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("D_RTRL", windows=windows)
+        return RuleKind("D_RTRL", windows=windows, rank=self.rank, samples=self.samples)
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""

@@ -19,15 +19,15 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.slots import Slot
 from .._executor.window import Record, Signals, Window
+from .rank import Rank
 
 Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
 
 
 class Rule(ABC):
-    """A learning rule. `windows`: signals are taken at the start of a window, along all paths."""
+    """A learning rule."""
 
-    windows: ClassVar[bool] = True
     back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
 
     @abstractmethod
@@ -45,6 +45,11 @@ class Rule(ABC):
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
+
+    @property
+    def windows(self) -> bool:
+        """Whether signals are taken at the start of a window, along all paths."""
+        return True
 
     def kind(self, windows: bool) -> RuleKind:
         """What it is, for the verdict on exactness; `windows`: signals are taken at the start of windows."""
@@ -67,8 +72,16 @@ class TraceRule(Rule):
     a batch.
     """
 
-    windows = False
     follows_chains: ClassVar[bool] = False  # a trace of a state is the chain rule on those of others
+
+    @property
+    def beside(self) -> Rank | None:
+        """What is kept beside the traces of what these leave out; None: nothing."""
+        return None
+
+    @property
+    def windows(self) -> bool:
+        return self.beside is not None
 
     @abstractmethod
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
@@ -121,9 +134,16 @@ class TraceRule(Rule):
     # -- as any rule -------------------------------------------------------------------------------
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        return self.init(executor.slots, executor.example_local())
+        values = self.init(executor.slots, executor.example_local())
+        return values if self.beside is None else {**values, **self.beside.start(executor)}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        after = self._advanced(executor, values, window)
+        if self.beside is None:
+            return after
+        return {**after, **self.beside.advance(executor, values, after, window)}
+
+    def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:
             values = values if window.keep is None else self.reset(executor.slots, values, window.keep[0])
             return self.update(executor.slots, values, window.first)
@@ -131,10 +151,15 @@ class TraceRule(Rule):
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         grads = self.gradient(executor.slots, values, executor.at_groups(signals), window.inputs_of_first)
-        return executor.to_parameters(window.params, window.first_consts, grads)
+        found = executor.to_parameters(window.params, window.first_consts, grads)
+        if self.beside is None:
+            return found
+        more = self.beside.past(executor, values, signals)
+        return [a if i not in more else more[i] if a is None else a + more[i] for i, a in enumerate(found)]
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        return self.reset(executor.slots, values, ~rows)
+        kept = self.reset(executor.slots, values, ~rows)
+        return kept if self.beside is None else {**kept, **self.beside.forget(executor, values, rows)}
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:

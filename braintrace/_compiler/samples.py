@@ -1,0 +1,184 @@
+"""Samples: the axis of the carried states along which each place lives a life of its own.
+
+No parameter tells the places of such an axis apart, and no place acts on another. An axis of units is none:
+each unit has weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._ops.letters import Layout, Letters
+from .links import Array
+from .module_info import ModuleInfo
+from .positions import Positions
+from .program import Atom, Site, Var
+from .reach import Reach
+from .step import Path
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The samples of a step; `axis` is None where all that is carried is one."""
+
+    axis: int | None
+    count: int
+    carried: tuple[Var, ...]  # the arrays, before the step, that parameters act on
+    sites: dict[int, Array]  # of each element of a site's output, its sample; -1: none or several
+    mixed: tuple[Path, ...] = ()  # states whose samples, along `axis`, act on each other
+
+    @property
+    def numbers(self) -> int:
+        """How many real numbers a sample carries, as far as parameters act on them."""
+        parts = [2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1 for v in self.carried]
+        return sum(n * int(v.aval.size) for n, v in zip(parts, self.carried, strict=True)) // self.count
+
+    def letter(self, site: Site, layout: Layout) -> str | None:
+        """The letter of a site's output along which samples lie; None: there is none."""
+        numbers = self.sites[site.index]
+        if self.axis is None or np.any(numbers < 0):
+            return None
+        if layout.y_is_viewed:
+            with jax.ensure_compile_time_eval():
+                numbers = np.asarray(layout.view_y(jnp.asarray(numbers), site.no_inputs))
+        found = counting(numbers, layout.y, self.count)
+        return None if found in layout.w else found
+
+
+def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
+    """Where the samples of a step are; `axis` may say it.
+
+    >>> import brainstate, braintrace, jax.numpy as jnp
+    >>> cell = braintrace.nn.GRUCell(2, 3)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=4)
+    >>> graph = braintrace.compile_etrace_graph(cell, jnp.ones((4, 2)))
+    >>> found = find_samples(graph.module_info)
+    >>> found.axis, found.count
+    (0, 4)
+    """
+    return _Search(info).find(axis)
+
+
+class _Search:
+    def __init__(self, info: ModuleInfo) -> None:
+        self.info = info
+        self.positions = Positions(info.program, through=True)
+        self.params = [v for e in info.params for v in e.invars if v.inexact]
+
+    @cached_property
+    def carried(self) -> list[tuple[Path, Var, Atom]]:
+        """The arrays that parameters act on, in this step or a later one: before it and after it."""
+        pairs = [
+            (e.path, old, new)
+            for e in self.info.carried
+            for old, new in zip(e.invars, e.outvars, strict=True)
+            if old.inexact
+        ]
+        found: list[tuple[Path, Var, Atom]] = []
+        while True:
+            starts = {v: _nowhere(v) for v in (*self.params, *(old for _, old, _ in found))}
+            came = self.positions.sources(starts, {})
+            now = [pair for pair in pairs if pair[2] in came]
+            if len(now) == len(found):
+                return now
+            found = now
+
+    def find(self, axis: int | str | None) -> Samples:
+        shapes = [tuple(old.aval.shape) for _, old, _ in self.carried]
+        axes: Iterator[int] = iter(range(min(map(len, shapes), default=0)))
+        if axis != "auto":
+            axes = iter([] if axis is None else [int(axis)])
+        mixed: Samples | None = None
+        for a in axes:
+            sizes = {s[a] if a < len(s) else None for s in shapes}
+            count = next(iter(sizes), None)
+            if len(sizes) > 1 or count is None:
+                continue
+            if count > 1 and (axis != "auto" or self._is_shared_along(a)):
+                acting = self._acting_on_others(a)
+                found = self._samples(a, count)
+                if not acting and (axis != "auto" or self._has_own_inputs(found)):
+                    return found
+                is_batch = axis != "auto" or (a == 0 and self._has_free_axis(count))
+                if acting and mixed is None and is_batch:
+                    mixed = Samples(a, count, (), {}, acting)
+        return mixed or self._samples(None, 1)
+
+    def _has_own_inputs(self, samples: Samples) -> bool:
+        """Whether what an op makes of data belongs to one sample, and its weights to all."""
+        sites = [s for s in self.info.program.sites if s.num_inputs and s.index in samples.sites]
+        return all(samples.letter(s, layout) for s in sites for layout in s.layouts().values())
+
+    def _has_free_axis(self, count: int) -> bool:
+        """Whether every op that takes data has an axis of that length which its weights lack."""
+        for site in (s for s in self.info.program.sites if s.num_inputs):
+            for layout in site.layouts().values():
+                sizes = [n for a, n in zip(layout.y, site.shape, strict=False) if a not in layout.w]
+                if not layout.y_is_viewed and count not in sizes:
+                    return False
+        return True
+
+    def _samples(self, axis: int | None, count: int) -> Samples:
+        starts = {new: Reach.at(_numbers(new, axis)) for _, _, new in self.carried if isinstance(new, Var)}
+        _, sites = self.positions.reaches(starts)
+        own = {i: np.where(r.lowest == r.highest, r.lowest, -1) for i, r in sites.items() if r is not None}
+        return Samples(axis, count, tuple(old for _, old, _ in self.carried), own)
+
+    def _is_shared_along(self, axis: int) -> bool:
+        """Whether every parameter acts in the same way on all places of an axis."""
+        for v in self.params:
+            start = Reach.at(np.arange(v.aval.size).reshape(v.aval.shape))
+            came = self.positions.sources({v: start}, {})
+            for _, _, new in self.carried:
+                if new in came and not _is_same_along(came[new], axis):
+                    return False
+        return True
+
+    def _acting_on_others(self, axis: int) -> tuple[Path, ...]:
+        """The states in which a place depends on other places."""
+        starts = {old: Reach.at(_numbers(old, axis)) for _, old, _ in self.carried}
+        came = self.positions.sources(starts, {})
+        found = []
+        for path, _, new in self.carried:
+            reach = came.get(new) if isinstance(new, Var) else None
+            own = _numbers(new, axis)
+            if reach is not None and np.any((reach.highest >= 0) & ~_is_own(reach, own)):
+                found.append(path)
+        return tuple(dict.fromkeys(found))
+
+
+def counting(numbers: Array, letters: Letters, count: int) -> str | None:
+    """The letter along which an array counts from zero to `count`."""
+    for axis, letter in enumerate(letters):
+        shape = [-1 if a == axis else 1 for a in range(numbers.ndim)]
+        if numbers.shape[axis] == count and np.all(numbers == np.arange(count).reshape(shape)):
+            return letter
+    return None
+
+
+def _is_own(reach: Reach, own: Array) -> Array:
+    return np.asarray((reach.lowest == own) & (reach.highest == own))
+
+
+def _nowhere(v: Var) -> Reach:
+    return Reach.at(np.zeros(v.aval.shape, np.int32))
+
+
+def _numbers(v: Atom, axis: int | None) -> Array:
+    """The place along an axis of each element; None: all are at one."""
+    shape = tuple(v.aval.shape)
+    if axis is None:
+        return np.zeros(shape, np.int32)
+    return np.broadcast_to(np.arange(shape[axis]).reshape(-1, *[1] * (len(shape) - axis - 1)), shape)
+
+
+def _is_same_along(reach: Reach, axis: int) -> bool:
+    return all(
+        np.array_equal(a, np.broadcast_to(a.take([0], axis), a.shape)) for a in (reach.lowest, reach.highest)
+    )

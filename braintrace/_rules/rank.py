@@ -1,0 +1,178 @@
+"""Rank: what the diagonal traces `E` leave out of the influence of the parameters, in `r` directions.
+
+    P = E + U V        U (numbers carried, r) orthonormal, V (r, parameters), each for one sample
+
+Over a window, with `H` = d(state at its end)/d(state at its start) along all paths:
+
+    U' = orthonormal(H U)
+    V' = U'ᵀ (H (E + U V) + what the window adds - E')
+    gradient = within the window + <dL/dh[start], E + U V>
+
+Pushed forward, a basis turns to the directions that decay slowest: there the influence of the past lives.
+With as many directions as numbers carried, nothing is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.errors import NotSupportedError
+from .._compiler.samples import find_samples
+from .._compiler.step import show_paths
+from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.per_sample import PerSample
+from .._executor.slots import promoted
+from .._executor.window import Window, where_rows
+
+Values = dict[str, Any]
+BASIS = "basis"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """`size` directions for each sample; `samples` is the axis of the states along which samples lie."""
+
+    size: int
+    samples: int | str | None = "auto"
+    dtype: Any = None
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        per = self._per_sample(executor)
+        count, size = per.samples.count, min(self.size, per.numbers)
+        values = {BASIS: jnp.zeros((count, size, per.numbers), per.dtype)}
+        for name, aval in _names(executor).values():
+            values[name] = jnp.zeros((count, size, *aval.shape), self.dtype or aval.dtype)
+        return values
+
+    def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
+        """What is kept beside the traces, which are `before` the window and `after` it."""
+        per = self._per_sample(executor)
+        if window.keep is not None:
+            before = {**before, **self.forget(executor, before, ~window.keep[0])}
+            window = replace(window, keep=window.keep.at[0].set(True))
+        old = _begun(before[BASIS])
+        pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
+        basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
+        start, added = per.pull(window, basis)
+        start = _finite(start)
+        carried = _product("bqn,brn->bqr", start, old)
+        of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
+        values = {BASIS: basis}
+        for i, (name, _) in _names(executor).items():
+            terms = [_mixed(carried, before[name])]
+            terms += [found[i] for found in (added, of_old) if i in found]
+            new = sum(promoted(*terms))
+            if i in of_new:
+                new = new - of_new[i]
+            values[name] = new.astype(before[name].dtype)
+        return values
+
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
+        """What it gives each leaf of the parameters, of signals at the carried states."""
+        per = self._per_sample(executor)
+        signal = _finite(per.vectors(signals, dual=True))
+        along = _product("bn,brn->br", signal, values[BASIS])
+        found = {}
+        for i, (name, aval) in _names(executor).items():
+            left, right = promoted(along, values[name])
+            found[i] = jnp.tensordot(left, right, 2).astype(aval.dtype)
+        return found
+
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+        per = self._per_sample(executor)
+        if per.samples.axis != 0:
+            raise NotSupportedError(
+                "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
+                "Reset all of them."
+            )
+        names = [BASIS, *(name for name, _ in _names(executor).values())]
+        return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
+
+    def _per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
+        return per_sample(executor, self.samples)
+
+
+def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSample:
+    """The samples of a step, found once."""
+    if axis not in executor.per_sample:
+        samples = find_samples(executor.info, axis)
+        if samples.mixed:
+            raise NotSupportedError(
+                f"`rank` keeps a basis for each sample, and the samples of {show_paths(samples.mixed)} along "
+                f"axis {samples.axis} act on each other (a norm over the batch?). Say along which axis of "
+                "the states samples lie that do not (`samples=1`, say), or have one basis for all "
+                "(`samples=None`)."
+            )
+        found = PerSample(executor, samples)
+        if not found.tells_traces:  # places of an image, say, with no batch
+            found = PerSample(executor, find_samples(executor.info, None))
+        executor.per_sample[axis] = found
+    return executor.per_sample[axis]  # type: ignore[no-any-return]
+
+
+def _names(executor: ETraceGraphExecutor) -> dict[int, tuple[str, Any]]:
+    """The inexact leaves of the parameters, by their number among the fixed ones: names and types."""
+    leaves = [(e, i, v) for e in executor.info.fixed for i, v in enumerate(e.invars)]
+    return {
+        n: (f"{BASIS}:{'.'.join(e.path)}:{i}", v.aval)
+        for n, (e, i, v) in enumerate(leaves)
+        if e.is_param and v.inexact
+    }
+
+
+@lru_cache
+def fixed_basis(numbers: int, size: int) -> Any:
+    """Orthonormal columns to begin with, (numbers, size) or fewer."""
+    random = np.random.RandomState(0).standard_normal((numbers, min(numbers, size)))
+    return np.linalg.qr(random)[0]
+
+
+def _begun(basis: Any) -> Any:
+    """The basis, or a fixed one for samples that have none yet."""
+    _, size, numbers = basis.shape
+    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)
+    return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
+
+
+def orthonormal(rows: Any) -> Any:
+    """An orthonormal basis of the span of rows, (samples, rows, numbers).
+
+    Where rows are lost (a hard reset), a little of the fixed basis takes their place.
+    """
+    _, size, numbers = rows.shape
+    rows = _finite(rows)
+    length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
+    little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
+    rows = rows / jnp.where(length == 0, 1, length) + little * fixed_basis(numbers, size).T.astype(rows.dtype)
+
+    def add(j: Any, basis: Any) -> Any:
+        row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
+        for _ in range(2):  # once more, for what rounding left
+            row = row - _product("br,brn->bn", _product("brn,bn->br", basis, row), basis)
+            row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
+        return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
+
+    return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows))
+
+
+def _product(letters: str, *arrays: Any) -> Any:
+    # small, and what is orthonormal must stay so: no tensor cores
+    return jnp.einsum(letters, *promoted(*arrays), precision="highest")
+
+
+def _mixed(carried: Any, kept: Any) -> Any:
+    """`sum_r carried[b, q, r] kept[b, r]`."""
+    carried, kept = promoted(carried, kept)
+    flat = kept.reshape(*kept.shape[:2], -1)
+    return jnp.einsum("bqr,brp->bqp", carried, flat).reshape(kept.shape)
+
+
+def _finite(a: Any) -> Any:
+    """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
+    return jnp.where(jnp.isfinite(a), a, 0)
