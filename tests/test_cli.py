@@ -212,7 +212,7 @@ def test_check(capsys):
     near = ["check", "braintrace.nn:ValinaRNNCell(3, 4)", "--input", "3", "--length", "4"]
     assert main(near) == 0
     assert main([*near, "--exact"]) == 1
-    assert main([*near, "--exact", "--window", "4"]) == 0
+    assert main([*near, "--exact", "--window", "2", "--rank", "4"]) == 0
     assert main([*near, "--rule", "rtrl", "--window", "4"]) == 2
     assert "--window is not for --rule rtrl" in capsys.readouterr().err
 
@@ -231,13 +231,15 @@ def test_plan(capsys):
                 "4",
                 "--window",
                 "2",
+                "--rank",
+                "1",
             ]
         )
         == 0
     )
     shown = capsys.readouterr().out
     assert "D_RTRL" in shown
-    assert "D_RTRL, windows of 2" in shown
+    assert "D_RTRL, windows of 2, rank 1" in shown
     assert "BPTT" in shown
 
 
