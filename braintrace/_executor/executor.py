@@ -19,6 +19,7 @@ from .._ops.letters import Letters
 from .jacobian import LocalGroup
 from .signals import differentiable_step, output, reads_old_states
 from .slots import Rows, Slot, States, find_slots, stack
+from .weighted import Weighted, as_weight, find_weighted, over_time
 from .weights import Effective, effective_weights, needs
 
 Leaves = list[Any]
@@ -123,9 +124,7 @@ class ETraceGraphExecutor:
             y, more = given or (None, None)
             if more is None:
                 return output(site, y, operands), None
-            n = site.num_inputs
-            operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-            return output(site, y, operands) + more, None
+            return output(site, y, _weights_fixed(site, operands)) + more, None
 
         known, program = self._known(params, args, consts, rest), self.info.program
         ins = {i: (ys.get(i), added.get(i)) for i in {*ys, *added}}
@@ -133,18 +132,31 @@ class ETraceGraphExecutor:
         return self._results(env)[1]
 
     def outputs(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]
-    ) -> tuple[Leaves, list[Leaves], dict[int, Any]]:
-        """The outputs, the new states, and the outputs of the sites on the way to them."""
+        self,
+        params: Leaves,
+        args: Leaves,
+        consts: Leaves,
+        rest: list[Leaves],
+        added: Mapping[int, Any] | None = None,
+    ) -> tuple[Leaves, list[Leaves], dict[int, Any], dict[int, Leaves]]:
+        """The outputs, the new states, the outputs of the sites on the way to them, and inputs of sites.
+
+        The inputs are of those sites to whose outputs something is `added`; their weights are held fixed.
+        """
         kept = self._sites_of_states
 
-        def at_site(site: Site, y: Any, operands: Leaves) -> tuple[Any, Any]:
+        def at_site(site: Site, more: Any, operands: Leaves) -> tuple[Any, Any]:
+            if more is not None:
+                operands = _weights_fixed(site, operands)
             out = output(site, None, operands)
-            return out, out if site.index in kept else None
+            out = out if more is None else out + more
+            inputs = None if more is None else operands[: site.num_inputs]
+            return out, (out if site.index in kept else None, inputs)
 
         known, program = self._known(params, args, consts, rest), self.info.program
-        _, ys, env = run(program, [known[v] for v in program.inputs], at_site, consts=known)
-        return *self._results(env), {i: y for i, y in ys.items() if i in kept}
+        _, given, env = run(program, [known[v] for v in program.inputs], at_site, added, consts=known)
+        ys = {i: y for i, (y, _) in given.items() if i in kept}
+        return *self._results(env), ys, {i: x for i, (_, x) in given.items() if x is not None}
 
     @cached_property
     def _sites_of_states(self) -> set[int]:
@@ -199,6 +211,45 @@ class ETraceGraphExecutor:
         relations = self.graph.hidden_param_op_relations
         return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
 
+    @cached_property
+    def weighted(self) -> list[Weighted]:
+        """The sites whose weight terms the letters give."""
+        return find_weighted(self.info, [r.site for r in self.graph.hidden_param_op_relations])
+
+    def pull_weights(
+        self, params: Leaves, consts: Leaves, of: Sequence[Any], keys: Sequence[tuple[int, str]]
+    ) -> Callable[[Leaves], Leaves]:
+        """From terms of effective weights, by (site, name), to gradients of the parameters.
+
+        `of` are the relations or weighted sites with these keys.
+        """
+        fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
+        layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
+
+        def weights(params: Leaves) -> Leaves:
+            known = self.known_params(params, consts)
+            effective = effective_weights(self.info.program, {v: known[v] for v in fixed}, of)
+            return [effective[i][name] for i, name in keys]
+
+        values, pull = pull_back(weights, params)
+
+        def back(terms: Leaves) -> Leaves:
+            pairs = zip(keys, terms, values, strict=True)
+            return pull([as_weight(layouts[k], d, v) for k, d, v in pairs])[0]  # type: ignore[no-any-return]
+
+        return back
+
+    def of_cotangents(
+        self, params: Leaves, consts: Leaves, inputs: Mapping[int, Leaves], dys: Mapping[int, Any]
+    ) -> Leaves:
+        """What cotangents of the outputs of weighted sites, at several steps, give the parameters."""
+        terms = {
+            (w.site.index, name): over_time(layout, inputs[w.site.index], dys[w.site.index])
+            for w in self.weighted
+            for name, layout in w.layouts.items()
+        }
+        return self.pull_weights(params, consts, self.weighted, list(terms))(list(terms.values()))
+
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
         """Gradients of effective weights carried back to the parameters."""
         shown = {(t.relation.site.index, t.name): t for t in self.slots}
@@ -248,6 +299,11 @@ class ETraceGraphExecutor:
 
 
 ETraceVjpGraphExecutor = ETraceGraphExecutor
+
+
+def _weights_fixed(site: Site, operands: Leaves) -> Leaves:
+    n = site.num_inputs
+    return [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
 
 
 def is_inexact(x: Any) -> bool:

@@ -11,7 +11,6 @@ is pulled back once for each sample instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,27 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.dataflow import Flow, solve, union
-from .._compiler.program import Node, Site, Var
-from .._compiler.provenance import provenance
+from .._compiler.program import Node, Var
 from .._compiler.samples import Samples, counting
-from .._compiler.site_weights import SiteWeights
-from .._ops.letters import Layout, Letters, align
-from .executor import ETraceGraphExecutor, Leaves, is_inexact, pull_back
-from .slots import Slot, promoted
-from .weights import effective_weights
+from .._ops.letters import align
+from .executor import ETraceGraphExecutor, Leaves
+from .slots import Slot, add_up, promoted, states
+from .weighted import ROWS, Weighted, over_time
 from .window import Window, each_step
 
 Terms = dict[int, Any]  # of each leaf of `params`, by its number: (samples, rows, *shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted:
-    """A site whose weights are made of parameters alone, and where the samples of its output are."""
-
-    site: Site
-    varying: tuple[str, ...]
-    layouts: dict[str, Layout]
-    letters: dict[str, str | None]  # of each weight, the letter along which the output's samples lie
 
 
 class PerSample:
@@ -96,24 +83,24 @@ class PerSample:
     # -- sites -------------------------------------------------------------------------------------
 
     @cached_property
+    def letters(self) -> dict[tuple[int, str], str | None]:
+        """Of each weight at each site in `sites`, the letter of the output along which samples lie."""
+        return {
+            (w.site.index, name): self.samples.letter(w.site, layout)
+            for w in self.executor.weighted
+            if w.site.index in self.samples.sites
+            for name, layout in w.layouts.items()
+        }
+
+    @cached_property
     def sites(self) -> list[Weighted]:
         """The sites that act on what is carried, whose weight terms the letters tell sample by sample."""
-        params = [v for e in self.info.params for v in e.invars]
-        origin = provenance(self.info.program, params)
-        fixed = {v for e in self.info.fixed for v in e.invars}
-        found = []
-        for site in self.info.program.sites:
-            weights = SiteWeights(self.info, site, origin)
-            plain = all(set(inputs) <= fixed and not moves for inputs, moves, _ in weights.found.values())
-            if site.index not in self.samples.sites or not weights.paths or not plain:
-                continue
-            if "cond" in site.context and site.num_inputs > 1:
-                continue  # the letters go by indices: none, in a branch not taken
-            layouts = site.layouts(weights.varying)
-            letters = {name: self.samples.letter(site, layout) for name, layout in layouts.items()}
-            if self.samples.axis is None or None not in letters.values():
-                found.append(Weighted(site, weights.varying, layouts, letters))
-        return found
+        return [
+            w
+            for w in self.executor.weighted
+            if w.site.index in self.samples.sites
+            and (self.samples.axis is None or all(self.letters[w.site.index, name] for name in w.layouts))
+        ]
 
     @cached_property
     def others(self) -> list[int]:
@@ -168,11 +155,15 @@ class PerSample:
             return {i: found[i][:n] for i, n in kept.items()}
 
         inputs = each_step(operands, steps)
-        return {
-            (w.site.index, name): _over_time(layout, w.letters[name], inputs[w.site.index], dys[w.site.index])
-            for w in self.sites
-            for name, layout in w.layouts.items()
-        }
+        found = {}
+        for w in self.sites:
+            i = w.site.index
+            for name, layout in w.layouts.items():
+                letter = self.letters[i, name]
+                lead = (ROWS,) if letter is None else (letter, ROWS)
+                term = over_time(layout, inputs[i], dys[i], lead)
+                found[i, name] = term[None] if letter is None else term
+        return found
 
     def _add(self, terms: Terms, window: Window, found: dict[tuple[int, str], Any]) -> Terms:
         """The terms, with those of effective weights carried back to the parameters."""
@@ -185,21 +176,8 @@ class PerSample:
         self, params: Leaves, consts: Leaves, of: Sequence[Any], found: dict[tuple[int, str], Any]
     ) -> Terms:
         """(samples, rows, *letters) of effective weights as (samples, rows, *shape) of parameters."""
-        fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
-
-        def weights(params: Leaves) -> Leaves:
-            known = self.executor.known_params(params, consts)
-            effective = effective_weights(self.info.program, {v: known[v] for v in fixed}, of)
-            return [effective[i][name] for i, name in found]
-
-        values, pull = pull_back(weights, params)
-        layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
-
-        def one(rows: list[Any]) -> Leaves:
-            terms = zip(found, rows, values, strict=True)
-            return pull([_unview(layouts[k], d, v) for k, d, v in terms])[0]  # type: ignore[no-any-return]
-
-        leaves = jax.vmap(jax.vmap(one))(_same_lead(list(found.values())))
+        pull = self.executor.pull_weights(params, consts, of, list(found))
+        leaves = jax.vmap(jax.vmap(pull))(_same_lead(list(found.values())))
         return {i: a for i, a in enumerate(leaves) if a is not None and self._is_param[i]}
 
     @cached_property
@@ -219,7 +197,7 @@ class PerSample:
             g = jax.vmap(lambda q, slot=slot, inputs=inputs: slot.lift(q, inputs, 1))(
                 signals[slot.group.index]
             )
-            term = _contract(slot, self._slot_letter(slot), g, traces[slot.key])
+            term = _contract(slot, self._slot_letter(slot), *promoted(g, traces[slot.key]))
             key = (slot.relation.site.index, slot.name)
             found[key] = found[key] + term if key in found else term
         if not found:
@@ -251,66 +229,20 @@ class PerSample:
         return self.samples.axis is None or all(self._slot_letter(t) is not None for t in slots)
 
 
-TIME, ROWS = "time", "rows"
-
-
-def _over_time(layout: Layout, letter: str | None, inputs: list[Any], dy: Any) -> Any:
-    """`sum_t x[t] dy[t]`, with the letters (sample, rows, *weight); `dy` is (rows, time, *y)."""
-    view = jax.vmap(layout.view_y)
-    dy = jax.vmap(view, (0, None))(dy, inputs)
-    y: Letters = (ROWS, TIME, *layout.y)
-    lead = (ROWS,) if letter is None else (letter, ROWS)
-    factor = _factors(layout, inputs, dy.dtype)
-    if factor is None:
-        out = tuple(a for a in (*lead, *layout.w) if a in y)
-        result = _einsum([(dy, y)], out)
-    else:
-        x, have = promoted(factor[0], dy)[0], (TIME, *factor[1])
-        dy = promoted(factor[0], dy)[1]
-        out = tuple(a for a in (*lead, *layout.w) if a in y or a in have)
-        result = _einsum([(x, have), (dy, y)], out)
-    result = align(result, out, (*lead, *layout.w))
-    return result[None] if letter is None else result
-
-
-def _factors(layout: Layout, inputs: list[Any], dtype: Any) -> tuple[Any, Letters] | None:
-    """The op's factor at every step."""
-    if layout.x is None:
-        return None
-    letters: list[Letters] = []
-
-    def one(inputs: list[Any]) -> Any:
-        x, have = layout.factor(inputs)  # type: ignore[misc]
-        letters.append(have)
-        return x if is_inexact(x) else x.astype(dtype)
-
-    return jax.vmap(one)(list(inputs)), letters[0]
-
-
 def _contract(slot: Slot, letter: str | None, g: Any, trace: Any) -> Any:
-    """`sum g trace` with the letters (sample, rows, *weight); `g` is (rows, states, *at)."""
-    g, trace = promoted(g, trace)
+    """`sum g trace` with the letters (sample, rows, *weight); `g` is (rows, states, *at).
+
+    Products element by element, which go with what they are added to: there is little or nothing to sum over.
+    """
     lead = (ROWS,) if letter is None else (letter, ROWS)
-    out = (*lead, *slot.layout.w)
-    result = _einsum([(g, (ROWS, "states", *slot.at)), (trace, ("states", *slot.letters))], out)
+    summed = tuple(a for a in slot.letters if a not in (letter, *slot.layout.w))
+    letters = (*summed, *lead, *slot.layout.w)
+    terms = [
+        align(a, (ROWS, *slot.at), letters) * align(b, slot.letters, letters)
+        for a, b in zip(states(g, 1), states(trace, 0), strict=True)
+    ]
+    result = jnp.sum(add_up(terms), axis=tuple(range(len(summed))))
     return result[None] if letter is None else result
-
-
-def _einsum(operands: Sequence[tuple[Any, Letters]], out: Letters) -> Any:
-    letters = dict.fromkeys(a for _, have in operands for a in have)
-    number = {a: i for i, a in enumerate(letters)}
-    args: list[Any] = []
-    for array, have in operands:
-        args += [array, [number[a] for a in have]]
-    return jnp.einsum(*args, [number[a] for a in out])
-
-
-def _unview(layout: Layout, dw: Any, weight: Any) -> Any:
-    """A term with the letters of the weight, shaped as the effective weight."""
-    struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
-    dw = dw if jnp.iscomplexobj(weight) else dw.real
-    dw = jnp.broadcast_to(dw, jax.eval_shape(layout.view_w, struct).shape)
-    return jax.linear_transpose(layout.view_w, struct)(dw.astype(weight.dtype))[0]
 
 
 def _same_lead(arrays: list[Any]) -> list[Any]:

@@ -202,7 +202,7 @@ class Drive:
 
             def at_call(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys = call.online.executor.outputs(params, args, consts, rest)
+                outs, new, ys, _ = call.online.executor.outputs(params, args, consts, rest)
                 found.append(ys)
                 return [*outs, *jax.tree.leaves((new, values))]
 
@@ -262,23 +262,27 @@ class Drive:
         step = self.step
         starts = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
 
-        def losses(some: Leaves, start: Leaves) -> Any:
+        def losses(some: Leaves, start: Leaves, added: dict[int, Any]) -> Any:
             moving = list(carry.moving)
             for n, leaf in zip(starts, start, strict=True):
                 moving[n] = leaf
-            moving, (outs, taken) = self._along(given, some, moving, part)
+            moving, (outs, taken) = self._along(given, some, moving, part, added)
             return weighed(outs[0], part.mask), (outs, moving, jax.lax.stop_gradient(taken))
 
         now = self._leaves(given, carry.moving)
         some = [now[i] for i in self.wanted]
         loss, pull, (outs, moving, taken) = jax.vjp(
-            losses, some, [carry.moving[n] for n in starts], has_aux=True
+            losses, some, [carry.moving[n] for n in starts], self._nothing_added(len(part.mask)), has_aux=True
         )
-        grads, signals = pull(jnp.ones_like(loss))
+        grads, signals, dys = pull(jnp.ones_like(loss))
         total = add(carry.total, grads)
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
+        *taken, inputs = taken
         window = self._window(given, carry.moving, part, taken)
+        if dys:
+            found = step.online.executor.of_cotangents(window.params, window.first_consts, inputs, dys)
+            total = self._add_params(total, found)
         values = {k: now[i] for k, i in step.traces.items()}
         if not self.fresh:
             by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
@@ -287,25 +291,36 @@ class Drive:
             moving = self._advanced(window, values, moving)
         return Carry(total, carry.traced, moving), outs
 
+    def _nothing_added(self, length: int) -> dict[int, Any]:
+        """Zeros to add to the outputs of sites at every step: their cotangents give the weights.
+
+        As one product over time: the derivative of a loop would add up a gradient at every step.
+        """
+        if self.step.node is None or self.step.params is None:
+            return {}
+        sites = [w.site for w in self.step.online.executor.weighted]
+        return {s.index: jnp.zeros((length, *s.shape), s.output.aval.dtype) for s in sites}
+
     def _along(
         self,
         given: Given,
         some: Leaves | None,
         moving: Leaves,
         part: Part,
+        added: dict[int, Any],
         at_call: AtCall | None = None,
     ) -> Any:
         """Steps along all paths: the leaves after them; what each returns, and what the model was given."""
         step = self.step
 
         def body(moving: Leaves, now: Any) -> Any:
-            slices, reset = now
+            slices, reset, added = now
             found: list[Any] = [()]
 
             def along(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys = call.online.executor.outputs(params, args, consts, rest)
-                found.append((args, consts, rest, ys))
+                outs, new, ys, inputs = call.online.executor.outputs(params, args, consts, rest, added)
+                found.append((args, consts, rest, ys, inputs))
                 return [*outs, *jax.tree.leaves((new, values))]
 
             leaves = self._begin_anew(given, self._leaves(given, moving, some), reset)
@@ -314,7 +329,7 @@ class Drive:
             return results[len(step.outs) :], (results[: len(step.outs)], found[-1])
 
         def several(moving: Leaves, slices: Any, mask: Any, reset: Any) -> Any:
-            return jax.lax.scan(body, moving, (slices, reset))
+            return jax.lax.scan(body, moving, (slices, reset, added))
 
         length = len(part.mask)
         if self.again is None or self.again >= length:
@@ -361,7 +376,7 @@ class Drive:
     def _evolve_in_turn(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            moving, (outs, _) = self._along(given, None, moving, now, as_it_is)
+            moving, (outs, _) = self._along(given, None, moving, now, {}, as_it_is)
             return moving, outs
 
         moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
@@ -370,7 +385,7 @@ class Drive:
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            after, (outs, taken) = self._along(given, None, moving, now)
+            after, (outs, (*taken, _)) = self._along(given, None, moving, now, {})
             values = {k: self._leaves(given, moving)[i] for k, i in self.step.traces.items()}
             return self._advanced(self._window(given, moving, now, taken), values, after), outs
 

@@ -148,13 +148,13 @@ class Online:
         def run(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Any:
             """The outputs, the new states, and the states before and the sites of every step."""
             if stepped is None:
-                outs, new, ys = self.executor.outputs(params, args, consts, rest)
+                outs, new, ys, _ = self.executor.outputs(params, args, consts, rest)
                 return outs, new, jax.tree.map(lambda a: a[None], (rest, ys))
 
             def body(rest: list[Leaves], slices: Leaves) -> Any:
                 now = iter(slices)
                 one = [next(now) if s else a for a, s in zip(args, stepped, strict=True)]
-                outs, new, ys = self.executor.outputs(params, one, consts, rest)
+                outs, new, ys, _ = self.executor.outputs(params, one, consts, rest)
                 return new, (outs, (rest, ys))
 
             moving = [a for a, s in zip(args, stepped, strict=True) if s]

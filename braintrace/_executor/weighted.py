@@ -1,0 +1,99 @@
+"""Weight terms: what cotangents of the outputs of ops, at several steps, give the weights as one product.
+
+    dL/dw = sum_t x[t] dy[t]
+
+by the letters of the op, for every site whose weights are made of parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._compiler.module_info import ModuleInfo
+from .._compiler.program import Site
+from .._compiler.provenance import provenance
+from .._compiler.site_weights import SiteWeights
+from .._ops.letters import Layout, Letters, align
+from .slots import promoted
+
+TIME, ROWS = "time", "rows"
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """A site whose weights are made of parameters alone."""
+
+    site: Site
+    varying: tuple[str, ...]  # the weights that a loop around it slices
+    layouts: dict[str, Layout]
+
+
+def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
+    """The sites whose weight terms the letters give; letters of users' own ops are known by a trace only."""
+    params = [v for e in info.params for v in e.invars]
+    origin = provenance(info.program, params)
+    fixed = {v for e in info.fixed for v in e.invars}
+    found = []
+    for site in info.program.sites:
+        weights = SiteWeights(info, site, origin)
+        plain = all(set(inputs) <= fixed and not moves for inputs, moves, _ in weights.found.values())
+        known = site.primitive.is_known or any(s is site for s in traced)
+        # the letters of an op that takes indices go by them: none, in a branch not taken
+        told = "cond" not in site.context or site.num_inputs < 2
+        if weights.paths and plain and known and told:
+            found.append(Weighted(site, weights.varying, site.layouts(weights.varying)))
+    return found
+
+
+def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, lead: Letters = ()) -> Any:
+    """`sum_t x[t] dy[t]`, with the letters (*lead, *weight); `inputs` are (time, ...).
+
+    `dy` is (time, *y), or (rows, time, *y) where `lead` has rows; its other letters are of `y`.
+    """
+    has_rows = ROWS in lead
+    view = jax.vmap(layout.view_y)
+    view = jax.vmap(view, (0, None)) if has_rows else view
+    dy, y = view(dy, list(inputs)), (*((ROWS,) if has_rows else ()), TIME, *layout.y)
+    factor = _factors(layout, inputs, dy.dtype)
+    operands: list[tuple[Any, Letters]] = [(dy, y)]
+    if factor is not None:
+        x, dy = promoted(factor[0], dy)
+        operands = [(x, (TIME, *factor[1])), (dy, y)]
+    want = (*lead, *layout.w)
+    have = tuple(a for a in want if any(a in letters for _, letters in operands))
+    return align(_einsum(operands, have), have, want)
+
+
+def _factors(layout: Layout, inputs: Sequence[Any], dtype: Any) -> tuple[Any, Letters] | None:
+    """The op's factor at every step; None where it is one."""
+    if layout.x is None:
+        return None
+    letters: list[Letters] = []  # no arrays: they leave the map by the side
+
+    def one(inputs: list[Any]) -> Any:
+        x, have = layout.factor(inputs)  # type: ignore[misc]
+        letters.append(have)
+        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
+
+    return jax.vmap(one)(list(inputs)), letters[0]
+
+
+def _einsum(operands: Sequence[tuple[Any, Letters]], out: Letters) -> Any:
+    number = {a: i for i, a in enumerate(dict.fromkeys(a for _, have in operands for a in have))}
+    args: list[Any] = []
+    for array, have in operands:
+        args += [array, [number[a] for a in have]]
+    return jnp.einsum(*args, [number[a] for a in out])
+
+
+def as_weight(layout: Layout, dw: Any, weight: Any) -> Any:
+    """A term with the letters of the weight, shaped as the effective weight."""
+    struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+    dw = dw if jnp.iscomplexobj(weight) else dw.real
+    dw = jnp.broadcast_to(dw, jax.eval_shape(layout.view_w, struct).shape)
+    return jax.linear_transpose(layout.view_w, struct)(dw.astype(weight.dtype))[0]
