@@ -29,8 +29,8 @@ test-oldest: .venv-oldest/ready ## run all tests on the oldest supported version
 fuzz: .venv/ready ## test many more random models
 	$(TEST_ENV) BRAINTRACE_FUZZ=$(FUZZ) .venv/bin/python $(PYTEST) tests/test_random_models.py
 
-scores: .venv/data ## train on every task by every rule, beside BPTT
-	.venv/bin/python benchmarks/scores.py
+scores: .venv/data ## train on every task, one step at a time, in windows, with rank, beside BPTT (SCORES=--estimate)
+	.venv/bin/python benchmarks/scores.py $(SCORES)
 
 bench: .venv/ready .venv-yardstick/ready ## measure time and memory beside BPTT and release 0.2.6 (BENCH=--quick)
 	.venv/bin/python benchmarks/bench.py $(BENCH)

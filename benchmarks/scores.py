@@ -1,14 +1,18 @@
-"""Scores: D_RTRL and ES_D_RTRL beside BPTT on every task; gradients beside exact ones.
+"""Scores: the dial from D_RTRL over windows and rank to BPTT, on every task; gradients beside exact ones.
 
-    python benchmarks/scores.py [--task NAME ...] [--seeds 3] [--jobs 2] [--fresh]
+    python benchmarks/scores.py [--task NAME ...] [--column NAME ...] [--seeds 5] [--jobs 2] [--fresh]
+    python benchmarks/scores.py --estimate          how long a run takes, by task and column
+    python benchmarks/scores.py --gather FOLDER     take over results of another machine (--into there)
 
-Each task runs as a process of its own and leaves `benchmarks/results/scores/NAME.json`; what is there
-already, with the same settings, is not run again. The tables are in README.md beside the results.
+Each task runs as a process of its own and leaves `benchmarks/results/scores/NAME.json`, with a score for each
+column and seed, written as soon as there is one; what is there already, with the same settings, is not run
+again. So a long run may be stopped, and done in parts. The tables and the plot are in README.md beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
@@ -18,11 +22,27 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from score_table import Column, write
+
 RESULTS = Path(__file__).parent / "results" / "scores"
-RULES = ("BPTT", "D_RTRL", "ES_D_RTRL")
+COLUMNS = {
+    "BPTT": Column("BPTT"),
+    "truncated 5": Column("BPTT", window=5),
+    "truncated 10": Column("BPTT", window=10),
+    "D_RTRL": Column("D_RTRL"),
+    "windows of 1": Column("D_RTRL", window=1),
+    "windows of 5": Column("D_RTRL", window=5),
+    "windows of 10": Column("D_RTRL", window=10),
+    "5, rank 4": Column("D_RTRL", window=5, rank=4),
+    "5, rank 8": Column("D_RTRL", window=5, rank=8),
+    "ES_D_RTRL": Column("ES_D_RTRL"),
+}
+SEVERAL = 10  # updates in one call
+LONGER = 10  # how many times a task's length memory is measured at, too
 
 
 @dataclass(frozen=True)
@@ -101,66 +121,153 @@ def build(case: Case, task: Any) -> Any:
     return {"gru": Gru, "alif": Alif}[case.model]()
 
 
-def train(case: Case, rule: str, seeds: list[int], report: Callable[[int, dict[str, float]], None]) -> None:
-    """Train a net for each seed, in one compiled program, and report its test score and its time."""
-    import brainstate
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
+class Trainer:
+    """A net that learns a task by one column, in compiled programs."""
 
-    import braintrace
+    def __init__(self, case: Case, column: Column) -> None:
+        import brainstate
+        import jax.numpy as jnp
+        import optax
 
-    task = braintrace.tasks.get(case_name(case), **case.options)
-    net = build(case, task)
-    learner = braintrace.compile(
-        net, getattr(braintrace, rule), jnp.zeros((case.batch, task.inputs)), batch_size=case.batch
-    )
-    params = net.states(brainstate.ParamState)
-    rate = optax.cosine_decay_schedule(case.rate, case.updates)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
-    opt_state = brainstate.ShortTermState(optimizer.init(values(params)))
+        import braintrace
 
-    def update(xs: Any, ys: Any) -> Any:
-        learner.reset_state(case.batch)
-        grads, loss = learner.etrace_grad(
+        self.case = case
+        self.task = task = braintrace.tasks.get(case_name(case), **case.options)
+        self.net = build(case, task)
+        self.learner, self.chunk_size = make_learner(self.net, column)
+        brainstate.nn.init_all_states(self.net, batch_size=case.batch)
+        self.learner.compile_graph(jnp.zeros((case.batch, task.inputs)))
+        self.params = self.net.states(brainstate.ParamState)
+        rate = optax.cosine_decay_schedule(case.rate, case.updates)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+        self.opt_state = brainstate.ShortTermState(self.optimizer.init(values(self.params)))
+        self.learn = brainstate.transform.jit(
+            lambda xs, ys: brainstate.transform.for_loop(self._update, xs, ys)
+        )
+        self.test = brainstate.transform.jit(self._test)
+
+    def gradient(self, xs: Any, ys: Any, **options: Any) -> Any:
+        self.learner.reset_state(self.case.batch)
+        return self.learner.etrace_grad(
+            xs, ys, step_fn=lambda x, y: self.task.loss(self.learner(x), y), return_value=True, **options
+        )
+
+    def _update(self, xs: Any, ys: Any) -> Any:
+        import optax
+
+        grads, loss = self.gradient(
             xs,
             ys,
-            step_fn=lambda x, y: task.loss(learner(x), y),
-            mask=task.mask,
-            return_value=True,
+            mask=self.task.mask,
+            chunk_size=self.chunk_size,
             loss_output="scalar",
             keep_traces=False,
         )
-        updates, opt_state.value = optimizer.update(grads, opt_state.value)
-        for key, state in params.items():
+        updates, self.opt_state.value = self.optimizer.update(grads, self.opt_state.value)
+        for key, state in self.params.items():
             state.value = optax.apply_updates(state.value, updates[key])
         return loss
 
-    @brainstate.transform.jit
-    def test(xs: Any, ys: Any) -> Any:
-        brainstate.nn.reset_all_states(net, batch_size=case.batch)
-        return task.metric(brainstate.transform.for_loop(net, xs), ys, task.mask)
+    def _test(self, xs: Any, ys: Any) -> Any:
+        import brainstate
 
-    several = 10  # updates in one call
-    learn = brainstate.transform.jit(lambda xs, ys: brainstate.transform.for_loop(update, xs, ys))
-    for seed in seeds:
+        brainstate.nn.reset_all_states(self.net, batch_size=self.case.batch)
+        return self.task.metric(brainstate.transform.for_loop(self.net, xs), ys, self.task.mask)
+
+    def begin(self, seed: int) -> None:
+        """Weights as they are at first."""
+        import brainstate
+
         brainstate.random.seed(seed)
-        for key, state in build(case, task).states(brainstate.ParamState).items():
-            params[key].value = state.value
-        opt_state.value = optimizer.init(values(params))
-        batches = task.batches(seed, case.batch)
-        start, first = time.perf_counter(), 0.0
-        for i in range(case.updates // several):
-            drawn = [next(batches)[:2] for _ in range(several)]
-            loss = learn(*(np.stack(a) for a in zip(*drawn, strict=True)))
+        for key, state in build(self.case, self.task).states(brainstate.ParamState).items():
+            self.params[key].value = state.value
+        self.opt_state.value = self.optimizer.init(values(self.params))
+
+    def draw(self, batches: Any) -> list[Any]:
+        import numpy as np
+
+        drawn = [next(batches)[:2] for _ in range(SEVERAL)]
+        return [np.stack(a) for a in zip(*drawn, strict=True)]
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """Train from the weights of a seed: the test score, and how long it took, in seconds of one core."""
+        import jax
+        import numpy as np
+
+        self.begin(seed)
+        batches = self.task.batches(seed, self.case.batch)
+        start, first = time.process_time(), 0.0
+        for i in range(self.case.updates // SEVERAL):
+            loss = self.learn(*self.draw(batches))
             if i == 0:
                 jax.block_until_ready(loss)
-                first = time.perf_counter() - start
+                first = time.process_time() - start
         final = float(loss[-1])
-        seconds = time.perf_counter() - start
-        scores = [float(test(xs, ys)) for xs, ys, _ in task.batches(seed, case.batch, "test")]
-        report(seed, {"score": float(np.mean(scores)), "loss": final, "seconds": seconds, "first": first})
+        seconds = time.process_time() - start
+        tests = self.task.batches(seed, self.case.batch, "test")
+        scores = [float(self.test(xs, ys)) for xs, ys, _ in tests]
+        return {
+            "score": float(np.mean(scores)),
+            "loss": final,
+            "seconds": seconds,
+            "first": first,
+            "device": jax.devices()[0].device_kind,
+        }
+
+    def estimate(self) -> float:
+        """Seconds of one core that a run will take, compiling included."""
+        import jax
+
+        self.begin(0)
+        batches = self.task.batches(0, self.case.batch)
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            jax.block_until_ready(self.learn(*self.draw(batches)))
+            times.append(time.process_time() - start)
+        return times[0] + min(times[1:]) * (self.case.updates // SEVERAL - 1)
+
+    def memory(self, longer: int = 1) -> int:
+        """Bytes that the gradient of a sequence takes beside parameters and inputs, its traces included.
+
+        Where steps may be taken together or one by one, one by one; traces are kept, as in a stream.
+        """
+        import brainstate
+        import jax.numpy as jnp
+        from measure import compile_run
+
+        xs, ys = (
+            jnp.concatenate([jnp.asarray(a)] * longer) for a in self.task.batch(0, 0, self.case.batch)[:2]
+        )
+        alone = getattr(self.learner, "vjp_method", None) == "single-step"
+        size = self.chunk_size or (1 if alone else None)
+        with brainstate.environ.context(fit=True):
+            compiled = compile_run(lambda xs, ys: self.gradient(xs, ys, chunk_size=size), xs, ys)[0]
+        found = compiled.memory_analysis()
+        return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+
+
+def make_learner(net: Any, column: Column) -> tuple[Any, int | None]:
+    """The learner of a column, and the `chunk_size` that it is driven with."""
+    import braintrace
+
+    if column.window is None:
+        return getattr(braintrace, column.rule)(net), None
+    if column.rule == "BPTT":
+        return braintrace.ETraceVjpAlgorithm(net, truncated_bptt()), column.window
+    rank = {"rank": column.rank} if column.rank else {}
+    make = getattr(braintrace, column.rule)
+    return make(net, vjp_method="multi-step", window=column.window, **rank), None
+
+
+def truncated_bptt() -> Any:
+    """A rule that keeps nothing: gradients go back to the start of a window, and no further."""
+    from braintrace import rules
+
+    class Truncated(rules.BPTT):
+        back_through_time = False
+
+    return Truncated()
 
 
 def values(states: Any) -> dict[Any, Any]:
@@ -171,41 +278,89 @@ def case_name(case: Case) -> str:
     return next(name for name, other in CASES.items() if other is case)
 
 
-def run(name: str, seeds: int, fresh: bool) -> None:
+def run(name: str, columns: list[str], seeds: int, folder: Path, fresh: bool) -> None:
     """Fill in what is missing of one task's results."""
     if name == "cosines":
         import cosines
 
-        return save(name, {"cosines": cosines.measure(seeds), "about": about()})
+        if fresh or not (folder / "cosines.json").exists():
+            change(folder, name, lambda _: {"cosines": cosines.measure(seeds), "about": about()})
+        return
+    settings = settings_of(name)
+    change(folder, name, lambda found: begun(found, settings))
+    for column in columns:
+        now = load(folder, name)
+        known = {} if fresh else now["rules"].get(column, {})
+        missing = [seed for seed in range(seeds) if str(seed) not in known]
+        if not missing and column in now["memory"]:
+            continue
+        with time_step():
+            trainer = Trainer(CASES[name], COLUMNS[column])
+            if fresh or column not in now["memory"]:
+                sizes = [trainer.memory(), trainer.memory(LONGER)]
+                change(folder, name, lambda found, c=column, n=sizes: put(found, ["memory"], c, n))
+            for seed in missing:
+                result = trainer.run(seed)
+                change(folder, name, lambda f, c=column, s=seed, r=result: put(f, ["rules", c], str(s), r))
+                shown = f"{result['score']:.4f} in {result['seconds']:.1f} s"
+                print(f"{name} | {column} | seed {seed}: {shown}", flush=True)
+
+
+def time_step() -> Any:
     import brainstate
     import brainunit as u
 
+    return brainstate.environ.context(dt=1.0 * u.ms)
+
+
+def settings_of(name: str) -> dict[str, Any]:
     import braintrace
 
-    case = CASES[name]
-    task = braintrace.tasks.get(name, **case.options)
     shown = ("description", "metric_name", "chance", "target", "higher_is_better", "length", "test_size")
-    found = {} if fresh else load(name)
-    settings = {**asdict(case), **{key: getattr(task, key) for key in shown}}
-    if found.get("settings") != settings:
-        found = {"settings": settings, "rules": {}}
-    found["about"] = about()
-    with brainstate.environ.context(dt=1.0 * u.ms):
-        for rule in RULES:
-            results = found["rules"].setdefault(rule, {})
-            missing = [seed for seed in range(seeds) if str(seed) not in results]
+    task = braintrace.tasks.get(name, **CASES[name].options)
+    return {**asdict(CASES[name]), **{key: getattr(task, key) for key in shown}}
 
-            def report(seed: int, result: dict[str, float], rule: str = rule, results: Any = results) -> None:
-                results[str(seed)] = result
-                save(name, found)
-                print(
-                    f"{name} {rule} seed {seed}: {result['score']:.4f} in {result['seconds']:.1f} s",
-                    flush=True,
-                )
 
-            if missing:
-                train(case, rule, missing, report)
-    return None
+def begun(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Results with these settings: those that were found, or none yet."""
+    kept = found if found.get("settings") == settings else {}
+    return {"settings": settings, "rules": {}, "memory": {}, **kept, "about": about()}
+
+
+def put(found: dict[str, Any], path: list[str], key: str, value: Any) -> dict[str, Any]:
+    where = found
+    for part in path:
+        where = where.setdefault(part, {})
+    where[key] = value
+    return found
+
+
+def estimate(name: str, columns: list[str]) -> None:
+    """Print how long a run of each column will take."""
+    for column in columns if name in CASES else []:
+        with time_step():
+            seconds = Trainer(CASES[name], COLUMNS[column]).estimate()
+        print(f"{name} | {column}: {seconds:.0f} s", flush=True)
+
+
+def gather(other: Path, folder: Path) -> None:
+    """Take over the results in another folder, where they are of the same settings."""
+    for path in sorted(other.glob("*.json")):
+        theirs = json.loads(path.read_text())
+        found = load(folder, path.stem)
+        if found and found.get("settings") != theirs.get("settings"):
+            raise ValueError(f"{path} is of other settings than {folder / path.name}")
+        change(folder, path.stem, partial(joined, theirs=theirs))
+
+
+def joined(found: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Results, with others of the same settings."""
+    if not found or "settings" not in theirs:
+        return theirs
+    for column, results in theirs["rules"].items():
+        found["rules"].setdefault(column, {}).update(results)
+    found.setdefault("memory", {}).update(theirs.get("memory", {}))
+    return found
 
 
 def about() -> dict[str, Any]:
@@ -221,16 +376,22 @@ def about() -> dict[str, Any]:
     }
 
 
-def load(name: str) -> dict[str, Any]:
-    path = RESULTS / f"{name}.json"
+def load(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def save(name: str, found: dict[str, Any]) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    fresh = RESULTS / f"{name}.json.new"
-    fresh.write_text(json.dumps(found, indent=1) + "\n")
-    fresh.replace(RESULTS / f"{name}.json")
+def change(folder: Path, name: str, to: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write what a function makes of a task's results; another process may do so at the same time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fresh = folder / f"{name}.json.new"
+        fresh.write_text(json.dumps(to(load(folder, name)), indent=1) + "\n")
+        fresh.replace(folder / f"{name}.json")
+    finally:
+        os.close(lock)
 
 
 def main() -> None:
@@ -238,29 +399,44 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [*CASES, "cosines"]
-    parser.add_argument(
-        "--task", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+    add = parser.add_argument
+    add("--task", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    add(
+        "--column", nargs="+", choices=[*COLUMNS], default=[*COLUMNS], metavar="NAME", help=", ".join(COLUMNS)
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many tasks to run at once")
-    parser.add_argument("--fresh", action="store_true", help="run again what is there already")
-    options = parser.parse_args()
-    if len(options.task) == 1:
-        run(options.task[0], options.seeds, options.fresh)
+    add("--seeds", type=int, default=5)
+    add("--jobs", type=int, default=os.cpu_count(), help="how many tasks to run at once")
+    add("--fresh", action="store_true", help="run again what is there already")
+    add("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results go")
+    add("--estimate", action="store_true", help="only say how long a run would take")
+    add("--gather", type=Path, metavar="FOLDER", help="only take over the results in a folder")
+    add("--part", action="store_true", help=argparse.SUPPRESS)  # of a run that will write the tables
+    given = parser.parse_args()
+    if given.gather:
+        gather(given.gather, given.into)
+    elif len(given.task) > 1:
+        start_all(given)
+    elif given.estimate:
+        estimate(given.task[0], given.column)
     else:
-        more = ["--seeds", str(options.seeds), *(["--fresh"] if options.fresh else [])]
-        env = {**os.environ, "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+        run(given.task[0], given.column, given.seeds, given.into, given.fresh)
+    if not (given.estimate or given.part):
+        print(write(given.into, [*CASES], COLUMNS, LONGER))
 
-        def start(name: str) -> int:
-            return subprocess.run([sys.executable, __file__, "--task", name, *more], env=env).returncode
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            codes = dict(zip(options.task, pool.map(start, options.task), strict=True))
-        if failed := [name for name, code in codes.items() if code]:
-            print("failed:", ", ".join(failed))
-    from score_table import write
+def start_all(given: argparse.Namespace) -> None:
+    """Each task in a process of its own."""
+    more = ["--part", "--seeds", str(given.seeds), "--into", str(given.into), "--column", *given.column]
+    more += [*(["--fresh"] if given.fresh else []), *(["--estimate"] if given.estimate else [])]
+    env = {**os.environ, "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 
-    write(RESULTS, CASES, RULES)
+    def start(name: str) -> int:
+        return subprocess.run([sys.executable, __file__, "--task", name, *more], env=env).returncode
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        codes = dict(zip(given.task, pool.map(start, given.task), strict=True))
+    if failed := [name for name, code in codes.items() if code]:
+        print("failed:", ", ".join(failed))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,8 @@ def test_functions_and_modules_of_other_frameworks(spec, options, param, exact, 
     assert main(["graph", *given, "--svg", str(tmp_path / "graph.svg")]) == 0
     assert re.search(rf"{param} .* found ", capsys.readouterr().out)
     assert param in (tmp_path / "graph.svg").read_text()
-    assert main(["check", *given, "--length", "4", "--exact"]) == (0 if exact else 1)
+    window = [] if exact else ["--window", "2"]
+    assert main(["check", *given, *window, "--length", "4", "--exact"]) == (0 if exact else 1)
     assert param in capsys.readouterr().out
     if options:
         assert main(["plan", *given, "--length", "4"]) == 0
@@ -211,6 +212,9 @@ def test_check(capsys):
     near = ["check", "braintrace.nn:ValinaRNNCell(3, 4)", "--input", "3", "--length", "4"]
     assert main(near) == 0
     assert main([*near, "--exact"]) == 1
+    assert main([*near, "--exact", "--window", "2", "--rank", "4"]) == 0
+    assert main([*near, "--rule", "rtrl", "--window", "4"]) == 2
+    assert "--window is not for --rule rtrl" in capsys.readouterr().err
 
 
 def test_plan(capsys):
@@ -225,12 +229,17 @@ def test_plan(capsys):
                 "2",
                 "--length",
                 "4",
+                "--window",
+                "2",
+                "--rank",
+                "1",
             ]
         )
         == 0
     )
     shown = capsys.readouterr().out
     assert "D_RTRL" in shown
+    assert "D_RTRL, windows of 2, rank 1" in shown
     assert "BPTT" in shown
 
 
@@ -251,14 +260,17 @@ def test_train_and_resume(tmp_path, capsys):
     assert main([*TRAIN, "--steps", "6"]) == 0
     found = {p.name for p in (tmp_path / "run").iterdir()}
     assert found >= {"metrics.jsonl", "config.json", "curves.svg", "report.html", "checkpoints"}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["window"] == 10
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Learning curves" in page
+    assert "Learned with D_RTRL, windows of 10." in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
     assert main([*TRAIN, "--steps", "6"]) == 2
     assert "--resume" in capsys.readouterr().err
-    assert main(["train", "--out", "run", "--resume", "--hidden", "5"]) == 2
-    assert "cannot go on" in capsys.readouterr().err
+    for other in (["--hidden", "5"], ["--window", "2"]):
+        assert main(["train", "--out", "run", "--resume", *other]) == 2
+        assert "cannot go on" in capsys.readouterr().err
     assert main(["train", "--out", "run", "--resume", "--steps", "8"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     numbers = [line["batch"] for line in lines if line["kind"] == "train"]
@@ -309,6 +321,8 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --lr nan", "--lr"),
         ("--task copying --clip -1", "--clip"),
         ("--task copying --seed -1", "--seed"),
+        ("--task copying --rule bptt --window 5", "--window is not for --rule bptt; d_rtrl takes it"),
+        ("--task copying --rule es_d_rtrl --rank 2", "--rank is not for --rule es_d_rtrl"),
         ("--task copying --optimizer chain", "--optimizer: optax.chain cannot be used here"),
         ("--task copying --optimizer contrib", "--optimizer: optax.contrib cannot be used here"),
         ("--task copying --optimizer lbfgs", "--optimizer: optax.lbfgs cannot be used here"),

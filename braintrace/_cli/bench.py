@@ -11,7 +11,9 @@ from typing import Any
 
 from .errors import UsageError
 from .models import positive, time_step
-from .train import CELLS
+from .train import CELLS, DEFAULTS
+
+WINDOW = DEFAULTS["window"]  # that of `braintrace train`
 
 ABOUT = """\
 Time the rules beside BPTT on this machine, for a net of a given size.
@@ -80,9 +82,9 @@ def compare(given: argparse.Namespace) -> None:
     like = argparse.Namespace(inputs=given.inputs, outputs=8, length=given.length)
     like.batch = lambda *_: (xs, ys)
 
-    def case(rule: Any, chunk_size: int | None = None) -> Any:
+    def case(rule: Any, chunk_size: int | None = None, **options: Any) -> Any:
         brainstate.random.seed(0)
-        learner = rule(make_net(given.cell, like, given.hidden))
+        learner = rule(make_net(given.cell, like, given.hidden), **options)
         brainstate.nn.init_all_states(learner.model, batch_size=given.batch_size)
         learner.compile_graph(xs[0])
 
@@ -103,6 +105,7 @@ def compare(given: argparse.Namespace) -> None:
         "BPTT": bptt,
         "D_RTRL, automatic": case(braintrace.D_RTRL)[0],
         "D_RTRL, step by step": case(braintrace.D_RTRL, 1)[0],
+        f"D_RTRL, windows of {WINDOW}": case(braintrace.D_RTRL, window=WINDOW)[0],
         "ES_D_RTRL, automatic": case(braintrace.ES_D_RTRL)[0],
         "ES_D_RTRL, step by step": case(braintrace.ES_D_RTRL, 1)[0],
     }

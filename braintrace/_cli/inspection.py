@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import functions, models
+from . import dial, functions, models
 
 RULES = ("d_rtrl", "es_d_rtrl", "rtrl")
 
@@ -33,6 +33,7 @@ Exit code 1 where the two differ for another reason than the rule's, or, with --
 examples:
   braintrace check 'braintrace.nn:LRUCell(3, 8)' --input 3
   braintrace check my_pkg.my_mod:Model --input 28 --batch-size 4 --length 20 --rule es_d_rtrl
+  braintrace check my_pkg.my_mod:Model --input 28 --length 20 --window 5 --rank 4
   braintrace check my_pkg.my_mod:Model --input 28 --exact && echo exact
 """
 
@@ -41,6 +42,7 @@ What each rule and BPTT would need in memory and operations, before anything is 
 
 examples:
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
+  braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000 --window 10
 """
 
 
@@ -58,7 +60,8 @@ def add_to(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         models.add_arguments(parser)
-        parser.set_defaults(run=run)
+        dial.add_arguments(parser)
+        parser.set_defaults(run=run, window=0, rank=0)
         if name != "plan":
             parser.add_argument("--rule", choices=RULES, default="d_rtrl", help="default: d_rtrl")
         if name == "graph":
@@ -130,9 +133,10 @@ def show_plan(given: argparse.Namespace) -> int:
 
     with models.build(given) as (model, inputs):
         if isinstance(model, functions.Functions):
-            model.net.plan(given.length).show()
+            model.net.plan(given.length, window=given.window or None, rank=given.rank).show()
         else:
-            plan(model, tuple(inputs), given.batch_size, given.length).show()
+            more = {"window": given.window or None, "rank": given.rank}
+            plan(model, tuple(inputs), given.batch_size, given.length, **more).show()
     return 0
 
 
@@ -144,12 +148,14 @@ def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
     from .. import rules
     from .._learners.compile import NAMES
 
+    options = dial.options(NAMES[given.rule], given.rule, given.window, given.rank)
     with models.build(given) as (model, inputs):
         if isinstance(model, functions.Functions):
-            rule = getattr(rules, given.rule.upper())()
-            yield replace(model, net=model.net.with_rule(rule)), inputs
+            more = {"rank": given.rank} if given.rank else {}
+            rule = getattr(rules, given.rule.upper())(**more)
+            yield replace(model, net=model.net.with_rule(rule, options.get("window"))), inputs
         else:
-            learner = NAMES[given.rule](model)
+            learner = NAMES[given.rule](model, **options)
             learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
             yield learner, inputs
 

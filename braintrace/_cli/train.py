@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import dial
 from .errors import UsageError
 from .models import SPEC, positive
 
@@ -23,6 +24,8 @@ DEFAULTS: dict[str, Any] = {
     "task": None,
     "set": {},
     "rule": "d_rtrl",
+    "window": 10,  # of rules that have windows; 0: one step at a time
+    "rank": 0,
     "cell": None,
     "model": None,
     "hidden": 64,
@@ -37,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "to_target": False,
 }
+WITHOUT_WINDOWS = {"rtrl", "bptt"}
 EPOCH = 100  # batches; what counts is that it never changes, so that a run can go on anywhere
 MAY_CHANGE = {"steps", "eval_every", "checkpoint_every", "to_target"}  # when a run goes on
 
@@ -50,6 +54,8 @@ the tasks.
 examples:
   braintrace train --task copying
   braintrace train --task copying --set delay=10 --set symbols=5 --cell lstm --hidden 128 --to-target
+  braintrace train --task mackey_glass --window 5 --rank 4              closer to BPTT, at a fixed memory
+  braintrace train --task copying --window 0                            one step at a time
   braintrace train --task evidence --rule es_d_rtrl --cell alif --steps 200
   braintrace train --task mackey_glass --update-every 1 --lr 1e-3       weights change at every time step
   braintrace train --task digits_rows --model my_mod:Net                your own model
@@ -70,6 +76,7 @@ def add_to(commands: Any) -> None:
     add("--task", help="what to learn")
     add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
     add("--rule", choices=RULES, help=say("rule", "how gradients are made"))
+    dial.add_arguments(parser, DEFAULTS["window"])
     add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
     add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
     add("--hidden", type=positive, help=say("hidden", "units"))
@@ -120,7 +127,7 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
 
     size, seed = settings["batch_size"], settings["seed"]
     brainstate.random.seed(seed)
-    learner = NAMES[settings["rule"]](make())
+    learner = NAMES[settings["rule"]](make(), **_dial(settings))
     brainstate.nn.init_all_states(learner.model, batch_size=size)
     learner.compile_graph(jnp.zeros((size, task.inputs)))
     learner.show_graph()
@@ -156,7 +163,8 @@ def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, 
     from .._train.curves import save_curves
     from .._train.report import write_report
 
-    runs, targets = {type(learner).__name__: result}, {name: task.target}
+    rule = dial.title(type(learner).__name__, settings["window"], settings["rank"])
+    runs, targets = {rule: result}, {name: task.target}
     save_curves(runs, out / "curves.svg", targets)
     if result.interrupted:
         return
@@ -167,7 +175,7 @@ def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, 
         runs,
         learner,
         title=f"{task.name}: {task.description}",
-        subtitle=f"Learned with {type(learner).__name__}. {task.reference}",
+        subtitle=f"Learned with {rule}. {task.reference}",
         target=(name, task.target, task.higher_is_better),
         settings=settings,
     )
@@ -193,6 +201,8 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
                     f"The run in {out} has {name} {stored[name]!r}; it cannot go on with {value!r}."
                 )
     settings = {**DEFAULTS, **stored, **typed}
+    if settings["rule"] in WITHOUT_WINDOWS and "window" not in {*stored, *typed}:
+        settings["window"] = 0
     if settings["task"] is None:
         if resume:
             raise UsageError("--resume needs --out FOLDER, the folder of the run to go on with.")
@@ -200,7 +210,9 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
     _check(settings)
     if out is None:
         what = "own" if settings["model"] else settings["cell"]
-        out = Path("runs") / "-".join([settings["task"], what, settings["rule"], str(settings["seed"])])
+        turned = [f"{name}{typed[name]}" for name in ("window", "rank") if name in typed]
+        parts = [settings["task"], what, settings["rule"], *turned, str(settings["seed"])]
+        out = Path("runs") / "-".join(parts)
         if resume:
             given.out = out
             return _settings(given)
@@ -216,7 +228,8 @@ def _stored(out: Path) -> dict[str, Any]:
             f"--resume: there is no run in {out} to go on with. Without --resume one starts there."
         )
     try:
-        stored = {**DEFAULTS, **json.loads(file.read_text())}
+        # a run that says nothing of windows had none
+        stored = {**DEFAULTS, "window": 0, **json.loads(file.read_text())}
         for name, usual in DEFAULTS.items():
             if not isinstance(stored[name], str | None if usual is None else type(usual)):
                 raise TypeError(f"{name} is {stored[name]!r}")
@@ -243,6 +256,7 @@ def _check(settings: dict[str, Any]) -> None:
     if settings["seed"] < 0:
         raise UsageError(f"--seed is 0 or more, not {settings['seed']}.")
     check_name(settings["task"])
+    _dial(settings)
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
     if settings["cell"] is None and not settings["model"]:
@@ -251,6 +265,13 @@ def _check(settings: dict[str, Any]) -> None:
     if every != "sequence" and not (str(every).isdigit() and int(every) >= 1):
         raise UsageError(f"--update-every is `sequence` or a number of time steps, not {every!r}.")
     _optimizer(settings)
+
+
+def _dial(settings: dict[str, Any]) -> dict[str, Any]:
+    from .._learners.compile import NAMES
+
+    rule = settings["rule"]
+    return dial.options(NAMES[rule], rule, settings["window"], settings["rank"])
 
 
 def _task(settings: dict[str, Any]) -> Any:

@@ -551,6 +551,16 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         raise NotImplementedError
 
+    def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
+        """Go back through windows of `window` steps from now on, with traces of `rank` more directions.
+
+        None: as it is. Where that makes other traces, they begin from zero.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has neither `window` nor `rank`, which are for traces of weights: "
+            "`braintrace.D_RTRL` has them."
+        )
+
     def steps_at_once(self, chunk_size: int | None) -> int | None:
         """How many steps `step_fn` takes at once for this `chunk_size`; None: one, whatever it is."""
         return None

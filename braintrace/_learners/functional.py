@@ -123,9 +123,9 @@ class OnlineFunctions:
 
         return CompilationReport(self.graph, self.rule.kind(self._online.windows))
 
-    def with_rule(self, rule: Rule) -> OnlineFunctions:
-        """The same step function under another rule."""
-        other = replace(self, rule=rule, _programs=Programs())
+    def with_rule(self, rule: Rule, window: int | None = None) -> OnlineFunctions:
+        """The same step function under another rule, in windows of so many steps (None: as before)."""
+        other = replace(self, rule=rule, window=window or self.window, _programs=Programs())
         other.__dict__["graph"] = self.graph  # it goes by the function alone
         return other
 
@@ -165,12 +165,14 @@ class OnlineFunctions:
         rules: Iterable[str] = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT"),
         chunk_sizes: Iterable[int] | None = None,
         memory_budget: int | None = None,
+        window: int | None = None,
+        rank: int = 0,
     ) -> Plan:
         """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import plan_functions
 
         sizes = None if chunk_sizes is None else list(chunk_sizes)
-        return plan_functions(self, length, list(rules), sizes, memory_budget)
+        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank)
 
     # -- pytrees and leaves ------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import brainstate
@@ -27,6 +28,7 @@ from .._online.user_step import UserStep
 from .._report.diagnostics import DiagnosticKind, warn_of
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
+from .driving import Driver
 from .forms import Compiled
 
 VjpMethod = Literal["single-step", "multi-step"]
@@ -54,8 +56,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         check_mark(mark)
         if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-            raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
+        _check_window(window)
         in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
         if in_windows and vjp_method == "single-step":
             raise ValueError(
@@ -73,6 +74,22 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     @property
     def _in_windows(self) -> bool:
         return self.rule.windows or self.vjp_method == "multi-step"
+
+    def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
+        if not isinstance(self.rule, TraceRule):
+            super().take_windows(window, rank)
+        rule: Any = self.rule
+        if rank is not None:
+            if not hasattr(rule, "rank"):
+                raise ValueError(f"{type(self).__name__} has no `rank`; `braintrace.D_RTRL` has.")
+            rule = dataclasses.replace(rule, rank=rank)
+        _check_window(window)
+        before = self.rule, self.vjp_method
+        self.rule, self.window = rule, window or self.window
+        self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
+        if before != (self.rule, self.vjp_method) and self.is_compiled:  # for other traces
+            self._compiled, self._forms, self._driver = {}, [], Driver()
+            self.init_etrace_state()
 
     @property
     def rule_kind(self) -> RuleKind:
@@ -192,6 +209,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             fresh=self._is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
+
+
+def _check_window(window: Any) -> None:
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
 
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:

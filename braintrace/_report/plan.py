@@ -47,7 +47,7 @@ _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disab
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The cost of one rule, so many steps at once."""
+    """The cost of one rule, so many steps at once; with a `window`, back through so many steps."""
 
     rule: str
     chunk_size: int  # steps whose values are kept at once
@@ -55,10 +55,17 @@ class PlanRow:
     trace_bytes: int  # kept from step to step
     activation_bytes: int  # set aside while the gradient of the sequence is computed
     flops_per_step: float
+    window: int | None = None
+    rank: int = 0
 
     @property
     def total_bytes(self) -> int:
         return self.trace_bytes + self.activation_bytes
+
+    @property
+    def title(self) -> str:
+        windows = "" if self.window is None else f", windows of {self.window}"
+        return self.rule + windows + (f", rank {self.rank}" if self.rank else "")
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,10 @@ class Plan:
     recommendation: str
     recommended: PlanRow | None
 
-    def row(self, rule: str, chunk_size: int | None = None) -> PlanRow:
+    def row(self, rule: str, chunk_size: int | None = None, *, window: int | None = None) -> PlanRow:
         """One row; without a chunk size, that of the largest chunk."""
-        found = [r for r in self.rows if r.rule == rule and chunk_size in (None, r.chunk_size)]
+        asked = lambda r: (r.rule, r.window) == (rule, window) and chunk_size in (None, r.chunk_size)
+        found = list(filter(asked, self.rows))
         if not found:
             raise KeyError(f"No row for {rule} with chunks of {chunk_size}.")
         return max(found, key=lambda r: r.chunk_size)
@@ -89,7 +97,7 @@ class Plan:
     def table(self) -> Table:
         rows = [
             (
-                r.rule + (" *" if r is self.recommended else ""),
+                r.title + (" *" if r is self.recommended else ""),
                 "all" if r.chunk_size == self.length else str(r.chunk_size),
                 "exact" if r.exact else "approximate",
                 show_bytes(r.trace_bytes),
@@ -127,6 +135,8 @@ def plan(
     rules: Sequence[str] = tuple(RULES),
     chunk_sizes: Sequence[int] | None = None,
     memory_budget: int | None = None,
+    window: int | None = None,
+    rank: int = 0,
 ) -> Plan:
     """What each rule would cost on a sequence of `length` steps; the model is left as it is.
 
@@ -135,6 +145,7 @@ def plan(
     as they are.
     Chunks are of one step, of about the square root of the length and of all steps, unless given;
     `memory_budget` (bytes) is what the recommendation may use: the device's memory, or half of the machine's.
+    With a `window`, or a `rank`, there is a row of D_RTRL in windows, too.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
@@ -147,12 +158,15 @@ def plan(
     twin = _abstract_copy(model, batch_size)
     graph = graph_from_info(extract_module_info(twin, *args))
 
-    def rows_of(rule: str) -> Callable[[int], PlanRow]:
+    def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
         learner = RULES[rule](twin)
+        if dial is not None:
+            learner.take_windows(dial.window, dial.rank or None)
         learner.adopt(graph, args)
-        return lambda size: _row_of_learner(rule, learner, args, length, size)
+        return lambda size: _row_of_learner(rule, learner, args, length, size, dial)
 
-    return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, batch_size)
+    dial = Dial.of(window, rank)
+    return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size)
 
 
 def plan_functions(
@@ -161,23 +175,40 @@ def plan_functions(
     rules: Sequence[str],
     chunk_sizes: Sequence[int] | None,
     memory_budget: int | None,
+    window: int | None = None,
+    rank: int = 0,
 ) -> Plan:
     """The same for pure functions."""
 
-    def rows_of(rule: str) -> Callable[[int], PlanRow]:
-        other = net.with_rule(FUNCTIONS[rule]())
-        return lambda size: _row_of_functions(rule, other, length, size)
+    def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
+        more = {"rank": rank} if dial and rank else {}
+        other = net.with_rule(FUNCTIONS[rule](**more), dial.window if dial else None)
+        return lambda size: _row_of_functions(rule, other, length, size, dial)
 
-    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget)
+    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, Dial.of(window, rank))
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Windows, and how many directions traces have beside the diagonal."""
+
+    window: int
+    rank: int
+
+    @staticmethod
+    def of(window: int | None, rank: int) -> Dial | None:
+        """None: neither; rank alone is in windows of one step."""
+        return Dial(window or 1, rank) if window or rank else None
 
 
 def _plan(
     graph: ETraceGraph,
-    rows_of: Callable[[str], Callable[[int], PlanRow]],
+    rows_of: Callable[..., Callable[[int], PlanRow]],
     length: int,
     rules: Sequence[str],
     chunk_sizes: Sequence[int] | None,
     memory_budget: int | None,
+    dial: Dial | None,
     batch_size: int | None = None,
 ) -> Plan:
     for rule in rules:
@@ -189,6 +220,8 @@ def _plan(
     sizes = sorted({min(s, length) for s in (chunk_sizes or (1, middle, length))})
     whole = {"RTRL": [1], "BPTT": [s for s in sizes if s > 1] or [length]}
     rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
+    if dial is not None and "D_RTRL" in rules:
+        rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))
     budget = _memory() if memory_budget is None else memory_budget
     best, words = _recommend(rows, length, budget)
     states = [e for e in graph.module_info.entries if not e.is_param]
@@ -227,9 +260,13 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     return twin
 
 
-def _row_of_learner(rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int) -> PlanRow:
+def _row_of_learner(
+    rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int, dial: Dial | None
+) -> PlanRow:
+    steps = size if dial is None else None
+
     def gradient(*sequences: Any) -> Any:
-        return learner.etrace_grad(*sequences, step_fn=lambda *x: _loss(learner(*x)), chunk_size=size)
+        return learner.etrace_grad(*sequences, step_fn=lambda *x: _loss(learner(*x)), chunk_size=steps)
 
     with warnings.catch_warnings(action="ignore"):
         sequences = _longer(args, length)
@@ -238,10 +275,11 @@ def _row_of_learner(rule: str, learner: ETraceAlgorithm, args: Any, length: int,
             jax.tree.map(_struct, pure.values()), *sequences
         )
     values = [st.value for st in learner.traces.values()]
-    return _row(rule, size, length, learner.report.exactness.exact, values, pure.closed, traced)
+    exact = learner.report.exactness.exact
+    return _row(rule, size, length, exact, values, pure.closed, traced, dial)
 
 
-def _row_of_functions(rule: str, net: OnlineFunctions, length: int, size: int) -> PlanRow:
+def _row_of_functions(rule: str, net: OnlineFunctions, length: int, size: int, dial: Dial | None) -> PlanRow:
     params, carry, x = net.function.shapes
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
@@ -251,7 +289,8 @@ def _row_of_functions(rule: str, net: OnlineFunctions, length: int, size: int) -
     with warnings.catch_warnings(action="ignore"):
         traces = jax.eval_shape(lambda *given: net.init(*net.function.rebuild(*given)[:2]), params, carry, x)
         traced = jax.jit(gradient).trace(params, carry, _longer(x, length), traces)
-    return _row(rule, size, length, net.report.exactness.exact, traces, traced.jaxpr, traced)
+    exact = net.report.exactness.exact
+    return _row(rule, size, length, exact, traces, traced.jaxpr, traced, dial)
 
 
 def _loss(y: Any) -> Any:
@@ -263,17 +302,21 @@ def _longer(args: Any, length: int) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((length, *a.shape), a.dtype), args)
 
 
-def _row(rule: str, size: int, length: int, exact: bool, traces: Any, closed: Any, traced: Any) -> PlanRow:
+def _row(
+    rule: str, size: int, length: int, exact: bool, traces: Any, closed: Any, traced: Any, dial: Dial | None
+) -> PlanRow:
     with warnings.catch_warnings(action="ignore"):
         quickly = _QUICKLY if jax.default_backend() == "cpu" else None
         memory: Any = traced.lower().compile(compiler_options=quickly).memory_analysis()
     return PlanRow(
         rule=rule,
         chunk_size=size,
-        exact=exact,
+        exact=exact or (dial is not None and dial.window >= length),
         trace_bytes=_bytes(jax.tree.leaves(traces)),
         activation_bytes=int(memory.temp_size_in_bytes),
         flops_per_step=count_flops(closed) / length,
+        window=dial.window if dial else None,
+        rank=dial.rank if dial else 0,
     )
 
 
@@ -289,7 +332,7 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
     if not fits:
         least = min(online, key=lambda r: r.total_bytes)
         return None, (
-            f"Nothing fits in {show_bytes(budget)}: the least is {least.rule} with "
+            f"Nothing fits in {show_bytes(budget)}: the least is {least.title} with "
             f"{show_bytes(least.total_bytes)}. Take a smaller batch, or traces of less precision "
             "(`trace_dtype=jnp.bfloat16`)."
         )
@@ -298,11 +341,12 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
     good = exact or [r for r in fits if r.rule == "D_RTRL"] or fits
     few = _ABOUT * min(r.flops_per_step for r in good)
     best = min((r for r in good if r.flops_per_step <= few), key=lambda r: r.total_bytes)
-    how = {1: "step by step", length: "the whole sequence at once"}.get(
+    chunks = {1: "step by step", length: "the whole sequence at once"}.get(
         best.chunk_size, f"in chunks of {best.chunk_size}"
     )
+    how = "" if best.window else f", {chunks}"
     words = [
-        f"{best.rule}, {how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
+        f"{best.title}{how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
         + ("exact." if best.exact else "an approximation (`report.exactness` says what it misses).")
     ]
     bptt = next((r for r in rows if r.rule == "BPTT" and r.chunk_size == length), None)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._learners.vjp import ETraceVjpAlgorithm
 from .engine import Engine
 
 _STEPS = 3  # a learning rate may begin at zero
@@ -21,6 +22,10 @@ def settings(engine: Engine) -> dict[str, Any]:
     }
     if engine.in_windows:
         found["the window (`chunk_size`)"] = engine.chunk_size
+    learner = engine.learner
+    if isinstance(learner, ETraceVjpAlgorithm):
+        found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
+        found["`rank`"] = getattr(learner.rule, "rank", 0)
     if (step := _size_of_step(engine)) is not None:
         found["what the optimiser makes of a gradient of 1 (its learning rate, say)"] = step
     return found

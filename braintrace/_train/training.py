@@ -25,6 +25,8 @@ def fit(
     max_batches: int | None = None,
     update_every: int | Literal["sequence"] = "sequence",
     metrics: Mapping[str, Metric] | None = None,
+    window: int | None = None,
+    rank: int | None = None,
     chunk_size: int | None = None,
     reset: bool = True,
     batched: bool = True,
@@ -48,7 +50,10 @@ def fit(
     the mask is zero, targets need not be finite.
 
     Weights change after every sequence, every `update_every` steps, or with 1 every step. `reset=False`
-    carries states and traces on from batch to batch. A multi-step learner takes windows of `chunk_size`.
+    carries states and traces on from batch to batch. With `window`, gradients go back through windows of so
+    many steps along all paths, or up to where the weights change, and traces stand for what came before; with
+    `rank`, in so many directions beside the diagonal (None: as the learner was made). Of a multi-step learner
+    `chunk_size` is the window of a `step_fn` that takes several steps.
 
     `eval_batches` are evaluated every `eval_every` batches (None: after each epoch) and at the end;
     `stop_when(scores)` of an evaluation, or else of a batch, ends the run. Checkpoints go to
@@ -65,6 +70,8 @@ def fit(
     True
     """
     _check(learner, optimizer, update_every, epochs, max_batches, eval_every, checkpoint_every)
+    if window is not None or rank is not None:
+        learner.take_windows(window, rank)
     every = None if update_every == "sequence" else update_every
     engine = Engine(learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched)
     if epochs is None and (max_batches is None or isinstance(batches, Iterator)):

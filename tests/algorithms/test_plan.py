@@ -130,8 +130,9 @@ def test_a_plan_reads_well_and_recommends():
         def update(self, x):
             return self.cell(x)
 
-    found = bt.plan(Exact(), jax.ShapeDtypeStruct((2, 3), float), 2, 4, rules=["D_RTRL", "BPTT"])
-    assert [r.chunk_size for r in found.rows] == [1, 2, 4, 2, 4]
+    found = bt.plan(Exact(), jax.ShapeDtypeStruct((2, 3), float), 2, 4, rules=["D_RTRL", "BPTT"], window=2)
+    assert [r.chunk_size for r in found.rows] == [1, 2, 4, 2, 4, 2]
+    assert found.row("D_RTRL", window=2).title == "D_RTRL, windows of 2"
     assert found.recommended is not None
     assert found.recommendation.startswith("D_RTRL, the whole sequence at once: ")
     assert "gradient on this model is exact" in found.recommendation

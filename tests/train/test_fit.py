@@ -24,7 +24,7 @@ import braintrace
 from braintrace._train.result import to_columns, to_rows
 from braintrace.tasks import task as tasks
 
-from .nets import BATCH, IN, LENGTH, Net, batch, close, epoch, long_run, make
+from .nets import BATCH, IN, LENGTH, UNITS, Net, batch, close, epoch, long_run, make
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +83,29 @@ def test_equals_a_loop_by_hand(rule, update_every):
     )
     assert [r["batch"] for r in result.history] == [1, 2]
     same(parameters(learner), by_hand(rule, update_every, batches), rtol=1e-4, atol=1e-6)
+
+
+def test_windows_are_those_of_the_learner(tmp_path):
+    batches = [batch(0), batch(1)]
+    learner, loss = make()
+    brainstate.nn.init_all_states(learner.model, batch_size=BATCH)
+    learner.compile_graph(batches[0][0][0])
+    go = functools.partial(braintrace.fit, batches=batches, optimizer=optax.adam(1e-2), progress=False)
+    go(learner, step_fn=loss, window=3, rank=UNITS, checkpoint_dir=tmp_path)
+    assert (learner.vjp_method, learner.window, learner.rule.rank) == ("multi-step", 3, UNITS)
+    exact, its_loss = make(braintrace.BPTT)
+    go(exact, step_fn=its_loss)
+    same(parameters(learner), parameters(exact), rtol=1e-4, atol=1e-6)
+    with pytest.warns(UserWarning, match="`window` was 3 and is 2; `rank` was 5 and is 1"):
+        go(learner, step_fn=loss, window=2, rank=1, checkpoint_dir=tmp_path, resume=True)
+    for wrong, options, words in (
+        (exact, {"window": 2}, "BPTT has neither `window` nor `rank`"),
+        (braintrace.RTRL(Net()), {"rank": 1}, "RTRL has neither"),
+        (braintrace.ES_D_RTRL(Net()), {"rank": 1}, "ES_D_RTRL has no `rank`"),
+        (learner, {"window": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            go(wrong, step_fn=loss, **options)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
