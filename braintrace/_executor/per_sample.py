@@ -232,7 +232,7 @@ class PerSample:
         if self.samples.axis is None:
             return None
         numbers = np.broadcast_to(
-            np.arange(self.samples.count).reshape(
+            np.arange(1, self.samples.count + 1).reshape(
                 -1, *[1] * (len(slot.group.varshape) - self.samples.axis - 1)
             ),
             slot.group.varshape,
@@ -241,7 +241,8 @@ class PerSample:
             seen = np.asarray(
                 slot.lift(jnp.asarray(numbers, float)[None], slot.relation.site.no_inputs, 1)[0]
             )
-        letter = counting(seen, slot.at, self.samples.count)
+        # a place of the output that reaches no state has a zero there
+        letter = counting(seen - 1, slot.at, self.samples.count)
         return None if letter in slot.layout.w else letter
 
     @property

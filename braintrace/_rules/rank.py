@@ -136,7 +136,7 @@ def fixed_basis(numbers: int, size: int) -> Any:
 def _begun(basis: Any) -> Any:
     """The basis, or a fixed one for samples that have none yet."""
     _, size, numbers = basis.shape
-    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)
+    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)[None]
     return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
 
 
@@ -149,7 +149,8 @@ def orthonormal(rows: Any) -> Any:
     rows = _finite(rows)
     length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
     little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
-    rows = rows / jnp.where(length == 0, 1, length) + little * fixed_basis(numbers, size).T.astype(rows.dtype)
+    fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]
+    rows = rows / jnp.where(length == 0, 1, length) + little * fixed
 
     def add(j: Any, basis: Any) -> Any:
         row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
