@@ -360,8 +360,8 @@ class Brute:
             U' = basis of H U,    V' = U'^T (H (E + U V) + W - E')
             gradient = within the window + dL/dh[start] (E + U V)
 
-        The numbers of a sample are those of the state leaves `leaves`, in this order; samples lie along `axis`
-        (None: there is one).
+        The numbers of a sample are those of the state leaves `leaves`, in this order; samples lie along
+        `axis` (None: there is one).
         """
         sizes = [self.f.states[i].size for i in leaves]
         places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])

@@ -14,7 +14,7 @@ With as many directions as numbers carried, nothing is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -53,9 +53,6 @@ class Rank:
     def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
         """What is kept beside the traces, which are `before` the window and `after` it."""
         per = self._per_sample(executor)
-        if window.keep is not None:
-            before = {**before, **self.forget(executor, before, ~window.keep[0])}
-            window = replace(window, keep=window.keep.at[0].set(True))
         old = _begun(before[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
