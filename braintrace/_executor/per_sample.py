@@ -86,7 +86,7 @@ class PerSample:
             for _ in range(_parts(v)):
                 each.append(vectors[:, at : at + size].reshape(shape))
                 at += size
-            one = each[0] if len(each) == 1 else each[0] + (-1j if dual else 1j) * each[1]
+            one = each[0] if len(each) == 1 else jax.lax.complex(each[0], -each[1] if dual else each[1])
             found[v] = _back(one, self.samples.axis).astype(v.aval.dtype)
         return [
             found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype) if v.inexact else None
