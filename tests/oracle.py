@@ -3,7 +3,8 @@
 Nothing here uses the compiler: a step is a flat jaxpr that is evaluated again with some of its values
 replaced. `bptt` differentiates through time. `Brute` keeps the whole influence of every parameter on every
 hidden number, with the recurrence cut down to its diagonal blocks; only the groups (and, where a trace
-leaves out paths, the kept positions) are taken from the graph.
+leaves out paths, the kept positions) are taken from the graph, and for `rank` which states lie where in a
+sample.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
+from braintrace._rules.rank import fixed_basis
 
 _CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jaxpr"}
 
@@ -337,12 +339,87 @@ class Brute:
                     grad = grad + now["within"]
                     for k, M in enumerate(influence):
                         grad = grad + (now["g"][k] @ now["D"][k] + now["old"][k]) @ M
-                influence = [
-                    now["D"][k] @ M + sum(now["J"][s, j] @ now["dy"][s] for s, j in self.sites if j == k)
-                    for k, M in enumerate(influence)
-                ]
+                influence = self._influence(now, influence)
                 states = now["states"]
         return self.f.as_tree(self.unravel(grad))
+
+    def _influence(self, now: dict[str, Any], influence: list[Any]) -> list[Any]:
+        """What the traces stand for, after a step: of each group, (its numbers, parameters)."""
+        return [
+            now["D"][k] @ M + sum(now["J"][s, j] @ now["dy"][s] for s, j in self.sites if j == k)
+            for k, M in enumerate(influence)
+        ]
+
+    def d_rtrl_rank(
+        self, xs: list[Any], window: int, rank: int, leaves: list[int], axis: int | None
+    ) -> dict[Any, Any]:
+        """In windows, and `U V` beside the diagonal influence `E`, for each sample.
+
+        Over a window with `H` = d h[end]/d h[start] and `W` = d h[end]/d theta:
+
+            U' = basis of H U,    V' = U'^T (H (E + U V) + W - E')
+            gradient = within the window + dL/dh[start] (E + U V)
+
+        The numbers of a sample are those of the state leaves `leaves`, in this order; samples lie along
+        `axis` (None: there is one).
+        """
+        sizes = [self.f.states[i].size for i in leaves]
+        places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        shaped = [p.reshape(self.f.states[i].shape) for p, i in zip(places, leaves, strict=True)]
+        if axis is None:
+            samples = [np.arange(sum(sizes))]
+        else:
+            split = [np.moveaxis(p, axis, 0).reshape(p.shape[axis], -1) for p in shaped]
+            samples = list(np.concatenate(split, 1))
+        start = fixed_basis(len(samples[0]), rank)
+        U = [start for _ in samples]
+        V = [jnp.zeros((start.shape[1], self.theta.size)) for _ in samples]
+        influence = [jnp.zeros((len(p), self.theta.size)) for _, p in self.groups]
+        states, grad = self.f.states, jnp.zeros_like(self.theta)
+        flow = self.jit(partial(self._flow, leaves))
+        for first in range(0, len(xs), window):
+            chunk = xs[first : first + window]
+            E = self._of_leaves(influence, leaves)
+            own, signal, H, W = flow(self.theta, states, chunk)
+            for x in chunk:
+                now = self.advance(self.theta, states, x)
+                influence, states = self._influence(now, influence), now["states"]
+            E_new = self._of_leaves(influence, leaves)
+            grad = grad + own
+            for s, i in enumerate(samples):
+                P = E[i] + U[s] @ V[s]
+                grad = grad + signal[i] @ P
+                U[s] = _basis(H[i][:, i] @ U[s], start)
+                V[s] = U[s].T @ (H[i][:, i] @ P + W[i] - E_new[i])
+        return self.f.as_tree(self.unravel(grad))
+
+    def _of_leaves(self, influence: list[Any], leaves: list[int]) -> Any:
+        """Influences by groups as those of some states, one after the other; zero where there is no trace."""
+        sizes = {i: self.f.states[i].size for i in leaves}
+        found = {i: jnp.zeros((n, self.theta.size)) for i, n in sizes.items()}
+        for (members, _), M in zip(self.groups, influence, strict=True):
+            at = 0
+            for i in members:
+                found[i] = M[at : at + sizes[i]]
+                at += sizes[i]
+        return jnp.concatenate(list(found.values()))
+
+    def _flow(self, leaves: list[int], theta: Any, states: Any, chunk: Any) -> tuple[Any, ...]:
+        """Of a window: dL/dtheta, dL/dh[start], d h[end]/d h[start] and d h[end]/d theta, along all paths."""
+
+        def run(theta: Any, start: list[Any]) -> Any:
+            now, value = list(states), 0.0
+            for i, a in zip(leaves, start, strict=True):
+                now[i] = a
+            for x in chunk:
+                outs, now = self.f.step(self.unravel(theta), now, x)
+                value = value + loss(outs)
+            return jnp.concatenate([value[None], *(now[i].ravel() for i in leaves)])
+
+        start, shapes = ravel_pytree([states[i] for i in leaves])
+        of_theta, of_start = jax.jacrev(lambda t, s: run(t, shapes(s)), (0, 1))(theta, start)
+        of_start = jnp.where(jnp.isfinite(of_start), of_start, 0)  # a slope at zero meets no influence
+        return of_theta[0], of_start[0], of_start[1:], of_theta[1:]
 
     def es_d_rtrl(self, xs: list[Any], decay: float, window: int | None = None) -> dict[Any, Any]:
         f_bar: dict[Any, Any] = {}
@@ -413,6 +490,13 @@ class Brute:
 
             self._window_fn = self.jit(run)
         return self._window_fn(self.theta, states, chunk)
+
+
+def _basis(columns: Any, start: Any) -> Any:
+    """An orthonormal basis of some columns; a little of `start` stands in for those that are lost."""
+    length = jnp.linalg.norm(columns, axis=0, keepdims=True)
+    little = np.sqrt(np.finfo(np.float64).eps)
+    return jnp.linalg.qr(columns / jnp.where(length == 0, 1, length) + little * start)[0]
 
 
 def _input_of(eqn: Any, vals: Any) -> Any:

@@ -154,10 +154,11 @@ class _Search:
 
 
 def counting(numbers: Array, letters: Letters, count: int) -> str | None:
-    """The letter along which an array counts from zero to `count`."""
+    """The letter along which an array counts from zero to `count`; a negative number is at no place."""
     for axis, letter in enumerate(letters):
         shape = [-1 if a == axis else 1 for a in range(numbers.ndim)]
-        if numbers.shape[axis] == count and np.all(numbers == np.arange(count).reshape(shape)):
+        counted = np.arange(numbers.shape[axis]).reshape(shape)
+        if numbers.shape[axis] == count and np.all((numbers < 0) | (numbers == counted)):
             return letter
     return None
 

@@ -74,7 +74,7 @@ class PerSample:
             for _ in range(_parts(v)):
                 each.append(vectors[:, at : at + size].reshape(shape))
                 at += size
-            one = each[0] if len(each) == 1 else each[0] + (-1j if dual else 1j) * each[1]
+            one = each[0] if len(each) == 1 else jax.lax.complex(each[0], -each[1] if dual else each[1])
             found[v] = _back(one, self.samples.axis).astype(v.aval.dtype)
         return [
             found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype) if v.inexact else None
@@ -215,7 +215,7 @@ class PerSample:
         if self.samples.axis is None:
             return None
         numbers = np.broadcast_to(
-            np.arange(self.samples.count).reshape(
+            np.arange(1, self.samples.count + 1).reshape(
                 -1, *[1] * (len(slot.group.varshape) - self.samples.axis - 1)
             ),
             slot.group.varshape,
@@ -224,7 +224,8 @@ class PerSample:
             seen = np.asarray(
                 slot.lift(jnp.asarray(numbers, float)[None], slot.relation.site.no_inputs, 1)[0]
             )
-        letter = counting(seen, slot.at, self.samples.count)
+        # a place of the output that reaches no state has a zero there
+        letter = counting(seen - 1, slot.at, self.samples.count)
         return None if letter in slot.layout.w else letter
 
     @property

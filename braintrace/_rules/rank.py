@@ -14,7 +14,7 @@ With as many directions as numbers carried, nothing is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -57,9 +57,6 @@ class Rank:
     def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
         """What is kept beside the traces, which are `before` the window and `after` it."""
         per = self._per_sample(executor)
-        if window.keep is not None:
-            before = {**before, **self.forget(executor, before, ~window.keep[0])}
-            window = replace(window, keep=window.keep.at[0].set(True))
         old = _begun(before[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
@@ -143,7 +140,7 @@ def fixed_basis(numbers: int, size: int) -> Any:
 def _begun(basis: Any) -> Any:
     """The basis, or a fixed one for samples that have none yet."""
     _, size, numbers = basis.shape
-    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)
+    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)[None]
     return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
 
 
@@ -156,7 +153,8 @@ def orthonormal(rows: Any) -> Any:
     rows = _finite(rows)
     length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
     little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
-    rows = rows / jnp.where(length == 0, 1, length) + little * fixed_basis(numbers, size).T.astype(rows.dtype)
+    fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]
+    rows = rows / jnp.where(length == 0, 1, length) + little * fixed
 
     def add(j: Any, basis: Any) -> Any:
         row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -138,9 +139,14 @@ class TraceRule(Rule):
         return values if self.beside is None else {**values, **self.beside.start(executor)}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
-        after = self._advanced(executor, values, window)
         if self.beside is None:
-            return after
+            return self._advanced(executor, values, window)
+        if (
+            window.keep is not None
+        ):  # samples that begin anew at its start have no past, and a window of their own
+            values = self.forget(executor, values, ~window.keep[0])
+            window = replace(window, keep=window.keep.at[0].set(True))
+        after = self._advanced(executor, values, window)
         return {**after, **self.beside.advance(executor, values, after, window)}
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:

@@ -1,0 +1,250 @@
+"""Rank: its definition and what it becomes with all directions, samples, sequences, and long runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace
+from braintrace._rules.rank import per_sample
+
+from ..oracle import Brute, bptt
+from ..run import agree, compiled, difference, online, sequence
+from ..zoo import CASES, Step
+from .test_gradients import graph_of, is_flat, loops_forever
+
+ALL = 10**6  # more directions than any model here carries numbers
+TOGETHER = {"norms_of_two_states": {"samples": None}}  # where samples act on each other
+
+
+def by_definition() -> list[Any]:
+    """Models on which the diagonal is approximate and some of the others, each with a rank and a window."""
+    names = [
+        n for i, (n, c) in enumerate(CASES.items()) if c.kind != "complex" and (not c.exact or i % 24 == 0)
+    ]
+    ways = [(1, 1), (3, 2), (3, 1), (1, 5), (1, 2), (3, 5)]
+    every = 16
+    return [
+        pytest.param(n, *ways[i % len(ways)], marks=() if i % every == 1 else pytest.mark.slow)
+        for i, n in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(("name", "rank", "window"), by_definition())
+def test_rank_equals_its_definition(name, rank, window):
+    case, graph = CASES[name], graph_of(name)
+    if not is_flat(graph) or loops_forever(graph):
+        return  # BPTT speaks for these, below
+    xs = sequence(case, 5 if window < 5 else 7)  # more than one window
+    learner = compiled(braintrace.D_RTRL(case.build(), rank=rank, **TOGETHER.get(name, {})), xs[0])
+    found = online(learner, xs, window)
+    brute = Brute(case.build(), xs[0], graph)
+    samples = per_sample(learner.executor, learner.rule.samples).samples
+    places = [(e.path, i, v) for e in learner.graph.module_info.carried for i, v in enumerate(e.invars)]
+    leaves = []
+    for var in samples.carried:
+        ((path, i),) = ((path, i) for path, i, v in places if v is var)
+        leaves.append([n for n, p in enumerate(brute.f.state_paths) if p == path][i])
+    expected = brute.d_rtrl_rank(xs, window, rank, leaves, samples.axis)
+    # where few directions are left, the basis itself is only known to half of the digits
+    assert agree(expected, found, 1e-7), difference(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [pytest.param(n, 1 + i % 2, marks=() if i % 16 == 3 else pytest.mark.slow) for i, n in enumerate(CASES)],
+)
+def test_with_all_directions_it_is_bptt(name, window):
+    case, graph = CASES[name], graph_of(name)
+    xs = sequence(case)
+    learner = braintrace.D_RTRL(case.build(), rank=ALL, **TOGETHER.get(name, {}))
+    if loops_forever(graph):
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+            online(learner, xs, window)
+        return
+    found = online(learner, xs, window)
+    truth = bptt(case.build(), xs)
+    assert agree(truth, found, 1e-10), difference(truth, found)
+    assert learner.report.exactness.exact, str(learner.report.exactness)
+
+
+# -- samples and sequences -----------------------------------------------------------------------------------
+
+T, B, N, X, RANK = 6, 2, 4, 2, 2
+FLAGS = np.array([[False, True], [False] * 2, [True, False], [False] * 2, [True, True], [False] * 2])
+
+
+def data(length: int = T) -> tuple[Any, Any]:
+    rng = np.random.RandomState(0)
+    return jnp.asarray(rng.randn(length, B, X)), jnp.asarray(rng.randn(length, B, N))
+
+
+def gru(batch_size: int | None = B, **options: Any) -> Any:
+    """A learner of a gated net, in which some weights have no trace."""
+    brainstate.random.seed(0)
+    with jax.numpy_rank_promotion("allow"):
+        cell = braintrace.nn.GRUCell(X, N)
+    x = jnp.zeros(X) if batch_size is None else jnp.zeros((batch_size, X))
+    options = {"rank": RANK, **options}
+    return braintrace.compile(cell, braintrace.D_RTRL, x, batch_size=batch_size, **options)
+
+
+def squared(learner: Any) -> Any:
+    return lambda x, y: jnp.sum((learner(x) - y) ** 2)
+
+
+def one_call(learner: Any) -> Any:
+    """The gradient of a window as one call of the learner: (time, ...) in."""
+
+    def grads(xs: Any, ys: Any) -> Any:
+        loss = lambda: jnp.sum((learner(braintrace.MultiStepData(xs)) - ys) ** 2)
+        return brainstate.transform.grad(loss, learner.param_states)()
+
+    return brainstate.transform.jit(grads)
+
+
+def add(total: Any, grads: Any) -> Any:
+    return grads if total is None else jax.tree.map(jnp.add, total, grads)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_batch_and_its_episodes_are_sequences_of_their_own(window):
+    xs, ys = data()
+    alone, together = gru(None), gru()
+    call, call_all = one_call(alone), one_call(together)
+    each, calls = None, None
+    for row in range(B):
+        alone.reset_state()
+        for t in range(0, T, window):
+            if FLAGS[t, row]:
+                alone.reset_state()
+            part = slice(t, t + window)
+            each = add(each, call(xs[part, row], ys[part, row]))
+    for t in range(0, T, window):
+        together.reset_state(rows=FLAGS[t])
+        calls = add(calls, call_all(xs[t : t + window], ys[t : t + window]))
+    assert agree(each, calls, 1e-10), difference(each, calls)
+    learner = gru(window=window)
+    found = learner.etrace_grad(xs, ys, step_fn=squared(learner), reset=FLAGS, reduction="sum")
+    assert agree(each, found, 1e-10), difference(each, found)
+    for key, state in together.traces.items():
+        np.testing.assert_allclose(learner.traces[key].value, state.value, atol=1e-10)
+
+
+def test_episodes_within_windows():
+    xs, ys = data()
+    flags, found = np.roll(FLAGS, 1, 0), []
+    cell = gru().model
+    options = {"rank": ALL, "window": 3}
+    for rule, given in ((braintrace.BPTT, {}), (braintrace.D_RTRL, options)):
+        learner = braintrace.compile(cell, rule, xs[0], batch_size=B, **given)
+        found.append(learner.etrace_grad(xs, ys, step_fn=squared(learner), reset=flags))
+    assert agree(*found, 1e-10), difference(*found)
+
+
+def test_a_function_of_a_batch_is_mapped_over_it():
+    def step(params: Any, h: Any, x: Any) -> Any:
+        leak = jnp.broadcast_to(params["leak"], h.shape)
+        h = leak * h + jnp.tanh(x @ params["w"] + h @ params["v"])
+        return h, h
+
+    rng = np.random.RandomState(1)
+    params = {"w": rng.randn(X, N), "v": rng.randn(N, N) / 2, "leak": rng.rand(N)}
+    params = jax.tree.map(jnp.asarray, params)
+    xs, ys = data()
+    start = jnp.asarray(rng.randn(B, N))
+    loss = lambda y, target: jnp.sum((y - target) ** 2)
+    rule = braintrace.rules.D_RTRL(rank=RANK)
+
+    def run(start: Any, xs: Any, ys: Any) -> Any:
+        net = braintrace.online(step, params, start, xs[0], rule=rule)
+        traces = net.init(params, start)
+        return net.grad(loss, params, start, traces, xs, ys, reduction="sum")[0]
+
+    found = run(start, xs, ys)
+    want = jax.tree.map(lambda g: jnp.sum(g, 0), jax.vmap(run, (0, 1, 1))(start, xs, ys))
+    assert agree(want, found, 1e-10), difference(want, found)
+
+
+def normed(p: Any, s: Any, x: Any) -> Any:
+    y = braintrace.matmul(x, p.w) + braintrace.matmul(s.h, p.v)
+    h = jnp.tanh((y - y.mean(0, keepdims=True)) / (y.std(0, keepdims=True) + 0.1))
+    return {"h": h}, h
+
+
+def test_samples_that_act_on_each_other():
+    xs = list(data()[0])
+    build = lambda: Step(normed, {"w": (X, N), "v": (N, N)}, {"h": (B, N)})
+    with pytest.raises(braintrace.NotSupportedError, match="samples=None"):
+        online(braintrace.D_RTRL(build(), rank=RANK), xs, 1)
+    found = online(braintrace.D_RTRL(build(), rank=ALL, samples=None), xs, 1)
+    truth = bptt(build(), xs)
+    assert agree(truth, found, 1e-10), difference(truth, found)
+
+
+# -- how it is kept ------------------------------------------------------------------------------------------
+
+
+def test_in_half_precision_it_is_close():
+    case, found = CASES["gru_fused"], []
+    with jax.enable_x64(False):
+        xs = jnp.stack(sequence(case)).astype(jnp.float32)
+        for dtype in (None, jnp.bfloat16):
+            learner = compiled(braintrace.D_RTRL(case.build(), rank=RANK, trace_dtype=dtype), xs[0])
+            step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+            found.append(learner.etrace_grad(xs, step_fn=step))
+    assert agree(*found, 0.02), difference(*found)
+    assert not agree(*found, 1e-6)
+    kept = {k: st.value.dtype for k, st in learner.traces.items()}
+    assert kept.pop("basis") == jnp.float32
+    assert set(kept.values()) == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_run_goes_on_from_what_was_kept():
+    xs, ys = data()
+    first, second = gru(), gru()
+    step = lambda learner: brainstate.transform.jit(
+        lambda xs, ys: learner.etrace_grad(xs, ys, step_fn=squared(learner))
+    )
+    run = step(first)
+    run(xs, ys)
+    kept = {k: np.asarray(st.value) for k, st in first.traces.items()}
+    model = {k: st.value for k, st in first.model.states().items()}
+    want = run(xs, ys)
+    assert kept.keys() == second.traces.keys()
+    for key, value in kept.items():
+        second.traces[key].value = jnp.asarray(value)
+    for key, state in second.model.states().items():
+        state.value = model[key]
+    found = step(second)(xs, ys)
+    jax.tree.map(np.testing.assert_array_equal, want, found)
+
+
+def spiking(p: Any, s: Any, x: Any) -> Any:
+    """Hard resets, units without a slope, and now and then nothing that stays at all."""
+    v = 0.9 * s.v + braintrace.matmul(x, p.w) + braintrace.matmul(s.h, p.r)
+    v = jnp.where(v > 1, jnp.zeros_like(v), v) * (x[:, :1] < 2).astype(v.dtype)
+    h = jnp.maximum(v, 0)
+    return {"v": v, "h": h}, h
+
+
+def test_twenty_thousand_steps():
+    with jax.enable_x64(False):
+        xs = jax.random.normal(jax.random.key(0), (10, 2000, B, X), jnp.float32)
+        model = Step(spiking, {"w": (X, N), "r": (N, N)}, {"v": (B, N), "h": (B, N)})
+        learner = compiled(braintrace.D_RTRL(model, rank=3), xs[0, 0])
+        step = lambda x: jnp.mean(learner(x) ** 2)
+        run = brainstate.transform.jit(lambda xs: learner.etrace_grad(xs, step_fn=step))
+        for part in xs:
+            grads = run(part)
+            assert all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(grads))
+            assert all(bool(jnp.all(jnp.isfinite(st.value))) for st in learner.traces.values())
+            basis = learner.traces["basis"].value
+            gram = jnp.einsum("brn,bqn->brq", basis, basis)
+            np.testing.assert_allclose(gram, np.broadcast_to(np.eye(3), gram.shape), atol=1e-3)
+    assert float(jnp.max(jnp.abs(grads["w",]))) > 0
