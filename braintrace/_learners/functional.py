@@ -29,7 +29,7 @@ from .._online.programs import Programs
 from .._online.request import Request, check_chunk_size
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
-from .._report.diagnostics import warn_of
+from .._report.diagnostics import kinds_of, warn_of
 from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
 
@@ -106,7 +106,7 @@ class OnlineFunctions:
         graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
-            warn_of(graph)
+            warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
         return graph
 
     @cached_property

@@ -17,11 +17,14 @@ class D_RTRL(ETraceVjpAlgorithm):
 
         trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
 
-    With `vjp_method='multi-step'`, a call back-propagates along all paths, through one step or the window of
-    `MultiStepData`, and traces stand for what came before; `etrace_grad` with the loss of one step takes
-    windows of `window` steps. With `mark='auto'`, a model needs no marked ops: a mark is set wherever a
-    parameter enters by an operation that can have one. `trace_dtype` is what traces are stored in (None: what
-    they are computed in).
+    With `window=k`, `etrace_grad` back-propagates through windows of `k` steps along all paths, and traces
+    stand for what came before; a call is a window of one step, or of the steps in `MultiStepData`
+    (`vjp_method='multi-step'`, which `window` implies). With `rank=r`, what traces leave out is kept as well,
+    in `r` directions for each sample: `1 + r` traces, every parameter learns through time, and with as many
+    directions as numbers carried the gradient is that of BPTT. `samples` is the axis of the states along
+    which samples lie ('auto': it is found; None: all is one sample). With `mark='auto'`, a model needs no
+    marked ops: a mark is set wherever a parameter enters by an operation that can have one. `trace_dtype` is
+    what traces are stored in (None: what they are computed in).
     `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code written for 0.2.x
     chose a code path by them.
     """

@@ -17,7 +17,7 @@ from .._compiler.remembering import remembering
 from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
-from .._frontends.modules import Mark, check_mark, compile_etrace_graph, extract_module_info
+from .._frontends.modules import Mark, check_mark, extract_module_info
 from .._lines import warn_user
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
@@ -25,7 +25,7 @@ from .._online.drive import Drive
 from .._online.online import Online
 from .._online.sequence import Sequence, is_traced
 from .._online.user_step import UserStep
-from .._report.diagnostics import DiagnosticKind, warn_of
+from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
 from .driving import Driver
@@ -101,7 +101,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             graph = graph_from_info(extract_module_info(self.model, *args, **kwargs))
             warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
             return graph
-        graph = compile_etrace_graph(self.model, *args, mark=self.mark, **kwargs)
+        graph = graph_from_info(extract_module_info(self.model, *args, mark=self.mark, **kwargs))
+        warn_of(graph, kinds_of(self.rule_kind))
         check_own_ops(find_slots(graph.hidden_param_op_relations))
         return graph
 

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._compiler.exactness import RuleKind
 from .._compiler.graph import ETraceGraph
 from .._compiler.outcomes import WhyNot
 from .._compiler.step import Path
@@ -118,6 +119,13 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
         lines.append(f"And {len(found) - most} more in `report.diagnostics`.")
     lines.append("What the gradient misses in all is in `report.exactness`.")
     return "\n".join(lines)
+
+
+def kinds_of(rule: RuleKind | None) -> tuple[DiagnosticKind, ...]:
+    """The findings that matter to a rule: what traces leave out does not, where it is kept beside them."""
+    if rule is None or not rule.rank:
+        return tuple(DiagnosticKind)
+    return DiagnosticKind.RULE_NOT_LINEAR, DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT
 
 
 def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .._compiler.exactness import Dropped, RuleKind, find_dropped
+from .._compiler.flows import Flows
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.step import Path
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
 from .tables import number
 from .verdict import Exactness
 
@@ -49,9 +50,22 @@ class CompilationReport:
                 known += [p for p in relation.connected_hidden_paths if p not in known]
         return found
 
+    @cached_property
+    def ranked_weights(self) -> dict[Path, str]:
+        """Each parameter that learns through `rank` alone, and why it has no trace."""
+        if self.rule is None or not self.rule.rank:
+            return {}
+        acting = Flows(self.graph).behind([h.outvar for h in self.graph.module_info.hidden])
+        return {path: why for path, why in self._untraced.items() if path in acting}
+
     @property
     def excluded_weights(self) -> dict[Path, str]:
         """Each parameter that gets the gradient within the step only, and why."""
+        return {path: why for path, why in self._untraced.items() if path not in self.ranked_weights}
+
+    @property
+    def _untraced(self) -> dict[Path, str]:
+        """Each parameter without a trace, and why."""
         traced = self.etrace_weights
         reasons: dict[Path, str] = {}
         for record in self.graph.diagnostics:
@@ -65,6 +79,11 @@ class CompilationReport:
         return reasons
 
     @property
+    def span(self) -> str:
+        """What a gradient without traces goes through: a step or a window."""
+        return "window" if self.rule is not None and self.rule.windows else "step"
+
+    @property
     def dynamic_states(self) -> list[Path]:
         """States that are carried from step to step but not traced."""
         hidden = {id(h.state) for h in self.graph.module_info.hidden}
@@ -75,6 +94,12 @@ class CompilationReport:
     @property
     def diagnostics(self) -> list[CompilationRecord]:
         return list(self.graph.diagnostics)
+
+    @property
+    def warnings(self) -> list[CompilationRecord]:
+        """The findings that the user may well not have meant."""
+        kinds = kinds_of(self.rule)
+        return [r for r in self.diagnostics if r.level >= DiagnosticLevel.WARNING and r.kind in kinds]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -98,7 +123,8 @@ class CompilationReport:
     def in_short(self) -> str:
         """How many groups there are, and how many parameters are learned online."""
         counts, params = self.counts, len(self.graph.module_info.params)
-        groups, online = number(counts["hidden_groups"], "group"), counts["etrace_weights"]
+        groups = number(counts["hidden_groups"], "group")
+        online = counts["etrace_weights"] + len(self.ranked_weights)
         return f"{groups}, {online} of {number(params, 'parameter')} learned online"
 
     def to_str(self, level: int = 1) -> str:

@@ -38,6 +38,14 @@ class D_RTRL(TraceRule):
     samples: int | str | None = "auto"
     follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 0:
+            raise ValueError(
+                f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}."
+            )
+        if self.samples != "auto" and not isinstance(self.samples, int | None):
+            raise ValueError(f"`samples` is 'auto', an axis of the states or None, not {self.samples!r}.")
+
     @property
     def beside(self) -> Rank | None:
         return Rank(self.rank, self.samples, self.dtype) if self.rank else None

@@ -26,8 +26,8 @@ def to_html(report: CompilationReport) -> str:
     said = [
         number(counts["hidden_groups"], "hidden group"),
         number(len(diagram.of("site")), "marked op"),
-        number(counts["etrace_weights"], "parameter") + " learned online",
-        f"{counts['excluded_weights']} within the step only",
+        number(counts["etrace_weights"] + len(report.ranked_weights), "parameter") + " learned online",
+        f"{counts['excluded_weights']} within the {report.span} only",
         number(counts["warning"], "warning"),
     ]
     notes = json.dumps(details(diagram, graph)).replace("<", "\\u003c")
@@ -103,7 +103,7 @@ def _meter(value: int, most: int, style: str) -> str:
 
 
 def _parameters(report: CompilationReport) -> str:
-    excluded, traced = report.excluded_weights, report.etrace_weights
+    excluded, traced, ranked = report.excluded_weights, report.etrace_weights, report.ranked_weights
     rows = []
     for entry in report.graph.module_info.params:
         shapes = " ".join(f"<code>{show_aval(v.aval)}</code>" for v in entry.invars)
@@ -111,8 +111,11 @@ def _parameters(report: CompilationReport) -> str:
             how = "online, through " + ", ".join(
                 f"<code>{escape(show_path(p))}</code>" for p in traced[entry.path]
             )
+        elif entry.path in ranked:
+            kept, numbers = report.exactness.directions or (0, 0)
+            how = f"online, in {kept} of {numbers} directions"
         else:
-            how = f"within the step: <span class=why>{escape(excluded[entry.path])}</span>"
+            how = f"within the {report.span}: <span class=why>{escape(excluded[entry.path])}</span>"
         rows.append(
             f"<tr><td><code>{escape(show_path(entry.path))}</code></td><td>{shapes}</td><td>{how}</td></tr>"
         )

@@ -8,7 +8,6 @@ from ..._compiler.groups import HiddenGroup
 from ..._compiler.relation import HiddenParamOpRelation
 from ..._compiler.remembering import remembered
 from ..._compiler.step import show_path
-from ..diagnostics import DiagnosticLevel
 from ..tables import show_bytes
 from .diagram import marked_by, op_name, show_aval, show_avals
 from .sizes import trace_sizes
@@ -32,16 +31,21 @@ def make_tree(report: CompilationReport) -> Tree:
         for relation in graph.hidden_param_op_relations:
             if group in relation.hidden_groups:
                 branch.add(_site(relation, group, kept))
+    shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
+    if directions := report.exactness.directions:
+        kept_of = "beside the traces, {} of {} directions for each sample".format(*directions)
+        branch = root.add(_text((kept_of, "bold magenta")))
+        for path, why in report.ranked_weights.items():
+            branch.add(_text((show_path(path), "cyan"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.excluded_weights:
-        branch = root.add(_text(("gradient within the step only", "bold yellow")))
-        shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
+        branch = root.add(_text((f"gradient within the {report.span} only", "bold yellow")))
         for path, why in report.excluded_weights.items():
             branch.add(_text((show_path(path), "yellow"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.dynamic_states:
         branch = root.add(_text(("carried, not traced", "bold")))
         for path in report.dynamic_states:
             branch.add(_text(show_path(path)))
-    notes = [r.message for r in graph.diagnostics if r.level >= DiagnosticLevel.WARNING]
+    notes = [r.message for r in report.warnings]
     if notes:
         branch = root.add(_text(("warnings", "bold red")))
         for note in notes:
