@@ -38,7 +38,8 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
         "same batches: mean ± standard deviation over seeds. *Truncated k* is BPTT inside windows of k steps "
         "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, "
         "and traces stand for what came before; *5, rank r* adds r directions to the traces, in windows of "
-        "5. Bold: as good as BPTT, no more than its standard deviation behind its mean.",
+        "5. In brackets: of how many seeds, where others have more. Bold: as good as BPTT, no more than its "
+        "standard deviation behind its mean.",
         "",
         table,
         "",
@@ -86,6 +87,8 @@ def _cell(result: dict[str, Any], column: str) -> str:
         return "-"
     digits = 3 if mean(scores) >= 0.01 else 5
     text = f"{mean(scores):.{digits}f}" + (f" ± {stdev(scores):.{digits}f}" if len(scores) > 1 else "")
+    if len(scores) < max(map(len, result["rules"].values())):
+        text += f" ({len(scores)})"
     return f"**{text}**" if column != "BPTT" and as_good(result, column) else text
 
 

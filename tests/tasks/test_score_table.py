@@ -43,7 +43,10 @@ def test_table(tmp_path: Path) -> None:
     table = write(tmp_path, ["memory", "absent"], columns, 10)
     text = (tmp_path / "README.md").read_text()
     assert table in text
-    assert "| memory | accuracy ↑ | 0.5 | 0.9 | 0.950 ± 0.010 | 0.800 | 0.700 | **0.945** | - |" in table
+    assert (
+        "| memory | accuracy ↑ | 0.5 | 0.9 | 0.950 ± 0.010 | 0.800 (1) | 0.700 (1) | **0.945 (1)** | - |"
+        in table
+    )
     assert "| D_RTRL | 0 of 1 | memory |" in table
     assert "| the best of windows and rank | 1 of 1 |  |" in table
     assert "same windows: none." in table
