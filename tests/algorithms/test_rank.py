@@ -73,6 +73,17 @@ def test_with_all_directions_it_is_bptt(name, window):
     assert learner.report.exactness.exact, str(learner.report.exactness)
 
 
+@pytest.mark.parametrize(("name", "numbers"), [("rnn_batched", 4), ("gru_fused", 3)])
+def test_it_is_exact_with_as_many_directions_as_a_sample_has_numbers(name, numbers):
+    case = CASES[name]
+    xs = sequence(case)
+    truth = bptt(case.build(), xs)
+    for rank in (numbers - 1, numbers):
+        learner = braintrace.D_RTRL(case.build(), rank=rank)
+        found = online(learner, xs, 1)
+        assert learner.report.exactness.exact == agree(truth, found, 1e-10) == (rank == numbers)
+
+
 # -- samples and sequences -----------------------------------------------------------------------------------
 
 T, B, N, X, RANK = 6, 2, 4, 2, 2
