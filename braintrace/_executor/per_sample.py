@@ -106,21 +106,29 @@ class PerSample:
     @cached_property
     def others(self) -> list[int]:
         """The leaves of `params` that act on what is carried in other ways, too."""
-        handled = {w.site.index for w in self.sites}
+        return self._acting({w.site.index for w in self.sites})
+
+    @cached_property
+    def acting(self) -> list[int]:
+        """The leaves of `params` that act on what is carried."""
+        return self._acting(set())
+
+    def _acting(self, but: set[int]) -> list[int]:
+        """The same, but for what acts through the weights of some sites."""
         leaves = [(v, e.is_param) for e in self.info.fixed for v in e.invars]
         new = {a for e in self.info.carried for a in e.outvars}
 
         def transfer(node: Node, given: list[Any]) -> Any:
-            if node.site is not None and node.site.index in handled:
+            if node.site is not None and node.site.index in but:
                 return union(given[: node.site.num_inputs])
             return union(given)
 
         flow = Flow[bool](transfer, derivatives=True, enters=True)
-        result = []
-        for i, (v, is_param) in enumerate(leaves):
-            if is_param and v.inexact and new & set(solve(flow, self.info.program, [(v, True)])[0]):
-                result.append(i)
-        return result
+        return [
+            i
+            for i, (v, is_param) in enumerate(leaves)
+            if is_param and v.inexact and new & set(solve(flow, self.info.program, [(v, True)])[0])
+        ]
 
     # -- what rows of signals give -----------------------------------------------------------------
 

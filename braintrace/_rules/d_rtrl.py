@@ -40,9 +40,7 @@ class D_RTRL(TraceRule):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 0:
-            raise ValueError(
-                f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}."
-            )
+            raise ValueError(f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}.")
         if self.samples != "auto" and not isinstance(self.samples, int | None):
             raise ValueError(f"`samples` is 'auto', an axis of the states or None, not {self.samples!r}.")
 

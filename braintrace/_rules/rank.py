@@ -47,7 +47,7 @@ class Rank:
         per = self._per_sample(executor)
         count, size = per.samples.count, min(self.size, per.numbers)
         values = {BASIS: jnp.zeros((count, size, per.numbers), per.dtype)}
-        for name, aval in _names(executor).values():
+        for name, aval in _names(per).values():
             for key, rows in _parts(name, size):
                 shape = list(aval.shape)
                 shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
@@ -65,7 +65,7 @@ class Rank:
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
         values = {BASIS: basis}
-        for i, (name, aval) in _names(executor).items():
+        for i, (name, aval) in _names(per).items():
             axis, parts = 1 + row_axis(aval.ndim), _parts(name, basis.shape[1])
             for key, rows in parts:
                 terms = [_mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
@@ -81,7 +81,7 @@ class Rank:
         signal = _finite(per.vectors(signals, dual=True))
         along = _product("bn,brn->br", signal, values[BASIS])
         found = {}
-        for i, (name, aval) in _names(executor).items():
+        for i, (name, aval) in _names(per).items():
             axis, parts = 1 + row_axis(aval.ndim), _parts(name, along.shape[1])
             terms = [_summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
             found[i] = add_up(terms).astype(aval.dtype)
@@ -95,7 +95,7 @@ class Rank:
                 "Reset all of them."
             )
         size = values[BASIS].shape[1]
-        names = [BASIS, *(key for name, _ in _names(executor).values() for key, _ in _parts(name, size))]
+        names = [BASIS, *(key for name, _ in _names(per).values() for key, _ in _parts(name, size))]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def _per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
@@ -120,14 +120,11 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
     return executor.per_sample[axis]  # type: ignore[no-any-return]
 
 
-def _names(executor: ETraceGraphExecutor) -> dict[int, tuple[str, Any]]:
-    """The inexact leaves of the parameters, by their number among the fixed ones: names and types."""
-    leaves = [(e, i, v) for e in executor.info.fixed for i, v in enumerate(e.invars)]
-    return {
-        n: (f"{BASIS}:{'.'.join(e.path)}:{i}", v.aval)
-        for n, (e, i, v) in enumerate(leaves)
-        if e.is_param and v.inexact
-    }
+def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
+    """The leaves of the parameters that act on what is carried, by number: names and types."""
+    leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
+    found = {n: leaves[n] for n in per.acting}
+    return {n: (f"{BASIS}:{'.'.join(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
 
 
 @lru_cache
