@@ -51,7 +51,7 @@ class RuleKind:
         """How many directions are kept beside the traces, of how many; None: none are."""
         if not self.rank:
             return None
-        numbers = find_samples(graph.module_info, self.samples).numbers
+        numbers = find_samples(graph.module_info.marked, self.samples).numbers
         return min(self.rank, numbers), numbers
 
 

@@ -58,6 +58,29 @@ def mark_found(step: Step) -> Step:
     return replace(step, closed_jaxpr=closed, found=True)
 
 
+def mark_uses(step: Step) -> Step:
+    """The same step with a mark wherever a parameter meets data, also where one was set by hand before."""
+    program = read_program(step.closed_jaxpr, marks=False)
+
+    def opened(*args: Any) -> list[Any]:
+        env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
+        for node in program.nodes:
+            vals = [read(env, a) for a in node.inputs]
+            op = node.primitive
+            with _compat.at_line_of(_with_line(node)):
+                if isinstance(op, ETPPrimitive) and len(vals) == len(node.params["names"]):
+                    outs = [
+                        op.impl(*vals, **node.params)
+                    ]  # a weight by itself: the mark goes where it is used
+                else:
+                    outs = _compat.bind(node.eqn, *vals)
+            env.update(zip(node.outputs, outs, strict=True))
+        return [read(env, a) for a in program.outputs]
+
+    closed: _compat.ClosedJaxpr = jax.make_jaxpr(opened)(*(v.aval for v in program.inputs))
+    return mark_found(replace(step, closed_jaxpr=closed))
+
+
 @dataclass(frozen=True, eq=False)
 class _Frontier:
     """A program evaluated with marks; `bits` say what each variable is made of."""

@@ -163,6 +163,13 @@ class ModuleInfo:
         """The step as JAX traced it."""
         return _compat.parts(self.closed_jaxpr)[0]
 
+    @cached_property
+    def marked(self) -> ModuleInfo:
+        """The same step with a mark at every use of a parameter."""
+        from .marking import mark_uses
+
+        return self if self.step.found else read_step(mark_uses(self.step))
+
     @property
     def num_var_out(self) -> int:
         """How many outputs of the jaxpr are the model's own; those that follow are new states."""

@@ -22,7 +22,8 @@ from .._compiler.dataflow import Flow, solve, union
 from .._compiler.program import Node, Var
 from .._compiler.samples import Samples, counting
 from .._ops.letters import align
-from .executor import ETraceGraphExecutor, Leaves
+from .executor import Leaves
+from .linear import Linear
 from .slots import Slot, add_up, promoted, states
 from .weighted import ROWS, Weighted, over_time, row_axis, with_rows
 from .window import Window, each_step
@@ -34,9 +35,9 @@ Terms = dict[int, Any]
 class PerSample:
     """The samples of one compiled step."""
 
-    def __init__(self, executor: ETraceGraphExecutor, samples: Samples) -> None:
-        self.executor, self.samples = executor, samples
-        self.info = executor.info
+    def __init__(self, linear: Linear, samples: Samples) -> None:
+        self.linear, self.samples = linear, samples
+        self.executor, self.info = linear.traced, linear.info
 
     # -- numbers of a sample -----------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class PerSample:
         """Of each weight at each site in `sites`, the letter of the output along which samples lie."""
         return {
             (w.site.index, name): self.samples.letter(w.site, layout)
-            for w in self.executor.weighted
+            for w in self.linear.weighted
             if w.site.index in self.samples.sites
             for name, layout in w.layouts.items()
         }
@@ -98,7 +99,7 @@ class PerSample:
         """The sites that act on what is carried, whose weight terms the letters tell sample by sample."""
         return [
             w
-            for w in self.executor.weighted
+            for w in self.linear.weighted
             if w.site.index in self.samples.sites
             and (self.samples.axis is None or all(self.letters[w.site.index, name] for name in w.layouts))
         ]
@@ -137,6 +138,7 @@ class PerSample:
 
         Their signals at its start, and what the window gives each parameter, sample by sample.
         """
+        window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
         given: Any = rows
         if self.others:  # one sample at a time
@@ -160,7 +162,7 @@ class PerSample:
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
 
         def operands(step: Any) -> Any:
-            found = self.executor.forward(window.params, *step)[3]
+            found = window.executor.forward(window.params, *step)[3]
             return {i: found[i][:n] for i, n in kept.items()}
 
         inputs = each_step(operands, steps)
@@ -178,14 +180,13 @@ class PerSample:
         """The terms, with those of effective weights carried back to the parameters."""
         if not found:
             return terms
-        by_leaf = self.to_parameters(window.params, window.first_consts, self.sites, found)
+        by_leaf = self._to_parameters(window, self.sites, found)
         return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
 
-    def to_parameters(
-        self, params: Leaves, consts: Leaves, of: Sequence[Any], found: dict[tuple[int, str], Any]
-    ) -> Terms:
+    def _to_parameters(self, window: Window, of: Sequence[Any], found: dict[tuple[int, str], Any]) -> Terms:
         """Terms of effective weights, by their letters, as those of parameters."""
-        pull = self.executor.pull_weights(params, consts, of, list(found))
+        params = window.params
+        pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
         arrays = _same_lead(list(found.values()))
         before, after = (
             [row_axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
@@ -216,7 +217,7 @@ class PerSample:
         if not found:
             return {}
         relations = self.executor.graph.hidden_param_op_relations
-        return self.to_parameters(window.params, window.first_consts, relations, found)
+        return self._to_parameters(window, relations, found)
 
     def _slot_letter(self, slot: Slot) -> str | None:
         """The letter of a trace along which samples lie."""

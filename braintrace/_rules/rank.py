@@ -26,6 +26,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.samples import find_samples
 from .._compiler.step import show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.linear import Linear
 from .._executor.per_sample import PerSample
 from .._executor.slots import add_up, promoted, weigh
 from .._executor.weighted import row_axis
@@ -105,7 +106,8 @@ class Rank:
 def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSample:
     """The samples of a step, found once."""
     if axis not in executor.per_sample:
-        samples = find_samples(executor.info, axis)
+        linear = Linear(executor)
+        samples = find_samples(linear.info, axis)
         if samples.mixed:
             raise NotSupportedError(
                 f"`rank` keeps a basis for each sample, and the samples of {show_paths(samples.mixed)} along "
@@ -113,9 +115,14 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
                 "the states samples lie that do not (`samples=1`, say), or have one basis for all "
                 "(`samples=None`)."
             )
-        found = PerSample(executor, samples)
+        found = PerSample(linear, samples)
+        if not found.tells_traces and axis != "auto":
+            raise NotSupportedError(
+                f"The traces of this model have no axis for each of the samples along axis {axis} of the states: "
+                "leave `samples` out, or have one basis for all (`samples=None`)."
+            )
         if not found.tells_traces:  # places of an image, say, with no batch
-            found = PerSample(executor, find_samples(executor.info, None))
+            found = PerSample(linear, find_samples(linear.info, None))
         executor.per_sample[axis] = found
     return executor.per_sample[axis]  # type: ignore[no-any-return]
 

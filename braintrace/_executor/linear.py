@@ -1,0 +1,78 @@
+"""The step as pushes and pulls see it: with a mark at every use of a parameter, not at those of traces alone.
+
+Weight terms of a sample come from marks, by the letters of an op. A trace may do without the mark (a plain
+encoder in front of the cell), and a mark may be set before samples come in (a leak that is shared by all).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._compiler.module_info import ModuleInfo
+from .._compiler.program import Site
+from .executor import ETraceGraphExecutor
+from .weighted import Weighted, find_weighted
+from .window import Window
+
+
+class Linear:
+    """The marked step of a compiled model, and how what is known of one is told to the other."""
+
+    def __init__(self, executor: ETraceGraphExecutor) -> None:
+        self.traced = executor
+        info = executor.info
+        marked = info.marked
+        self._consts = _same_consts(info, marked)
+        self._sites = _same_sites(info, marked)
+        if self._consts is None or self._sites is None:
+            marked, self._consts, self._sites = info, None, None
+        self.info = marked
+        graph = executor.graph._replace(module_info=marked)
+        self.executor = executor if marked is info else ETraceGraphExecutor(graph)
+
+    @cached_property
+    def weighted(self) -> list[Weighted]:
+        """The sites whose weight terms the letters give."""
+        if self.executor is self.traced:
+            return self.traced.weighted
+        assert self._sites is not None
+        traced = [self._sites.get(r.site.index) for r in self.traced.graph.hidden_param_op_relations]
+        return find_weighted(self.info, [s for s in traced if s is not None])
+
+    def window(self, window: Window) -> Window:
+        """A window of the compiled model as one of the marked step."""
+        if self.executor is self.traced:
+            return window
+        assert self._consts is not None
+        assert self._sites is not None
+        consts = [
+            window.consts[c] if isinstance(c, int) else jnp.broadcast_to(c, (window.length, *jnp.shape(c)))
+            for c in self._consts
+        ]
+        ys = {self._sites[i].index: y for i, y in window.ys.items() if i in self._sites}
+        return replace(window, executor=self.executor, consts=consts, ys=ys)
+
+
+def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[Any] | None:
+    """Where each constant of the marked step is among those of the model, or itself; None: nobody knows."""
+    known = list(info.program.consts.values())
+    found: list[Any] = []
+    for value in marked.program.consts.values():
+        at = [i for i, c in enumerate(known) if c is value]
+        if len(at) != 1:
+            return None
+        found += at
+    return found
+
+
+def _same_sites(info: ModuleInfo, marked: ModuleInfo) -> dict[int, Site] | None:
+    """The site of the marked step that is each site with data of the model; None: nobody knows."""
+    before = [s for s in info.program.sites if s.num_inputs]
+    after = [s for s in marked.program.sites if s.num_inputs and not (s.found and not info.step.found)]
+    if [s.primitive for s in before] != [s.primitive for s in after]:
+        return None
+    return {a.index: b for a, b in zip(before, after, strict=True)}
