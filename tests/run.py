@@ -48,15 +48,15 @@ def online(
     if window:
         chunks = [
             tuple(
-                jax.tree.map(lambda *a: jnp.stack(a), *parts)
+                jax.tree.map(lambda *a: np.stack(a), *parts)
                 for parts in zip(*chunks[i : i + window], strict=True)
             )
             for i in range(0, len(xs), window)
         ]
     total: Any = None
     for chunk in chunks:
-        grads = step(*chunk)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        grads = jax.tree.map(np.asarray, step(*chunk))
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
     return {tuple(map(str, k)): v for k, v in total.items()}
 
 
@@ -64,9 +64,9 @@ def difference(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, float]:
     """The largest difference of each parameter's gradient, relative to its largest entry."""
     result = {}
     for path, value in a.items():
-        pairs = list(zip(jax.tree.leaves(value), jax.tree.leaves(b[path]), strict=True))
-        scale = max([float(jnp.max(jnp.abs(x), initial=0.0)) for x, _ in pairs] + [1e-8])
-        result[path] = max(float(jnp.max(jnp.abs(x - y), initial=0.0)) for x, y in pairs) / scale
+        pairs = list(zip(*(map(np.asarray, jax.tree.leaves(v)) for v in (value, b[path])), strict=True))
+        scale = max([float(np.max(np.abs(x), initial=0.0)) for x, _ in pairs] + [1e-8])
+        result[path] = max(float(np.max(np.abs(x - y), initial=0.0)) for x, y in pairs) / scale
     return result
 
 
