@@ -342,7 +342,7 @@ class Brute:
 
         def from_traces(signals: Any, states: Any, x: Any, steps: int) -> Any:
             ones = (1 - decay**steps) / (1 - decay)
-            dys = {s: 0.0 for s in self.traced}
+            dys = dict.fromkeys(self.traced, 0.0)
             for (s, k), f in f_bar.items():
                 dys[s] = dys[s] + signals[k] @ f / (1 - decay**steps)
             return np.asarray(self._site_vjp(self.theta, states, x, x_bar, ones, dys))

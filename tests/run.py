@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import brainstate
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import braintrace
+from braintrace._compat import primitives
 
-from .oracle import loss
+from .oracle import bptt, loss
+from .zoo import CASES
 
 
-def sequence(case: Any, length: int = 5, seed: int = 1) -> list[Any]:
+def sequence(case: Any, length: int = 4, seed: int = 1) -> list[Any]:
     rng = np.random.RandomState(seed)
     return [case.x(rng) for _ in range(length)]
 
@@ -58,6 +61,26 @@ def online(
         grads = jax.tree.map(np.asarray, step(*chunk))
         total = grads if total is None else jax.tree.map(np.add, total, grads)
     return {tuple(map(str, k)): v for k, v in total.items()}
+
+
+@cache
+def by_d_rtrl(name: str) -> tuple[Any, dict[Any, Any]]:
+    """The graph of a model of the zoo, and its gradient by D-RTRL."""
+    case = CASES[name]
+    learner = braintrace.D_RTRL(case.build())
+    grads = online(learner, sequence(case))
+    return learner.graph, grads
+
+
+@cache
+def by_bptt(name: str) -> dict[Any, Any]:
+    """The gradient of a model of the zoo through time."""
+    case = CASES[name]
+    return bptt(case.build(), sequence(case), forward=loops_forever(by_d_rtrl(name)[0]))
+
+
+def loops_forever(graph: Any) -> bool:
+    return any(n.primitive is primitives.while_p for n in graph.module_info.program.nodes)
 
 
 def difference(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, float]:
