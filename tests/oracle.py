@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core import primitives as prims
-from jax.flatten_util import ravel_pytree
 
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
@@ -174,7 +173,7 @@ class Brute:
     def __init__(self, model: Any, x: Any, graph: Any, jit: Any = jax.jit) -> None:
         self.jit = jit
         self.f = f = model if isinstance(model, Functional) else functional(model, x)
-        self.theta, self.unravel = ravel_pytree(f.params)
+        self.theta = np.concatenate([np.ravel(p) for p in f.params])
         self.groups = []
         for group in graph.hidden_groups:
             members = [i for p in group.hidden_paths for i, q in enumerate(f.state_paths) if q == tuple(p)]
@@ -195,6 +194,12 @@ class Brute:
         self._jitted = jit(self._advance)
         self._window = jit(self._through_window)
         self._site_vjp = jit(self._pull_sites)
+
+    def unravel(self, theta: Any) -> list[Any]:
+        ends = np.cumsum([p.size for p in self.f.params])
+        return [
+            theta[end - p.size : end].reshape(p.shape) for end, p in zip(ends, self.f.params, strict=True)
+        ]
 
     def advance(self, states: Any, x: Any) -> Any:
         return jax.tree.map(np.asarray, self._jitted(self.theta, states, x))
@@ -320,7 +325,7 @@ class Brute:
         for start in range(0, len(xs), window or 1):
             chunk = xs[start : start + (window or 1)]
             if window:
-                own, at_start = self._window(self.theta, states, chunk)
+                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
                 grad = grad + own + sum(a @ M for a, M in zip(at_start, influence, strict=True))
             for x in chunk:
                 now = self.advance(states, x)
@@ -350,7 +355,7 @@ class Brute:
         for start in range(0, len(xs), window or 1):
             chunk = xs[start : start + (window or 1)]
             if window:
-                own, at_start = self._window(self.theta, states, chunk)
+                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
                 grad = grad + own
                 if steps:
                     grad = grad + from_traces(at_start, states, chunk[0], steps)
