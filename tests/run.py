@@ -10,12 +10,18 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import braintrace
 from braintrace._compat import primitives
 
 from .oracle import bptt, loss
 from .zoo import CASES
+
+
+def every(stride: int, values: Any) -> list[Any]:
+    """All values; those between are outside the fast loop."""
+    return [pytest.param(v, marks=pytest.mark.slow if i % stride else ()) for i, v in enumerate(values)]
 
 
 def sequence(case: Any, length: int = 4, seed: int = 1) -> list[Any]:

@@ -215,7 +215,7 @@ QUICK = ("integrator", "nnx.GRUCell", "two eqx.LSTMCell")
 
 def each(models: Any) -> Any:
     return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in models]
+        "name", [pytest.param(n, marks=() if n in QUICK[:2] else pytest.mark.slow) for n in models]
     )
 
 

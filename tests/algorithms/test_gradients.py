@@ -15,7 +15,7 @@ from braintrace._executor import fused
 from braintrace._rules import d_rtrl
 
 from ..oracle import Brute, bptt, loss
-from ..run import agree, by_bptt, by_d_rtrl, compiled, difference, loops_forever, online, sequence
+from ..run import agree, by_bptt, by_d_rtrl, compiled, difference, every, loops_forever, online, sequence
 from ..zoo import CASES
 
 ROUND_OFF = 1e-10
@@ -29,9 +29,7 @@ def is_flat(graph: Any) -> bool:
 EXACT = [name for name, case in CASES.items() if case.exact]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if i % 8 == 0 else pytest.mark.slow) for i, n in enumerate(CASES)]
-)
+@pytest.mark.parametrize("name", every(10, CASES))
 def test_d_rtrl_equals_bptt_where_and_only_where_the_verdict_is_exact(name):
     (graph, found), truth = by_d_rtrl(name), by_bptt(name)
     differs = {path for path, d in difference(truth, found).items() if not d < ROUND_OFF}
@@ -157,7 +155,7 @@ def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("states", "rows", "width", "out"), [(1, 4, 32, 128), (2, 3, 12, 64), (3, 2, 5, 32)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", every(2, [jnp.float32, jnp.bfloat16]))
 def test_the_kernel_of_a_gpu(states, rows, width, out, dtype):
     of_state = (states, rows, out)
     shapes = [(states, *of_state), of_state, (rows, width), of_state, (width, out)]

@@ -17,7 +17,7 @@ import braintrace as bt
 from braintrace import DiagnosticKind, compile_etrace_graph
 from braintrace._ops.primitive import without_marks
 from tests.oracle import bptt
-from tests.run import agree, by_bptt, by_d_rtrl, difference, online, sequence
+from tests.run import agree, by_bptt, by_d_rtrl, difference, every, online, sequence
 from tests.zoo import CASES, Step
 
 ROUND_OFF = 1e-10
@@ -51,11 +51,6 @@ EXCEPTIONS = {
     "weight_that_changes": "a weight times a state is found where it meets the state",
     "weight_of_input": "a weight times an input is found where it meets the input",
 }
-
-
-def every(stride: int, names: Any) -> list[Any]:
-    """All names; those between are outside the fast loop."""
-    return [pytest.param(n, marks=pytest.mark.slow if i % stride else ()) for i, n in enumerate(names)]
 
 
 @pytest.mark.parametrize("name", every(24, CASES))
