@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core import primitives as prims
-from jax.flatten_util import ravel_pytree
 
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
@@ -159,15 +158,15 @@ def bptt(model: Any, xs: list[Any], *, forward: bool = False, jit: Any = jax.jit
     """The gradient of the summed losses through all steps."""
     f = functional(model, xs[0])
 
-    @jit
-    def total(params: Any) -> Any:
-        states, value = f.states, 0.0
-        for x in xs:
+    def total(params: Any, states: Any, xs: Any) -> Any:
+        def step(states: Any, x: Any) -> Any:
             outs, states = f.step(params, states, x)
-            value = value + loss(outs)
-        return value
+            return states, loss(outs)
 
-    return f.as_tree((jax.jacfwd if forward else jax.grad)(total)(f.params))
+        return jnp.sum(jax.lax.scan(step, states, xs)[1])
+
+    stacked = jax.tree.map(lambda *a: np.stack(a), *xs)
+    return f.as_tree(jit((jax.jacfwd if forward else jax.grad)(total))(f.params, f.states, stacked))
 
 
 class Brute:
@@ -176,7 +175,7 @@ class Brute:
     def __init__(self, model: Any, x: Any, graph: Any, jit: Any = jax.jit) -> None:
         self.jit = jit
         self.f = f = model if isinstance(model, Functional) else functional(model, x)
-        self.theta, self.unravel = ravel_pytree(f.params)
+        self.theta = np.concatenate([np.ravel(p) for p in f.params])
         self.groups = []
         for group in graph.hidden_groups:
             members = [i for p in group.hidden_paths for i, q in enumerate(f.state_paths) if q == tuple(p)]
@@ -193,7 +192,19 @@ class Brute:
                     else:
                         keep = places[:, None] == m.map.ravel()[None]
                 self.sites[r.site.index, g.index] = keep
-        self.advance = jit(self._advance)
+        self.traced = sorted({s for s, _ in self.sites})
+        self._jitted = jit(self._advance)
+        self._window = jit(self._through_window)
+        self._site_vjp = jit(self._pull_sites)
+
+    def unravel(self, theta: Any) -> list[Any]:
+        ends = np.cumsum([p.size for p in self.f.params])
+        return [
+            theta[end - p.size : end].reshape(p.shape) for end, p in zip(ends, self.f.params, strict=True)
+        ]
+
+    def advance(self, states: Any, x: Any) -> Any:
+        return jax.tree.map(np.asarray, self._jitted(self.theta, states, x))
 
     def _pinned(self, group: int, raw: Any, values: Any = None) -> dict[Any, Any]:
         members = self.groups[group][0]
@@ -216,7 +227,7 @@ class Brute:
         f, stop = self.f, jax.lax.stop_gradient
         params = self.unravel(theta)
         _, raw = f.step(params, states, x)
-        sites = sorted({s for s, _ in self.sites})
+        sites = self.traced
 
         def detached(number: int, eqn: Any, vals: Any, added: Any = ()) -> Any:
             y = eqn.primitive.bind(*map(stop, vals), **eqn.params)
@@ -294,24 +305,9 @@ class Brute:
 
         old = jax.grad(of_old)([self._flat(k, states) for k in range(len(self.groups))])
 
-        def site_outputs(theta: Any, inputs: Any, ones: Any) -> dict[int, Any]:
-            """`y` of each site as a function of parameters alone, with its inputs given."""
-            result = {}
-
-            def at_site(number: int, eqn: Any, vals: Any) -> Any:
-                n = len(vals) - len(eqn.params["names"])
-                if number in sites:
-                    given = inputs.get(number) if inputs else None
-                    result[number] = _apply(eqn, [*map(stop, vals[:n])], vals[n:], given, ones)
-                return stop(eqn.primitive.bind(*vals, **eqn.params))
-
-            f.step(self.unravel(theta), states, x, at_site=at_site)
-            return {s: y.ravel() for s, y in result.items()}
-
         def within(theta: Any) -> Any:
             return loss(f.step(self.unravel(theta), states, x)[0])
 
-        self._site_outputs = site_outputs
         inputs = {s: _input_of(*seen[s]) for s in sites}
         return {
             "states": raw,
@@ -319,22 +315,22 @@ class Brute:
             "J": J,
             "g": g,
             "old": old,
-            "dy": jax.jacrev(lambda t: site_outputs(t, None, 1.0))(theta) if sites else {},
+            "dy": jax.jacrev(lambda t: self._site_outputs(t, states, x))(theta) if sites else {},
             "within": jax.grad(within)(theta),
             "inputs": {s: v for s, v in inputs.items() if v is not None},
         }
 
     def d_rtrl(self, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
         """`sum_t <g[t], M[t]>` plus what the traces do not stand for; or in windows."""
-        influence = [jnp.zeros((len(p), self.theta.size), self.theta.dtype) for _, p in self.groups]
-        states, grad = self.f.states, jnp.zeros_like(self.theta)
+        influence = [np.zeros((len(p), self.theta.size), self.theta.dtype) for _, p in self.groups]
+        states, grad = self.f.states, np.zeros_like(self.theta)
         for start in range(0, len(xs), window or 1):
             chunk = xs[start : start + (window or 1)]
             if window:
-                own, at_start = self._window(states, chunk)
+                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
                 grad = grad + own + sum(a @ M for a, M in zip(at_start, influence, strict=True))
             for x in chunk:
-                now = self.advance(self.theta, states, x)
+                now = self.advance(states, x)
                 if not window:
                     grad = grad + now["within"]
                     for k, M in enumerate(influence):
@@ -424,25 +420,24 @@ class Brute:
     def es_d_rtrl(self, xs: list[Any], decay: float, window: int | None = None) -> dict[Any, Any]:
         f_bar: dict[Any, Any] = {}
         x_bar: dict[int, Any] = {}
-        states, grad, steps = self.f.states, jnp.zeros_like(self.theta), 0
+        states, grad, steps = self.f.states, np.zeros_like(self.theta), 0
 
         def from_traces(signals: Any, states: Any, x: Any, steps: int) -> Any:
             ones = (1 - decay**steps) / (1 - decay)
-            total = jnp.zeros_like(self.theta)
+            dys = dict.fromkeys(self.traced, 0.0)
             for (s, k), f in f_bar.items():
-                dy = signals[k] @ f / (1 - decay**steps)
-                total = total + self._site_vjp(s, states, x, x_bar, ones, dy)
-            return total
+                dys[s] = dys[s] + signals[k] @ f / (1 - decay**steps)
+            return np.asarray(self._site_vjp(self.theta, states, x, x_bar, ones, dys))
 
         for start in range(0, len(xs), window or 1):
             chunk = xs[start : start + (window or 1)]
             if window:
-                own, at_start = self._window(states, chunk)
+                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
                 grad = grad + own
                 if steps:
                     grad = grad + from_traces(at_start, states, chunk[0], steps)
             for x in chunk:
-                now = self.advance(self.theta, states, x)
+                now = self.advance(states, x)
                 if not window and steps:
                     grad = grad + from_traces(now["old"], states, x, steps)
                 for key in self.sites:
@@ -460,36 +455,36 @@ class Brute:
                 states = now["states"]
         return self.f.as_tree(self.unravel(grad))
 
-    def _site_vjp(self, s: int, states: Any, x: Any, x_bar: Any, ones: float, dy: Any) -> Any:
-        if not hasattr(self, "_vjp"):
-            self.advance(self.theta, states, x)
+    def _site_outputs(
+        self, theta: Any, states: Any, x: Any, inputs: Any = None, ones: Any = 1.0
+    ) -> dict[int, Any]:
+        """`y` of each site as a function of parameters alone, with its inputs given."""
+        result, stop = {}, jax.lax.stop_gradient
 
-            def vjp(s: int, states: Any, x: Any, x_bar: Any, ones: Any, dy: Any) -> Any:
-                self._advance(self.theta, states, x)
-                return jax.vjp(lambda t: self._site_outputs(t, x_bar, ones)[s], self.theta)[1](dy)[0]
+        def at_site(number: int, eqn: Any, vals: Any) -> Any:
+            n = len(vals) - len(eqn.params["names"])
+            if number in self.traced:
+                given = inputs.get(number) if inputs else None
+                result[number] = _apply(eqn, [*map(stop, vals[:n])], vals[n:], given, ones)
+            return stop(eqn.primitive.bind(*vals, **eqn.params))
 
-            self._vjp = {n: self.jit(partial(vjp, n)) for n, _ in self.sites}
-        return self._vjp[s](states, x, dict(x_bar), ones, dy)
+        self.f.step(self.unravel(theta), states, x, at_site=at_site)
+        return {s: y.ravel() for s, y in result.items()}
 
-    def _window(self, states: Any, chunk: list[Any]) -> tuple[Any, list[Any]]:
-        if not hasattr(self, "_window_fn"):
+    def _pull_sites(self, theta: Any, states: Any, x: Any, x_bar: Any, ones: Any, dys: Any) -> Any:
+        return jax.vjp(lambda t: self._site_outputs(t, states, x, x_bar, ones), theta)[1](dys)[0]
 
-            def run(theta: Any, states: Any, chunk: Any) -> Any:
-                def total(theta: Any, flats: Any) -> Any:
-                    now, value = states, 0.0
-                    for k, flat in enumerate(flats):
-                        now = self._unflat(k, flat, now)
-                    for x in chunk:
-                        outs, now = self.f.step(self.unravel(theta), now, x)
-                        value = value + loss(outs)
-                    return value
+    def _through_window(self, theta: Any, states: Any, chunk: list[Any]) -> tuple[Any, list[Any]]:
+        def total(theta: Any, flats: Any) -> Any:
+            now, value = states, 0.0
+            for k, flat in enumerate(flats):
+                now = self._unflat(k, flat, now)
+            for x in chunk:
+                outs, now = self.f.step(self.unravel(theta), now, x)
+                value = value + loss(outs)
+            return value
 
-                return jax.grad(total, (0, 1))(
-                    theta, [self._flat(k, states) for k in range(len(self.groups))]
-                )
-
-            self._window_fn = self.jit(run)
-        return self._window_fn(self.theta, states, chunk)
+        return jax.grad(total, (0, 1))(theta, [self._flat(k, states) for k in range(len(self.groups))])
 
 
 def _basis(columns: Any, start: Any) -> Any:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import braintrace
+from braintrace._compat import primitives
 
-from .oracle import loss
+from .oracle import bptt, loss
+from .zoo import CASES
 
 
-def sequence(case: Any, length: int = 5, seed: int = 1) -> list[Any]:
+def every(stride: int, values: Any) -> list[Any]:
+    """All values; those between are outside the fast loop."""
+    return [pytest.param(v, marks=pytest.mark.slow if i % stride else ()) for i, v in enumerate(values)]
+
+
+def sequence(case: Any, length: int = 4, seed: int = 1) -> list[Any]:
     rng = np.random.RandomState(seed)
     return [case.x(rng) for _ in range(length)]
 
@@ -48,25 +57,45 @@ def online(
     if window:
         chunks = [
             tuple(
-                jax.tree.map(lambda *a: jnp.stack(a), *parts)
+                jax.tree.map(lambda *a: np.stack(a), *parts)
                 for parts in zip(*chunks[i : i + window], strict=True)
             )
             for i in range(0, len(xs), window)
         ]
     total: Any = None
     for chunk in chunks:
-        grads = step(*chunk)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        grads = jax.tree.map(np.asarray, step(*chunk))
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
     return {tuple(map(str, k)): v for k, v in total.items()}
+
+
+@cache
+def by_d_rtrl(name: str) -> tuple[Any, dict[Any, Any]]:
+    """The graph of a model of the zoo, and its gradient by D-RTRL."""
+    case = CASES[name]
+    learner = braintrace.D_RTRL(case.build())
+    grads = online(learner, sequence(case))
+    return learner.graph, grads
+
+
+@cache
+def by_bptt(name: str) -> dict[Any, Any]:
+    """The gradient of a model of the zoo through time."""
+    case = CASES[name]
+    return bptt(case.build(), sequence(case), forward=loops_forever(by_d_rtrl(name)[0]))
+
+
+def loops_forever(graph: Any) -> bool:
+    return any(n.primitive is primitives.while_p for n in graph.module_info.program.nodes)
 
 
 def difference(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, float]:
     """The largest difference of each parameter's gradient, relative to its largest entry."""
     result = {}
     for path, value in a.items():
-        pairs = list(zip(jax.tree.leaves(value), jax.tree.leaves(b[path]), strict=True))
-        scale = max([float(jnp.max(jnp.abs(x), initial=0.0)) for x, _ in pairs] + [1e-8])
-        result[path] = max(float(jnp.max(jnp.abs(x - y), initial=0.0)) for x, y in pairs) / scale
+        pairs = list(zip(*(map(np.asarray, jax.tree.leaves(v)) for v in (value, b[path])), strict=True))
+        scale = max([float(np.max(np.abs(x), initial=0.0)) for x, _ in pairs] + [1e-8])
+        result[path] = max(float(np.max(np.abs(x - y), initial=0.0)) for x, y in pairs) / scale
     return result
 
 

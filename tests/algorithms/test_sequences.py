@@ -12,7 +12,7 @@ from jax.experimental.sparse import BCOO
 
 import braintrace as bt
 
-from ..run import agree, difference
+from ..run import agree, difference, every
 
 T, B, N, X = 7, 3, 4, 2
 RULES = [bt.D_RTRL, bt.ES_D_RTRL, bt.RTRL, bt.BPTT]
@@ -120,7 +120,7 @@ def in_windows(step, model, window):
     return total
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, T])
+@pytest.mark.parametrize("window", every(3, [3, 1, 2, T]))
 def test_windows_of_a_step_are_back_propagated_through(window):
     options = {"vjp_method": "multi-step", "window": window}
     found = gradient(bt.D_RTRL, options=options)
@@ -129,6 +129,7 @@ def test_windows_of_a_step_are_back_propagated_through(window):
         assert agree(gradient(bt.BPTT), found, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_plain_call_of_a_multi_step_learner_is_a_window_of_one():
     learner = learner_of(bt.D_RTRL, vjp_method="multi-step")
     weights, total = learner.param_states, None
@@ -185,6 +186,7 @@ def test_a_loss_may_read_a_state_before_the_call(size):
     assert agree(truth, found, 1e-11), difference(truth, found)
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_a_state_before_the_call_in_windows_and_whole():
     truth = gradient(bt.BPTT, step=change_of_state)
     assert agree(truth, gradient(bt.RTRL, 3, step=change_of_state), 1e-10)
@@ -310,7 +312,7 @@ def test_parameters_outside_of_the_model_are_told_of():
 # -- masks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", every(2, RULES))
 @pytest.mark.parametrize("size", [1, None])
 def test_what_a_mask_leaves_out_may_be_anything(rule, size):
     xs, ys = data()
@@ -320,7 +322,7 @@ def test_what_a_mask_leaves_out_may_be_anything(rule, size):
     assert agree(*found, 1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", every(2, RULES))
 def test_a_mask_may_have_a_number_for_each_sample(rule):
     xs, ys = data()
     mask = jnp.asarray(np.random.RandomState(3).randint(0, 3, (T, B)), float)
@@ -393,14 +395,14 @@ class WithUnits(Leaky):
         return self.h.value / u.mV
 
 
-@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
+@pytest.mark.parametrize("rule", every(2, [bt.D_RTRL, bt.ES_D_RTRL]))
 def test_episodes_with_units_and_sparse_weights(rule):
     want = jax.tree.leaves(of_episodes(rule, WithUnits))
     found = jax.tree.leaves(gradient(rule, 3, WithUnits, reset=FLAGS))
     np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
 
 
-@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
+@pytest.mark.parametrize("rule", every(2, [bt.D_RTRL, bt.ES_D_RTRL]))
 def test_episodes_of_mapped_learners(rule):
     """With as many units as samples, which must not be mistaken for each other."""
     xs, found = data()[0], []
@@ -420,6 +422,7 @@ def test_episodes_of_mapped_learners(rule):
         learner_of(rule).etrace_grad(xs, step_fn=step)
 
 
+@pytest.mark.slow
 def test_episodes_in_windows_and_with_losses_of_old_states():
     options = {"vjp_method": "multi-step", "window": T}
     assert agree(gradient(bt.BPTT, reset=FLAGS), gradient(bt.D_RTRL, options=options, reset=FLAGS), 1e-12)
@@ -430,7 +433,7 @@ def test_episodes_in_windows_and_with_losses_of_old_states():
         assert agree(want, found, 1e-11), given
 
 
-@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL, bt.RTRL])
+@pytest.mark.parametrize("rule", every(2, [bt.D_RTRL, bt.ES_D_RTRL, bt.RTRL]))
 def test_rows_begin_anew_in_a_loop_of_ones_own(rule):
     learner = learner_of(rule)
     weights = learner.param_states

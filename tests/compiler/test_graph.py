@@ -29,6 +29,7 @@ from braintrace import (
 )
 from braintrace._compiler.evaluation import run
 from braintrace._compiler.program import Var
+from tests.run import every
 from tests.zoo import CASES, Broadcast, Case, Draw, Step
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,7 @@ leak_scalar conv cond scan_3 scan_recurrent cond_in_scan fori_loop_over_units ch
 plain_recurrent""".split()
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", every(3, PARTS))
 def test_slices_compute_the_new_states(name):
     graph = graph_of(name)
     step = Numbers(graph, example(CASES[name]))
@@ -225,7 +226,7 @@ def test_slices_compute_the_new_states(name):
             jax.tree.map(np.testing.assert_allclose, again, new)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", every(3, PARTS))
 def test_diagonal_jacobian(name):
     graph = graph_of(name)
     step = Numbers(graph, example(CASES[name]))
@@ -250,7 +251,7 @@ def test_diagonal_jacobian(name):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", every(3, PARTS))
 def test_perturbed_step_without_perturbation_is_the_step(name):
     graph = graph_of(name)
     info, perturb = graph.module_info, graph.hidden_perturb

@@ -15,10 +15,9 @@ from jax import lax
 
 import braintrace as bt
 from braintrace import DiagnosticKind, compile_etrace_graph
-from braintrace._compat import primitives
 from braintrace._ops.primitive import without_marks
 from tests.oracle import bptt
-from tests.run import agree, difference, online, sequence
+from tests.run import agree, by_bptt, by_d_rtrl, difference, every, online, sequence
 from tests.zoo import CASES, Step
 
 ROUND_OFF = 1e-10
@@ -54,23 +53,16 @@ EXCEPTIONS = {
 }
 
 
-def every(stride: int, names: Any) -> list[Any]:
-    """All names; those between are outside the fast loop."""
-    return [pytest.param(n, marks=pytest.mark.slow if i % stride else ()) for i, n in enumerate(names)]
-
-
 @pytest.mark.parametrize("name", every(24, CASES))
 def test_the_zoo_without_its_marks(name):
-    case = CASES[name]
-    xs = sequence(case, 4)
-    marked = bt.D_RTRL(case.build())
-    truth = online(marked, xs)
+    case, (marked, truth) = CASES[name], by_d_rtrl(name)
+    xs = sequence(case)
     if name == "same_call_twice":  # `jit` would remember the marks
         jax.clear_caches()
     with without_marks():
         unmarked = bt.D_RTRL(case.build(), mark="auto")
         found = online(unmarked, xs)
-    graphs = marked.graph, unmarked.graph
+    graphs = marked, unmarked.graph
     assert all(s.found for s in graphs[1].module_info.program.sites)
     groups = [[g.hidden_paths for g in graph.hidden_groups] for graph in graphs]
     same = learned(graphs[0]) == learned(graphs[1]) and agree(truth, found, ROUND_OFF)
@@ -80,8 +72,7 @@ def test_the_zoo_without_its_marks(name):
         difference(truth, found),
     )
     if not same:
-        loops = any(n.primitive is primitives.while_p for n in graphs[1].module_info.program.nodes)
-        bad = difference(bptt(case.build(), xs, forward=loops), found)
+        bad = difference(by_bptt(name), found)
         assert {p for p, d in bad.items() if not d < ROUND_OFF} == set(graphs[1].exactness().weights)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
+import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -58,6 +59,7 @@ def primitives_of_jax() -> set[Primitive]:
     return found
 
 
+@pytest.mark.slow
 def test_every_primitive_is_in_one_table():
     found = primitives_of_jax()
     assert len(found) > 150

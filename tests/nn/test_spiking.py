@@ -474,6 +474,7 @@ def test_factored_gradients(name: str) -> None:
     check_factored(NETS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alif", "ei_dales_law", "two_layers"])
 def test_training(name: str) -> None:
     """A spiking network learns to tell the sign of an input."""
