@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core import primitives as prims
+from jax.flatten_util import ravel_pytree
 
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
@@ -378,7 +379,7 @@ class Brute:
             E = self._of_leaves(influence, leaves)
             own, signal, H, W = flow(self.theta, states, chunk)
             for x in chunk:
-                now = self.advance(self.theta, states, x)
+                now = self.advance(states, x)
                 influence, states = self._influence(now, influence), now["states"]
             E_new = self._of_leaves(influence, leaves)
             grad = grad + own

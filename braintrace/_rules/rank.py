@@ -118,8 +118,8 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
         found = PerSample(linear, samples)
         if not found.tells_traces and axis != "auto":
             raise NotSupportedError(
-                f"The traces of this model have no axis for the samples along axis {axis} of the states: leave "
-                "`samples` out, or have one basis for all (`samples=None`)."
+                f"The traces of this model have no axis for the samples along axis {axis} of the states: "
+                "leave `samples` out, or have one basis for all (`samples=None`)."
             )
         if not found.tells_traces:  # places of an image, say, with no batch
             found = PerSample(linear, find_samples(linear.info, None))

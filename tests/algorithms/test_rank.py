@@ -14,9 +14,9 @@ import braintrace
 from braintrace._rules.rank import per_sample
 
 from ..oracle import Brute, bptt
-from ..run import agree, compiled, difference, online, sequence
+from ..run import agree, by_bptt, compiled, difference, loops_forever, online, sequence
 from ..zoo import CASES, Step
-from .test_gradients import graph_of, is_flat, loops_forever
+from .test_gradients import is_flat
 
 ALL = 10**6  # more directions than any model here carries numbers
 TOGETHER = {"norms_of_two_states": {"samples": None}}  # where samples act on each other
@@ -37,11 +37,12 @@ def by_definition() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "rank", "window"), by_definition())
 def test_rank_equals_its_definition(name, rank, window):
-    case, graph = CASES[name], graph_of(name)
+    case = CASES[name]
+    xs = sequence(case, 4 if window < 5 else 7)  # more than one window
+    learner = compiled(braintrace.D_RTRL(case.build(), rank=rank, **TOGETHER.get(name, {})), xs[0])
+    graph = learner.graph
     if not is_flat(graph) or loops_forever(graph):
         return  # BPTT speaks for these, below
-    xs = sequence(case, 5 if window < 5 else 7)  # more than one window
-    learner = compiled(braintrace.D_RTRL(case.build(), rank=rank, **TOGETHER.get(name, {})), xs[0])
     found = online(learner, xs, window)
     brute = Brute(case.build(), xs[0], graph)
     samples = per_sample(learner.executor, learner.rule.samples).samples
@@ -65,15 +66,15 @@ def test_rank_equals_its_definition(name, rank, window):
     ],
 )
 def test_with_all_directions_it_is_bptt(name, window):
-    case, graph = CASES[name], graph_of(name)
+    case = CASES[name]
     xs = sequence(case)
-    learner = braintrace.D_RTRL(case.build(), rank=ALL, **TOGETHER.get(name, {}))
-    if loops_forever(graph):
+    learner = compiled(braintrace.D_RTRL(case.build(), rank=ALL, **TOGETHER.get(name, {})), xs[0])
+    if loops_forever(learner.graph):
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
             online(learner, xs, window)
         return
     found = online(learner, xs, window)
-    truth = bptt(case.build(), xs)
+    truth = by_bptt(name)
     assert agree(truth, found, 1e-10), difference(truth, found)
     assert learner.report.exactness.exact, str(learner.report.exactness)
 
