@@ -34,12 +34,13 @@ import measure
 import methods as m
 import report
 from nets import Case
-from targets import COMPILED, CPU_GRU, GPU_GRU, GPU_LIF, judge
+from targets import COMPILED, CPU_GRU, GPU_GRU, GPU_LIF, ONE_GRU, SMALL_GRU, judge
 from yardstick import Yardstick
 
 HERE = Path(__file__).parent
 ALL = m.OURS + m.YARD
-SWEEP = tuple(n for n in ALL if n not in (m.D_DROP, m.ES_DROP, m.D_BF16, m.FLOOR))
+ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, m.D_TEN, m.D_RANK, m.ES_WIN, m.FLOOR)
+SWEEP = tuple(n for n in ALL if n not in ONCE)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def cpu_plan(quick: bool) -> list[Item]:
     widths = (64, 256) if quick else (64, 128, 256, 512)
     return [
         Item(CPU_GRU, ALL),
+        Item(ONE_GRU, (m.D_SGD, m.D_RANK_SGD)),
         *(Item(Case("GRU", 64, 128, 8, n), sweeps=("length",)) for n in lengths),
         *(Item(Case("GRU", n, n, 16, 50), sweeps=("width",)) for n in widths),
         Item(Case("LIF", 256, 128, 16, 100)),
@@ -86,7 +88,8 @@ def gpu_plan(quick: bool) -> list[Item]:
     lengths = [Item(Case("GRU", 128, 256, 32, n), sweeps=("length",)) for n in (100, 1000, 10_000, 50)]
     widths = [Item(Case("GRU", n, n, 32, 100), sweeps=("width",)) for n in (256, 1024, 2048, 512)]
     nets = [Item(Case("ALIF", 512, 256, 64, 200)), Item(Case("LSTM", 256, 1024, 64, 200))]
-    first = [Item(GPU_GRU, ALL), Item(GPU_LIF)]
+    rank = [Item(SMALL_GRU, (m.BPTT, m.D_WIN, m.D_RANK)), Item(ONE_GRU, (m.D_SGD, m.D_RANK_SGD))]
+    first = [Item(GPU_GRU, ALL), Item(GPU_LIF), *rank]
     if quick:
         return [*first, *lengths[:2], *widths[:2]]
     return [*first, *lengths[:3], *widths[:3], *nets, lengths[3], widths[3]]

@@ -108,10 +108,12 @@ D_STEP, D_SGD, D_BF16 = "D_RTRL steps", "D_RTRL online SGD", "D_RTRL steps, bflo
 ES_AUTO, ES_DROP, ES_CHUNK = "ES_D_RTRL automatic", "ES_D_RTRL automatic, traces dropped", "ES_D_RTRL chunks"
 ES_STEP, ES_SGD = "ES_D_RTRL steps", "ES_D_RTRL online SGD"
 ES_SAME = "ES_D_RTRL steps, only weights that 0.2.6 learns"
+D_WIN, D_TEN, ES_WIN = "D_RTRL windows", "D_RTRL windows of 10", "ES_D_RTRL windows"
+D_RANK, D_RANK_SGD = "D_RTRL windows, rank 4", "D_RTRL online SGD, rank 4"
 FLOOR = "byte floor of D_RTRL steps"
 PLAIN = (FORWARD, BPTT, CHECKPOINT)
-D = (D_AUTO, D_DROP, D_CHUNK, D_STEP, D_BF16, D_SGD, FLOOR)
-ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_STEP, ES_SGD, ES_SAME)
+D = (D_AUTO, D_DROP, D_CHUNK, D_WIN, D_TEN, D_RANK, D_STEP, D_BF16, D_SGD, FLOOR)
+ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_WIN, ES_STEP, ES_SGD, ES_SAME)
 OURS = PLAIN + D + ES
 # of the yardstick, which goes step by step
 YARD_D, YARD_ES = "0.2.6 D_RTRL steps", "0.2.6 ES_D_RTRL steps"
@@ -123,14 +125,22 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
     if method in PLAIN:
         plain = Plain(case, neuron)
         return {FORWARD: plain.forward, BPTT: plain.bptt, CHECKPOINT: plain.checkpointed}[method], 0
-    dtype = {"trace_dtype": jnp.bfloat16} if method == D_BF16 else {}
+    kinds: dict[str, dict[str, Any]] = {
+        D_BF16: {"trace_dtype": jnp.bfloat16},
+        D_WIN: {"window": case.chunk},
+        D_TEN: {"window": 10},
+        ES_WIN: {"window": case.chunk},
+        D_RANK: {"window": case.chunk, "rank": 4},
+        D_RANK_SGD: {"window": 1, "rank": 4},
+    }
+    kind = kinds.get(method, {})
     if "ES_D_RTRL" in method:
-        online = Online(case, neuron, braintrace.ES_D_RTRL, decay_or_rank=0.9)
+        online = Online(case, neuron, braintrace.ES_D_RTRL, decay_or_rank=0.9, **kind)
     else:
-        online = Online(case, neuron, braintrace.D_RTRL, **dtype)
+        online = Online(case, neuron, braintrace.D_RTRL, **kind)
     if method == FLOOR:
         return online.floor, online.trace_bytes
-    if method in (D_SGD, ES_SGD):
+    if method in (D_SGD, ES_SGD, D_RANK_SGD):
         return online.sgd, online.trace_bytes
     if method in YARD:
         return online.sequence(), online.trace_bytes

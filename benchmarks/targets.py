@@ -14,6 +14,8 @@ from nets import Case
 
 CPU_GRU = Case("GRU", 128, 256, 16, 50, chunk=25)
 GPU_GRU = Case("GRU", 256, 1024, 64, 200, chunk=20)
+SMALL_GRU = Case("GRU", 128, 256, 32, 200, chunk=20)
+ONE_GRU = Case("GRU", 16, 64, 1, 500)  # a sample at a time
 GPU_LIF = Case("LIF", 1024, 512, 128, 1000, chunk=50)
 
 Results = dict[str, Any]
@@ -39,6 +41,10 @@ CPU = (
     (CPU_GRU, m.D_AUTO, m.BPTT, 1.0),
     (CPU_GRU, m.D_DROP, m.BPTT, 1.0),
     (CPU_GRU, m.D_CHUNK, m.BPTT, 1.6),
+    (CPU_GRU, m.D_WIN, m.BPTT, 1.4),
+    (CPU_GRU, m.D_TEN, m.BPTT, 2.2),
+    (CPU_GRU, m.D_RANK, m.BPTT, 4.0),
+    (ONE_GRU, m.D_RANK_SGD, m.D_SGD, 3.0),
     (CPU_GRU, m.ES_AUTO, m.BPTT, 0.6),
     (CPU_GRU, m.ES_DROP, m.BPTT, 0.6),
     (CPU_GRU, m.D_STEP, m.YARD_D, 1.0),
@@ -50,6 +56,11 @@ GPU = (
     (GPU_GRU, m.D_AUTO, m.BPTT, 0.75),
     (GPU_GRU, m.D_DROP, m.BPTT, 0.75),
     (GPU_GRU, m.D_CHUNK, m.BPTT, 1.3),
+    (GPU_GRU, m.D_WIN, m.BPTT, 1.3),
+    (GPU_GRU, m.D_TEN, m.BPTT, 1.8),
+    (GPU_GRU, m.D_RANK, m.BPTT, 4.0),
+    (SMALL_GRU, m.D_RANK, m.BPTT, 2.5),
+    (ONE_GRU, m.D_RANK_SGD, m.D_SGD, 3.0),
     (GPU_GRU, m.D_STEP, m.FLOOR, 1.6),
     (GPU_GRU, m.D_SGD, m.FLOOR, 1.6),
     (GPU_GRU, m.D_BF16, m.D_STEP, 0.6),
