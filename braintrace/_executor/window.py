@@ -231,3 +231,8 @@ def each_step(function: Callable[[Any], Any], args: Any) -> Any:
         return jax.vmap(function)(args)
     except NotImplementedError:
         return jax.lax.map(function, args)
+
+
+def unroll() -> int:
+    """How many steps of an element-wise loop go together: on a GPU, a launch costs more than its work."""
+    return 1 if jax.default_backend() == "cpu" else 8

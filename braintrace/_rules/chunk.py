@@ -18,15 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.slots import Rows, Slot, States, add_up, dot, promoted, stack, states
-from .._executor.window import Record
+from .._executor.window import Record, unroll
 from .rule import Gradients, TraceRule, Values, add_to
 
 TIME = ("time",)
-
-
-def unroll() -> int:
-    """How many steps of an element-wise loop go together: on a GPU, a launch costs more than its work."""
-    return 1 if jax.default_backend() == "cpu" else 8
 
 
 def step_by_step(

@@ -20,8 +20,8 @@ import numpy as np
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
 from .._executor.slots import Rows, Slot, States, add_up, promoted, states, times
-from .._executor.window import Record, Signals
-from .chunk import TIME, factors, unroll
+from .._executor.window import Record, Signals, unroll
+from .chunk import TIME, factors
 from .rule import Gradients, TraceRule, Values, add_all, add_to
 
 

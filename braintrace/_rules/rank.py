@@ -30,7 +30,7 @@ from .._executor.linear import Linear
 from .._executor.per_sample import PerSample
 from .._executor.slots import add_up, promoted, weigh
 from .._executor.weighted import row_axis
-from .._executor.window import Window, where_rows
+from .._executor.window import Window, unroll, where_rows
 
 Values = dict[str, Any]
 BASIS = "basis"
@@ -167,7 +167,7 @@ def orthonormal(rows: Any) -> Any:
             row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
         return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
 
-    return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows))
+    return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
 
 
 def _product(letters: str, *arrays: Any) -> Any:
