@@ -18,7 +18,7 @@ from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
 from .signals import differentiable_step, output, reads_old_states
-from .slots import Rows, Slot, States, find_slots, stack
+from .slots import Jacobian, Slot, States, find_slots, stack
 from .weighted import Weighted, as_weight, find_weighted, over_time
 from .weights import Effective, effective_weights, needs
 
@@ -31,7 +31,7 @@ class Local:
 
     inputs: dict[int, list[Any]]  # of each site: its operands that are not weights
     weights: Effective
-    D: dict[int, Rows | None]  # of each group; None: no memory
+    D: dict[int, Jacobian | None]  # of each group; None: no memory
     J: dict[tuple[int, int], States]  # of each (site, group)
 
     @property
@@ -180,7 +180,7 @@ class ETraceGraphExecutor:
 
     def jacobians(self, env: Mapping[Var, Any], operands: Mapping[int, Leaves]) -> Local:
         """The local Jacobians of a step whose values are known."""
-        D: dict[int, Rows | None] = {}
+        D: dict[int, Jacobian | None] = {}
         J: dict[tuple[int, int], States] = {}
         for planned in self.groups:
             k = planned.group.index

@@ -31,7 +31,7 @@ from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import dependents, uses_while
 from .necks import Necks, through
-from .slots import Rows, States, states
+from .slots import Jacobian, States, states
 
 _PLAIN = "old states only"  # the world of other groups' new states: no site varies there
 
@@ -175,7 +175,7 @@ class LocalGroup:
 
         return function
 
-    def jacobians(self, env: Mapping[Var, Any]) -> tuple[Rows | None, dict[int, States]]:
+    def jacobians(self, env: Mapping[Var, Any]) -> tuple[Jacobian | None, dict[int, States]]:
         """`D` as arrays of `varshape`, new state first (None: no memory), and the `J` of each site.
 
         An array of `J` is shaped as `y` for a trace that lives on the positions of `y`, else as `varshape`.
@@ -198,7 +198,7 @@ class LocalGroup:
 
     def _through(
         self, necks: Necks, env: Mapping[Var, Any], old: list[Any], added: dict[int, Any]
-    ) -> tuple[Rows | None, dict[int, States]]:
+    ) -> tuple[Jacobian | None, dict[int, States]]:
         """The same, where all that mixes goes through necks."""
         held = [env[neck.var] for neck in necks.all]
         new, pull = jax.vjp(self.step(env), old, added, held)
@@ -216,7 +216,7 @@ class LocalGroup:
 
     # -- backwards ---------------------------------------------------------------------------------
 
-    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Rows | None, dict[int, States]]:
+    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Jacobian | None, dict[int, States]]:
         colour, n = self.colouring
         # all ones are made where they are needed: given from outside, XLA knows nothing of them
         same = jnp.ones((1, *self.group.varshape), bool)
@@ -302,7 +302,7 @@ class LocalGroup:
 
     def _pushed(
         self, step: Callable[..., Any], old: list[Any], added: dict[int, Any]
-    ) -> tuple[Rows | None, dict[int, States]]:
+    ) -> tuple[Jacobian | None, dict[int, States]]:
         zeros = jax.tree.map(jnp.zeros_like, (old, added))
 
         def pushing(which: Any) -> Callable[[Any], Any]:

@@ -363,7 +363,7 @@ _WRITTEN_OUT = 64
 
 
 States = Sequence[Any]  # one array for each state of a group
-Rows = Sequence[States]  # a local Jacobian, new state first
+Jacobian = Sequence[States]  # a local Jacobian, new state first
 
 
 def states(array: Any, axis: int) -> list[Any]:
@@ -371,7 +371,7 @@ def states(array: Any, axis: int) -> list[Any]:
     return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
 
 
-def stack(D: Rows) -> Any:
+def stack(D: Jacobian) -> Any:
     """A local Jacobian as one array, new states first."""
     return jnp.stack([jnp.stack(row) for row in D])
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._executor.slots import Rows, Slot, States, add_up, dot, promoted, stack, states
+from .._executor.slots import Jacobian, Slot, States, add_up, dot, promoted, stack, states
 from .._executor.window import Record, unroll
 from .rule import Gradients, TraceRule, Values, add_to
 
@@ -54,7 +54,9 @@ class Backward:
 
     q: States | None  # of every step; None: there are no signals
     start: States | None  # the signal that is left for the states before the chunk
-    products: tuple[Rows, Rows] | None  # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None: no memory
+    products: (
+        tuple[Jacobian, Jacobian] | None
+    )  # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None: no memory
 
 
 def backward(record: Record, group: int, *, products: bool) -> Backward:
@@ -71,7 +73,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
         return Backward(states(g + later, 1), states(old[0], 0), None)
     num = range(len(D))
 
-    def body(carry: tuple[States, Rows], step: Any) -> Any:
+    def body(carry: tuple[States, Jacobian], step: Any) -> Any:
         (later, product), (g, D, old) = carry, step
         q = list(map(operator.add, g, later))
         columns = list(zip(*D, strict=True))
@@ -88,10 +90,10 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
     return Backward(q, start, (each, total))
 
 
-def _products(D: Rows) -> tuple[Rows, Rows]:
+def _products(D: Jacobian) -> tuple[Jacobian, Jacobian]:
     """`D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`."""
 
-    def body(product: Rows, D: Rows) -> Any:
+    def body(product: Jacobian, D: Jacobian) -> Any:
         columns = list(zip(*D, strict=True))
         return [[dot(row, column) for column in columns] for row in product], product
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
-from .._executor.slots import Rows, Slot, States, add_up, promoted, states, times
+from .._executor.slots import Jacobian, Slot, States, add_up, promoted, states, times
 from .._executor.window import Record, Signals, unroll
 from .chunk import TIME, factors
 from .rule import Gradients, TraceRule, Values, add_all, add_to
@@ -81,7 +81,7 @@ class ES_D_RTRL(TraceRule):
         """The average of inputs after a step."""
         return add_up(promoted(self.inp * old, now)).astype(old.dtype)
 
-    def _state(self, slot: Slot, f: States, D: Rows | None, J: States) -> list[Any]:
+    def _state(self, slot: Slot, f: States, D: Jacobian | None, J: States) -> list[Any]:
         """The averages of state Jacobians after a step."""
         new = [(1 - self.out) * j for j in J]
         if D is not None:
