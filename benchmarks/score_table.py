@@ -50,8 +50,8 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
             "",
             f"Score against memory, over {number} tasks: the mean score, from chance (0) to BPTT's (1), and "
             "the memory of one gradient beside that of BPTT on the same sequences (geometric mean), traces "
-            f"included; D_RTRL step by step. With sequences {longer} times as long BPTT goes along the "
-            "arrow, and the others stay where they are.",
+            f"included, as compiled for a CPU; D_RTRL step by step. With sequences {longer} times as long "
+            "BPTT goes along the arrow, and the others stay where they are.",
             "",
         ]
     parts += _details(found, columns)
