@@ -50,8 +50,8 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
             "",
             f"Score against memory, over {number} tasks: the mean score, from chance (0) to BPTT's (1), and "
             "the memory of one gradient beside that of BPTT on the same sequences (geometric mean), traces "
-            f"included; D_RTRL step by step. With sequences {longer} times as long BPTT goes along the "
-            "arrow, and the others stay where they are.",
+            f"included, as compiled for a CPU; D_RTRL step by step. With sequences {longer} times as long "
+            "BPTT goes along the arrow, and the others stay where they are.",
             "",
         ]
     parts += _details(found, columns)
@@ -130,29 +130,28 @@ def _verdict(found: Found, columns: dict[str, Column]) -> list[str]:
 
 
 def _details(found: Found, columns: dict[str, Column]) -> list[str]:
+    on_cpu = lambda r, c: [run["seconds"] for run in r["rules"].get(c, {}).values() if run["device"] == "cpu"]
+    timed = [c for c in columns if any(on_cpu(r, c) for r in found.values())]
+    more = f" seconds a run: {' / '.join(timed)} |" if timed else ""
     lines = [
-        f"| task | what | steps | net | batch | updates | rate | seconds a run: {' / '.join(columns)} |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| task | what | steps | net | batch | updates | rate |{more}",
+        "|---|---|---|---|---|---|---|" + ("---|" if timed else ""),
     ]
-    total, machines = 0.0, dict[str, None]()
+    machines = dict[str, None]()
     for name, result in found.items():
         s = result["settings"]
         given = ", ".join(f"{k}={v}" for k, v in s["options"].items()) or "defaults"
-        seconds = []
-        for column in columns:
-            runs = list(result["rules"].get(column, {}).values())
-            seconds.append(f"{mean(r['seconds'] for r in runs):.0f}" if runs else "-")
-            total += sum(r["seconds"] for r in runs)
+        seconds = [f"{mean(some):.0f}" if (some := on_cpu(result, c)) else "-" for c in timed]
         machines[_machine(result["about"])] = None
         lines.append(
             f"| {name} | {s['description']} ({given}) | {s['length']} | {s['model']} {s['units']} "
-            f"| {s['batch']} | {s['updates']} | {s['rate']:g} | {' / '.join(seconds)} |"
+            f"| {s['batch']} | {s['updates']} | {s['rate']:g} |"
+            + (f" {' / '.join(seconds)} |" if timed else "")
         )
     return [
-        f"Training took {total / 60:.0f} core-minutes in all, compilation included ({'; '.join(machines)}). "
-        "Adam with the same learning rate for all columns, a cosine schedule, gradients clipped at norm 1. "
-        "Sizes and lengths were chosen so that BPTT learns most tasks within seconds. Seconds are of a run, "
-        "and of one core.",
+        f"Trained with {'; '.join(machines)}. Adam with the same learning rate for all columns, a cosine "
+        "schedule, gradients clipped at norm 1. Sizes and lengths were chosen so that BPTT learns most tasks "
+        "within seconds." + (" Seconds are of one core, compilation included." if timed else ""),
         "",
         *lines,
     ]

@@ -19,7 +19,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -141,10 +141,10 @@ class Trainer:
         rate = optax.cosine_decay_schedule(case.rate, case.updates)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         self.opt_state = brainstate.ShortTermState(self.optimizer.init(values(self.params)))
-        self.learn = brainstate.transform.jit(
-            lambda xs, ys: brainstate.transform.for_loop(self._update, xs, ys)
-        )
-        self.test = brainstate.transform.jit(self._test)
+        xs, ys = self.draw(task.batches(0, case.batch))
+        updates = lambda xs, ys: brainstate.transform.for_loop(self._update, xs, ys)
+        self.states, self.learn = over_seeds(updates, xs, ys)
+        self.test_states, self.test = over_seeds(self._test, xs[0], ys[0])
 
     def gradient(self, xs: Any, ys: Any, **options: Any) -> Any:
         self.learner.reset_state(self.case.batch)
@@ -184,46 +184,60 @@ class Trainer:
         self.opt_state.value = self.optimizer.init(values(self.params))
 
     def draw(self, batches: Any) -> list[Any]:
-        import numpy as np
+        return side_by_side(next(batches)[:2] for _ in range(SEVERAL))
 
-        drawn = [next(batches)[:2] for _ in range(SEVERAL)]
-        return [np.stack(a) for a in zip(*drawn, strict=True)]
+    def start(self, seeds: list[int]) -> Any:
+        """The values of all states at first, a row for each seed."""
+        import jax
+        import jax.numpy as jnp
 
-    def run(self, seed: int) -> dict[str, Any]:
-        """Train from the weights of a seed: the test score, and how long it took, in seconds of one core."""
+        rows = []
+        for seed in seeds:
+            self.begin(seed)
+            rows.append([state.value for state in self.states])
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+    def run(self, seeds: list[int]) -> dict[int, dict[str, Any]]:
+        """Train from the weights of each seed: test scores, and how long one took, in seconds of one core."""
         import jax
         import numpy as np
 
-        self.begin(seed)
-        batches = self.task.batches(seed, self.case.batch)
+        now = self.start(seeds)
+        streams = [self.task.batches(seed, self.case.batch) for seed in seeds]
         start, first = time.process_time(), 0.0
         for i in range(self.case.updates // SEVERAL):
-            loss = self.learn(*self.draw(batches))
+            now, loss = self.learn(now, *side_by_side(map(self.draw, streams)))
             if i == 0:
                 jax.block_until_ready(loss)
                 first = time.process_time() - start
-        final = float(loss[-1])
+        final = np.asarray(loss)[:, -1]
         seconds = time.process_time() - start
-        tests = self.task.batches(seed, self.case.batch, "test")
-        scores = [float(self.test(xs, ys)) for xs, ys, _ in tests]
+        learned = {id(state): value for state, value in zip(self.states, now, strict=True)}
+        now = [learned[id(state)] for state in self.test_states]
+        tests = zip(*(self.task.batches(s, self.case.batch, "test") for s in seeds), strict=True)
+        batches = (side_by_side((xs, ys) for xs, ys, _ in batch) for batch in tests)
+        scores = np.mean([np.asarray(self.test(now, xs, ys)[1]) for xs, ys in batches], 0, float)
         return {
-            "score": float(np.mean(scores)),
-            "loss": final,
-            "seconds": seconds,
-            "first": first,
-            "device": jax.devices()[0].device_kind,
+            seed: {
+                "score": float(scores[row]),
+                "loss": float(final[row]),
+                "seconds": seconds / len(seeds),
+                "first": first / len(seeds),
+                "device": jax.devices()[0].device_kind,
+            }
+            for row, seed in enumerate(seeds)
         }
 
     def estimate(self) -> float:
         """Seconds of one core that a run will take, compiling included."""
         import jax
 
-        self.begin(0)
+        now = self.start([0])
         batches = self.task.batches(0, self.case.batch)
         times = []
         for _ in range(3):
             start = time.process_time()
-            jax.block_until_ready(self.learn(*self.draw(batches)))
+            now, _ = jax.block_until_ready(self.learn(now, *side_by_side([self.draw(batches)])))
             times.append(time.process_time() - start)
         return times[0] + min(times[1:]) * (self.case.updates // SEVERAL - 1)
 
@@ -245,6 +259,22 @@ class Trainer:
             compiled = compile_run(lambda xs, ys: self.gradient(xs, ys, chunk_size=size), xs, ys)[0]
         found = compiled.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+
+
+def over_seeds(function: Callable[..., Any], *args: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """The states of a function, and the function of their values and its arguments, a row for each seed."""
+    import brainstate
+    import jax
+
+    stateful = brainstate.transform.StatefulFunction(function)
+    stateful.make_jaxpr(*args)
+    return list(stateful.get_states(*args)), jax.jit(jax.vmap(stateful.jaxpr_call))
+
+
+def side_by_side(rows: Iterable[Any]) -> list[Any]:
+    import numpy as np
+
+    return [np.stack(arrays) for arrays in zip(*rows, strict=True)]
 
 
 def make_learner(net: Any, column: Column) -> tuple[Any, int | None]:
@@ -292,18 +322,25 @@ def run(name: str, columns: list[str], seeds: int, folder: Path, fresh: bool) ->
         now = load(folder, name)
         known = {} if fresh else now["rules"].get(column, {})
         missing = [seed for seed in range(seeds) if str(seed) not in known]
-        if not missing and column in now["memory"]:
+        if not missing and (column in now["memory"] or not on_cpu()):
             continue
         with time_step():
             trainer = Trainer(CASES[name], COLUMNS[column])
-            if fresh or column not in now["memory"]:
+            if on_cpu() and (fresh or column not in now["memory"]):  # other compilers plan it otherwise
                 sizes = [trainer.memory(), trainer.memory(LONGER)]
                 change(folder, name, lambda found, c=column, n=sizes: put(found, ["memory"], c, n))
-            for seed in missing:
-                result = trainer.run(seed)
+            # a small net leaves an accelerator idle: there, all seeds learn in one program
+            together = [[seed] for seed in missing] if on_cpu() else [missing] if missing else []
+            for seed, result in (pair for seeds in together for pair in trainer.run(seeds).items()):
                 change(folder, name, lambda f, c=column, s=seed, r=result: put(f, ["rules", c], str(s), r))
                 shown = f"{result['score']:.4f} in {result['seconds']:.1f} s"
                 print(f"{name} | {column} | seed {seed}: {shown}", flush=True)
+
+
+def on_cpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "cpu"
 
 
 def time_step() -> Any:
@@ -360,7 +397,7 @@ def joined(found: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     for column, results in theirs["rules"].items():
         found["rules"].setdefault(column, {}).update(results)
     found.setdefault("memory", {}).update(theirs.get("memory", {}))
-    return found
+    return {**found, "about": theirs["about"]}
 
 
 def about() -> dict[str, Any]:
