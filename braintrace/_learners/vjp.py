@@ -60,8 +60,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
         if in_windows and vjp_method == "single-step":
             raise ValueError(
-                "Windows are back-propagated through, and so is what `rank` keeps: leave `vjp_method` out, "
-                "or pass 'multi-step'."
+                f"{'What `rank` keeps is' if window is None else f'Windows of {window} steps are'} "
+                "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
             )
         self.rule = rule
         self.vjp_method: VjpMethod = vjp_method or ("multi-step" if in_windows else "single-step")
