@@ -133,11 +133,13 @@ def over_chunks(
         outs.append(out)
         report(size)
     elif count > 1:
-        cut = () if left else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), sequence.steps)
+        # to reshape what is not cut evenly would copy it, and so would chunks of one step: memory would grow
+        whole = left > 0 or size == 1
+        cut = () if whole else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), sequence.steps)
 
         def one(carry: Any, given: Any) -> Any:
             number, now = given
-            if left:  # to reshape what comes before would copy it, and memory would grow with the sequence
+            if whole:
                 start = number * size
                 now = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), sequence.steps)
             carry, out = run(carry, *now)
