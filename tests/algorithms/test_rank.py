@@ -194,6 +194,26 @@ def normed(p: Any, s: Any, x: Any) -> Any:
     return {"h": h}, h
 
 
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [(-1, "`samples` is 'auto'"), (True, "`samples` is 'auto'"), (2, "no axis 2 of one length")],
+)
+def test_axes_that_there_are_not(samples, words):
+    with pytest.raises((ValueError, braintrace.NotSupportedError), match=words):
+        gru(samples=samples)
+
+
+def test_the_verdict_where_samples_act_on_each_other():
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w + jnp.mean(h, 0, keepdims=True))
+        return h, h
+
+    rule = braintrace.rules.D_RTRL(rank=ALL)
+    net = braintrace.online(step, jnp.ones((X, N)), jnp.zeros((B, N)), jnp.ones((B, X)), rule=rule)
+    assert not net.report.exactness.exact
+    assert net.with_rule(braintrace.rules.D_RTRL(rank=ALL, samples=None)).report.exactness.exact
+
+
 def test_samples_that_act_on_each_other():
     xs = list(data()[0])
     build = lambda: Step(normed, {"w": (X, N), "v": (N, N)}, {"h": (B, N)})
