@@ -166,12 +166,12 @@ def test_episodes_within_windows():
 
 def test_a_function_of_a_batch_is_mapped_over_it():
     def step(params: Any, h: Any, x: Any) -> Any:
-        leak = jnp.broadcast_to(params["leak"], h.shape)
+        leak = jnp.broadcast_to(params["leak"], h.shape) + jnp.sum(params["none"])
         h = leak * h + jnp.tanh(x @ params["w"] + h @ params["v"])
         return h, h
 
     rng = np.random.RandomState(1)
-    params = {"w": rng.randn(X, N), "v": rng.randn(N, N) / 2, "leak": rng.rand(N)}
+    params = {"w": rng.randn(X, N), "v": rng.randn(N, N) / 2, "leak": rng.rand(N), "none": np.zeros((0, N))}
     params = jax.tree.map(jnp.asarray, params)
     xs, ys = data()
     start = jnp.asarray(rng.randn(B, N))
@@ -201,6 +201,25 @@ def normed(p: Any, s: Any, x: Any) -> Any:
 def test_axes_that_there_are_not(samples, words):
     with pytest.raises((ValueError, braintrace.NotSupportedError), match=words):
         gru(samples=samples)
+
+
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def test_derivatives_that_cannot_be_pushed():
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w["w"] + clipped(h) @ w["v"])
+        return h, h
+
+    params, h, (xs, ys) = {"w": jnp.ones((X, N)), "v": jnp.eye(N)}, jnp.zeros((B, N)), data()
+    net = braintrace.online(step, params, h, xs[0], rule=braintrace.rules.D_RTRL(rank=RANK))
+    with pytest.raises(braintrace.NotSupportedError, match=r"pushes directions .* \(at .*test_rank.py"):
+        net.grad(lambda y, target: jnp.sum((y - target) ** 2), params, h, net.init(params, h), xs, ys)
 
 
 def test_the_verdict_where_samples_act_on_each_other():
