@@ -76,7 +76,7 @@ class _Search:
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
         self.positions = Positions(info.program, through=True)
-        self.params = [v for e in info.params for v in e.invars if v.inexact]
+        self.params = [v for e in info.params for v in e.invars if v.inexact and v.aval.size]
 
     @cached_property
     def carried(self) -> list[tuple[Path, Var, Atom]]:

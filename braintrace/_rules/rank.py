@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.errors import NotSupportedError
+from .._compiler.graph import ETraceGraph
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
@@ -130,6 +131,14 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
             found = PerSample(linear, find_samples(linear.info, None))
         executor.per_sample[axis] = found
     return executor.per_sample[axis]  # type: ignore[no-any-return]
+
+
+def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | None:
+    """The axis along which samples have each a basis; as it is where the rule refuses it."""
+    try:
+        return per_sample(ETraceGraphExecutor(graph), axis).samples.axis
+    except NotSupportedError:
+        return axis
 
 
 def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
