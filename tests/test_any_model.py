@@ -161,10 +161,22 @@ def leaky(inputs: int, units: int) -> Model:
     return of_one(step, params, {"h": zeros, "count": jnp.zeros((), int)})
 
 
+def dotted(inputs: int, units: int) -> Model:
+    """Paths that read alike."""
+
+    def step(params: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ params["in"] @ params["a.b"] + h @ params["a"]["b"])
+        return h, h
+
+    square = [weights(units, units, seed=seed) for seed in (1, 2)]
+    return of_one(step, {"in": weights(inputs, units), "a.b": square[0], "a": {"b": square[1]}}, zeros)
+
+
 CELLS = {
     "integrator": integrator,
     "lru": lru,
     "leaky": leaky,
+    "dotted": dotted,
     "eqx.GRUCell": of_equinox(eqx.nn.GRUCell, zeros),
     "eqx.LSTMCell": of_equinox(eqx.nn.LSTMCell, pair),
     "nnx.SimpleCell": of_nnx(nnx.SimpleCell, zeros),
@@ -211,6 +223,7 @@ MODELS = {name: partial(make, IN, UNITS) for name, make in CELLS.items()}
 TWICE = ("integrator", "lru", "eqx.LSTMCell", "nnx.GRUCell", "linen.LSTMCell", "hk.GRU", "brainstate.MGUCell")
 STACKS = {f"two {name}": partial(stacked, CELLS[name]) for name in TWICE}
 QUICK = ("integrator", "nnx.GRUCell", "two eqx.LSTMCell")
+RANKED = ("lru", "dotted", "hk.GRU", "two eqx.LSTMCell")
 
 
 def each(models: Any) -> Any:
@@ -290,6 +303,8 @@ def test_rules_against_bptt_and_their_definitions(name):
     model, xs = model_of(name), data()[:, 0]
     truth, net = through_time(model, xs), online(model)
     assert agree(truth, gradient(net.with_rule(bt.rules.RTRL()), model, xs, chunk_size=1))
+    if name in RANKED:
+        assert agree(truth, gradient(online(model, bt.rules.D_RTRL(rank=10**6)), model, xs))
     found = gradient(net, model, xs)
     if name not in ("lru", "two lru"):  # brute force knows real numbers only
         assert agree(found, by_definition(net, model, xs))
@@ -481,6 +496,7 @@ def test_numbers_of_python_among_the_parameters_are_static():
         ({"rule": "d_rtrl"}, "`rule` is a rule such as"),
         ({"mark": "all"}, "`mark` is 'ops'"),
         ({"window": 0}, "`window` is a number of steps"),
+        ({"window": True}, "`window` is a number of steps"),
         ({"step": lambda params, carry, x: ((carry, carry), x)}, "another structure"),
         ({"step": lambda params, carry, x: carry}, "returns a pair"),
     ],

@@ -51,8 +51,8 @@ class RuleKind:
         """How many directions are kept beside the traces, of how many; None: none are."""
         if not self.rank:
             return None
-        numbers = find_samples(graph.module_info.marked, self.samples).numbers
-        return min(self.rank, numbers), numbers
+        samples = find_samples(graph.module_info.marked, self.samples)
+        return None if samples.mixed else (min(self.rank, samples.numbers), samples.numbers)
 
 
 class Cut(enum.Enum):

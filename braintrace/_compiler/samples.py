@@ -39,6 +39,13 @@ class Samples:
         parts = [2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1 for v in self.carried]
         return sum(n * int(v.aval.size) for n, v in zip(parts, self.carried, strict=True)) // self.count
 
+    def have(self, axis: int) -> bool:
+        """Whether that axis has the same length in all that is carried."""
+        return (
+            all(v.aval.ndim > axis for v in self.carried)
+            and len({v.aval.shape[axis] for v in self.carried}) < 2
+        )
+
     def letter(self, site: Site, layout: Layout) -> str | None:
         """The letter of a site's output along which samples lie; None: there is none."""
         numbers = self.sites[site.index]
@@ -69,7 +76,7 @@ class _Search:
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
         self.positions = Positions(info.program, through=True)
-        self.params = [v for e in info.params for v in e.invars if v.inexact]
+        self.params = [v for e in info.params for v in e.invars if v.inexact and v.aval.size]
 
     @cached_property
     def carried(self) -> list[tuple[Path, Var, Atom]]:

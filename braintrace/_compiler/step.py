@@ -22,6 +22,11 @@ def show_paths(paths: Iterable[Path]) -> str:
     return ", ".join(f"`{show_path(p)}`" for p in dict.fromkeys(paths))
 
 
+def name_of(path: Iterable[Any]) -> str:
+    """A name that no other path has: a dot within a part is not one between parts."""
+    return ".".join(str(part).replace("\\", "\\\\").replace(".", "\\.") for part in path)
+
+
 class Role(enum.Enum):
     """What a state is to learning."""
 

@@ -128,7 +128,10 @@ class PerSample:
         return [
             i
             for i, (v, is_param) in enumerate(leaves)
-            if is_param and v.inexact and new & set(solve(flow, self.info.program, [(v, True)])[0])
+            if is_param
+            and v.inexact
+            and v.aval.size
+            and new & set(solve(flow, self.info.program, [(v, True)])[0])
         ]
 
     # -- what rows of signals give -----------------------------------------------------------------

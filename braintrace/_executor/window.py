@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compat import primitives
+from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
 from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
 
@@ -106,7 +107,7 @@ class Window:
         Rows stand in front; leaves that have no derivative are None.
         """
         nodes = self.executor.info.program.walk()
-        only_back = any(n.primitive is primitives.custom_vjp_call_p for n in nodes)
+        only_back = [n for n in nodes if n.primitive is primitives.custom_vjp_call_p]
 
         def body(tangents: Leaves, step: Any) -> Any:
             keep, *now = step
@@ -115,7 +116,16 @@ class Window:
             if only_back:  # the way forward is the transpose of the way back
                 pull = jax.vjp(function, before, [], [])[1]
                 transposed = jax.linear_transpose(lambda c: pull(c)[0], before)
-                return jax.vmap(lambda t: transposed(t)[0])(tangents), None
+                try:
+                    return jax.vmap(lambda t: transposed(t)[0])(tangents), None
+                except (AssertionError, NotImplementedError, RuntimeError) as e:  # as each primitive has it
+                    raise NotSupportedError(
+                        "`rank` pushes directions forward through the derivatives of `custom_vjp` functions "
+                        f"(at {', '.join(dict.fromkeys(n.source for n in only_back))}), and one of them is "
+                        "not made of operations that JAX knows to be linear in the cotangent (a clip, a "
+                        "`where` on the cotangent itself). Write it with linear operations, or leave `rank` "
+                        "out: windows go without it."
+                    ) from e
             return jax.vmap(lambda t: jax.jvp(lambda b: function(b, [], []), [before], [t])[1])(
                 tangents
             ), None

@@ -26,7 +26,7 @@ from .._online.choose import choose, memory_budget
 from .._online.drive import Drive, Given
 from .._online.online import Online
 from .._online.programs import Programs
-from .._online.request import Request, check_chunk_size
+from .._online.request import Request, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.diagnostics import kinds_of, warn_of
@@ -83,8 +83,7 @@ def make_functions(
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
     check_mark(mark)
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
+    check_window(window)
     return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
 
 
@@ -247,6 +246,7 @@ class OnlineFunctions:
         Losses are values: no derivative goes through what this returns; that of `step` does.
         """
         check_chunk_size(chunk_size)
+        check_window(window)
         sequence = Sequence.check((xs, *more), mask, reset)
         request = Request(sequence, has_aux, reduction, return_value=True)
 

@@ -23,6 +23,7 @@ from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
 from .._online.online import Online
+from .._online.request import check_window
 from .._online.sequence import Sequence, is_traced
 from .._online.user_step import UserStep
 from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of
@@ -56,7 +57,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         check_mark(mark)
         if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-        _check_window(window)
+        check_window(window)
         in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
         if in_windows and vjp_method == "single-step":
             raise ValueError(
@@ -83,7 +84,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             if not hasattr(rule, "rank"):
                 raise ValueError(f"{type(self).__name__} has no `rank`; `braintrace.D_RTRL` has.")
             rule = dataclasses.replace(rule, rank=rank)
-        _check_window(window)
+        check_window(window)
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window
         self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
@@ -210,11 +211,6 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             fresh=self._is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
-
-
-def _check_window(window: Any) -> None:
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"`window` is a number of steps, at least 1, not {window!r}.")
 
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:

@@ -90,6 +90,11 @@ def check_chunk_size(chunk_size: Any) -> None:
         raise ValueError(f"`chunk_size` must be at least 1, not {chunk_size}.")
 
 
+def check_window(window: Any) -> None:
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` is one of {', '.join(map(repr, choices))}, not {value!r}.")

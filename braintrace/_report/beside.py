@@ -48,11 +48,19 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
             "the gradient. Make it a hidden state of the model.",
             about=about,
         )
-    fed = _fed_back(step)
+    fed = _fed(step, [i for i in step.carried if i is not None])
     if fed:
         warn_user(
             f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
             "follow that path through time. Read the state inside of the model.",
+            about=about,
+        )
+    used = [i for i in _fed(step, weights) if i not in reached] if _carried(step) else []
+    if used and not fed:  # else by way of them, too
+        warn_user(
+            f"`step_fn` makes an argument of the model with {_names(step, used)}: what that does to states "
+            f"is in the gradient of {'its window' if drive.windows else 'the same step'} only. Do it in the "
+            "model's `update`, or train by BPTT.",
             about=about,
         )
     forgotten = _forgotten(step) if step.node is not None else []
@@ -150,8 +158,8 @@ def _lost(step: UserStep, carried: list[int], weights: Sequence[int]) -> list[in
     ]
 
 
-def _fed_back(step: UserStep) -> list[int]:
-    """The hidden states that an argument of a call depends on, wherever the call is."""
+def _fed(step: UserStep, leaves: Sequence[int]) -> list[int]:
+    """The leaves that an argument of a call depends on, wherever the call is."""
 
     def is_fed(leaf: int) -> bool:
         found: list[bool] = []
@@ -165,7 +173,7 @@ def _fed_back(step: UserStep) -> list[int]:
         solve(flow, step.program, [(step.leaves[leaf], True)])
         return bool(found)
 
-    return [i for i in step.carried if i is not None and is_fed(i)]
+    return [i for i in leaves if is_fed(i)]
 
 
 def _forgotten(step: UserStep) -> list[int]:

@@ -6,7 +6,7 @@ import io
 import os
 import pathlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .._compiler.exactness import Dropped, RuleKind, find_dropped
@@ -14,6 +14,7 @@ from .._compiler.flows import Flows
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.step import Path
+from .._rules.rank import axis_of_samples
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
 from .tables import number
 from .verdict import Exactness
@@ -29,12 +30,18 @@ class CompilationReport:
     @cached_property
     def dropped(self) -> list[Dropped]:
         """Every path that the rule drops."""
-        return find_dropped(self.graph, self.rule)
+        return find_dropped(self.graph, self._rule)
 
     @cached_property
     def exactness(self) -> Exactness:
         """Whether the rule's gradient is that of BPTT, and what it drops, in words."""
-        return Exactness.of(self.graph, self.rule or RuleKind(), self.dropped)
+        return Exactness.of(self.graph, self._rule, self.dropped)
+
+    @cached_property
+    def _rule(self) -> RuleKind:
+        """The rule, with the axis of samples that it goes by."""
+        rule = self.rule or RuleKind()
+        return replace(rule, samples=axis_of_samples(self.graph, rule.samples)) if rule.rank else rule
 
     @property
     def hidden_groups(self) -> list[HiddenGroup]:

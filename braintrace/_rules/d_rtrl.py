@@ -41,7 +41,8 @@ class D_RTRL(TraceRule):
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 0:
             raise ValueError(f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}.")
-        if self.samples != "auto" and not isinstance(self.samples, int | None):
+        is_axis = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 0
+        if not (is_axis or self.samples in ("auto", None)):
             raise ValueError(f"`samples` is 'auto', an axis of the states or None, not {self.samples!r}.")
 
     @property

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.errors import NotSupportedError
+from .._compiler.graph import ETraceGraph
 from .._compiler.samples import find_samples
-from .._compiler.step import show_paths
+from .._compiler.step import name_of, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.linear import Linear
 from .._executor.per_sample import PerSample
@@ -115,6 +116,11 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
                 "the states samples lie that do not (`samples=1`, say), or have one basis for all "
                 "(`samples=None`)."
             )
+        if isinstance(axis, int) and not samples.have(axis):
+            raise NotSupportedError(
+                f"The states that parameters act on have no axis {axis} of one length in common: leave "
+                "`samples` out, or have one basis for all (`samples=None`)."
+            )
         found = PerSample(linear, samples)
         if not found.tells_traces and axis != "auto":
             raise NotSupportedError(
@@ -127,11 +133,19 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
     return executor.per_sample[axis]  # type: ignore[no-any-return]
 
 
+def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | None:
+    """The axis along which samples have each a basis; as it is where the rule refuses it."""
+    try:
+        return per_sample(ETraceGraphExecutor(graph), axis).samples.axis
+    except NotSupportedError:
+        return axis
+
+
 def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
     """The leaves of the parameters that act on what is carried, by number: names and types."""
     leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
     found = {n: leaves[n] for n in per.acting}
-    return {n: (f"{BASIS}:{'.'.join(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
+    return {n: (f"{BASIS}:{name_of(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
 
 
 @lru_cache

@@ -19,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 from .._compiler.exactness import RuleKind
 from .._compiler.slices import has_while
+from .._compiler.step import name_of
 from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
 from .._executor.window import Window, where_rows
 from .rule import Rule, Values
@@ -97,7 +98,7 @@ def _learned(executor: ETraceGraphExecutor) -> list[bool]:
 def _named_params(executor: ETraceGraphExecutor) -> dict[str, Any]:
     """The inexact leaves of the parameters, by stable names."""
     return {
-        f"{'.'.join(e.path)}:{i}": v.aval
+        f"{name_of(e.path)}:{i}": v.aval
         for e in executor.info.params
         for i, v in enumerate(e.invars)
         if jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -166,12 +166,12 @@ def test_episodes_within_windows():
 
 def test_a_function_of_a_batch_is_mapped_over_it():
     def step(params: Any, h: Any, x: Any) -> Any:
-        leak = jnp.broadcast_to(params["leak"], h.shape)
+        leak = jnp.broadcast_to(params["leak"] + jnp.sum(params["none"]), h.shape)
         h = leak * h + jnp.tanh(x @ params["w"] + h @ params["v"])
         return h, h
 
     rng = np.random.RandomState(1)
-    params = {"w": rng.randn(X, N), "v": rng.randn(N, N) / 2, "leak": rng.rand(N)}
+    params = {"w": rng.randn(X, N), "v": rng.randn(N, N) / 2, "leak": rng.rand(N), "none": np.zeros((0, N))}
     params = jax.tree.map(jnp.asarray, params)
     xs, ys = data()
     start = jnp.asarray(rng.randn(B, N))
@@ -192,6 +192,68 @@ def normed(p: Any, s: Any, x: Any) -> Any:
     y = braintrace.matmul(x, p.w) + braintrace.matmul(s.h, p.v)
     h = jnp.tanh((y - y.mean(0, keepdims=True)) / (y.std(0, keepdims=True) + 0.1))
     return {"h": h}, h
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [(-1, "`samples` is 'auto'"), (True, "`samples` is 'auto'"), (2, "no axis 2 of one length")],
+)
+def test_axes_that_there_are_not(samples, words):
+    with pytest.raises((ValueError, braintrace.NotSupportedError), match=words):
+        gru(samples=samples)
+
+
+@jax.custom_vjp
+def without_nan(x: Any) -> Any:
+    return x
+
+
+without_nan.defvjp(lambda x: (x, None), lambda _, g: (jnp.where(jnp.isnan(g), jnp.zeros_like(g), g),))
+
+
+def test_derivatives_that_cannot_be_pushed():
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w["w"] + without_nan(h) @ w["v"])
+        return h, h
+
+    params, h, (xs, ys) = {"w": jnp.ones((X, N)), "v": jnp.eye(N)}, jnp.zeros((B, N)), data()
+    net = braintrace.online(step, params, h, xs[0], rule=braintrace.rules.D_RTRL(rank=RANK))
+    with pytest.raises(braintrace.NotSupportedError, match=r"pushes directions .* \(at .*test_rank.py"):
+        net.grad(lambda y, target: jnp.sum((y - target) ** 2), params, h, net.init(params, h), xs, ys)
+
+
+def test_the_verdict_counts_the_directions_that_there_are():
+    """A trace of a weight that has an axis of samples of its own: one basis for all."""
+
+    def step(params: Any, h: Any, x: Any) -> Any:
+        leak = jnp.tile(params["leak"], (B, 1))
+        h = braintrace.element_wise(leak) * h + jnp.tanh(x @ params["w"] + h @ params["v"])
+        return h, h
+
+    rng = np.random.RandomState(1)
+    params = {"w": rng.randn(X, N), "v": rng.randn(N, N) / 2, "leak": rng.rand(N)}
+    params, (xs, ys) = jax.tree.map(jnp.asarray, params), data()
+    start, found = jnp.zeros((B, N)), {}
+    for rank in (N, B * N - 1, B * N, None):
+        rule = braintrace.rules.BPTT() if rank is None else braintrace.rules.D_RTRL(rank=rank)
+        net = braintrace.online(step, params, start, xs[0], rule=rule, mark="ops")
+        traces = net.init(params, start)
+        grads = net.grad(lambda y, z: jnp.sum((y - z) ** 2), params, start, traces, xs, ys)[0]
+        found[rank] = net.report.exactness.exact, grads
+    truth = found.pop(None)[1]
+    assert [agree(truth, grads, 1e-10) for _, grads in found.values()] == [False, False, True]
+    assert [exact for exact, _ in found.values()] == [False, False, True]
+
+
+def test_the_verdict_where_samples_act_on_each_other():
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w + jnp.mean(h, 0, keepdims=True))
+        return h, h
+
+    rule = braintrace.rules.D_RTRL(rank=ALL)
+    net = braintrace.online(step, jnp.ones((X, N)), jnp.zeros((B, N)), jnp.ones((B, X)), rule=rule)
+    assert not net.report.exactness.exact
+    assert net.with_rule(braintrace.rules.D_RTRL(rank=ALL, samples=None)).report.exactness.exact
 
 
 def test_samples_that_act_on_each_other():

@@ -251,6 +251,11 @@ def with_feedback(learner):
     return lambda x, y: jnp.sum((learner(x + learner.model.h.value[:, :X]) - y) ** 2)
 
 
+def with_a_tied_encoder(learner):
+    weight = next(iter(learner.param_states.values()))
+    return lambda x, y: jnp.sum((learner(x * jnp.sum(jax.tree.leaves(weight.value)[0])) - y) ** 2)
+
+
 def with_feedback_twice(learner):
     return lambda x, y: jnp.sum((learner(x) - y) ** 2) + with_feedback(learner)(x, y)
 
@@ -290,6 +295,8 @@ def lstm():
         (with_feedback, "feeds `h` back into the model", bt.D_RTRL, {"vjp_method": "multi-step"}),
         (with_feedback, "feeds `h` back into the model", bt.RTRL, {}),
         (with_feedback_twice, "feeds `h` back into the model", bt.D_RTRL, {}),
+        (with_a_tied_encoder, "makes an argument of the model with", bt.D_RTRL, {}),
+        (with_a_tied_encoder, "makes an argument of the model with", bt.D_RTRL, {"rank": 10**6}),
         (with_pauses, "reads a hidden state", bt.D_RTRL, {}),
         (change_of_state, "reads `h` as it was before", bt.D_RTRL, {"model": lstm}),
         (with_an_average, "reads `mean`, which the model carries", bt.D_RTRL, {"model": Averaging}),
