@@ -24,8 +24,9 @@ def test_table(tmp_path: Path) -> None:
         "updates": 100,
         "rate": 0.005,
     }
-    runs = {str(seed): {"score": 0.94 + 0.01 * seed, "seconds": 60.0} for seed in range(3)}
-    one = lambda score: {"0": {"score": score, "seconds": 60.0}}
+    run = lambda score: {"score": score, "seconds": 60.0, "device": "cpu"}
+    runs = {str(seed): run(0.94 + 0.01 * seed) for seed in range(3)}
+    one = lambda score: {"0": run(score)}
     rules = {"BPTT": runs, "truncated": one(0.8), "D_RTRL": one(0.7), "windows": one(0.945)}
     memory = {name: [1000, 1000] for name in rules}
     result = {"settings": settings, "rules": rules, "memory": memory, "about": ABOUT}
