@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from .dataflow import Flow, settled, solve, union
-from .own_rules import not_linear
+from .own_rules import PullBack, not_linear
 from .primitives import ELEMENT_WISE, LAYOUT, named
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
@@ -270,9 +270,13 @@ class Flows:
     def not_linear(self) -> list[tuple[Node, list[Path]]]:
         """Functions that pull back losses of several steps, not linearly, and the parameters behind them."""
         found = []
+        every = sum(c.bit for c in self.carried)
         for holder, node in not_linear(self.program):
-            if any(self._goal(self.whole, v) & self.live for v in holder.outputs):
-                found.append((node, self.behind(holder.outputs)))
+            pull = PullBack.of(node)
+            deaf = pull is not None and pull.is_deaf  # no derivative seems to pass it, and yet one comes out
+            if any(self._goal(self.whole, v) & (every if deaf else self.live) for v in holder.outputs):
+                acting = [a for a in holder.inputs if isinstance(a, Var)] if deaf else []
+                found.append((node, self.behind([*holder.outputs, *acting])))
         return found
 
     def behind(self, variables: Sequence[Var]) -> list[Path]:

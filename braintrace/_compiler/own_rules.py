@@ -85,6 +85,13 @@ class PullBack:
             return False
 
 
+    @property
+    def is_deaf(self) -> bool:
+        """Whether it gives an input something, whatever the cotangents are: a constant, say."""
+        heard, _ = solve(Flow[bool](), self.program, ((v, True) for v in self.cotangents.values()))
+        return any(isinstance(a, Var) and a not in heard for a in self.results.values())
+
+
 def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
     """The functions whose derivative rule is not linear, each with the node of the program that holds it."""
     for holder in program.nodes:

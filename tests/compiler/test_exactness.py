@@ -186,6 +186,7 @@ def with_backward(bwd: Any) -> Any:
         (lambda x, g: g * jnp.minimum(1, 5 / jnp.linalg.norm(g)), False),
         (lambda x, g: jax.nn.relu(g), False),
         (lambda x, g: g + 0.1 * x, False),
+        (lambda x, g: jnp.ones_like(g), False),
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -203,6 +204,7 @@ def test_a_backward_that_prints_is_not_run(capsys):
 
 
 clipped = with_backward(lambda x, g: jnp.clip(g, -0.1, 0.1))
+deaf = with_backward(lambda x, g: jnp.ones_like(g))
 CLIPPED = {
     "state": (lambda p, s, x: ({"h": 0.9 * clipped(s.h) + bt.matmul(x, p.w)}, s.h), "w"),
     "op": (lambda p, s, x: ({"h": 0.9 * s.h + clipped(bt.matmul(x, p.w))}, s.h), "w"),
@@ -218,6 +220,7 @@ CLIPPED = {
         "v",
     ),
     "readout": (lambda p, s, x: ({"h": 0.9 * s.h + bt.matmul(x, p.w)}, clipped(s.h)), ""),
+    "deaf": (lambda p, s, x: ({"h": jnp.tanh(deaf(s.h) + bt.matmul(x, p.w))}, s.h), "w"),
 }
 
 
