@@ -84,7 +84,6 @@ class PullBack:
         except Exception:  # whatever a user's rule raises on numbers that are not its own
             return False
 
-
     @property
     def is_deaf(self) -> bool:
         """Whether it gives an input something, whatever the cotangents are: a constant, say."""

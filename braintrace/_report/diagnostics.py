@@ -121,11 +121,23 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
     return "\n".join(lines)
 
 
-def kinds_of(rule: RuleKind | None) -> tuple[DiagnosticKind, ...]:
+_LEFT_OUT = {  # by traces
+    DiagnosticKind.RELATION_PARTIAL_PATH,
+    DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
+    DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+    DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
+    DiagnosticKind.HIDDEN_STATE_MIXED,
+    DiagnosticKind.HIDDEN_STATE_CASCADE,
+    DiagnosticKind.NO_MARKED_OP,
+    DiagnosticKind.PARAMETER_WITHOUT_MARK,
+    DiagnosticKind.GRADIENT_IS_ZERO,
+    DiagnosticKind.STATE_WITHOUT_TRACE,
+}
+
+
+def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
     """The findings that matter to a rule: what traces leave out does not, where it is kept beside them."""
-    if rule is None or not rule.rank:
-        return tuple(DiagnosticKind)
-    return DiagnosticKind.RULE_NOT_LINEAR, DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT
+    return set(DiagnosticKind) - (_LEFT_OUT if rule is not None and rule.rank else set())
 
 
 def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:

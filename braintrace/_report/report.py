@@ -99,18 +99,25 @@ class CompilationReport:
         ]
 
     @property
+    def kept(self) -> str:
+        """What is kept beside the traces, in a few words; empty: nothing."""
+        directions = self.exactness.directions
+        return "" if directions is None else "in {} of {} directions".format(*directions)
+
+    @property
     def diagnostics(self) -> list[CompilationRecord]:
-        return list(self.graph.diagnostics)
+        """What the compiler found, as far as it matters to the rule."""
+        kinds = kinds_of(self.rule)
+        return [r for r in self.graph.diagnostics if r.kind in kinds]
 
     @property
     def warnings(self) -> list[CompilationRecord]:
         """The findings that the user may well not have meant."""
-        kinds = kinds_of(self.rule)
-        return [r for r in self.diagnostics if r.level >= DiagnosticLevel.WARNING and r.kind in kinds]
+        return [r for r in self.diagnostics if r.level >= DiagnosticLevel.WARNING]
 
     @property
     def counts(self) -> dict[str, int]:
-        levels = Counter(r.level for r in self.graph.diagnostics)
+        levels = Counter(r.level for r in self.diagnostics)
         return {
             "hidden_groups": len(self.graph.hidden_groups),
             "relations": len(self.graph.hidden_param_op_relations),

@@ -297,3 +297,15 @@ def test_page_in_a_browser(graph, tmp_path):
     assert seen["lit"]
     assert set(seen["on"]) == {"input:0", "site:0", "group:0"}
     assert "learned online" in seen["note"]
+
+
+def test_rank_is_drawn():
+    """What is followed in directions is learned online, in the drawing and in the words of the page."""
+    learner = bt.D_RTRL(Net(), rank=2)
+    with warnings.catch_warnings(action="ignore"):
+        learner.compile_graph(jnp.zeros((2, 3)))
+    boxes = read_diagram(learner.report).boxes.values()
+    assert all(b.online for b in boxes if b.kind in ("site", "plain") and ("tau",) in b.params)
+    page = learner.report.to_html()
+    assert "within the step only" not in page
+    assert "followed in 2 of 12 directions" in page

@@ -138,7 +138,7 @@ def _place(box: Box, prefix: Path) -> Placed:
         lines = [Line("plain use", "", "title")]
     else:
         lines = [Line(shorten(box.label, 24), "", "title"), Line(box.shape, style="text")]
-    style = "tag" if box.relation is not None else "quiet"
+    style = "tag" if box.online else "quiet"
     params = [Line(_name(p, prefix), _largest(avals), style) for p, avals in box.params.items()]
     if len(params) > 4:
         params = [*params[:3], Line(f"and {len(params) - 3} more", style="quiet")]

@@ -28,7 +28,7 @@ def _note(box: Box, why: dict[int, str]) -> Note:
     if box.kind == "site":
         return _of_site(box, params, why)
     if box.kind == "plain":
-        note = [("", "Used without a marked op: gradient within the step only")]
+        note = [("", f"Used without a marked op: {box.how}")]
         return [*note, *params, *([("line", box.label)] if box.label else [])]
     names = {"input": "Input", "output": "Output", "state": "Carried from step to step, not traced"}
     return [("", names[box.kind]), ("name", box.label), ("shape", box.shape)]
@@ -53,8 +53,7 @@ def _of_group(box: Box, params: Note) -> Note:
 def _of_site(box: Box, params: Note, why: dict[int, str]) -> Note:
     site = box.site
     assert site is not None
-    how = "learned online" if box.relation is not None else "gradient within the step only"
-    note = [("", f"{box.op}: {how}"), *params]
+    note = [("", f"{box.op}: {box.how}"), *params]
     if site.num_inputs:
         note.append(("x", ", ".join(show_aval(a.aval) for a in site.inputs[: site.num_inputs])))
     note.append(("y", box.shape))

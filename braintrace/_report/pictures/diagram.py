@@ -44,6 +44,8 @@ class Box:
     group: HiddenGroup | None = None
     sizes: Sizes | None = None
     remembered: HiddenGroup | None = None  # what of a group has traces
+    online: bool = False  # whether what it uses is learned through time
+    how: str = ""  # and how
 
     @property
     def op(self) -> str:
@@ -94,6 +96,12 @@ def read_diagram(report: CompilationReport) -> Diagram:
     """Follow every value of a graph's step from box to box."""
     reader = _Reader(report)
     reader.read()
+    for box in reader.boxes.values():
+        ranked = any(p in report.ranked_weights for p in box.params)
+        box.online = box.relation is not None or ranked
+        box.how = "learned online" if box.online else f"gradient within the {report.span} only"
+        if box.relation is None and ranked:
+            box.how += f", {report.kept}"
     return Diagram(reader.boxes, reader.edges())
 
 

@@ -140,7 +140,7 @@ def _share(i: int, count: int) -> float:
 
 def _box(card: Card, placed: Placed, note: list[tuple[str, str]]) -> str:
     box = placed.box
-    kind = box.kind + (" online" if box.relation is not None else " within" if box.kind == "site" else "")
+    kind = box.kind + (" online" if box.online else " within" if box.kind == "site" else "")
     x, y = card.x + placed.x, card.y + placed.y
     said = "\n".join(f"{name}: {text}" if name else text for name, text in note)
     parts = [
@@ -193,7 +193,7 @@ def to_dot(report: CompilationReport) -> str:
             if box.group is not None:
                 said = [card.title, *(show_path(p) for p in box.group.hidden_paths)]
             label = "\\n".join(_quoted(s) for s in said if s)
-            style = "" if box.relation is not None or box.kind != "site" else ', style="rounded,dashed"'
+            style = "" if box.online or box.kind != "site" else ', style="rounded,dashed"'
             inside.append(f'  "{_quoted(key)}" [label="{label}"{style}];')
         if card.group is not None and len(inside) > 1:
             inside = [f'  subgraph "cluster_{card.group.box.key}" {{', *("  " + s for s in inside), "  }"]

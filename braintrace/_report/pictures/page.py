@@ -36,6 +36,8 @@ def to_html(report: CompilationReport) -> str:
         title=escape(graph.module_info.step.name),
         counts=" &middot; ".join(said),
         verdict=_verdict(report),
+        span=report.span,
+        missed=f"followed {report.kept}" if report.kept else f"not followed beyond the {report.span}",
         drawing=draw(diagram, graph),
         tables="\n".join([_memory(diagram), _parameters(report), _findings(report)]),
         notes=notes,
@@ -112,8 +114,7 @@ def _parameters(report: CompilationReport) -> str:
                 f"<code>{escape(show_path(p))}</code>" for p in traced[entry.path]
             )
         elif entry.path in ranked:
-            kept, numbers = report.exactness.directions or (0, 0)
-            how = f"online, in {kept} of {numbers} directions"
+            how = f"online, {report.kept}"
         else:
             how = f"within the {report.span}: <span class=why>{escape(excluded[entry.path])}</span>"
         rows.append(

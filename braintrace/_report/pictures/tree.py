@@ -32,9 +32,8 @@ def make_tree(report: CompilationReport) -> Tree:
             if group in relation.hidden_groups:
                 branch.add(_site(relation, group, kept))
     shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
-    if directions := report.exactness.directions:
-        kept_of = "beside the traces, {} of {} directions for each sample".format(*directions)
-        branch = root.add(_text((kept_of, "bold magenta")))
+    if report.kept:
+        branch = root.add(_text((f"beside the traces, {report.kept} for each sample", "bold magenta")))
         for path, why in report.ranked_weights.items():
             branch.add(_text((show_path(path), "cyan"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.excluded_weights:
