@@ -39,6 +39,7 @@ COLUMNS = {
     "windows of 10": Column("D_RTRL", window=10),
     "5, rank 4": Column("D_RTRL", window=5, rank=4),
     "5, rank 8": Column("D_RTRL", window=5, rank=8),
+    "10, rank 8": Column("D_RTRL", window=10, rank=8),
     "ES_D_RTRL": Column("ES_D_RTRL"),
 }
 SEVERAL = 10  # updates in one call

@@ -9,6 +9,7 @@ sample.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -170,6 +171,13 @@ def bptt(model: Any, xs: list[Any], *, forward: bool = False, jit: Any = jax.jit
     return f.as_tree(jit((jax.jacfwd if forward else jax.grad)(total))(f.params, f.states, stacked))
 
 
+def windows_of(xs: list[Any], size: int, *, rest_first: bool = True) -> list[list[Any]]:
+    """Windows of so many steps, the rest first or last."""
+    begin = len(xs) % size if rest_first else 0
+    starts = [*([0] if begin else []), *range(begin, len(xs), size)]
+    return [xs[a:b] for a, b in itertools.pairwise([*starts, len(xs)])]
+
+
 class Brute:
     """D-RTRL and ES-D-RTRL by their definitions, with dense matrices."""
 
@@ -325,8 +333,7 @@ class Brute:
         """`sum_t <g[t], M[t]>` plus what the traces do not stand for; or in windows."""
         influence = [np.zeros((len(p), self.theta.size), self.theta.dtype) for _, p in self.groups]
         states, grad = self.f.states, np.zeros_like(self.theta)
-        for start in range(0, len(xs), window or 1):
-            chunk = xs[start : start + (window or 1)]
+        for chunk in windows_of(xs, window or 1):
             if window:
                 own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
                 grad = grad + own + sum(a @ M for a, M in zip(at_start, influence, strict=True))
@@ -374,8 +381,7 @@ class Brute:
         influence = [jnp.zeros((len(p), self.theta.size)) for _, p in self.groups]
         states, grad = self.f.states, jnp.zeros_like(self.theta)
         flow = self.jit(partial(self._flow, leaves))
-        for first in range(0, len(xs), window):
-            chunk = xs[first : first + window]
+        for chunk in windows_of(xs, window):
             E = self._of_leaves(influence, leaves)
             own, signal, H, W = flow(self.theta, states, chunk)
             for x in chunk:
@@ -430,8 +436,7 @@ class Brute:
                 dys[s] = dys[s] + signals[k] @ f / (1 - decay**steps)
             return np.asarray(self._site_vjp(self.theta, states, x, x_bar, ones, dys))
 
-        for start in range(0, len(xs), window or 1):
-            chunk = xs[start : start + (window or 1)]
+        for chunk in windows_of(xs, window or 1):
             if window:
                 own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
                 grad = grad + own

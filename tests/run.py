@@ -15,7 +15,7 @@ import pytest
 import braintrace
 from braintrace._compat import primitives
 
-from .oracle import bptt, loss
+from .oracle import bptt, loss, windows_of
 from .zoo import CASES
 
 
@@ -56,11 +56,8 @@ def online(
     chunks = [as_args(x) for x in xs]
     if window:
         chunks = [
-            tuple(
-                jax.tree.map(lambda *a: np.stack(a), *parts)
-                for parts in zip(*chunks[i : i + window], strict=True)
-            )
-            for i in range(0, len(xs), window)
+            tuple(jax.tree.map(lambda *a: np.stack(a), *parts) for parts in zip(*chunk, strict=True))
+            for chunk in windows_of(chunks, window)
         ]
     total: Any = None
     for chunk in chunks:

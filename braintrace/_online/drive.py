@@ -55,7 +55,8 @@ class Drive:
             found: tuple[Carry, Leaves] = run(given, carry, Part(slices, mask, reset))
             return found
 
-        carry, outs = over_chunks(part, carry, sequence, self.size)
+        # a loss at the end of a sequence has a whole window before it
+        carry, outs = over_chunks(part, carry, sequence, self.size, rest_first=self.windows)
         total = carry.total
         if self.together and not self.windows:
             total = self._with_traced(given, total, carry.traced)
@@ -389,7 +390,8 @@ class Drive:
             values = {k: self._leaves(given, moving)[i] for k, i in self.step.traces.items()}
             return self._advanced(self._window(given, moving, now, taken), values, after), outs
 
-        moving, outs = over_chunks(part, given.moving(self.step), sequence, self.size)
+        start = given.moving(self.step)
+        moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
         return outs, self._leaves(given, moving)
 
 

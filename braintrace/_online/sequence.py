@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterator
@@ -113,25 +114,33 @@ def over_chunks(
     sequence: Sequence,
     size: int,
     scan: Callable[..., tuple[Any, Any]] = jax.lax.scan,
+    *,
+    rest_first: bool = False,
 ) -> tuple[Any, Any]:
     """`carry, outs = run(carry, arrays, mask, reset)` over chunks of a sequence, and over what is left.
 
-    The outputs of `run` have time in front; so have the results. A `scan` other than JAX's may carry states.
+    What is left comes last, or first. The outputs of `run` have time in front; so have the results. A `scan`
+    other than JAX's may carry states.
     """
     count, left = divmod(sequence.length, size)
+    begin = left if rest_first else 0
     progress = sequence.progress
     if progress is not None and not is_traced((carry, sequence.steps)):
-        return _one_by_one(run, carry, sequence, size, progress)
+        return _one_by_one(run, carry, sequence, size, progress, begin)
 
     def report(done: Any) -> None:
         if progress is not None:
             jax.debug.callback(lambda done: progress(done, sequence.length, None), done)
 
     outs: list[Any] = []
-    if count == 1:
-        carry, out = run(carry, *sequence.part(0, size))
+    if begin:
+        carry, out = run(carry, *sequence.part(0, begin))
         outs.append(out)
-        report(size)
+        report(begin)
+    if count == 1:
+        carry, out = run(carry, *sequence.part(begin, begin + size))
+        outs.append(out)
+        report(begin + size)
     elif count > 1:
         # to reshape what is not cut evenly would copy it, and so would chunks of one step: memory would grow
         whole = left > 0 or size == 1
@@ -140,15 +149,15 @@ def over_chunks(
         def one(carry: Any, given: Any) -> Any:
             number, now = given
             if whole:
-                start = number * size
+                start = begin + number * size
                 now = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), sequence.steps)
             carry, out = run(carry, *now)
-            report((number + 1) * size)
+            report(begin + (number + 1) * size)
             return carry, out
 
         carry, out = scan(one, carry, (jnp.arange(count), cut))
         outs.append(jax.tree.map(lambda a: a.reshape(count * size, *a.shape[2:]), out))
-    if left:
+    if left and not rest_first:
         carry, out = run(carry, *sequence.part(count * size, sequence.length))
         outs.append(out)
         report(sequence.length)
@@ -156,13 +165,18 @@ def over_chunks(
 
 
 def _one_by_one(
-    run: Callable[..., tuple[Any, Any]], carry: Any, sequence: Sequence, size: int, progress: Report
+    run: Callable[..., tuple[Any, Any]],
+    carry: Any,
+    sequence: Sequence,
+    size: int,
+    progress: Report,
+    begin: int,
 ) -> tuple[Any, Any]:
     """The same outside of `jit`: a call for each chunk, so that an interrupt comes between two of them."""
     compiled = jax.jit(run)
     outs = []
-    for start in range(0, sequence.length, size):
-        stop = min(start + size, sequence.length)
+    starts = [*([0] if begin else []), *range(begin, sequence.length, size)]
+    for start, stop in itertools.pairwise([*starts, sequence.length]):
         carry, out = jax.block_until_ready(compiled(carry, *sequence.part(start, stop)))
         outs.append(out)
         progress(stop, sequence.length, carry)

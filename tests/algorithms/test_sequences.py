@@ -12,6 +12,7 @@ from jax.experimental.sparse import BCOO
 
 import braintrace as bt
 
+from ..oracle import windows_of
 from ..run import agree, difference, every
 
 T, B, N, X = 7, 3, 4, 2
@@ -76,7 +77,7 @@ def gradient(rule, size=None, model=Recurrent, step=squared, sequences=None, opt
 # -- windows -----------------------------------------------------------------------------------------------
 
 
-def in_windows(step, model, window):
+def in_windows(step, model, window, rest_first=True):
     """BPTT inside windows, and the diagonal influence before each: design section 7, with dense matrices."""
     del step
     net = model()
@@ -97,8 +98,8 @@ def in_windows(step, model, window):
     trace = jax.tree.map(lambda a: jnp.zeros((B, N, *a.shape)), params)
     total = jax.tree.map(jnp.zeros_like, params)
     h = h0
-    for start in range(0, T, window):
-        part = slice(start, start + window)
+    for steps in windows_of(list(range(T)), window, rest_first=rest_first):
+        part = slice(steps[0], steps[-1] + 1)
 
         def loss(p, h, part=part):
             losses = []
@@ -147,7 +148,7 @@ def test_a_plain_call_of_a_multi_step_learner_is_a_window_of_one():
 
     for size in (1, 3):  # the form that takes several steps at once
         old = gradient(bt.D_RTRL, size, step=as_before, options={"vjp_method": "multi-step"})
-        assert agree(in_windows(None, Recurrent, size), old, 1e-11), size
+        assert agree(in_windows(None, Recurrent, size, rest_first=False), old, 1e-11), size
 
 
 def test_averages_in_windows():
