@@ -132,5 +132,5 @@ def _chosen(rule: Any) -> dict[str, Any]:
     """The fields of a rule that are not as they are by default."""
     if not dataclasses.is_dataclass(rule):
         return {}
-    found = {f.name: (getattr(rule, f.name), f.default) for f in dataclasses.fields(rule)}
+    found = {f.name: (getattr(rule, f.name), f.default) for f in dataclasses.fields(rule) if f.init}
     return {k: v for k, (v, usual) in found.items() if v != usual}

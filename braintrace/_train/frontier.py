@@ -216,7 +216,7 @@ def _frontier(
     box = (at + LEFT, TOP, at + PANEL, HEIGHT - BOTTOM + 2)
     for i, (lx, ly) in place_labels(points, box).items():
         away = math.hypot(lx - points[i][0], ly - points[i][1])
-        if away > 16:  # a line leads from the point to its number
+        if away > 18:  # a line leads from the point to its number
             a, b = points[i]
             drawing.line([(a, b), (lx + 6 * (a - lx) / away, ly + 6 * (b - ly) / away)], _color(i), 0.7)
         drawing.text(lx, ly + 4, str(i), anchor="middle", color=_color(i), bold=True)
@@ -232,7 +232,7 @@ def place_labels(
     for i, (x, y) in points.items():
         around = [
             (x + r * math.cos(a), y + r * math.sin(a))
-            for r in (13, 20, 28, 37, 47, 58, 70)
+            for r in (15, 21, 28, 37, 47, 58, 70)
             for a in np.arange(-8, 8) * math.pi / 8 - math.pi / 4
         ]
         inside = [p for p in around if left + 6 <= p[0] <= right - 6 and top <= p[1] <= bottom - 6]

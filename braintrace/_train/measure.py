@@ -351,16 +351,16 @@ class OfModel:
         nodes = [(node, dict(vars(node))) for node in (self.model, *self.model.nodes().values())]
         kept = [(st, st.value) for st in self.model.states().values()]
         size = {"batch_size": size_of(self.sequence.arrays[0])} if self.batched else {}
-        try:
-            with brainstate.random.seed_context(self.seed), brainstate.environ.context(fit=True):
+        with brainstate.random.seed_context(self.seed), brainstate.environ.context(fit=True):
+            try:
                 brainstate.nn.init_all_states(self.model, **size)
                 yield kept
-        finally:
-            for state, value in reversed(kept):  # what was first seen is what it was
-                state.value = value
-            for node, attributes in nodes:
-                vars(node).clear()
-                vars(node).update(attributes)
+            finally:
+                for state, value in reversed(kept):  # what was first seen is what it was
+                    state.value = value
+                for node, attributes in nodes:
+                    vars(node).clear()
+                    vars(node).update(attributes)
 
 
 # -- pure functions ------------------------------------------------------------------------------------
