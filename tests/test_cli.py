@@ -96,7 +96,9 @@ def model(tmp_path):
     return name
 
 
-@pytest.mark.parametrize("command", ["", "train", "graph", "check", "compare", "plan", "bench", "tasks", "completion"])
+@pytest.mark.parametrize(
+    "command", ["", "train", "graph", "check", "compare", "plan", "bench", "tasks", "completion"]
+)
 def test_help_teaches(command, capsys):
     assert main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out

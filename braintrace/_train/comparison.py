@@ -286,4 +286,4 @@ def _costs(found: Comparison, row: Compared) -> str:
 def _grows(found: Comparison, row: Compared) -> str:
     if found.bptt.cost > row.cost:
         return ""
-    return "; at this length BPTT is cheaper, but its memory grows with the length"
+    return "; by that BPTT is cheaper at this length, but its memory grows with the length"
