@@ -21,7 +21,7 @@ from .curves import COLORS, smooth
 from .svg import ticks
 
 PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 336, 330, 58, 14, 40, 46
-LEGEND, LINE = 236, 19
+LEGEND, LINE = 270, 19
 FLOOR = 1e-4  # errors below are drawn as exact
 INK = "#475569"
 
