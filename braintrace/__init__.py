@@ -74,15 +74,20 @@ from ._report.verdict import DroppedPath as DroppedPath
 from ._report.verdict import Exactness as Exactness
 
 if TYPE_CHECKING:
+    from ._train import Comparison as Comparison
     from ._train import DivergedError as DivergedError
     from ._train import FitResult as FitResult
+    from ._train import compare as compare
     from ._train import fit as fit
     from ._train import save_curves as save_curves
     from ._train import show_curves as show_curves
     from ._train import write_report as write_report
 
 
-_LATER = ("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "write_report")
+_LATER = (
+    *("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "write_report"),
+    *("compare", "Comparison"),
+)
 
 
 def __dir__() -> list[str]:

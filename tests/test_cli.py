@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import brainstate
 import jax
+import numpy as np
 import pytest
 
 from braintrace import tasks
@@ -95,7 +96,9 @@ def model(tmp_path):
     return name
 
 
-@pytest.mark.parametrize("command", ["", "train", "graph", "check", "plan", "bench", "tasks", "completion"])
+@pytest.mark.parametrize(
+    "command", ["", "train", "graph", "check", "compare", "plan", "bench", "tasks", "completion"]
+)
 def test_help_teaches(command, capsys):
     assert main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
@@ -215,6 +218,48 @@ def test_check(capsys):
     assert main([*near, "--exact", "--window", "2", "--rank", "4"]) == 0
     assert main([*near, "--rule", "rtrl", "--window", "4"]) == 2
     assert "--window is not for --rule rtrl" in capsys.readouterr().err
+
+
+def test_compare(model, capsys, tmp_path):
+    rules = ["--rules", "d_rtrl", "d_rtrl(window=2)", "rtrl"]
+    short = ["--input", "3", "--length", "6", *rules]
+    assert main(["compare", "braintrace.nn:GRUCell(3, 4)", *short, "--out", "new/out"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"4 RTRL.* +exact", shown)
+    assert "3 D_RTRL, windows of 2" in shown
+    assert re.search(r"^\* (Take|No online)", shown, re.MULTILINE)
+    data = json.loads((tmp_path / "new" / "out" / "comparison.json").read_text())
+    assert [row["rule"] for row in data["rows"]] == ["BPTT", "D_RTRL", "D_RTRL, windows of 2", "RTRL"]
+    assert {p.name for p in (tmp_path / "new" / "out").iterdir()} >= {"comparison.html", "frontier.svg"}
+    step = ["--params", "params", "--carry", "start", "--input", "3", "--length", "6", "--train", "2"]
+    assert main(["compare", f"{model}:step", *step, "--batch-size", "2", "--rules", "d_rtrl"]) == 0
+    assert re.search(r"2 D_RTRL.* +exact", capsys.readouterr().out)
+
+
+def test_compare_on_a_task_and_on_data(capsys):
+    task = ["--task", "copying", "--set", "delay=3", "--hidden", "4", "--batch-size", "2"]
+    assert main(["compare", *task, "--rules", "d_rtrl", "--train", "2"]) == 0
+    assert "loss after 2" in capsys.readouterr().out
+    np.savez("mine.npz", xs=np.ones((6, 2, 3), np.float32), ys=np.zeros((6, 2), int))
+    assert main(["compare", "braintrace.nn:GRUCell(3, 4)", "--data", "mine.npz", "--rules", "d_rtrl"]) == 0
+    assert "2 D_RTRL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "Say on what"),
+        ("--rules d_rtl", "did you mean 'd_rtrl'"),
+        ("--rules d_rtrl(3)", "options by name"),
+        ("--task copyng", "did you mean 'copying'"),
+        ("--task copying --data mine.npz", "not both"),
+        ("--data nothing.npz", "nothing.npz"),
+        ("braintrace.nn:GRUCell(3,4) --task copying --cell gru", "not both"),
+    ],
+)
+def test_compare_says_what_is_wrong(arguments, words, capsys):
+    assert main(["compare", *arguments.split()]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_plan(capsys):

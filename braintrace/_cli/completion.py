@@ -47,6 +47,10 @@ def _choices(action: argparse.Action) -> list[str]:
         from .. import tasks
 
         return tasks.names()
+    if action.dest == "rules":
+        from .._learners.compile import NAMES
+
+        return list(NAMES)
     return [str(c) for c in action.choices or ()]
 
 

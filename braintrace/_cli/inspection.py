@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -97,32 +97,18 @@ def graph(given: argparse.Namespace) -> int:
 
 
 def check(given: argparse.Namespace) -> int:
-    import jax.numpy as jnp
-    import numpy as np
-
     from .._report.check import check_gradients
 
-    rng = np.random.default_rng(given.seed)
-
-    def draw(like: Any) -> Any:
-        shape = (given.length, *like.shape)
-        if jnp.issubdtype(like.dtype, jnp.integer):
-            return jnp.asarray(rng.integers(2, size=shape), like.dtype)
-        return jnp.asarray(rng.normal(size=shape), like.dtype)
-
-    def loss(outputs: Any, *targets: Any) -> Any:
-        found = _floating(outputs)
-        return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)) / len(found)
-
+    draw = drawing(given)
     with _learner(given) as (learner, inputs):
         xs = [draw(i) for i in inputs]
         if isinstance(learner, functions.Functions):
-            ys = [draw(o) for o in _floating(learner.net.function.outputs)]
+            ys = [draw(o) for o in floating(learner.net.function.outputs)]
             x = xs[0] if len(xs) == 1 else tuple(xs)
-            found = learner.net.check(loss, learner.params, learner.carry, x, *ys)
+            found = learner.net.check(distance, learner.params, learner.carry, x, *ys)
         else:
-            ys = [draw(o) for o in _floating(_outputs(learner.model, inputs))]
-            step = lambda *slices: loss(learner(*slices[: len(xs)]), *slices[len(xs) :])
+            ys = [draw(o) for o in floating(outputs_of(learner.model, inputs))]
+            step = lambda *slices: distance(learner(*slices[: len(xs)]), *slices[len(xs) :])
             found = check_gradients(learner, *xs, *ys, step_fn=step)
     found.show()
     return 0 if (found.equal if given.exact else found.ok) else 1
@@ -160,14 +146,38 @@ def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
             yield learner, inputs
 
 
-def _outputs(model: Any, inputs: list[Any]) -> Any:
+def drawing(given: argparse.Namespace) -> Callable[[Any], Any]:
+    """Random sequences for the shape of one step."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(given.seed)
+
+    def draw(like: Any) -> Any:
+        shape = (given.length, *like.shape)
+        if jnp.issubdtype(like.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(2, size=shape), like.dtype)
+        return jnp.asarray(rng.normal(size=shape), like.dtype)
+
+    return draw
+
+
+def distance(outputs: Any, *targets: Any) -> Any:
+    """The mean squared distance of outputs from targets."""
+    import jax.numpy as jnp
+
+    found = floating(outputs)
+    return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)) / len(found)
+
+
+def outputs_of(model: Any, inputs: list[Any]) -> Any:
     """The shapes of a model's outputs."""
     import brainstate
 
     return brainstate.transform.StatefulFunction(model).make_jaxpr(*inputs).get_out_shapes(*inputs)[0]
 
 
-def _floating(outputs: Any) -> list[Any]:
+def floating(outputs: Any) -> list[Any]:
     """The outputs that a loss can be made of, without units."""
     import jax
     import jax.numpy as jnp

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._lines import raising_line
-from . import bench, completion, inspection, tasks, train
+from . import bench, compare, completion, inspection, tasks, train
 from .errors import UsageError
 
 ABOUT = """\
@@ -20,6 +20,7 @@ examples:
   braintrace train --task copying --rule d_rtrl      learn it; results go to runs/
   braintrace graph my_pkg.my_mod:Model --input 28    what is learned how in your own model
   braintrace check my_pkg.my_mod:Model --input 28    is its online gradient that of BPTT?
+  braintrace compare my_pkg.my_mod:Model --input 28  which rule to take, by gradient, time and memory
   braintrace plan  my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
 
 `braintrace COMMAND --help` says more and has examples.
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--version", action="store_true", help="print the versions of all that matters, and exit"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, inspection, bench, tasks, completion):
+    for command in (train, inspection, compare, bench, tasks, completion):
         command.add_to(commands)
     for sub in commands.choices.values():
         sub.add_argument("--debug", action="store_true", default=False, help="show the traceback")

@@ -23,9 +23,13 @@ from .errors import UsageError
 SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=32)'"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a model and its input are given."""
-    parser.add_argument("model", help=f"a class, a function that makes a model, or a model: {SPEC}")
+def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """How a model and its input are given; unless `required`, both may be left out."""
+    parser.add_argument(
+        "model",
+        nargs=None if required else "?",
+        help=f"a class, a function that makes a model, or a model: {SPEC}",
+    )
     for name, what in (("params", "the parameters"), ("carry", "the carry at the start")):
         parser.add_argument(
             f"--{name}", metavar="NAME", help=f"of a step function: {what}, or a function that returns it"
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         action="append",
-        required=True,
+        required=required,
         metavar="SHAPE",
         help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input",
     )
@@ -165,7 +169,7 @@ def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
     if not colon or not where or not what:
         raise UsageError(f"{spec!r} does not name a model: write {SPEC}.")
     module = _module(where)
-    name, args, kwargs = _parse(what)
+    name, args, kwargs = parse_call(what)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -220,7 +224,7 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def _parse(what: str) -> tuple[str, list[Any], dict[str, Any]]:
+def parse_call(what: str) -> tuple[str, list[Any], dict[str, Any]]:
     """A dotted name, and the arguments of a call, which are Python literals."""
     try:
         tree = ast.parse(what, mode="eval").body

@@ -100,12 +100,12 @@ def run(given: argparse.Namespace) -> int:
     from .nets import make_net
 
     settings, out, resume = _settings(given)
-    _check_folder(out)
+    check_folder(out)
     if not resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise UsageError(f"{out} holds an earlier run: --resume goes on with it; or choose another --out.")
     if resume and not any((out / "checkpoints").glob("[0-9]*")):
         print(f"The run in {out} has no checkpoint yet: it starts from the beginning.")
-    task = _task(settings)
+    task = make_task(settings)
     own = settings["model"]
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
     with time_step():
@@ -142,7 +142,7 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
         learner,
         lambda epoch: (task.batch(seed, epoch * EPOCH + i, size) for i in range(EPOCH)),
         task.step(learner),
-        _optimizer(settings),
+        make_optimizer(settings),
         max_batches=settings["steps"],
         update_every=every if every == "sequence" else int(every),
         metrics={name: task.metric},
@@ -189,7 +189,7 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
     """What was typed, over what a run that goes on was started with, over the defaults."""
     typed = {k: v for k, v in vars(given).items() if k in DEFAULTS}
     if "set" in typed:
-        typed["set"] = dict(map(_option, typed["set"]))
+        typed["set"] = dict(map(task_option, typed["set"]))
     resume = getattr(given, "resume", False)
     out: Path | None = getattr(given, "out", None)
     stored: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
 
 def _stored(out: Path) -> dict[str, Any]:
     """What the run in a folder was started with."""
-    _check_folder(out)
+    check_folder(out)
     file = out / "config.json"
     if not file.exists():
         raise UsageError(
@@ -240,7 +240,7 @@ def _stored(out: Path) -> dict[str, Any]:
     return stored
 
 
-def _check_folder(out: Path) -> None:
+def check_folder(out: Path) -> None:
     found = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not found.is_dir():
         raise UsageError(f"--out {out}: {found} is a file; give a folder, which may be new.")
@@ -260,11 +260,11 @@ def _check(settings: dict[str, Any]) -> None:
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
     if settings["cell"] is None and not settings["model"]:
-        settings["cell"] = "alif" if _task(settings).spiking else "gru"
+        settings["cell"] = "alif" if make_task(settings).spiking else "gru"
     every = settings["update_every"]
     if every != "sequence" and not (str(every).isdigit() and int(every) >= 1):
         raise UsageError(f"--update-every is `sequence` or a number of time steps, not {every!r}.")
-    _optimizer(settings)
+    make_optimizer(settings)
 
 
 def _dial(settings: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _dial(settings: dict[str, Any]) -> dict[str, Any]:
     return dial.options(NAMES[rule], rule, settings["window"], settings["rank"])
 
 
-def _task(settings: dict[str, Any]) -> Any:
+def make_task(settings: dict[str, Any]) -> Any:
     from .. import tasks
 
     try:
@@ -283,7 +283,7 @@ def _task(settings: dict[str, Any]) -> Any:
         raise UsageError(f"--set: {error}") from error
 
 
-def _option(text: str) -> tuple[str, Any]:
+def task_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set takes NAME=VALUE, such as delay=20, not {text!r}.")
@@ -293,7 +293,7 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _optimizer(settings: dict[str, Any]) -> Any:
+def make_optimizer(settings: dict[str, Any]) -> Any:
     try:
         import jax
         import optax

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .._report.check import GradientCheck
     from .._report.plan import Plan
     from .._report.report import CompilationReport
+    from .._train.comparison import Comparison
 
 Leaves = list[Any]
 Loss = Callable[..., Any]
@@ -172,6 +173,28 @@ class OnlineFunctions:
 
         sizes = None if chunk_sizes is None else list(chunk_sizes)
         return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank)
+
+    def compare(
+        self,
+        loss: Loss,
+        params: Any,
+        carry: Any,
+        xs: Any,
+        *more: Any,
+        rules: Any = None,
+        train: Any = None,
+        mask: Any = None,
+        chunk_size: int | None = None,
+        memory_budget: int | None = None,
+        progress: bool = True,
+    ) -> Comparison:
+        """Rules side by side on this function and data, as `braintrace.compare`; none is kept."""
+        from .._train.measure import compare_functions
+
+        options = {"mask": mask, "chunk_size": chunk_size, "memory_budget": memory_budget}
+        return compare_functions(
+            self, loss, params, carry, xs, *more, rules=rules, train=train, progress=progress, **options
+        )
 
     # -- pytrees and leaves ------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Compare a learner's gradient with that of back-propagation through time, on any model.
 
     relative error  |online - bptt| / |bptt|        cosine  <online, bptt> / (|online| |bptt|)
+    norm ratio      |online| / |bptt|
 
 Both gradients are those of the same `step_fn` over the same sequences, from the states as they are now and
 from traces of zero; for the second the learner stands aside and the model itself is called.
@@ -45,6 +46,7 @@ class ParameterCheck:
     norm: float  # of the gradient of BPTT
     cause: str
     dropped: tuple[DroppedPath, ...]
+    norm_ratio: float
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class GradientCheck:
     parameters: list[ParameterCheck]
     relative_error: float  # of all parameters together
     cosine: float
+    norm_ratio: float
     exactness: Exactness
     tolerance: float
 
@@ -102,6 +105,7 @@ class GradientCheck:
             "length": self.length,
             "relative_error": self.relative_error,
             "cosine": self.cosine,
+            "norm_ratio": self.norm_ratio,
             "tolerance": self.tolerance,
             "exact": self.exactness.exact,
             "explanation": self.explanation,
@@ -109,6 +113,7 @@ class GradientCheck:
                 show_path(p.path): {
                     "relative_error": p.relative_error,
                     "cosine": p.cosine,
+                    "norm_ratio": p.norm_ratio,
                     "norm": p.norm,
                     "cause": p.cause,
                     "dropped": [d.reason for d in p.dropped],
@@ -197,11 +202,11 @@ def check_gradients(
 
     found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
     scale = 1 / (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
-    pairs = {tuple(map(str, k)): (_flat(v), scale * _flat(expected[k])) for k, v in found.items()}
+    pairs = {tuple(map(str, k)): (flatten(v), scale * flatten(expected[k])) for k, v in found.items()}
     if tolerance is None:
         states = [*weights.values(), *learner.traces.values()]
-        tolerance = _round_off([st.value for st in states])
-    return _beside(pairs, exactness, sequence.length, tolerance)
+        tolerance = round_off([st.value for st in states])
+    return put_beside(pairs, exactness, sequence.length, tolerance)
 
 
 def check_functions(
@@ -222,22 +227,22 @@ def check_functions(
         return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
 
     found, expected = gradient(net), gradient(net.with_rule(BPTT()))
-    pairs = {path: (_flat(g), _flat(expected[path])) for path, g in found.items()}
-    tolerance = _round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
+    pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
+    tolerance = round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
     length = Sequence.check(sequences, None).length
-    return _beside(pairs, net.report.exactness, length, tolerance)
+    return put_beside(pairs, net.report.exactness, length, tolerance)
 
 
-def _beside(
+def put_beside(
     pairs: dict[Path, tuple[Any, Any]], exactness: Exactness, length: int, tolerance: float
 ) -> GradientCheck:
     """Each parameter's gradient beside that of BPTT, and whose the difference is."""
     rows = []
     for path, (a, b) in pairs.items():
-        error, cosine = _compare(a, b)
+        error, cosine, ratio = _compare(a, b)
         dropped = tuple(d for d in exactness.dropped if d.weight_path == path)
         cause = "equal" if error <= tolerance else "rule" if dropped else "numerical"
-        rows.append(ParameterCheck(path, error, cosine, float(np.linalg.norm(b)), cause, dropped))
+        rows.append(ParameterCheck(path, error, cosine, float(np.linalg.norm(b)), cause, dropped, ratio))
     a, b = (np.concatenate([pair[i] for pair in pairs.values()]) for i in (0, 1))
     return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance)
 
@@ -279,31 +284,38 @@ def _bptt(
 
 def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> dict[Any, Any]:
     """What `function` returns, from traces of zero; no state is written."""
+    pure, values = trace_afresh(function, learner, sequence)
+    return jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)  # type: ignore[no-any-return]
+
+
+def trace_afresh(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> tuple[Pure, list[list[Any]]]:
+    """A function over a sequence as a pure one, and the values of its states, traces being zero."""
     pure = Pure.trace(function, *sequence.arrays)
     fresh = {id(st) for st in (*learner.traces.values(), learner.steps)}
     values = [
         [jnp.zeros_like(leaf) for leaf in leaves] if id(state) in fresh else leaves
         for state, leaves in zip(pure.states, pure.values(), strict=True)
     ]
-    return jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)  # type: ignore[no-any-return]
+    return pure, values
 
 
-def _flat(tree: Any) -> np.ndarray[Any, Any]:
+def flatten(tree: Any) -> np.ndarray[Any, Any]:
     """The leaves as one vector, in double precision; a complex number as two."""
     leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
     parts = [p for v in leaves for p in ((v.real, v.imag) if np.iscomplexobj(v) else (v,))]
     return np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)])
 
 
-def _compare(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """The relative error of `a` against `b`, and their cosine; two zeros are equal."""
+def _compare(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float, float]:
+    """The relative error of `a` against `b`, their cosine and the ratio of norms; two zeros are equal."""
     na, nb = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-    if na == 0 or nb == 0:
-        return (0.0, 1.0) if na == nb else (float("inf") if nb == 0 else 1.0, 0.0)
-    return float(np.linalg.norm(a - b)) / nb, float(a @ b) / (na * nb)
+    if nb == 0:
+        return (0.0, 1.0, 1.0) if na == 0 else (float("inf"), 0.0, float("inf"))
+    cosine = float(a @ b) / (na * nb) if na else 0.0
+    return float(np.linalg.norm(a - b)) / nb, cosine, na / nb
 
 
-def _round_off(values: Any) -> float:
+def round_off(values: Any) -> float:
     """By the coarsest type among parameters and traces."""
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)

@@ -222,14 +222,14 @@ def _plan(
     rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
     if dial is not None and "D_RTRL" in rules:
         rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))
-    budget = _memory() if memory_budget is None else memory_budget
+    budget = memory_of_device() if memory_budget is None else memory_budget
     best, words = _recommend(rows, length, budget)
     states = [e for e in graph.module_info.entries if not e.is_param]
     return Plan(
         batch_size=batch_size,
         length=length,
-        parameter_bytes=_bytes(v.aval for e in graph.module_info.params for v in e.invars),
-        state_bytes=_bytes(v.aval for e in states for v in e.invars),
+        parameter_bytes=bytes_of(v.aval for e in graph.module_info.params for v in e.invars),
+        state_bytes=bytes_of(v.aval for e in states for v in e.invars),
         memory_budget=budget,
         rows=rows,
         recommendation=words,
@@ -312,7 +312,7 @@ def _row(
         rule=rule,
         chunk_size=size,
         exact=exact or (dial is not None and dial.window >= length),
-        trace_bytes=_bytes(jax.tree.leaves(traces)),
+        trace_bytes=bytes_of(jax.tree.leaves(traces)),
         activation_bytes=int(memory.temp_size_in_bytes),
         flops_per_step=count_flops(closed) / length,
         window=dial.window if dial else None,
@@ -360,13 +360,13 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
     return best, " ".join(words)
 
 
-def _memory() -> int:
+def memory_of_device() -> int:
     """The memory of the device, or half of the machine's."""
     stats = jax.devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
-def _bytes(avals: Any) -> int:
+def bytes_of(avals: Any) -> int:
     return int(sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in avals))
 
 

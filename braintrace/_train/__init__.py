@@ -1,7 +1,9 @@
 """Training: `fit` drives a learner over batches of sequences, with an optimiser of optax."""
 
+from .comparison import Comparison as Comparison
 from .curves import save_curves as save_curves
 from .errors import DivergedError as DivergedError
+from .measure import compare as compare
 from .report import write_report as write_report
 from .result import FitResult as FitResult
 from .terminal import show_curves as show_curves

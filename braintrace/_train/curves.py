@@ -11,7 +11,10 @@ import numpy as np
 
 from .result import COUNTS, FitResult
 
-COLORS = ("#2563eb", "#e4572e", "#0d9488", "#a855f7", "#ca8a04", "#64748b")
+COLORS = (
+    *("#2563eb", "#e4572e", "#0d9488", "#a855f7", "#ca8a04", "#64748b"),
+    *("#db2777", "#65a30d", "#0891b2", "#92400e", "#4338ca", "#dc2626"),
+)
 POINTS = 300  # of a line, at most
 Runs = Mapping[str, FitResult]
 
@@ -43,7 +46,7 @@ def lines_of(runs: Runs, metric: str) -> list[Line]:
         x, y = run.curve(metric, evaluation=True)
         raw = run.curve(metric)
         if len(x) < 2:
-            x, y = _smooth(*raw)
+            x, y = smooth(*raw)
         if len(x):
             found.append(Line(name, i, x, y, _thin(*raw) if len(raw[0]) > 1 else None))
     return found
@@ -82,7 +85,7 @@ def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | Non
     figure.savefig(path, dpi=150)
 
 
-def _smooth(x: Any, y: Any) -> tuple[Any, Any]:
+def smooth(x: Any, y: Any) -> tuple[Any, Any]:
     """Means over a twentieth of the batches."""
     if len(x) < 20:
         return x, y

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
 from .._online.request import split_loss
-from .._online.sequence import Sequence, over_chunks
+from .._online.sequence import NeverCalledError, Sequence, over_chunks
 from .data import Batch, size_of
 from .outside import warn_of_unlearned
 
@@ -92,20 +92,9 @@ class Engine:
 
     def _arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
         """What `step_fn` calls the learner with."""
-        seen: list[Any] = []
-
-        def stop(*args: Any, **kwargs: Any) -> None:
-            seen.append((args, kwargs))
-            raise _Called
-
         first = slice(0, self.chunk_size) if self.in_windows else 0
         slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
-        with _calling(self.learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
-            self.step_fn(*slices)
-        if not seen:
-            raise ValueError("`step_fn` must call the learner once; it did not call it.")
-        args, kwargs = seen[0]
-        return args, kwargs
+        return called_with(self.learner, self.step_fn, slices)
 
     @property
     def in_windows(self) -> bool:
@@ -227,6 +216,22 @@ def _sequence(xs: Any, ys: Any, mask: Any) -> Sequence:
         return jnp.where(left_out & ~jnp.isfinite(y), jnp.zeros_like(y), y)
 
     return replace(sequence, arrays=(sequence.arrays[0], jax.tree.map(clean, sequence.arrays[1])))
+
+
+def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: Any) -> tuple[Any, Any]:
+    """What `step_fn(*slices)` calls the learner with."""
+    seen: list[Any] = []
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        seen.append((args, kwargs))
+        raise _Called
+
+    with _calling(learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
+        step_fn(*slices)
+    if not seen:
+        raise NeverCalledError
+    args, kwargs = seen[0]
+    return args, kwargs
 
 
 class _Called(Exception):

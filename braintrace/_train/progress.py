@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,14 +29,7 @@ class Watch:
         self._total, self._evaluated = total, ""
         self._bar: Progress | None = None
         if enabled and self.console.is_terminal:
-            columns = [
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[now]}"),
-                TimeRemainingColumn(),
-            ]
-            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._bar = _make_bar(self.console)
             self._task = self._bar.add_task("training", total=total, now="compiling ...")
 
     def __enter__(self) -> Watch:
@@ -78,6 +72,46 @@ class Watch:
             return ""
         rate = sum(n for _, n in self._times) / max(sum(t for t, _ in self._times), 1e-9)
         return f"{rate:,.0f} steps/s  {show_bytes(memory())}"
+
+
+class Stages:
+    """A bar over things to be done one after the other, each with a `label`; lines where that is long."""
+
+    def __init__(self, things: Sequence[Any], enabled: bool, console: Console | None = None) -> None:
+        self.things = things
+        self.console = console or Console(quiet=not enabled, highlight=False, stderr=True)
+        self._bar = _make_bar(self.console) if enabled and self.console.is_terminal else None
+
+    def __enter__(self) -> Stages:
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("comparing", total=len(self.things), now="")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __iter__(self) -> Iterator[Any]:
+        last = time.monotonic()
+        for done, thing in enumerate(self.things):
+            if self._bar:
+                self._bar.update(self._task, completed=done, now=thing.label)
+            elif time.monotonic() - last > LINE_EVERY:
+                last = time.monotonic()
+                self.console.print(f"{done}/{len(self.things)}  {thing.label}", markup=False)
+            yield thing
+
+
+def _make_bar(console: Console) -> Progress:
+    columns = [
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeRemainingColumn(),
+    ]
+    return Progress(*columns, console=console, transient=True)
 
 
 def show_scores(row: Row) -> str:

@@ -42,8 +42,6 @@ def write_report(
     `target` is a metric, the value that counts as learned, and whether more is better; `memory` is anything
     with `_repr_html_`, such as what `braintrace.plan` returns.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     aim = None if target is None else Target(*target)
     parts = [
         f'<div class="row">{"".join(_card(i, n, r, aim) for i, (n, r) in enumerate(runs.items()))}</div>',
@@ -63,6 +61,13 @@ def write_report(
             if v is not None
         )
         parts += ["<h2>Settings</h2>", f'<div class="card"><dl>{items}</dl></div>']
+    return write_page(path, title, subtitle, parts)
+
+
+def write_page(path: str | Path, title: str, subtitle: str, parts: list[str]) -> Path:
+    """Write a page of these parts, each of them HTML."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     page = Template(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
     path.write_text(
         page.substitute(title=escape(title), subtitle=escape(subtitle), body="\n".join(parts)),

@@ -19,7 +19,7 @@ def draw_svg(lines: list[Line], title: str, target: float | None = None) -> str:
     values = [v for line in lines for v in (line.y, line.raw[1] if line.raw else line.y)]
     ys = np.concatenate([*values, [] if target is None else [target]])
     ys = ys[np.isfinite(ys)] if np.isfinite(ys).any() else np.zeros(1)
-    x_ticks, y_ticks = _ticks(0, float(xs.max())), _ticks(float(ys.min()), float(ys.max()))
+    x_ticks, y_ticks = ticks(0, float(xs.max())), ticks(float(ys.min()), float(ys.max()))
     low, high = min(float(ys.min()), y_ticks[0]), max(float(ys.max()), y_ticks[-1])
     wide = max(float(xs.max()), 1)
     px = lambda x: LEFT + (WIDTH - LEFT - RIGHT) * np.asarray(x) / wide
@@ -91,7 +91,7 @@ def stack(panels: list[str]) -> str:
     return f"{head}{placed}</svg>\n"
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """About five round numbers in a range."""
     if high <= low:
         return [low]

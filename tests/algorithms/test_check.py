@@ -46,6 +46,7 @@ def test_a_difference_of_the_rule_is_told_from_the_paths_it_drops():
     a, b = (np.ravel(g[("w1",)]) for g in (found, truth))
     np.testing.assert_allclose(first.relative_error, np.linalg.norm(a - b) / np.linalg.norm(b), rtol=1e-8)
     np.testing.assert_allclose(first.cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b), rtol=1e-8)
+    np.testing.assert_allclose(first.norm_ratio, np.linalg.norm(a) / np.linalg.norm(b), rtol=1e-8)
     assert "`w1` is the rule's" in check.explanation
     assert "what `b` keeps of `a` through `matmul` of `w2`" in check.explanation
     for text in (str(check), check._repr_html_(), json.dumps(check.to_dict())):

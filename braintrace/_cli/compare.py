@@ -1,0 +1,193 @@
+"""`braintrace compare`: which rule to take, on one's own model and data."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import functions, models
+from .dial import count
+from .errors import UsageError
+from .inspection import distance, drawing, floating, outputs_of
+from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
+
+ABOUT = """\
+Rules side by side on a model: how close their gradients are to the exact one, time and memory, and, with
+--train, how well they learn. Says which rule to take.
+
+The data are those of a --task, arrays `xs` and `ys` (time, batch, ...) in a file of numpy (--data; integers
+are classes), or random, with the squared distance of the outputs from random targets as the loss.
+
+--out FOLDER gets comparison.html, comparison.json and frontier.svg and .png.
+
+examples:
+  braintrace compare my_pkg.my_mod:Model --input 28 --batch-size 4 --length 20
+  braintrace compare my_pkg.my_mod:Model --task digits_rows --train 100 --out runs/rules
+  braintrace compare my_pkg.my_mod:Model --data mine.npz --rules d_rtrl 'd_rtrl(window=5, rank=4)' rtrl
+  braintrace compare --task copying --cell lstm --hidden 32
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="which rule to take: gradients, time and memory, and what is learned",
+        description=ABOUT,
+        epilog=functions.KINDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    models.add_arguments(parser, required=False)
+    add = parser.add_argument
+    add(
+        "--rules",
+        nargs="+",
+        metavar="RULE",
+        help="names, with options in brackets: 'd_rtrl(window=5)' (default: from cheap to exact)",
+    )
+    add("--task", help="learn this; `braintrace tasks` lists what there is")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the task")
+    add("--data", type=Path, metavar="FILE", help="a file of numpy (.npz) with xs, ys and, if need be, mask")
+    add("--cell", choices=CELLS, help="a net for the task instead of a model (default: gru, or alif)")
+    add("--hidden", type=models.positive, default=32, help="units of that net (default: 32)")
+    add("--length", type=models.positive, default=50, help="steps of random data (default: 50)")
+    add("--chunk-size", type=models.positive, metavar="K", help="steps at once, of rules without windows")
+    add("--train", type=count, default=0, metavar="N", help="learning curves of so many updates")
+    add("--lr", type=float, default=DEFAULTS["lr"], help=f"learning rate (default: {DEFAULTS['lr']})")
+    add("--optimizer", default=DEFAULTS["optimizer"], help=f"of optax (default: {DEFAULTS['optimizer']})")
+    add("--out", type=Path, metavar="FOLDER", help="where the page, the picture and the data go")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sequences, and how outputs are judged by them."""
+
+    xs: Any
+    ys: Any  # of random data: a tuple, one for each output
+    mask: Any
+    loss: Any  # of outputs and the targets
+    batches: Any = None  # to learn from, where there are more
+    spread: bool = False  # inputs and targets are tuples of several
+
+
+def run(given: argparse.Namespace) -> int:
+    from .._train.candidates import read_rules
+    from .._train.measure import compare
+
+    if given.out is not None:
+        check_folder(given.out)
+    rules = None if given.rules is None else [_rule(text) for text in given.rules]
+    try:
+        _ = rules and read_rules(rules)
+    except ValueError as error:
+        raise UsageError(f"--rules: {error}") from error
+    if given.task and given.data:
+        raise UsageError("Give a --task or --data, not both.")
+    with _opened(given) as (model, data):
+        train = None
+        if given.train:
+            chosen = {"lr": given.lr, "optimizer": given.optimizer, "clip": DEFAULTS["clip"]}
+            train = {"updates": given.train, "optimizer": make_optimizer(chosen), "batches": data.batches}
+        more = {"rules": rules, "train": train, "mask": data.mask, "chunk_size": given.chunk_size}
+        if isinstance(model, functions.Functions):
+            ys = data.ys if data.spread else (data.ys,)
+            xs = data.xs[0] if data.spread and len(data.xs) == 1 else data.xs
+            found = model.net.compare(data.loss, model.params, model.carry, xs, *ys, **more)
+        else:
+            step = _step(data)
+            batched = given.batch_size is not None
+            found = compare(model, data.xs, data.ys, step, batched=batched, seed=given.seed, **more)
+    found.show()
+    if given.out is not None:
+        names = ["comparison.html", "comparison.json", "frontier.svg"]
+        names += ["frontier.png"] if importlib.util.find_spec("matplotlib") else []
+        for name in names:
+            found.save(given.out / name)
+        print(f"results are in {given.out}: open {given.out / 'comparison.html'}")
+    return 0
+
+
+def _step(data: Data) -> Any:
+    if data.spread:
+        return lambda net, xs, ys: data.loss(net(*xs), *ys)
+    return lambda net, x, y: data.loss(net(x), y)
+
+
+def _rule(text: str) -> tuple[str, dict[str, Any]]:
+    name, args, options = models.parse_call(text)
+    if args or not name:
+        raise UsageError(
+            f"--rules: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'."
+        )
+    return name, options
+
+
+@contextmanager
+def _opened(given: argparse.Namespace) -> Iterator[tuple[Any, Data]]:
+    """The model, or its functions, and the data."""
+    if given.task:
+        data = _of_task(given)
+    elif given.data:
+        data = _of_file(given)
+    elif given.model and given.input:
+        with models.build(given) as (model, inputs):
+            draw = drawing(given)
+            is_functions = isinstance(model, functions.Functions)
+            outputs = model.net.function.outputs if is_functions else outputs_of(model, inputs)
+            xs, ys = (tuple(map(draw, like)) for like in (inputs, floating(outputs)))
+            yield model, Data(xs, ys, None, distance, spread=True)
+        return
+    else:
+        raise UsageError("Say on what: a model with --input, --task or --data; or a --task alone.")
+    if given.model:
+        if given.cell:
+            raise UsageError("Give a --cell or a model, not both.")
+        with models.build(given) as (model, _):
+            yield model, data
+    elif given.task:
+        import brainstate
+
+        from .nets import make_net
+
+        task = make_task({"task": given.task, "set": dict(map(task_option, given.set))})
+        with models.time_step(given.dt):
+            brainstate.random.seed(given.seed)
+            yield make_net(given.cell or ("alif" if task.spiking else "gru"), task, given.hidden), data
+    else:
+        raise UsageError("--data needs a model: braintrace compare my_mod:Model --data FILE.")
+
+
+def _of_task(given: argparse.Namespace) -> Data:
+    from .tasks import check_name
+
+    check_name(given.task)
+    task = make_task({"task": given.task, "set": dict(map(task_option, given.set))})
+    given.batch_size = given.batch_size or DEFAULTS["batch_size"]
+    given.input = [str(task.inputs)]
+    seed, size = given.seed, given.batch_size
+    batches = lambda epoch: [task.batch(seed, epoch, size)]
+    xs, ys, mask = task.batch(seed, 0, size)
+    return Data(xs, ys, mask, task.loss, batches)
+
+
+def _of_file(given: argparse.Namespace) -> Data:
+    import jax.numpy as jnp
+    import numpy as np
+
+    from ..tasks.task import cross_entropy, squared_error
+
+    try:
+        with np.load(given.data) as found:
+            xs, ys, mask = (found.get(k) for k in ("xs", "ys", "mask"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--data {given.data}: {error}") from error
+    if xs is None or ys is None or xs.ndim < 2 or xs.shape[:2] != ys.shape[:2]:
+        raise UsageError(f"--data {given.data}: it needs arrays `xs` and `ys`, both (time, batch, ...).")
+    given.batch_size = xs.shape[1]
+    given.input, given.dtype = [",".join(map(str, xs.shape[2:]))], [str(jnp.asarray(xs[:1]).dtype)]
+    return Data(xs, ys, mask, cross_entropy if np.issubdtype(ys.dtype, np.integer) else squared_error)

@@ -1,0 +1,289 @@
+"""What a comparison of rules found: a table, plain data, a picture, and which rule to take."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._report.tables import Table, show_bytes
+
+GOOD = 0.95  # a cosine from which on a gradient is taken to be as good as the exact one
+LEARNED = 0.98  # of what the loss falls by in the best run, as much counts as learning as well
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A gradient beside the exact one; None: not a finite number."""
+
+    cosine: float
+    norm_ratio: float | None  # its norm over that of the exact one
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One rule: how good its gradient is and what it costs; or `why` it could not be used."""
+
+    rule: str
+    is_bptt: bool = False
+    why: str = ""
+    exact: bool = False  # equal to the exact gradient, to round-off
+    gradient: Agreement | None = None  # of all parameters together
+    parameters: dict[str, Agreement] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    trace_bytes: int = 0  # kept from step to step
+    activation_bytes: int = 0  # set aside while the gradient of the sequence is computed
+    losses: list[float] | None = None  # after each update
+    diverged: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.why
+
+    @property
+    def total_bytes(self) -> int:
+        return self.trace_bytes + self.activation_bytes
+
+    @property
+    def cost(self) -> float:
+        """Time times memory."""
+        return self.step_seconds * max(self.total_bytes, 1)
+
+    @property
+    def cosine(self) -> float:
+        return self.gradient.cosine if self.gradient else math.nan
+
+    @property
+    def last_loss(self) -> float | None:
+        """The mean over the last tenth of the updates."""
+        if not self.losses or self.diverged:
+            return None
+        return float(np.mean(self.losses[-max(1, len(self.losses) // 10) :]))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rules side by side on one model and its data; the first row is BPTT."""
+
+    length: int
+    device: str
+    rows: list[Compared]
+    updates: int | None = None
+
+    @property
+    def bptt(self) -> Compared:
+        return self.rows[0]
+
+    def row(self, rule: str) -> Compared:
+        """The row of a rule, by its label."""
+        found = [r for r in self.rows if r.rule == rule]
+        if not found:
+            raise KeyError(f"No rule {rule!r} here; there are {', '.join(r.rule for r in self.rows)}.")
+        return found[0]
+
+    @property
+    def frontier(self) -> list[Compared]:
+        """The rules than which none is both as cheap and closer, from the cheapest on."""
+        found: list[Compared] = []
+        for row in sorted((r for r in self.rows if r.ok), key=lambda r: (r.cost, -r.cosine)):
+            if not found or row.cosine > found[-1].cosine:
+                found.append(row)
+        return found
+
+    @property
+    def recommended(self) -> Compared | None:
+        """The rule to take; None where no online one is good enough."""
+        return _choose(self)[0]
+
+    @property
+    def recommendation(self) -> str:
+        """Which rule to take and why, in a sentence."""
+        return _choose(self)[1]
+
+    # -- as data -----------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, as JSON has it."""
+        best = self.recommended
+        found = {**asdict(self), "recommended": best and best.rule, "recommendation": self.recommendation}
+        for row in found["rows"]:
+            row["losses"] = row["losses"] and [x if math.isfinite(x) else None for x in row["losses"]]
+        return found
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Comparison:
+        """The comparison that `to_dict` was asked of."""
+        rows = []
+        for row in data["rows"]:
+            agreement = row["gradient"] and Agreement(**row["gradient"])
+            parameters = {k: Agreement(**v) for k, v in row["parameters"].items()}
+            losses = row["losses"] and [math.nan if x is None else x for x in row["losses"]]
+            rows.append(
+                Compared(**{**row, "gradient": agreement, "parameters": parameters, "losses": losses})
+            )
+        return Comparison(data["length"], data["device"], rows, data["updates"])
+
+    # -- for people --------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Table:
+        best, bptt = self.recommended, self.bptt
+        columns = ["rule", "cosine", "norm ratio", "error", "time a step", "of BPTT", "memory", "of BPTT"]
+        columns += ["compile", *([f"loss after {self.updates}"] if self.updates else [])]
+        rows = []
+        for number, row in enumerate(self.rows, 1):
+            cells = [f"{number} {row.rule}" + (" *" if row is best else "")]
+            if not row.ok or row.gradient is None:
+                rows.append([*cells, *["-"] * (len(columns) - 1)])
+                continue
+            cells += [
+                "exact" if row.exact else f"{row.cosine:.4f}",
+                _digits(row.gradient.norm_ratio, ".3f"),
+                _digits(row.gradient.relative_error, ".1e"),
+                show_seconds(row.step_seconds),
+                f"{row.step_seconds / bptt.step_seconds:.2f}",
+                show_bytes(row.total_bytes),
+                f"{row.total_bytes / max(bptt.total_bytes, 1):.2f}",
+                f"{row.compile_seconds:.1f} s",
+            ]
+            if self.updates:
+                cells.append("diverged" if row.diverged else _digits(row.last_loss, ".4g"))
+            rows.append(cells)
+        missing = [f"{i} {r.rule} cannot be used here: {r.why}" for i, r in enumerate(self.rows, 1) if r.why]
+        return Table(
+            f"{self.length} steps, {self.device}; the exact gradient is that of BPTT",
+            columns,
+            rows,
+            [*missing, f"* {self.recommendation}"],
+        )
+
+    @property
+    def by_parameter(self) -> Table:
+        """Of each parameter, the cosine to its exact gradient and the ratio of the norms, rule by rule."""
+        numbered = [(str(i), r) for i, r in enumerate(self.rows, 1) if r.ok and not r.is_bptt]
+        rows = []
+        for name in self.bptt.parameters:
+            found = [r.parameters[name] for _, r in numbered]
+            rows.append([name, *(f"{a.cosine:.3f} x{_digits(a.norm_ratio, '.2f')}" for a in found)])
+        title = "cosine to the exact gradient, and norm ratio, of each parameter; by the rule's number"
+        return Table(title, ["parameter", *(i for i, _ in numbered)], rows)
+
+    def show(self) -> None:
+        """Print the tables, in colour where there is a terminal."""
+        self.table.show()
+        print()
+        self.by_parameter.show()
+
+    def to_str(self) -> str:
+        return f"{self.table.to_str()}\n\n{self.by_parameter.to_str()}"
+
+    def __str__(self) -> str:
+        return self.to_str()
+
+    def _repr_html_(self) -> str:
+        from .frontier import draw
+
+        return f"{self.table.to_html()}{draw(self).to_svg()}{self.by_parameter.to_html()}"
+
+    def save(self, path: str | Path) -> None:
+        """Write a page (.html), the data (.json) or the picture: .svg, or with matplotlib .png, .pdf, ..."""
+        from .frontier import draw
+        from .report import write_page
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            path.write_text(self.to_json(), encoding="utf-8")
+        elif path.suffix == ".html":
+            card = '<div class="card">{}</div>'.format
+            parts = [card(draw(self).to_svg()), "<h2>Costs</h2>", card(self.table.to_html())]
+            parts += ["<h2>Parameters</h2>", card(self.by_parameter.to_html())]
+            write_page(path, "Rules side by side", self.recommendation, parts)
+        else:
+            draw(self).save(path)
+
+
+def show_seconds(seconds: float) -> str:
+    """
+    >>> show_seconds(3.2e-5)
+    '32 us'
+    """
+    unit, size = next((u, s) for u, s in (("s", 1), ("ms", 1e-3), ("us", 1e-6)) if seconds >= s or u == "us")
+    return f"{seconds / size:.3g} {unit}"
+
+
+def _digits(value: float | None, digits: str) -> str:
+    return "-" if value is None else format(value, digits)
+
+
+def _choose(found: Comparison) -> tuple[Compared | None, str]:
+    """The cheapest rule that is good enough, by what was learned or else by the gradient, and why."""
+    online = [r for r in found.rows if r.ok and not r.is_bptt]
+    if not online:
+        return None, "None of the rules can be used on this model: train it by BPTT."
+    if found.updates and found.bptt.losses and any(r.last_loss is not None for r in online):
+        return _by_curve(found, online)
+    good = [r for r in online if r.exact or r.cosine >= GOOD]
+    if not good:
+        best = max(online, key=lambda r: (r.cosine, -r.cost))
+        return None, (
+            f"No online rule comes to a cosine of {GOOD} to the exact gradient: the closest is {best.rule} "
+            f"with {best.cosine:.3f}, at {_costs(found, best)}; try longer windows or more rank, or let "
+            "`train=` show whether it learns all the same."
+        )
+    best = min(good, key=lambda r: r.cost)
+    how = (
+        "gives the exact gradient"
+        if best.exact
+        else f"has a cosine of {best.cosine:.3f} to the exact gradient"
+    )
+    cheaper = [r for r in online if r.cost < best.cost and r not in good]
+    why = f"the least time x memory of those that come to {GOOD}"
+    if cheaper:
+        closest = max(cheaper, key=lambda r: r.cosine)
+        why = f"what is cheaper is further off ({closest.rule}: {closest.cosine:.3f})"
+    return best, f"Take {best.rule}: it {how}, at {_costs(found, best)}; {why}{_grows(found, best)}."
+
+
+def _by_curve(found: Comparison, online: list[Compared]) -> tuple[Compared | None, str]:
+    learned = {r.rule: r.last_loss for r in found.rows if r.last_loss is not None}
+    start = max(r.losses[0] for r in found.rows if r.losses)
+    least = min(learned.values())
+    enough = start - LEARNED * (start - least)
+    good = [r for r in online if learned.get(r.rule, math.inf) <= enough]
+    true = "diverged" if found.bptt.diverged else f"{learned.get(found.bptt.rule, math.nan):.4g}"
+    after = f"after {found.updates} updates"
+    if not good:
+        best = min((r for r in online if r.rule in learned), key=lambda r: learned[r.rule])
+        return None, (
+            f"No online rule learns as BPTT does: {after} the loss is {learned[best.rule]:.4g} by {best.rule}"
+            f", the best of them, and {true} by BPTT; try longer windows or more rank."
+        )
+    best = min(good, key=lambda r: r.cost)
+    cosine = "exact" if best.exact else f"cosine {best.cosine:.3f}"
+    return best, (
+        f"Take {best.rule}: {after} its loss is {learned[best.rule]:.4g} (BPTT: {true}), at "
+        f"{_costs(found, best)}, the least time x memory of those that learn as well; its gradient: {cosine}"
+        f"{_grows(found, best)}."
+    )
+
+
+def _costs(found: Comparison, row: Compared) -> str:
+    time = row.step_seconds / found.bptt.step_seconds
+    memory = row.total_bytes / max(found.bptt.total_bytes, 1)
+    return f"{time:.2g} times the time and {memory:.2g} times the memory of BPTT"
+
+
+def _grows(found: Comparison, row: Compared) -> str:
+    if found.bptt.cost > row.cost:
+        return ""
+    return "; by that BPTT is cheaper at this length, but its memory grows with the length"
