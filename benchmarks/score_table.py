@@ -19,6 +19,7 @@ class Column:
     rule: str
     window: int | None = None
     rank: int = 0
+    power: int = 0
 
     @property
     def is_dial(self) -> bool:
@@ -37,9 +38,9 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
         "Written by `make scores`. The test score of nets trained from the same initial weights and on the "
         "same batches: mean ± standard deviation over seeds. *Truncated k* is BPTT inside windows of k steps "
         "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, "
-        "and traces stand for what came before; *5, rank r* adds r directions to the traces, in windows of "
-        "5. In brackets: of how many seeds, where others have more. Bold: as good as BPTT, no more than its "
-        "standard deviation behind its mean.",
+        "and traces stand for what came before; *k, rank r* adds r directions to the traces, in windows of "
+        "k, and *power* turns these to what is strong. In brackets: of how many seeds, where others have "
+        "more. Bold: as good as BPTT, no more than its standard deviation behind its mean.",
         "",
         table,
         "",
@@ -214,7 +215,7 @@ def draw(found: Found, columns: dict[str, Column], path: Path, longer: int) -> i
 def _lines(columns: dict[str, Column]) -> list[tuple[str, list[str], dict[str, Any]]]:
     """What is joined by a line: its title, columns and style (Okabe and Ito's colours)."""
     pick = lambda test: [name for name, c in columns.items() if test(c)]
-    ranked = {c.window for c in columns.values() if c.rank}
+    ranked = sorted({c.window or 1 for c in columns.values() if c.rank})
     line = lambda color, marker, ls="-": {"color": color, "marker": marker, "ls": ls}
     return [
         ("BPTT", pick(lambda c: c == Column("BPTT")), line("#000000", "o")),
@@ -222,17 +223,20 @@ def _lines(columns: dict[str, Column]) -> list[tuple[str, list[str], dict[str, A
         ("ES_D_RTRL", pick(lambda c: c.rule == "ES_D_RTRL"), line("#D55E00", "D")),
         ("D_RTRL, single step", pick(lambda c: c == Column("D_RTRL")), line("#56B4E9", "^")),
         ("D_RTRL in windows", pick(lambda c: c.is_dial and not c.rank), line("#0072B2", "o")),
-        (
-            "and rank, in windows of 5",
-            pick(lambda c: c.is_dial and c.window in ranked),
-            line("#009E73", "v", ":"),
+        *(
+            (
+                f"and rank, in windows of {size}",
+                pick(lambda c, size=size: c.is_dial and c.window == size),
+                line(color, "v", ":"),
+            )
+            for size, color in zip(ranked, ("#009E73", "#CC79A7"), strict=False)
         ),
     ]
 
 
 def _short(column: Column) -> str:
     if column.rank:
-        return f"rank {column.rank}"
+        return f"rank {column.rank}" + (" power" if column.power else "")
     return "" if column.window is None else str(column.window)
 
 

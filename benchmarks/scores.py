@@ -40,6 +40,7 @@ COLUMNS = {
     "5, rank 4": Column("D_RTRL", window=5, rank=4),
     "5, rank 8": Column("D_RTRL", window=5, rank=8),
     "10, rank 8": Column("D_RTRL", window=10, rank=8),
+    "10, rank 8, power": Column("D_RTRL", window=10, rank=8, power=1),
     "ES_D_RTRL": Column("ES_D_RTRL"),
 }
 SEVERAL = 10  # updates in one call
@@ -286,7 +287,7 @@ def make_learner(net: Any, column: Column) -> tuple[Any, int | None]:
         return getattr(braintrace, column.rule)(net), None
     if column.rule == "BPTT":
         return braintrace.ETraceVjpAlgorithm(net, truncated_bptt()), column.window
-    rank = {"rank": column.rank} if column.rank else {}
+    rank = {"rank": column.rank, "power": column.power} if column.rank else {}
     make = getattr(braintrace, column.rule)
     return make(net, vjp_method="multi-step", window=column.window, **rank), None
 

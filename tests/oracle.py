@@ -355,13 +355,14 @@ class Brute:
         ]
 
     def d_rtrl_rank(
-        self, xs: list[Any], window: int, rank: int, leaves: list[int], axis: int | None
+        self, xs: list[Any], window: int, rank: int, leaves: list[int], axis: int | None, power: int = 0
     ) -> dict[Any, Any]:
         """In windows, and `U V` beside the diagonal influence `E`, for each sample.
 
         Over a window with `H` = d h[end]/d h[start] and `W` = d h[end]/d theta:
 
-            U' = basis of H U,    V' = U'^T (H (E + U V) + W - E')
+            R = H (E + U V) + W - E'
+            U' = basis of H U, then of R R^T U' (and a little U') for each `power` step,    V' = U'^T R
             gradient = within the window + dL/dh[start] (E + U V)
 
         The numbers of a sample are those of the state leaves `leaves`, in this order; samples lie along
@@ -392,8 +393,11 @@ class Brute:
             for s, i in enumerate(samples):
                 P = E[i] + U[s] @ V[s]
                 grad = grad + signal[i] @ P
+                R = H[i][:, i] @ P + W[i] - E_new[i]
                 U[s] = _basis(H[i][:, i] @ U[s], start)
-                V[s] = U[s].T @ (H[i][:, i] @ P + W[i] - E_new[i])
+                for _ in range(power if np.linalg.norm(R) > 1e-13 * np.linalg.norm(E_new[i]) else 0):
+                    U[s] = _basis(_unit(R @ (R.T @ U[s])) + 1e-3 * U[s], start)
+                V[s] = U[s].T @ R
         return self.f.as_tree(self.unravel(grad))
 
     def _of_leaves(self, influence: list[Any], leaves: list[int]) -> Any:
@@ -495,9 +499,14 @@ class Brute:
 
 def _basis(columns: Any, start: Any) -> Any:
     """An orthonormal basis of some columns; a little of `start` stands in for those that are lost."""
-    length = jnp.linalg.norm(columns, axis=0, keepdims=True)
     little = np.sqrt(np.finfo(np.float64).eps)
-    return jnp.linalg.qr(columns / jnp.where(length == 0, 1, length) + little * start)[0]
+    q, r = jnp.linalg.qr(_unit(columns) + little * start)
+    return q * jnp.sign(jnp.diag(r))[None]
+
+
+def _unit(columns: Any) -> Any:
+    length = jnp.linalg.norm(columns, axis=0, keepdims=True)
+    return columns / jnp.where(length == 0, 1, length)
 
 
 def _input_of(eqn: Any, vals: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._compat import row_major
 from .._compiler.exactness import RuleKind
@@ -30,24 +31,31 @@ class D_RTRL(TraceRule):
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in).
 
     With `rank`, what they leave out is kept in so many directions, one basis for each sample; `samples` is
-    the axis of the states along which samples lie ('auto': it is found; None: all is one sample).
+    the axis of the states along which samples lie ('auto': it is found; None: all is one sample), and `power`
+    the number of steps that turn the directions to what is strong.
     """
 
     dtype: Any = None
     rank: int = 0
     samples: int | str | None = "auto"
+    power: int = 0
     follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 0:
-            raise ValueError(f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}.")
+        for name, meant in (
+            ("rank", "directions (0: the diagonal alone)"),
+            ("power", "steps (0: the directions as they are pushed)"),
+        ):
+            given = getattr(self, name)
+            if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < 0:
+                raise ValueError(f"`{name}` is a number of {meant}, not {given!r}.")
         is_axis = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 0
         if not (is_axis or self.samples in ("auto", None)):
             raise ValueError(f"`samples` is 'auto', an axis of the states or None, not {self.samples!r}.")
 
     @property
     def beside(self) -> Rank | None:
-        return Rank(self.rank, self.samples, self.dtype) if self.rank else None
+        return Rank(self.rank, self.samples, self.dtype, self.power) if self.rank else None
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind("D_RTRL", windows=windows, rank=self.rank, samples=self.samples)

@@ -9,13 +9,15 @@ Over a window, with `H` = d(state at its end)/d(state at its start) along all pa
     gradient = within the window + <dL/dh[start], E + U V>
 
 Pushed forward, a basis turns to the directions that decay slowest: there the influence of the past lives.
-With as many directions as numbers carried, nothing is left out.
+Where many directions decay alike, as in spiking nets, a power step on what is left out, `R`, finds those that
+are strong, `U' = orthonormal(R Rᵀ U')`. With as many directions as numbers carried, nothing is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -39,11 +41,15 @@ BASIS = "basis"
 
 @dataclass(frozen=True)
 class Rank:
-    """`size` directions for each sample; `samples` is the axis of the states along which samples lie."""
+    """`size` directions for each sample, after so many `power` steps.
+
+    `samples` is the axis of the states along which samples lie.
+    """
 
     size: int
     samples: int | str | None = "auto"
     dtype: Any = None
+    power: int = 0
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = self._per_sample(executor)
@@ -62,11 +68,26 @@ class Rank:
         old = _begun(before[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
+        left_out = partial(self._left_out, per, old, before, after, window)
+        for _ in range(self.power):
+            rows, back, traced = jax.vjp(left_out, basis, has_aux=True)
+            # with some of what they were: rows that turn to the same direction would be lost to rounding
+            turned = orthonormal(_unit(back(jax.tree.map(jnp.conj, rows))[0]) + 1e-3 * basis)
+            # what traces tell but for rounding has no directions
+            rounding = 100 * jnp.finfo(basis.dtype).eps
+            some = _size(rows.values()) > rounding**2 * _size(traced.values())
+            basis = jnp.where(jnp.reshape(some, (-1, 1, 1)), turned, basis)
+        return {BASIS: basis, **left_out(basis)[0]}
+
+    def _left_out(
+        self, per: PerSample, old: Any, before: Values, after: Values, window: Window, basis: Any
+    ) -> tuple[Values, Any]:
+        """`basis (H (E + U V) + what the window adds - E')`: linear in the basis; and `basis E'`."""
         start, added = per.pull(window, basis)
         start = _finite(start)
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
-        values = {BASIS: basis}
+        values = {}
         for i, (name, aval) in _names(per).items():
             axis, parts = 1 + row_axis(aval.ndim), _parts(name, basis.shape[1])
             for key, rows in parts:
@@ -75,7 +96,7 @@ class Rank:
                 new = add_up(promoted(*terms))
                 new = new - _rows(of_new[i], rows, axis) if i in of_new else new
                 values[key] = new.astype(before[key].dtype)
-        return values
+        return values, of_new
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """What it gives each leaf of the parameters, of signals at the carried states."""
@@ -169,10 +190,9 @@ def orthonormal(rows: Any) -> Any:
     """
     _, size, numbers = rows.shape
     rows = _finite(rows)
-    length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
     little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
     fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]
-    rows = rows / jnp.where(length == 0, 1, length) + little * fixed
+    rows = _unit(rows) + little * fixed
 
     def add(j: Any, basis: Any) -> Any:
         row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
@@ -182,6 +202,17 @@ def orthonormal(rows: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
 
     return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
+
+
+def _unit(rows: Any) -> Any:
+    length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
+    return rows / jnp.where(length == 0, 1, length)
+
+
+def _size(arrays: Iterable[Any]) -> Any:
+    """The sum of the squares of each sample's numbers."""
+    squares = [jnp.sum(jnp.square(jnp.abs(a)), axis=tuple(range(1, a.ndim))) for a in arrays]
+    return add_up(squares) if squares else jnp.zeros(1)
 
 
 def _product(letters: str, *arrays: Any) -> Any:
