@@ -456,6 +456,18 @@ class Brute:
                 states = now["states"]
         return self.f.as_tree(self.unravel(grad))
 
+    def own_blocks(self, k: int, x: Any) -> Any:
+        """`dh[t]/dh[t-1]` of a group along all paths, (new state, old state, position)."""
+        f, places = self.f, self.groups[k][1]
+
+        def step(flat: Any) -> Any:
+            return self._flat(k, f.step(f.params, self._unflat(k, flat, f.states), x)[1])
+
+        full = self.jit(jax.jacrev(step))(self._flat(k, f.states))
+        # states of an array lie along an axis of its own or one after the other; positions tell them apart
+        order = [np.flatnonzero(places == p) for p in range(places.max() + 1)]
+        return np.stack([np.asarray(full)[np.ix_(at, at)] for at in order], -1)
+
     def _site_outputs(
         self, theta: Any, states: Any, x: Any, inputs: Any = None, ones: Any = 1.0
     ) -> dict[int, Any]:

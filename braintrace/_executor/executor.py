@@ -60,6 +60,7 @@ class ETraceGraphExecutor:
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph, self.info = graph, graph.module_info
         self.per_sample: dict[Any, Any] = {}  # its samples, by how they were asked for
+        self.planned: dict[str, Any] = {}  # what others have found out about it, once
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
