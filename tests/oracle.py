@@ -476,8 +476,8 @@ class Brute:
     ) -> dict[Any, Any]:
         """Traces with another decay, filtered where `kappa` says so, times signals at what is read.
 
-        `decay` is None (the local Jacobian), "own" or a number. `signal(t, k, back)` is that of a group at what
-        is read of it, or with `at_states` at its states; `back` is the back-propagated one.
+        `decay` is None (the local Jacobian), "own" or a number. `signal(t, k, back)` is that of a group at
+        what is read of it, or with `at_states` at its states; `back` is the back-propagated one.
         """
         sizes = [len(p) for _, p in self.groups]
         trace = [np.zeros((n, self.theta.size)) for n in sizes]

@@ -25,7 +25,7 @@ from .slots import States
 
 
 def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
-    """Of each group, the variables in which the outputs and other groups read it: the last made unit by unit."""
+    """Of each group, the variables in which outputs and other groups read it: the last made unit by unit."""
     return {g.index: _readings(graph, g) for g in graph.hidden_groups}
 
 

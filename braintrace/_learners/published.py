@@ -69,8 +69,8 @@ class EProp(ETraceVjpAlgorithm):
     is that of a leaky readout, 0 for none. `L` is, by `feedback`: 'symmetric', the back-propagated signal
     there; 'random', the outputs' errors through fixed random matrices (drawn with `random_feedback_key`);
     'adaptive', through matrices that change as the readout does, and decay by `feedback_decay` whenever it
-    changes. 0.2.6 filters the traces of the states instead (the same where these are read as they are), and projects
-    the normalised back-propagated signal; here as in the paper the outputs' errors are projected.
+    changes. 0.2.6 filters the traces of the states instead (the same where these are read as they are), and
+    projects the normalised back-propagated signal; here as in the paper the outputs' errors are projected.
     """
 
     def __init__(
@@ -128,8 +128,7 @@ class OSTLRecurrent(ETraceVjpAlgorithm):
         trace[t] = O[t] trace[t-1] + J[t] x[t]        O = diagonal of dh[t]/dh[t-1], marked ops open
 
     Signals go back through the layers of a step. How units act on *other* units of their layer is left out
-    (the paper keeps it for a single layer, at the price of `RTRL`); 0.2.6 leaves the weight of a unit on
-    itself out as well, as `D_RTRL` does.
+    (the paper keeps it for a single layer, at the price of `RTRL`).
     """
 
     regime = "with-H"
@@ -242,8 +241,8 @@ class OSTTP(ETraceVjpAlgorithm):
 
     `B_list` has a matrix for each group of hidden states, (targets, units); or `num_targets` says how many
     numbers a target has, and matrices are drawn with `key`. With `target_timing='sequence-end'` a call
-    without a target has a signal of zero; 'per-step' makes it an error. Weights without a trace (the readout) learn
-    by the loss.
+    without a target has a signal of zero; 'per-step' makes it an error. Weights without a trace (the readout)
+    learn by the loss.
     """
 
     def __init__(

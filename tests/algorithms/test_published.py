@@ -186,7 +186,7 @@ PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "OSTTP": (lambda m: bt.OSTTP(m, num_targets=3), projected, {}),
     "ThreeFactor": (lambda m: bt.ThreeFactor(m), modulated, {"at_states": True}),
     "config": (
-        lambda m: Configured(m, bt.ETraceConfig(temporal_recursion="none", learning_signal="random_feedback")),
+        lambda m: Configured(m, bt.ETraceConfig("per_param", "none", learning_signal="random_feedback")),
         feedback, {"decay": 0.0},
     ),
 }  # fmt: skip
@@ -310,6 +310,7 @@ def test_a_modulator_is_one_number_or_stands():
     grads = []
     for more in ({}, {"modulator": 1.0}):
         learner.reset_state()
+        model.h.value = np.ones((2, 4))
         grads.append(brainstate.transform.grad(lambda more=more: loss([learner(XS[0], **more)]), params)())
     assert np.allclose(grads[0][("w",)], 2 * grads[1][("w",)])
 
@@ -363,10 +364,13 @@ def test_a_synthesizer_is_fitted():
     model = NETS["leaky"].build()
     learner = compiled(bt.DNI(model, window=2), XS[0])
     learner.attach_synthesizer(bt.SyntheticGradient(learner.group_signal_shapes()))
-    errors = bt.train_synthetic_gradient(
-        learner, np.stack(XS[:4]), chunk_size=2, loss_fn=lambda o: loss([o]), epochs=20, lr=0.1, reset=False
-    )
-    assert errors[-1] < 0.5 * errors[0]
+    model.r.value = -0.5 * jnp.eye(4)  # what comes later forgets: else an estimate of estimates grows
+    options = {"chunk_size": 2, "loss_fn": lambda o: loss([o]), "lr": 0.05, "reset": False}
+    errors, start = [], model.h.value
+    for _ in range(20):
+        errors += bt.train_synthetic_gradient(learner, np.stack(XS[:4]), **options)
+    assert np.array_equal(model.h.value, start)
+    assert errors[-1] < 0.9 * errors[0]
 
 
 def test_adaptive_feedback_follows_the_readout_and_outlasts_a_sequence():
@@ -393,9 +397,8 @@ def test_adaptive_feedback_follows_the_readout_and_outlasts_a_sequence():
      ("s_tllr", {"lambda_post": 0.5, "lambda_pre": 0.5}), ("three_factor", {"modulator": 1.0})],
 )  # fmt: skip
 def test_rules_have_names(name, options):
-    cell = bt.nn.GRUCell(3, 4)
-    learner = bt.compile(cell, name, jnp.ones((2, 3)), batch_size=2, **options)
-    assert learner(jnp.ones((2, 3))).shape == (2, 4)
+    learner = bt.compile(NETS["spiking"].build(), name, XS[0], **options)
+    assert learner(XS[0]).shape == (2, 2)
     assert not learner.report.exactness.exact
 
 
@@ -408,5 +411,5 @@ def test_a_point_on_the_axes_is_a_rule():
         bt.ETraceConfig(kappa=0.5)
     with pytest.raises(ValueError, match="learning_signal"):
         bt.ETraceConfig(learning_signal="telepathy")
-    learner = bt.compile(bt.nn.GRUCell(3, 4), bt.ETraceConfig(recurrence_scope="coupled"), jnp.ones(3))
+    learner = bt.compile(NETS["leaky"].build(), bt.ETraceConfig(recurrence_scope="coupled"), XS[0])
     assert learner.rule == bt.rules.D_RTRL(recursion=learner.rule.recursion, called="ETraceConfig")
