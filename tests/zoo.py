@@ -1915,7 +1915,6 @@ def _recurrent(name: str, relation: str, h: Any, op: Callable[[Any, Any], Any], 
 
 _RING = scipy.sparse.coo_matrix(np.eye(4) + np.roll(np.eye(4), 1, 1))
 _recurrent("recurrent_conv", "conv k", (2, 2, 5), lambda p, h: bt.conv(h, p.k), k=(2, 2, 3))
-_recurrent("recurrent_conv_of_one", "conv k", (2, 4), lambda p, h: bt.conv(h, p.k), k=(2, 2, 2))
 _recurrent(
     "recurrent_sparse", "sparse_matmul w", (2, 4),
     lambda p, h: bt.sparse_matmul(h, p.w, sparse_mat=_RING), w=8,
@@ -1932,3 +1931,7 @@ _recurrent(
 _recurrent(
     "recurrent_einsum_of_one", "einsum w", (2, 3), lambda p, h: bt.einsum("hd,hde->he", h, p.w), w=(2, 3, 3)
 )
+_recurrent(
+    "recurrent_behind", "matmul w", (2, 4),
+    lambda p, h: bt.matmul(jax.nn.sigmoid(bt.matmul(h, p.r)) * h, p.w), r=(4, 4), w=(4, 4),
+)  # fmt: skip

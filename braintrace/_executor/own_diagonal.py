@@ -6,14 +6,15 @@ Where an op reads each old state at one place, and its output reaches one positi
 
     J_s[y] dy/dx dx/dh_r[t-1]        (h <- tanh(W h): the slope times W[o, o])
 
-with `dy/dx` found once for all samples: the op is given a one at another place in each of them. All else (an
-op behind another one, ops inside control flow) is pulled back position by position, which small models can
-afford.
+with `dy/dx` found once for all samples: the op is given a one at another place in each of them. Of an op
+behind another one, such as the candidate of a GRU behind its reset gate, the sum over all units in between
+is one product of matrices. All else (a third op, ops inside control flow) is pulled back position by
+position, which small models can afford.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,9 +30,9 @@ from .._compiler.links import Array
 from .._compiler.positions import Positions
 from .._compiler.program import Program, Site, Var
 from .._compiler.reach import Reach
-from .._compiler.relation import HiddenParamOpRelation, PositionMap
+from .._compiler.relation import PositionMap
 from .._compiler.samples import find_samples
-from .._compiler.slices import behind, has_while, plain_site
+from .._compiler.slices import behind, dependents, has_while, plain_site
 from .._compiler.step import show_paths
 from .executor import ETraceGraphExecutor
 from .jacobian import Known, LocalGroup, states_of
@@ -61,20 +62,42 @@ def own_diagonals(
 
 
 @dataclass(frozen=True, eq=False)
-class Crossing:
-    """An op on the way from a group's old states to its new ones, with what it joins there.
-
-    Pairs of a place of `x` and of a place where `J` is, which belong to one position: rows are samples.
-    """
+class Read:
+    """Where an op reads: places of its `x` that each come from one place before; rows are samples."""
 
     site: Site
-    source: Array  # the position that each element of `x` comes from; -1: none
-    ones: tuple[Array, Array]  # of each place in the `x` of a sample: which call of the op, and where in `x`
-    y: Array  # of each pair: where the output for that one is
-    call: Array  # and of which call
-    x: Array  # of each pair (samples, pairs): the place of `x`
-    j: Array  # the place of `J`
-    position: Array  # and the position
+    source: Array  # the place that each element of `x` comes from; -1: none
+    xs: Array  # (samples, n): the places of `x`
+    rank: Array  # (n,): which position, or place, of a sample each comes from
+
+    @property
+    def calls(self) -> int:
+        return -(-int(self.xs.shape[1]) // len(self.xs))
+
+    def at(self, i: Any) -> tuple[Any, Any]:
+        """In which call of the op, and in which sample, there is a one at the i-th place."""
+        return i // len(self.xs), i % len(self.xs)
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """Where an op's output goes: places where `J` is, each of one position; rows are samples."""
+
+    site: Site
+    j: Array  # (samples, n): the places of `J`
+    y: Array  # those of the output
+    position: Array
+    rank: Array  # (n,): which position of a sample
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """An op, or one behind another, on the way from a group's old states to its new ones."""
+
+    first: Read  # of the old states
+    last: Written
+    pairs: tuple[Array, Array]  # of one position: places read, and places written
+    between: Read | None = None  # where the last op reads the first one; None: they are one
 
 
 class OwnDiagonal:
@@ -96,7 +119,7 @@ class OwnDiagonal:
             return self._pulled(env)
         num, shape = range(self.group.num_state), self.group.varshape
         size = int(np.prod(shape, dtype=int))
-        parts = [_added(c, env, J[c.site.index], self._read_by(c, env), size) for c in crossings]
+        parts = [self._added(c, env, J[c.last.site.index], size) for c in crossings]
         if D is not None:
             parts.append(D)
         return [[add_up(promoted(*(p[s][r].reshape(shape) for p in parts))) for r in num] for s in num]
@@ -122,25 +145,40 @@ class OwnDiagonal:
 
     @cached_property
     def crossings(self) -> list[Crossing] | None:
-        """The ops that are crossed, each alone; None: it is not so simple."""
+        """The ops that are crossed, alone or one behind another; None: it is not so simple."""
         if self.local.forward_only or jnp.issubdtype(self.group.dtype, jnp.complexfloating):
             return None
         if any(h.split for h in self.group.hidden) or self._goes_by_another_group():
             return None
-        fed = {r.site.index: (r, m) for r, m in self.local.fed_by}
-        old = {h.invar: Reach.at(h.positions) for h in self.group.hidden}
-        came = Positions(self._program).sources(old, {})
-        outputs = solve(Flow[bool](), self._program, ((s.output, True) for s in self._relevant))[0]
+        if any(s.context or not s.primitive.is_known or s.num_inputs < 1 for s in self._relevant):
+            return None
+        fed = {r.site.index: m for r, m in self.local.fed_by}
+        positions = Positions(self._program)
+        came = positions.sources({h.invar: Reach.at(h.positions) for h in self.group.hidden}, {})
+        after = {s.index: dependents(self._program, [s.output]) for s in self._relevant}
         found = []
         for site in self._relevant:
-            crossing = None
-            behind_another = any(a in outputs for a in site.inputs)
-            if site.index in fed and not site.context and site.primitive.is_known and not behind_another:
-                crossing = self._crossing(*fed[site.index], came)
-            if crossing is None:
+            if site.index not in fed:
+                if not after[site.index].isdisjoint(self.group.hidden_outvars):
+                    return None
+                continue
+            last = self._written(site, fed[site.index])
+            behind_it = [s for s in self._relevant if any(a in after[s.index] for a in site.inputs)]
+            if last is None or self._varies_otherwise(site):
                 return None
-            found.append(crossing)
-        return found
+            if site.inputs[0] in came:
+                found.append(self._joined(self._reads(site, came), last))
+            for first in behind_it:
+                further = any(a in after[s.index] for s in self._relevant for a in first.inputs)
+                if further or self._varies_otherwise(first):
+                    return None
+                between = self._reads_output(site, first, positions)
+                found.append(self._joined(self._reads(first, came), last, between, is_behind=True))
+        return None if None in found else [c for c in found if c is not None]
+
+    def _varies_otherwise(self, site: Site) -> bool:
+        """Whether the old states act on an operand that is not the first."""
+        return any(a in self._after_old for a in site.inputs[1:])
 
     def _goes_by_another_group(self) -> bool:
         before = behind(self._program, self.group.hidden_outvars)
@@ -161,82 +199,125 @@ class OwnDiagonal:
             number[h.positions.ravel()] = np.broadcast_to(lane, shape).ravel()
         return number, samples.count
 
-    def _crossing(
-        self, relation: HiddenParamOpRelation, m: PositionMap, came: Mapping[Var, Reach]
-    ) -> Crossing | None:
-        site = relation.site
-        x, *rest = site.inputs[: site.num_inputs]
-        others = [*rest, *site.weights.values()]
-        if any(a in self._after_old for a in others) or not m.complete:
+    @cached_property
+    def _rank(self) -> Array:
+        """Which position of its sample each one is."""
+        return _ranks(*self._sample_of)
+
+    def _reads(self, site: Site, came: Mapping[Any, Reach]) -> Read | None:
+        """Where an op reads the old states."""
+        reach = came.get(site.inputs[0])
+        return None if reach is None else self._read(site, reach, self._sample_of[0], self._rank)
+
+    def _reads_output(self, site: Site, first: Site, positions: Positions) -> Read | None:
+        """Where an op reads the output of another one."""
+        size = int(np.prod(first.shape, dtype=int))
+        came = positions.sources({}, {first.index: Reach.at(np.arange(size).reshape(first.shape))})
+        reach, (_, count) = came.get(site.inputs[0]), self._sample_of  # type: ignore[arg-type]
+        sample = np.zeros(size, int) if count == 1 else find_samples(self.info).sites.get(first.index)
+        if reach is None or sample is None or np.any(sample < 0):
             return None
-        if not isinstance(x, Var) or x not in came:
-            return None
-        reach = came[x]
+        return self._read(site, reach, sample.ravel(), _ranks(sample.ravel(), count))
+
+    def _read(self, site: Site, reach: Reach, sample_of: Array, rank: Array) -> Read | None:
         if np.any((reach.highest >= 0) & (reach.lowest != reach.highest)):
             return None
         source = np.where(reach.highest >= 0, reach.lowest, -1).ravel()
+        count = self._sample_of[1]
+        xs = _by_sample(np.flatnonzero(source >= 0), sample_of[source[source >= 0]], count)
+        if xs is None or np.any(rank[source[xs]] != rank[source[xs]][:1]):  # samples do not look alike
+            return None
+        read = Read(site, source, xs, rank[source[xs[0]]])
+        return None if read.calls * int(np.prod(site.shape, dtype=int)) > _MOST else read
+
+    def _written(self, site: Site, m: PositionMap) -> Written | None:
         places = m.map.ravel()
         j = np.flatnonzero(places >= 0)
         y, position = (places[j], j) if m.on_hidden else (j, places[j])
-        sample_of, count = self._sample_of
-        xs = _by_sample(np.flatnonzero(source >= 0), sample_of[source[source >= 0]], count)
-        rows = _by_sample(np.arange(len(j)), sample_of[position], count)
-        if xs is None or rows is None:
+        number, count = self._sample_of
+        rows = _by_sample(np.arange(len(j)), number[position], count)
+        if (
+            not m.complete
+            or rows is None
+            or np.any(self._rank[position[rows]] != self._rank[position[rows[0]]])
+        ):
             return None
-        within = _by_sample(np.arange(len(sample_of)), sample_of, count)
-        assert within is not None
-        rank = np.empty(len(sample_of), int)
-        rank[within] = np.arange(within.shape[1])
-        from_, to = rank[source[xs]], rank[position[rows]]
-        if np.any(from_ != from_[:1]) or np.any(to != to[:1]):  # samples do not look alike
+        return Written(site, j[rows], y[rows], position[rows], self._rank[position[rows[0]]])
+
+    def _joined(
+        self, first: Read | None, last: Written, between: Read | None = None, *, is_behind: bool = False
+    ) -> Crossing | None:
+        if first is None or (is_behind and between is None):
             return None
-        pairs = [(i, k) for k, p in enumerate(to[0]) for i in np.flatnonzero(from_[0] == p)]
-        which = np.asarray(pairs, int).reshape(-1, 2)
-        i, k = which[np.argsort(to[0][which[:, 1]], kind="stable")].T
-        num = xs.shape[1]
-        if -(-num // count) * int(np.prod(site.shape, dtype=int)) > _MOST:
-            return None
-        lane = np.arange(num) % count
-        return Crossing(
-            site=site,
-            source=source,
-            ones=(np.arange(num) // count, xs[lane, np.arange(num)]),
-            y=y[rows[lane[i], k]],
-            call=i // count,
-            x=xs[:, i],
-            j=j[rows[:, k]],
-            position=position[rows[:, k]],
-        )
+        found = [(i, k) for k, p in enumerate(last.rank) for i in np.flatnonzero(first.rank == p)]
+        pairs = np.asarray(found, int).reshape(-1, 2)
+        i, k = pairs[np.argsort(last.rank[pairs[:, 1]], kind="stable")].T
+        return Crossing(first, last, (i, k), between)
 
     # -- what goes through them --------------------------------------------------------------------
 
-    def _function(self, env: Mapping[Var, Any], targets: Sequence[Var]) -> Any:
-        """Some variables as a function of the group's old states, along all paths."""
+    def _added(self, crossing: Crossing, env: Mapping[Var, Any], J: States, size: int) -> Jacobian:
+        """What goes through: `J_s dy/dx dx/dh_r`, summed at each of so many positions."""
+        first, last, (i, k) = crossing.first, crossing.last, crossing.pairs
+        outputs = _outputs(first, env)
+        if crossing.between is None:
+            call, lane = first.at(i)
+            K = outputs[call, last.y[lane, k]][None]  # the same for all samples
+        else:
+            K = self._between(crossing.between, crossing, env, outputs)
+        x = [a[first.xs[:, i]] for a in self._slopes(first, env)]
+        through = [j.ravel()[last.j[:, k]] for j in J]
+        add = _summing(last.position[:, k], size)
+        return [[add(_times(j, K, a)) for a in x] for j in through]
 
-        def function(old: list[Any]) -> list[Any]:
-            known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
-            view = View(known=known, at_site=lambda site, world: plain_site)
-            return evaluate(self._program, [(v, None) for v in targets], view)
+    def _between(self, read: Read, crossing: Crossing, env: Mapping[Var, Any], outputs: Any) -> Any:
+        """`sum_n dy/dx_n dx_n/dy' dy'/dx'` over the places where one op reads another: (samples, pairs)."""
+        first, last, (i, k) = crossing.first, crossing.last, crossing.pairs
+        n = np.arange(read.xs.shape[1])
+        call, lane = first.at(i)
+        into = outputs[call[None], read.source[read.xs[lane[None], n[:, None]]]]  # (places, pairs)
+        call, lane = read.at(n)
+        onward = _outputs(read, env)[call[:, None], last.y[lane[:, None], k[None]]]
+        y = first.site.output
+        (slope,) = self._by_places(read, env, dependents(self._program, [y]), [y], lambda d: [d[0]])
+        slope, matrix = promoted(slope[read.xs], _times(onward, into))
+        return jnp.matmul(slope, matrix, precision="highest")
 
-        return function
-
-    def _read_by(self, crossing: Crossing, env: Mapping[Var, Any]) -> States:
+    def _slopes(self, read: Read, env: Mapping[Var, Any]) -> States:
         """`dx/dh_r` at each element of `x`, for each state."""
-        x = crossing.site.inputs[0]
+
+        def by_state(dh: list[Any]) -> list[Any]:
+            return [p for h, d in zip(self.group.hidden, dh, strict=True) for p in states_of(h, d)]
+
+        return self._by_places(read, env, self._after_old, self.group.hidden_invars, by_state)
+
+    def _by_places(
+        self,
+        read: Read,
+        env: Mapping[Var, Any],
+        varies: set[Var],
+        of: Sequence[Var],
+        parts: Callable[[list[Any]], list[Any]],
+    ) -> States:
+        """The derivative of each element of `x` by what it comes from, marked ops closed; of each part."""
+        x = read.site.inputs[0]
         assert isinstance(x, Var)
-        old = [env[v] for v in self.group.hidden_invars]
-        _, pull = jax.vjp(lambda h: self._function(env, [x])(h)[0], old)
-        colour = _turn(crossing.source)
-        each = []
-        for c in range(int(colour.max(initial=-1)) + 1):
-            mask = jnp.asarray((colour == c).reshape(x.aval.shape))
-            (dh,) = pull(mask.astype(x.aval.dtype))
-            parts = [p for h, d in zip(self.group.hidden, dh, strict=True) for p in states_of(h, d)]
-            each.append([p.ravel()[np.maximum(crossing.source, 0)] for p in parts])
-        result = each[0]
-        for c, parts in enumerate(each[1:], 1):
-            mine = jnp.asarray(colour == c)
-            result = [jnp.where(mine, b, a) for a, b in zip(result, parts, strict=True)]
+
+        def closed(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+            return plain_site(site, site_in, list(map(jax.lax.stop_gradient, operands)))
+
+        def function(given: list[Any]) -> Any:
+            known = Known(env, varies, dict(zip(of, given, strict=True)))
+            return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]
+
+        _, pull = jax.vjp(function, [env[v] for v in of])
+        turn = _turn(read.source)  # elements that come from one place take turns
+        result: list[Any] = []
+        for c in range(int(turn.max(initial=0)) + 1):
+            mask = jnp.asarray((turn == c).reshape(x.aval.shape))
+            each = [p.ravel()[np.maximum(read.source, 0)] for p in parts(pull(mask.astype(x.aval.dtype))[0])]
+            mine = jnp.asarray(turn == c)
+            result = [jnp.where(mine, b, a) for a, b in zip(result, each, strict=True)] if result else each
         return result
 
     def _pulled(self, env: Mapping[Var, Any]) -> Jacobian:
@@ -246,7 +327,13 @@ class OwnDiagonal:
         within = _by_sample(np.arange(len(number)), number, count)
         assert within is not None
         old = [env[v] for v in self.group.hidden_invars]
-        new, pull = jax.vjp(self._function(env, self.group.hidden_outvars), old)
+
+        def function(old: list[Any]) -> list[Any]:
+            known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
+            view = View(known=known, at_site=lambda site, world: plain_site)
+            return evaluate(self._program, [(v, None) for v in self.group.hidden_outvars], view)
+
+        new, pull = jax.vjp(function, old)
         shape, num = self.group.varshape, within.shape[1]
         turn = np.empty(len(number), int)
         turn[within] = np.arange(num)
@@ -280,18 +367,18 @@ class OwnDiagonal:
         size = self.group.num_state**2 * len(number) * (len(number) // count)
         if size > _MOST:
             raise NotSupportedError(
-                f"For {where}, an op is behind another one or in control flow, so that it is found position "
-                f"by position: that takes {size:,} numbers a step, more than {_MOST:,}. {instead}"
+                f"For {where}, ops are in control flow, or more than two behind each other, so that it is "
+                f"found position by position: that takes {size:,} numbers a step, more than {_MOST:,}. {instead}"
             )
 
 
-def _added(crossing: Crossing, env: Mapping[Var, Any], J: States, x: States, positions: int) -> Jacobian:
-    """What goes through one op: `J_s dy/dx dx/dh_r`, summed at each of so many positions."""
-    site, aval = crossing.site, crossing.site.inputs[0].aval
+def _outputs(read: Read, env: Mapping[Var, Any]) -> Any:
+    """The outputs of an op for a one at each place: (calls, places), with another one in each sample."""
+    site, aval = read.site, read.site.inputs[0].aval
     operands = [a.val if not isinstance(a, Var) else env[a] for a in site.inputs]
-    size = int(np.prod(aval.shape, dtype=int))
-    calls = int(crossing.ones[0].max(initial=-1)) + 1
-    ones = jnp.zeros((calls, size), aval.dtype).at[crossing.ones].set(1).reshape(calls, *aval.shape)
+    n = np.arange(read.xs.shape[1])
+    call, lane = read.at(n)
+    ones = jnp.zeros((read.calls, int(aval.size)), aval.dtype).at[call, read.xs[lane, n]].set(1)
 
     def push(one: Any) -> Any:
         def op(x: Any) -> Any:
@@ -299,11 +386,7 @@ def _added(crossing: Crossing, env: Mapping[Var, Any], J: States, x: States, pos
 
         return jax.jvp(op, [jnp.zeros(aval.shape, aval.dtype)], [one])[1]
 
-    K = jax.vmap(push)(ones).reshape(calls, -1)[crossing.call, crossing.y][None]  # the same for all samples
-    given = [a.ravel()[crossing.x] for a in x]
-    through = [j.ravel()[crossing.j] for j in J]
-    add = _summing(crossing.position, positions)
-    return [[add(_times(j, K, b)) for b in given] for j in through]
+    return jax.vmap(push)(ones.reshape(read.calls, *aval.shape)).reshape(read.calls, -1)
 
 
 def _times(*factors: Any) -> Any:
@@ -327,6 +410,15 @@ def _by_sample(items: Array, sample: Array, count: int) -> Array | None:
     """The items of each sample, a row for each; None where some have more than others."""
     rows = [items[sample == b] for b in range(count)]
     return None if len({len(r) for r in rows}) > 1 else np.stack(rows)
+
+
+def _ranks(sample: Array, count: int) -> Array:
+    """Which item of its sample each one is."""
+    rank = np.empty(len(sample), int)
+    for b in range(count):
+        mine = np.flatnonzero(sample == b)
+        rank[mine] = np.arange(len(mine))
+    return rank
 
 
 def _turn(source: Array) -> Array:
