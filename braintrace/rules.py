@@ -1,10 +1,31 @@
 """Learning rules as values, and what one of one's own is made from."""
 
+from ._executor.recursion import Leak as Leak
+from ._executor.recursion import Own as Own
+from ._executor.recursion import Recursion as Recursion
 from ._rules import BPTT as BPTT
 from ._rules import D_RTRL as D_RTRL
 from ._rules import ES_D_RTRL as ES_D_RTRL
 from ._rules import RTRL as RTRL
+from ._rules import Feedback as Feedback
+from ._rules import Modulator as Modulator
+from ._rules import Presynaptic as Presynaptic
 from ._rules import Rule as Rule
+from ._rules import TargetProjection as TargetProjection
 from ._rules import TraceRule as TraceRule
 
-__all__ = ["BPTT", "D_RTRL", "ES_D_RTRL", "RTRL", "Rule", "TraceRule"]
+__all__ = [
+    "BPTT",
+    "D_RTRL",
+    "ES_D_RTRL",
+    "RTRL",
+    "Feedback",
+    "Leak",
+    "Modulator",
+    "Own",
+    "Presynaptic",
+    "Recursion",
+    "Rule",
+    "TargetProjection",
+    "TraceRule",
+]

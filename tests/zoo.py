@@ -1901,3 +1901,37 @@ def _(p, s, x):
 def _(p, s, x):
     h = 0.9 * s.h + x[0] * bt.matmul(x, p.w)
     return {"h": h, "b": jnp.stack([h, s.b[0]])}, jnp.tanh(s.b[1])
+
+
+# -- ops from a state to itself ------------------------------------------------------------------------
+
+
+def _recurrent(name: str, relation: str, h: Any, op: Callable[[Any, Any], Any], **params: Any) -> None:
+    @case("recurrent", name, f"{relation}: h", x=h, h=h, exact=False, **params)
+    def _(p, s, x):
+        h = jnp.tanh(0.5 * s.h + x + op(p, jnp.sin(s.h)))
+        return {"h": h}, jnp.tanh(h)
+
+
+_RING = scipy.sparse.coo_matrix(np.eye(4) + np.roll(np.eye(4), 1, 1))
+_recurrent("recurrent_conv", "conv k", (2, 2, 5), lambda p, h: bt.conv(h, p.k), k=(2, 2, 3))
+_recurrent(
+    "recurrent_sparse", "sparse_matmul w", (2, 4),
+    lambda p, h: bt.sparse_matmul(h, p.w, sparse_mat=_RING), w=8,
+)  # fmt: skip
+_recurrent(
+    "recurrent_grouped", "grouped_matmul w", (2, 2, 3), lambda p, h: bt.grouped_matmul(h, p.w), w=(2, 3, 3)
+)
+_recurrent(
+    "recurrent_lora", "lora_matmul B", (2, 4), lambda p, h: bt.lora_matmul(h, p.B, p.A), B=(4, 2), A=(2, 4)
+)
+_recurrent(
+    "recurrent_einsum", "einsum w", (2, 2, 3), lambda p, h: bt.einsum("bhd,hde->bhe", h, p.w), w=(2, 3, 3)
+)
+_recurrent(
+    "recurrent_einsum_of_one", "einsum w", (2, 3), lambda p, h: bt.einsum("hd,hde->he", h, p.w), w=(2, 3, 3)
+)
+_recurrent(
+    "recurrent_behind", "matmul w", (2, 4),
+    lambda p, h: bt.matmul(jax.nn.sigmoid(bt.matmul(h, p.r)) * h, p.w), r=(4, 4), w=(4, 4),
+)  # fmt: skip

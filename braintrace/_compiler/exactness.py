@@ -46,6 +46,10 @@ class RuleKind:
     windows: bool = False  # back-propagates through windows; traces stand for what came before
     rank: int = 0  # of what is kept beside the traces
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
+    signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
+    leak: float | None = None  # by which traces decay; None: by how states go on
+    filter: float | None = None  # by which what is read of a trace is averaged
+    kept: bool = True  # whether anything is kept of the steps before a window
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
         """How many directions are kept beside the traces, of how many; None: none are."""
@@ -63,6 +67,10 @@ class Cut(enum.Enum):
     THROUGH_OP = enum.auto()  # a site acts on states through another site
     OTHER_POSITIONS = enum.auto()  # a site acts on more positions of states than its trace keeps
     AVERAGED = enum.auto()  # the trace of a site is made of averages
+    OTHER_SIGNAL = enum.auto()  # the trace of a site meets another signal than the back-propagated one
+    GIVEN_LEAK = enum.auto()  # the trace of a site decays by a number that is given
+    FILTERED = enum.auto()  # an average of what is read of the trace of a site stands for it
+    ESTIMATED = enum.auto()  # an estimate stands for what a parameter does beyond a window
     UNKNOWN_RULE = enum.auto()  # the trace of a site is of a rule that is not the library's
     WITHOUT_MARK = enum.auto()  # a parameter acts on states by ordinary operations
     RECURRENT_OP = enum.auto()  # a state acts on those of its group through a site
@@ -109,7 +117,7 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     verdict = _Verdict(graph, rule)
     kept = rule.directions(graph)
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
-    found = verdict.not_linear() if whole else verdict.dropped()
+    found = verdict.not_linear() if whole else verdict.dropped() if rule.kept else verdict.estimated()
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
@@ -134,6 +142,16 @@ class _Verdict:
         for opened, site in opened_sites(self.graph.module_info.program):
             yield from _each(self.behind[site.index], Cut.OWN_DERIVATIVE, self._use(site), by=opened)
         yield from self.not_linear()
+
+    def estimated(self) -> Iterator[Dropped]:
+        """All that goes on from one window to the next."""
+        for entry in self.graph.module_info.params:
+            goals = [self.flows.whole.get(v, Goal()) for v in entry.invars]
+            missed = 0
+            for goal in goals:
+                missed |= (goal.direct | goal.crossing) & self.flows.live
+            if missed:
+                yield Dropped(entry.path, Cut.ESTIMATED, entry.path, self._paths(missed))
 
     def not_linear(self) -> Iterator[Dropped]:
         for node, paths in self.flows.not_linear:
@@ -169,6 +187,12 @@ class _Verdict:
             averaged = self.rule.averages is not None and not self._is_average(relation, group)
             if averaged and bits & self.harmful:
                 yield from _each(use.params, Cut.AVERAGED, use, states, use)
+            if self.rule.signal and bits & self.flows.matters:
+                yield from _each(use.params, Cut.OTHER_SIGNAL, use, states)
+            if self.rule.leak is not None and bits & self.harmful:
+                yield from _each(use.params, Cut.GIVEN_LEAK, use, states)
+            if self.rule.filter is not None and bits & self.flows.matters:
+                yield from _each(use.params, Cut.FILTERED, use, states)
             if not self.rule.known and bits & self.harmful:
                 yield from _each(use.params, Cut.UNKNOWN_RULE, use, states, use)
 

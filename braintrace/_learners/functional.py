@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._compiler.errors import NotSupportedError
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import read_step
@@ -83,6 +84,11 @@ def make_functions(
     rule = D_RTRL() if rule is None else rule
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
+    if rule.signal.takes:
+        raise NotSupportedError(
+            f"A signal that each call is given ({rule.signal.words}) is for learners of `brainstate` "
+            f"modules: `learner(x, {rule.signal.takes[0]}=...)`."
+        )
     check_mark(mark)
     check_window(window)
     return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
@@ -373,7 +379,7 @@ class OnlineFunctions:
         return self.function.carry.rebuild(leaves[self._num_params : paths]), values
 
     def _forget(self, values: Values, rows: Any) -> Values:
-        return self.rule.forget(self._online.executor, values, rows)
+        return {**values, **self.rule.forget(self._online.executor, values, rows)}
 
     def _sampled(self, shape: tuple[int, ...]) -> list[int]:
         """Which leaves of the carry have so many samples in front; all that are hidden must."""

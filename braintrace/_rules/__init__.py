@@ -2,7 +2,12 @@
 
 from .bptt import BPTT as BPTT
 from .d_rtrl import D_RTRL as D_RTRL
+from .dni import DNI as DNI
 from .es_d_rtrl import ES_D_RTRL as ES_D_RTRL
+from .presynaptic import Presynaptic as Presynaptic
 from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
 from .rule import TraceRule as TraceRule
+from .signal import Feedback as Feedback
+from .signal import Modulator as Modulator
+from .signal import TargetProjection as TargetProjection

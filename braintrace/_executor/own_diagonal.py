@@ -1,0 +1,437 @@
+"""The own diagonal of a group: how each unit acts on itself within a step, along all paths.
+
+    O[s, r] at a position = dh_s[t]/dh_r[t-1] there, marked ops open = D[s, r] + what goes through the ops
+
+Where an op reads each old state at one place, and its output reaches one position, what goes through it is
+
+    J_s[y] dy/dx dx/dh_r[t-1]        (h <- tanh(W h): the slope times W[o, o])
+
+with `dy/dx` found once for all samples: the op is given a one at another place in each of them. Of an op
+behind another one, such as the candidate of a GRU behind its reset gate, the sum over all units in between
+is one product of matrices. All else (a third op, ops inside control flow) is pulled back position by
+position, which small models can afford.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.dataflow import Flow, solve
+from .._compiler.errors import NotSupportedError
+from .._compiler.evaluation import View, evaluate
+from .._compiler.links import Array
+from .._compiler.positions import Positions
+from .._compiler.program import Program, Site, Var
+from .._compiler.reach import Reach
+from .._compiler.relation import PositionMap
+from .._compiler.samples import find_samples
+from .._compiler.slices import behind, dependents, has_while, plain_site
+from .._compiler.step import show_paths
+from .executor import ETraceGraphExecutor
+from .jacobian import Known, LocalGroup, states_of
+from .slots import Jacobian, States, add_up, promoted
+
+_MOST = 2**26  # numbers: of all that is pulled back, or of the outputs of an op for every place of its input
+
+
+def own_diagonals(
+    executor: ETraceGraphExecutor,
+    env: Mapping[Var, Any],
+    D: Mapping[int, Jacobian | None],
+    J: Mapping[tuple[int, int], States],
+) -> dict[int, Jacobian | None]:
+    """Of each group, the own diagonal of a step whose values and local Jacobians are known.
+
+    None where no unit acts on itself from step to step.
+    """
+    plans = executor.planned.setdefault("own diagonal", {})
+    result: dict[int, Jacobian | None] = {}
+    for local in executor.groups:
+        k = local.group.index
+        if k not in plans:
+            plans[k] = OwnDiagonal(local)
+        result[k] = plans[k].of(env, D[k], {i: j for (i, g), j in J.items() if g == k})
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Where an op reads: places of its `x` that each come from one place before; rows are samples."""
+
+    site: Site
+    source: Array  # the place that each element of `x` comes from; -1: none
+    xs: Array  # (samples, n): the places of `x`
+    rank: Array  # (n,): which position, or place, of a sample each comes from
+
+    @property
+    def calls(self) -> int:
+        return -(-int(self.xs.shape[1]) // len(self.xs))
+
+    def at(self, i: Any) -> tuple[Any, Any]:
+        """In which call of the op, and in which sample, there is a one at the i-th place."""
+        return i // len(self.xs), i % len(self.xs)
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """Where an op's output goes: places where `J` is, each of one position; rows are samples."""
+
+    site: Site
+    j: Array  # (samples, n): the places of `J`
+    y: Array  # those of the output
+    position: Array
+    rank: Array  # (n,): which position of a sample
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """An op, or one behind another, on the way from a group's old states to its new ones."""
+
+    first: Read  # of the old states
+    last: Written
+    pairs: tuple[Array, Array]  # of one position: places read, and places written
+    between: Read | None = None  # where the last op reads the first one; None: they are one
+
+
+class OwnDiagonal:
+    """How to get the own diagonal of one group; planned once."""
+
+    def __init__(self, local: LocalGroup) -> None:
+        self.local, self.group = local, local.group
+        self.info = local.graph.module_info
+
+    @property
+    def _program(self) -> Program:
+        return self.info.program
+
+    def of(self, env: Mapping[Var, Any], D: Jacobian | None, J: Mapping[int, States]) -> Jacobian | None:
+        if not self._relevant:
+            return D
+        crossings = self.crossings
+        if crossings is None:
+            return self._pulled(env)
+        num, shape = range(self.group.num_state), self.group.varshape
+        size = int(np.prod(shape, dtype=int))
+        parts = [self._added(c, env, J[c.last.site.index], size) for c in crossings]
+        if D is not None:
+            parts.append(D)
+        return [[add_up(promoted(*(p[s][r].reshape(shape) for p in parts))) for r in num] for s in num]
+
+    # -- which ops are crossed ---------------------------------------------------------------------
+
+    @cached_property
+    def _after_old(self) -> set[Var]:
+        """What depends on the old states, also across ops."""
+        return set(solve(Flow[bool](), self._program, ((v, True) for v in self.group.hidden_invars))[0])
+
+    @cached_property
+    def _relevant(self) -> list[Site]:
+        """The sites on paths from the old states to the new ones."""
+        before_new = behind(self._program, self.group.hidden_outvars)
+        nodes = [self._program.nodes[self._program.holder[s.index]] for s in self._program.sites]
+        return [
+            s
+            for s, node in zip(self._program.sites, nodes, strict=True)
+            if any(isinstance(a, Var) and a in self._after_old and a.inexact for a in node.inputs)
+            and any(v in before_new for v in node.outputs)
+        ]
+
+    @cached_property
+    def crossings(self) -> list[Crossing] | None:
+        """The ops that are crossed, alone or one behind another; None: it is not so simple."""
+        if self.local.forward_only or jnp.issubdtype(self.group.dtype, jnp.complexfloating):
+            return None
+        if any(h.split for h in self.group.hidden) or self._goes_by_another_group():
+            return None
+        if any(s.context or not s.primitive.is_known or s.num_inputs < 1 for s in self._relevant):
+            return None
+        fed = {r.site.index: m for r, m in self.local.fed_by}
+        positions = Positions(self._program)
+        came = positions.sources({h.invar: Reach.at(h.positions) for h in self.group.hidden}, {})
+        after = {s.index: dependents(self._program, [s.output]) for s in self._relevant}
+        found = []
+        for site in self._relevant:
+            if site.index not in fed:
+                if not after[site.index].isdisjoint(self.group.hidden_outvars):
+                    return None
+                continue
+            last = self._written(site, fed[site.index])
+            behind_it = [s for s in self._relevant if any(a in after[s.index] for a in site.inputs)]
+            if last is None or self._varies_otherwise(site):
+                return None
+            if site.inputs[0] in came:
+                found.append(self._joined(self._reads(site, came), last))
+            for first in behind_it:
+                further = any(a in after[s.index] for s in self._relevant for a in first.inputs)
+                if further or self._varies_otherwise(first):
+                    return None
+                between = self._reads_output(site, first, positions)
+                found.append(self._joined(self._reads(first, came), last, between, is_behind=True))
+        return None if None in found else [c for c in found if c is not None]
+
+    def _varies_otherwise(self, site: Site) -> bool:
+        """Whether the old states act on an operand that is not the first."""
+        return any(a in self._after_old for a in site.inputs[1:])
+
+    def _goes_by_another_group(self) -> bool:
+        before = behind(self._program, self.group.hidden_outvars)
+        others = [v for g in self.local.graph.hidden_groups if g is not self.group for v in g.hidden_outvars]
+        return any(v in before and v in self._after_old for v in others)
+
+    @cached_property
+    def _sample_of(self) -> tuple[Array, int]:
+        """The sample of each position, and how many there are."""
+        size = int(np.prod(self.group.varshape, dtype=int))
+        samples = find_samples(self.info)
+        number = np.zeros(size, int)
+        if samples.axis is None or samples.mixed:
+            return number, 1
+        for h in self.group.hidden:
+            shape = tuple(h.invar.aval.shape)
+            lane = np.arange(shape[samples.axis]).reshape(-1, *[1] * (len(shape) - samples.axis - 1))
+            number[h.positions.ravel()] = np.broadcast_to(lane, shape).ravel()
+        return number, samples.count
+
+    @cached_property
+    def _rank(self) -> Array:
+        """Which position of its sample each one is."""
+        return _ranks(*self._sample_of)
+
+    def _reads(self, site: Site, came: Mapping[Any, Reach]) -> Read | None:
+        """Where an op reads the old states."""
+        reach = came.get(site.inputs[0])
+        return None if reach is None else self._read(site, reach, self._sample_of[0], self._rank)
+
+    def _reads_output(self, site: Site, first: Site, positions: Positions) -> Read | None:
+        """Where an op reads the output of another one."""
+        size = int(np.prod(first.shape, dtype=int))
+        came = positions.sources({}, {first.index: Reach.at(np.arange(size).reshape(first.shape))})
+        reach, (_, count) = came.get(site.inputs[0]), self._sample_of  # type: ignore[arg-type]
+        sample = np.zeros(size, int) if count == 1 else find_samples(self.info).sites.get(first.index)
+        if reach is None or sample is None or np.any(sample < 0):
+            return None
+        return self._read(site, reach, sample.ravel(), _ranks(sample.ravel(), count))
+
+    def _read(self, site: Site, reach: Reach, sample_of: Array, rank: Array) -> Read | None:
+        if np.any((reach.highest >= 0) & (reach.lowest != reach.highest)):
+            return None
+        source = np.where(reach.highest >= 0, reach.lowest, -1).ravel()
+        count = self._sample_of[1]
+        xs = _by_sample(np.flatnonzero(source >= 0), sample_of[source[source >= 0]], count)
+        if xs is None or np.any(rank[source[xs]] != rank[source[xs]][:1]):  # samples do not look alike
+            return None
+        read = Read(site, source, xs, rank[source[xs[0]]])
+        return None if read.calls * int(np.prod(site.shape, dtype=int)) > _MOST else read
+
+    def _written(self, site: Site, m: PositionMap) -> Written | None:
+        places = m.map.ravel()
+        j = np.flatnonzero(places >= 0)
+        y, position = (places[j], j) if m.on_hidden else (j, places[j])
+        number, count = self._sample_of
+        rows = _by_sample(np.arange(len(j)), number[position], count)
+        if (
+            not m.complete
+            or rows is None
+            or np.any(self._rank[position[rows]] != self._rank[position[rows[0]]])
+        ):
+            return None
+        return Written(site, j[rows], y[rows], position[rows], self._rank[position[rows[0]]])
+
+    def _joined(
+        self, first: Read | None, last: Written, between: Read | None = None, *, is_behind: bool = False
+    ) -> Crossing | None:
+        if first is None or (is_behind and between is None):
+            return None
+        found = [(i, k) for k, p in enumerate(last.rank) for i in np.flatnonzero(first.rank == p)]
+        pairs = np.asarray(found, int).reshape(-1, 2)
+        i, k = pairs[np.argsort(last.rank[pairs[:, 1]], kind="stable")].T
+        return Crossing(first, last, (i, k), between)
+
+    # -- what goes through them --------------------------------------------------------------------
+
+    def _added(self, crossing: Crossing, env: Mapping[Var, Any], J: States, size: int) -> Jacobian:
+        """What goes through: `J_s dy/dx dx/dh_r`, summed at each of so many positions."""
+        first, last, (i, k) = crossing.first, crossing.last, crossing.pairs
+        outputs = _outputs(first, env)
+        if crossing.between is None:
+            call, lane = first.at(i)
+            K = outputs[call, last.y[lane, k]][None]  # the same for all samples
+        else:
+            K = self._between(crossing.between, crossing, env, outputs)
+        x = [a[first.xs[:, i]] for a in self._slopes(first, env)]
+        through = [j.ravel()[last.j[:, k]] for j in J]
+        add = _summing(last.position[:, k], size)
+        return [[add(_times(j, K, a)) for a in x] for j in through]
+
+    def _between(self, read: Read, crossing: Crossing, env: Mapping[Var, Any], outputs: Any) -> Any:
+        """`sum_n dy/dx_n dx_n/dy' dy'/dx'` over the places where one op reads another: (samples, pairs)."""
+        first, last, (i, k) = crossing.first, crossing.last, crossing.pairs
+        n = np.arange(read.xs.shape[1])
+        call, lane = first.at(i)
+        into = outputs[call[None], read.source[read.xs[lane[None], n[:, None]]]]  # (places, pairs)
+        call, lane = read.at(n)
+        onward = _outputs(read, env)[call[:, None], last.y[lane[:, None], k[None]]]
+        y = first.site.output
+        (slope,) = self._by_places(read, env, dependents(self._program, [y]), [y], lambda d: [d[0]])
+        slope, matrix = promoted(slope[read.xs], _times(onward, into))
+        return jnp.matmul(slope, matrix, precision="highest")
+
+    def _slopes(self, read: Read, env: Mapping[Var, Any]) -> States:
+        """`dx/dh_r` at each element of `x`, for each state."""
+
+        def by_state(dh: list[Any]) -> list[Any]:
+            return [p for h, d in zip(self.group.hidden, dh, strict=True) for p in states_of(h, d)]
+
+        return self._by_places(read, env, self._after_old, self.group.hidden_invars, by_state)
+
+    def _by_places(
+        self,
+        read: Read,
+        env: Mapping[Var, Any],
+        varies: set[Var],
+        of: Sequence[Var],
+        parts: Callable[[list[Any]], list[Any]],
+    ) -> States:
+        """The derivative of each element of `x` by what it comes from, marked ops closed; of each part."""
+        x = read.site.inputs[0]
+        assert isinstance(x, Var)
+
+        def closed(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+            return plain_site(site, site_in, list(map(jax.lax.stop_gradient, operands)))
+
+        def function(given: list[Any]) -> Any:
+            known = Known(env, varies, dict(zip(of, given, strict=True)))
+            return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]
+
+        _, pull = jax.vjp(function, [env[v] for v in of])
+        turn = _turn(read.source)  # elements that come from one place take turns
+        result: list[Any] = []
+        for c in range(int(turn.max(initial=0)) + 1):
+            mask = jnp.asarray((turn == c).reshape(x.aval.shape))
+            each = [p.ravel()[np.maximum(read.source, 0)] for p in parts(pull(mask.astype(x.aval.dtype))[0])]
+            mine = jnp.asarray(turn == c)
+            result = [jnp.where(mine, b, a) for a, b in zip(result, each, strict=True)] if result else each
+        return result
+
+    def _pulled(self, env: Mapping[Var, Any]) -> Jacobian:
+        """Position by position, along all paths; samples go together."""
+        self._refuse()
+        number, count = self._sample_of
+        within = _by_sample(np.arange(len(number)), number, count)
+        assert within is not None
+        old = [env[v] for v in self.group.hidden_invars]
+
+        def function(old: list[Any]) -> list[Any]:
+            known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
+            view = View(known=known, at_site=lambda site, world: plain_site)
+            return evaluate(self._program, [(v, None) for v in self.group.hidden_outvars], view)
+
+        new, pull = jax.vjp(function, old)
+        shape, num = self.group.varshape, within.shape[1]
+        turn = np.empty(len(number), int)
+        turn[within] = np.arange(num)
+        rows = []
+        for s in range(self.group.num_state):
+
+            def one(i: Any, s: int = s) -> list[Any]:
+                mask = (jnp.asarray(turn) == i).reshape(shape)
+                (dh,) = pull(self.local.one_state(new, s, mask))
+                return [p for h, d in zip(self.group.hidden, dh, strict=True) for p in states_of(h, d)]
+
+            each = jax.vmap(one)(jnp.arange(num))
+            rows.append([_pick(a.reshape(num, -1), turn).reshape(shape) for a in each])
+        return rows
+
+    def _refuse(self) -> None:
+        site = self._relevant[0]
+        where = (
+            f"the own diagonal of {show_paths(self.group.hidden_paths)} (how each unit acts on itself "
+            f"through marked ops, such as `{site.primitive.name.removeprefix('etp_')}` at {site.source})"
+        )
+        instead = "Take `decay='jacobian'` (`braintrace.D_RTRL`), which keeps marked ops closed."
+        nodes = [n for n in self._program.walk() if has_while(n)]
+        if jnp.issubdtype(self.group.dtype, jnp.complexfloating) or any(h.split for h in self.group.hidden):
+            raise NotSupportedError(f"There is no {where[4:]} for complex states. {instead}")
+        if nodes and self.local.forward_only:
+            raise NotSupportedError(
+                f"There is no {where[4:]}: a loop at {nodes[0].source} has no reverse mode. {instead}"
+            )
+        number, count = self._sample_of
+        size = self.group.num_state**2 * len(number) * (len(number) // count)
+        if size > _MOST:
+            raise NotSupportedError(
+                f"For {where}, ops are in control flow, or more than two behind each other, so that it is "
+                f"found position by position: that takes {size:,} numbers a step, more than {_MOST:,}. {instead}"
+            )
+
+
+def _outputs(read: Read, env: Mapping[Var, Any]) -> Any:
+    """The outputs of an op for a one at each place: (calls, places), with another one in each sample."""
+    site, aval = read.site, read.site.inputs[0].aval
+    operands = [a.val if not isinstance(a, Var) else env[a] for a in site.inputs]
+    n = np.arange(read.xs.shape[1])
+    call, lane = read.at(n)
+    ones = jnp.zeros((read.calls, int(aval.size)), aval.dtype).at[call, read.xs[lane, n]].set(1)
+
+    def push(one: Any) -> Any:
+        def op(x: Any) -> Any:
+            return site.primitive.bind(x, *operands[1:], **site.params)
+
+        return jax.jvp(op, [jnp.zeros(aval.shape, aval.dtype)], [one])[1]
+
+    return jax.vmap(push)(ones.reshape(read.calls, *aval.shape)).reshape(read.calls, -1)
+
+
+def _times(*factors: Any) -> Any:
+    result, *rest = promoted(*factors)
+    for f in rest:
+        result = result * f
+    return result
+
+
+def _summing(position: Array, size: int) -> Any:
+    """The sum, at each position, of what belongs to it."""
+    flat = position.ravel()
+    order = np.argsort(flat, kind="stable")
+    count = np.bincount(flat, minlength=size)
+    if size and np.all(count == count[0]):  # XLA scatters slowly
+        return lambda v: jnp.sum(v.ravel()[order].reshape(size, -1), axis=1)
+    return lambda v: jnp.zeros(size, v.dtype).at[flat].add(v.ravel())
+
+
+def _by_sample(items: Array, sample: Array, count: int) -> Array | None:
+    """The items of each sample, a row for each; None where some have more than others."""
+    rows = [items[sample == b] for b in range(count)]
+    return None if len({len(r) for r in rows}) > 1 else np.stack(rows)
+
+
+def _ranks(sample: Array, count: int) -> Array:
+    """Which item of its sample each one is."""
+    rank = np.empty(len(sample), int)
+    for b in range(count):
+        mine = np.flatnonzero(sample == b)
+        rank[mine] = np.arange(len(mine))
+    return rank
+
+
+def _turn(source: Array) -> Array:
+    """Of each element, how many before it have the same source; -1 where there is none."""
+    seen: dict[int, int] = {}
+    result = np.full(len(source), -1)
+    for i, p in enumerate(source.tolist()):
+        if p >= 0:
+            result[i] = seen.get(p, 0)
+            seen[p] = result[i] + 1
+    return result
+
+
+def _pick(rows: Any, which: Array) -> Any:
+    """`rows[which[i], i]`."""
+    return jnp.take_along_axis(rows, jnp.asarray(which)[None], axis=0)[0]
