@@ -27,7 +27,9 @@ from ._frontends import (
 from ._learners import BPTT as BPTT
 from ._learners import D_RTRL as D_RTRL
 from ._learners import ES_D_RTRL as ES_D_RTRL
+from ._learners import KF_RTRL as KF_RTRL
 from ._learners import RTRL as RTRL
+from ._learners import UORO as UORO
 from ._learners import EligibilityTrace as EligibilityTrace
 from ._learners import ETraceAlgorithm as ETraceAlgorithm
 from ._learners import ETraceVjpAlgorithm as ETraceVjpAlgorithm
@@ -36,6 +38,7 @@ from ._learners import GradExpon as GradExpon
 from ._learners import IODimVjpAlgorithm as IODimVjpAlgorithm
 from ._learners import MultiStepData as MultiStepData
 from ._learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
+from ._learners import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm
 from ._learners import SingleStepData as SingleStepData
 from ._learners import compile as compile
 from ._learners import online as online

@@ -46,6 +46,7 @@ class RuleKind:
     windows: bool = False  # back-propagates through windows; traces stand for what came before
     rank: int = 0  # of what is kept beside the traces
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
+    estimate: bool = False  # the influence of everything on everything is kept as a random product
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
         """How many directions are kept beside the traces, of how many; None: none are."""
@@ -72,6 +73,7 @@ class Cut(enum.Enum):
     WHILE = enum.auto()  # outputs are reached through a loop that has no reverse mode
     OWN_DERIVATIVE = enum.auto()  # a function with a derivative of its own holds a site
     NOT_LINEAR = enum.auto()  # a derivative of a user's own is not linear
+    ESTIMATED = enum.auto()  # a parameter acts on states, and a random product stands for it
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     verdict = _Verdict(graph, rule)
     kept = rule.directions(graph)
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
-    found = verdict.not_linear() if whole else verdict.dropped()
+    found = verdict.not_linear() if whole else verdict.estimated() if rule.estimate else verdict.dropped()
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
@@ -138,6 +140,19 @@ class _Verdict:
     def not_linear(self) -> Iterator[Dropped]:
         for node, paths in self.flows.not_linear:
             yield from _each(paths, Cut.NOT_LINEAR, by=node)
+
+    def estimated(self) -> Iterator[Dropped]:
+        """Every parameter that acts on what is carried."""
+        for entry in self.graph.module_info.params:
+            goals = [self.flows.from_params.get(v, Goal()) for v in entry.invars]
+            at = [s for s in self.sites if entry.path in self.behind[s]]
+            goals += [self.flows.from_sites.get(s, Goal()) for s in at]
+            bits = 0
+            for goal in goals:
+                bits |= (goal.direct | goal.crossing) & self.flows.live
+            if bits:
+                yield Dropped(entry.path, Cut.ESTIMATED, entry.path, self._paths(bits))
+        yield from self.not_linear()
 
     # -- from a parameter to a new state -----------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from .._compiler.errors import NotSupportedError
-from .._rules.rule import TraceRule, Values
+from .._rules.rule import Values
 from .drive import Drive
 from .online import Online
 from .sequence import Sequence, even_chunks
@@ -42,9 +42,9 @@ def choose(
     why = step.why_in_turn()
     in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
     if online.windows:
-        is_trace = isinstance(online.rule, TraceRule)
-        size = chunk_size or (window if is_trace else _WHOLE)
-        if why is not None and size > 1 and is_trace:
+        own = online.rule.own_windows
+        size = chunk_size or (window if own else _WHOLE)
+        if why is not None and size > 1 and own:
             raise NotSupportedError(
                 f"Windows of {size} steps cannot be taken: {why}. Call the learner once in `step_fn`, "
                 "outside of control flow and transformations, or take windows of one step."

@@ -3,6 +3,8 @@
 from .bptt import BPTT as BPTT
 from .d_rtrl import D_RTRL as D_RTRL
 from .es_d_rtrl import ES_D_RTRL as ES_D_RTRL
+from .kf_rtrl import KF_RTRL as KF_RTRL
 from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
 from .rule import TraceRule as TraceRule
+from .uoro import UORO as UORO

@@ -30,6 +30,7 @@ class Rule(ABC):
     """A learning rule."""
 
     back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
+    own_windows: ClassVar[bool] = False  # its numbers go by how many steps a window has: the user says it
 
     @abstractmethod
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -73,6 +74,7 @@ class TraceRule(Rule):
     a batch.
     """
 
+    own_windows: ClassVar[bool] = True
     follows_chains: ClassVar[bool] = False  # a trace of a state is the chain rule on those of others
 
     @property
