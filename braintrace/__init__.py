@@ -40,6 +40,7 @@ from ._learners import MultiStepData as MultiStepData
 from ._learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from ._learners import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm
 from ._learners import SingleStepData as SingleStepData
+from ._learners import SnAp as SnAp
 from ._learners import compile as compile
 from ._learners import online as online
 from ._learners import pp_prop as pp_prop

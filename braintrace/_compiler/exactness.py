@@ -22,6 +22,7 @@ import numpy as np
 from .dataflow import settled
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
+from .influence import find_reached
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
@@ -46,6 +47,7 @@ class RuleKind:
     windows: bool = False  # back-propagates through windows; traces stand for what came before
     rank: int = 0  # of what is kept beside the traces
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
+    reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
     estimate: bool = False  # the influence of everything on everything is kept as a random product
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
@@ -73,6 +75,7 @@ class Cut(enum.Enum):
     WHILE = enum.auto()  # outputs are reached through a loop that has no reverse mode
     OWN_DERIVATIVE = enum.auto()  # a function with a derivative of its own holds a site
     NOT_LINEAR = enum.auto()  # a derivative of a user's own is not linear
+    OUT_OF_REACH = enum.auto()  # a parameter acts on states only after more steps than are followed
     ESTIMATED = enum.auto()  # a parameter acts on states, and a random product stands for it
 
 
@@ -111,7 +114,12 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     verdict = _Verdict(graph, rule)
     kept = rule.directions(graph)
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
-    found = verdict.not_linear() if whole else verdict.estimated() if rule.estimate else verdict.dropped()
+    if whole:
+        found = verdict.not_linear()
+    elif rule.reach is not None:
+        found = verdict.out_of_reach(rule.reach)
+    else:
+        found = verdict.estimated() if rule.estimate else verdict.dropped()
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
@@ -140,6 +148,21 @@ class _Verdict:
     def not_linear(self) -> Iterator[Dropped]:
         for node, paths in self.flows.not_linear:
             yield from _each(paths, Cut.NOT_LINEAR, by=node)
+
+    def out_of_reach(self, steps: int) -> Iterator[Dropped]:
+        """The parameters that reach more states in a step beyond these."""
+        info = self.graph.module_info.marked
+        leaves = [(e, v) for e in info.fixed for v in e.invars]
+        learned = [i for i, (e, v) in enumerate(leaves) if e.is_param and v.inexact and v.aval.size]
+        reached = find_reached(info, find_samples(info, self.rule.samples), learned)
+        live = set(self._paths(self.flows.live))
+        for i, sets in reached.after(steps).items():
+            kinds = np.unique(sets, axis=0)
+            more = np.unpackbits(reached.grown(kinds) & ~kinds, axis=-1, count=reached.labels).any(0)
+            states = (p for p, is_new in zip(reached.state_of, more, strict=True) if is_new and p in live)
+            if missed := tuple(dict.fromkeys(states)):
+                yield Dropped(leaves[i][0].path, Cut.OUT_OF_REACH, leaves[i][0].path, missed)
+        yield from self.not_linear()
 
     def estimated(self) -> Iterator[Dropped]:
         """Every parameter that acts on what is carried."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
+from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Var
 from .._compiler.samples import Samples, counting
 from .._ops.letters import align
@@ -133,7 +134,7 @@ class PerSample:
                 return union(given[: node.site.num_inputs])
             return union(given)
 
-        flow = Flow[bool](transfer, derivatives=True, enters=True)
+        flow = Flow[bool](transfer, derivatives=True, enters=True, rule=PullBack.of)
         return [
             i
             for i, (v, is_param) in enumerate(leaves)
@@ -175,6 +176,10 @@ class PerSample:
         rows = jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
         start, dys, _ = self._pulled(self.linear.window(window), rows, [w.site for w in sites], ())
         return start, {i: d[:, 0] for i, d in dys.items()}
+
+    def back(self, window: Window, rows: Any) -> Any:
+        """Rows of signals at the window's end, (samples, rows, numbers), as those at its start."""
+        return self._pulled(self.linear.window(window), rows, (), ())[0]
 
     def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
         cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)

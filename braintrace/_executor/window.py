@@ -120,7 +120,7 @@ class Window:
                     return jax.vmap(lambda t: transposed(t)[0])(tangents), None
                 except (AssertionError, NotImplementedError, RuntimeError) as e:  # as each primitive has it
                     raise NotSupportedError(
-                        "The rule pushes directions forward through the derivatives of `custom_vjp` functions "
+                        "The rule pushes directions through the derivatives of `custom_vjp` functions "
                         f"(at {', '.join(dict.fromkeys(n.source for n in only_back))}), and one of them is "
                         "not made of operations that JAX knows to be linear in the cotangent (a clip, a "
                         "`where` on the cotangent itself). Write it with linear operations, or leave `rank` "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._online.sequence import Sequence
 from .base import ETraceAlgorithm
 from .bptt import BPTT
-from .influence import KF_RTRL, UORO
+from .influence import KF_RTRL, UORO, SnAp
 from .learners import D_RTRL, ES_D_RTRL, RTRL
 
 NAMES: dict[str, type[ETraceAlgorithm]] = {
@@ -23,6 +23,7 @@ NAMES: dict[str, type[ETraceAlgorithm]] = {
     "pp_prop": ES_D_RTRL,
     "rtrl": RTRL,
     "bptt": BPTT,
+    "snap": SnAp,
     "uoro": UORO,
     "kf_rtrl": KF_RTRL,
 }

@@ -7,9 +7,43 @@ from typing import Any, Literal
 import brainstate
 
 from .. import _rules as rules
+from .._rules.snap import MOST
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 Axis = int | Literal["auto"] | None
+
+
+class SnAp(ETraceVjpAlgorithm):
+    """Sparse n-step approximation of RTRL: the influence of every parameter where `n` steps can reach.
+
+        P[t] = M * (H[t] P[t-1] + dh[t]/dw)
+
+    with `H` = dh[t]/dh[t-1] along all paths, and `M` one where a number of a parameter acts on a carried
+    number within `n` steps. The pattern comes from the structure of the step, for every parameter: sparse and
+    grouped products, convolutions, layers. A dense recurrence reaches everything in two steps: then, and with
+    `n` large enough on any model, the gradient is that of RTRL. Menick et al., 2020 (arXiv:2006.07232).
+
+    A call is a window of one step, in which nothing is left out; with `window=k` so are `k` steps. A pattern
+    of more than `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in
+    0.2.6 the limit is on the blocks of `H`, and patterns stay within a group of states). `samples` is as in
+    `D_RTRL`; `fast_solve` is accepted and has no effect.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        n: int = 2,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        snap_max_jacobian_elements: int = MOST,
+        *,
+        window: int | None = None,
+        samples: Axis = "auto",
+    ) -> None:
+        rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        self.n = n
 
 
 class UORO(ETraceVjpAlgorithm):

@@ -30,6 +30,7 @@ _WORDS = {
     Cut.OTHER_STATE: ("what {to}, which has no trace, keeps of {of}", "through"),
     Cut.WHILE: ("what goes to the outputs", "through a loop without reverse mode,"),
     Cut.OWN_DERIVATIVE: ("the derivative rule of a function that holds {of}", "inside"),
+    Cut.OUT_OF_REACH: ("what {of} does to {to} only after more steps than are followed", ""),
     Cut.ESTIMATED: ("how far a random estimate of what {of} does to {to} is off", ""),
     Cut.NOT_LINEAR: (
         "what the losses of several steps do together in a derivative rule that is not linear,",
@@ -124,9 +125,9 @@ class Exactness:
         where = " across windows (within one, and in one over the whole sequence, it is exact)"
         if self.estimate:
             return (
-                f"{self.rule} is a random estimate here, of {len(self.weights)} of {self.num_params} parameters: "
-                "on average over its signs the gradient is that of back-propagation through time, in one run it "
-                "is far off. Not known:"
+                f"{self.rule} is a random estimate here, of {len(self.weights)} of {self.num_params} "
+                "parameters: on average over its signs the gradient is that of back-propagation through "
+                "time, in one run it is far off. Not known:"
             )
         how = "Not counted:"
         if self.directions is not None:

@@ -7,4 +7,5 @@ from .kf_rtrl import KF_RTRL as KF_RTRL
 from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
 from .rule import TraceRule as TraceRule
+from .snap import SnAp as SnAp
 from .uoro import UORO as UORO

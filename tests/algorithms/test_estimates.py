@@ -1,4 +1,4 @@
-"""Random estimates of the influence of parameters: their definitions, that they are right on average, samples."""
+"""Random estimates of the influence of parameters: their definitions, and that they are right on average."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace.rules import KF_RTRL, UORO
 from braintrace._rules.rank import per_sample
+from braintrace.rules import KF_RTRL, UORO
 
 from ..oracle import Brute
 from ..run import agree, compiled, difference, online, sequence
