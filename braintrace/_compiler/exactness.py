@@ -158,8 +158,9 @@ class _Verdict:
         live = set(self._paths(self.flows.live))
         for i, sets in reached.after(steps).items():
             kinds = np.unique(sets, axis=0)
-            more = np.unpackbits(reached.grown(kinds) & ~kinds, axis=-1, count=reached.labels).any(0)
-            states = (p for p, is_new in zip(reached.state_of, more, strict=True) if is_new and p in live)
+            new = np.unpackbits(reached.grown(kinds) & ~kinds, axis=-1, count=reached.labels)
+            more = np.flatnonzero(new.any(axis=0))
+            states = (reached.state_of[n] for n in more if reached.state_of[n] in live)
             if missed := tuple(dict.fromkeys(states)):
                 yield Dropped(leaves[i][0].path, Cut.OUT_OF_REACH, leaves[i][0].path, missed)
         yield from self.not_linear()

@@ -71,7 +71,7 @@ def links(
         axes = tuple(range(len(shapes[0])))
         return [(0, 0, Axes(axes, tuple(a for a in axes if a not in params["axes"])))]
     if primitive is primitives.dot_general_p:
-        return _dot(shapes, params["dimension_numbers"])
+        return dot_axes(shapes, params["dimension_numbers"])
     if primitive in tables.CUMULATIVE:
         return [(0, 0, _mixed_along(len(out), [params["axis"]]))]
     if primitive is primitives.sort_p:
@@ -126,7 +126,7 @@ def _mixed_along(ndim: int, axes: Sequence[int] | range) -> Link:
     return Axes(tuple(range(ndim)), tuple(a + ndim if a in axes else a for a in range(ndim)))
 
 
-def _dot(shapes: list[Shape], dimension_numbers: Any) -> Linked:
+def dot_axes(shapes: list[Shape], dimension_numbers: Any) -> Linked:
     (lc, rc), (lb, rb) = dimension_numbers
     fresh = itertools.count()
     left, right = [-1] * len(shapes[0]), [-1] * len(shapes[1])
@@ -148,43 +148,6 @@ def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:
         axes[spec.out_spec[0]] = spec.lhs_spec[0]
     ((_, _, kernel),) = all_with_all(shapes[1:2], [out])
     return [(0, 0, Axes(tuple(range(n)), tuple(axes))), (1, 0, kernel)]
-
-
-_MOST = 2**22  # pairs; beyond, all places are taken to reach all
-
-
-def fine_conv(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Linked | None:
-    """The links of a convolution, place by place; None where there are too many, or batches in groups."""
-    x, k, out = (tuple(a.shape) for a in (*ins, *outs))
-    spec = params["dimension_numbers"]
-    groups = params["feature_group_count"]
-    batch, features = out[spec.out_spec[0]], k[spec.rhs_spec[0]]
-    window = [k[a] for a in spec.rhs_spec[2:]]
-    places = [out[a] for a in spec.out_spec[2:]]
-    size = (batch, features, k[spec.rhs_spec[1]], *window, *places)
-    if params["batch_group_count"] != 1 or math.prod(size) > _MOST:
-        return None
-    n, o, i, *rest = np.indices(size).reshape(len(size), -1)
-    offsets, at = rest[: len(window)], rest[len(window) :]
-    ok, where = np.ones(n.shape, bool), []
-    dims = [params[name] for name in ("window_strides", "rhs_dilation", "lhs_dilation", "padding")]
-    for p, d, length, s, rhs, lhs, (low, _) in zip(
-        at, offsets, (x[a] for a in spec.lhs_spec[2:]), *dims, strict=True
-    ):
-        q = p * s + d * rhs - low
-        ok &= (q >= 0) & (q % lhs == 0) & (q // lhs < length)
-        where.append(q // lhs)
-    channel = o // (features // groups) * k[spec.rhs_spec[1]] + i
-    of_x = _flat(x, spec.lhs_spec, [n, channel, *where], ok)
-    of_k = _flat(k, spec.rhs_spec, [o, i, *offsets], ok)
-    of_y = _flat(out, spec.out_spec, [n, o, *at], ok)
-    return [(0, 0, Pairs(of_x, of_y)), (1, 0, Pairs(of_k, of_y))]
-
-
-def _flat(shape: Shape, spec: Sequence[int], indices: Sequence[Array], ok: Array) -> Array:
-    """Element numbers, from indices in the order of a specification of axes."""
-    by_axis = dict(zip(spec, indices, strict=True))
-    return np.ravel_multi_index([by_axis[a][ok] for a in range(len(shape))], shape)
 
 
 def _numbers(shape: Shape, start: int = 0) -> Array:

@@ -19,18 +19,21 @@ from .._compat import primitives
 from . import links as _links
 from .constants import Constants
 from .dataflow import Flow, cross, solve, union
+from .fine_links import fine_links
 from .links import Array, Linked
 from .own_rules import PullBack
 from .primitives import INDICES
 from .program import Atom, Node, Program, Var, read_program
 from .reach import Reach, SiteReach
+from .zeros import Zeros
 
 
 class Positions:
     """The positions of one program; links are found once and serve every question about it.
 
     With `through`, paths go through sites, by what the ops compute, instead of ending there. `fine` links
-    tell places of a convolution apart, and those of an op by the indices that it is given: more to compute.
+    tell places of a convolution apart, those of an op by the indices that it is given, and weights that are
+    zero under a mask, which may be told by `zeros` of the inputs: more to compute.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Positions:
         *,
         through: bool = False,
         fine: bool = False,
+        zeros: Mapping[Var, Array | None] | None = None,
     ) -> None:
         self.program, self.through, self.fine = program, through, fine
         self.constants = Constants(program, known or {})
+        self._zeros = Zeros(program, self.constants, zeros or {})
         self._links: dict[Node, Linked | Positions] = {}
         self._inner: dict[Any, Positions] = {}
         self._iterations: dict[Node, list[Any]] = {}
@@ -103,8 +108,8 @@ class Positions:
             found: Linked | Positions | None = _links.links(
                 node.primitive, node.params, ins, outs, lambda i: self.constants(node.inputs[i])
             )
-            if self.fine and node.primitive is primitives.conv_general_dilated_p:
-                found = _links.fine_conv(node.params, ins, outs) or found
+            if self.fine:
+                found = fine_links(node, self._zeros) or found
             if found is None:
                 program = None if node.inner else _expand(node)
                 shapes = [tuple(a.shape) for a in ins], [tuple(o.shape) for o in outs]
@@ -116,7 +121,8 @@ class Positions:
         if not self.fine:
             return Positions(program)
         known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
-        return Positions(program, known, fine=True)
+        zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
+        return Positions(program, known, fine=True, zeros=zeros)
 
     # -- inside control flow -----------------------------------------------------------------------
 

@@ -71,7 +71,9 @@ class SnAp(Rule):
         size = numbers * sum(leaves[i].aval.size for i in per.acting)
         if size > _READABLE:
             raise self._too_large(f"up to {size * per.samples.count}", size * per.samples.count)
-        return find_reached(per.info, per.samples, per.acting)
+        found = find_reached(per.info, per.samples, per.acting)
+        per.linear.tell_read()
+        return found
 
     def _too_large(self, words: str, size: int) -> NotSupportedError:
         return NotSupportedError(
@@ -83,10 +85,7 @@ class SnAp(Rule):
     def start(self, executor: ETraceGraphExecutor) -> Values:
         pattern = self._pattern(executor)
         count = pattern.per.samples.count
-        return {
-            b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), pattern.dtype(b))
-            for b in pattern.blocks
-        }
+        return {b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), b.dtype) for b in pattern.blocks}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         pattern = self._pattern(executor)
@@ -97,7 +96,7 @@ class SnAp(Rule):
             H, terms = pattern.jacobian(window), pattern.terms(window)
             return {b.key: b.advanced(values[b.key], H, terms[b.dtype]) for b in pattern.blocks}
 
-        return window.one_by_one(step, values) if values else values  # type: ignore[no-any-return]
+        return window.one_by_one(step, values) if values else values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
@@ -182,10 +181,7 @@ class Pattern:
     def size(self) -> int:
         """How many numbers are kept, of all samples."""
         kept = sum(b.rows.size * b.places.shape[1] for b in self.blocks)
-        return kept * self.per.samples.count
-
-    def dtype(self, block: Block) -> Any:
-        return block.dtype
+        return int(kept * self.per.samples.count)
 
     def jacobian(self, window: Window) -> Any:
         """`H`, (samples, numbers, numbers)."""
@@ -238,7 +234,7 @@ def _blocks(
         if has[k].any():
             size = (_about(int(has[k].sum())), _about(len(members[k])))
             together.setdefault(size, []).append(k)
-    result = []
+    result: list[Block] = []
     for group in together.values():
         rows = _same_length([np.flatnonzero(has[k]) for k in group], len(element))
         places = _same_length([members[k] for k in group], len(sets))
@@ -307,7 +303,7 @@ def _same_length(arrays: Sequence[Array], fill: int) -> Array:
 def _about(size: int) -> int:
     """The size, rounded up to one of few: at most a fifth more."""
     step = 2 ** max(0, math.ceil(math.log2(size)) - 3)
-    return -(-size // step) * step
+    return int(-(-size // step) * step)
 
 
 def _padded(array: Any, axis: int) -> Any:
