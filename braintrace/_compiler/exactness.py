@@ -50,6 +50,11 @@ class RuleKind:
     reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
     estimate: bool = False  # the influence of everything on everything is kept as a random product
 
+    @property
+    def beyond_traces(self) -> bool:
+        """Whether every parameter that acts on states learns through time, with a trace or without."""
+        return bool(self.rank or self.reach or self.estimate)
+
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
         """How many directions are kept beside the traces, of how many; None: none are."""
         if not self.rank:
@@ -154,7 +159,9 @@ class _Verdict:
         info = self.graph.module_info.marked
         leaves = [(e, v) for e in info.fixed for v in e.invars]
         learned = [i for i, (e, v) in enumerate(leaves) if e.is_param and v.inexact and v.aval.size]
-        reached = find_reached(info, find_samples(info, self.rule.samples), learned)
+        samples = find_samples(info, self.rule.samples)
+        samples = find_samples(info, None) if samples.mixed else samples
+        reached = find_reached(info, samples, learned)
         live = set(self._paths(self.flows.live))
         for i, sets in reached.after(steps).items():
             kinds = np.unique(sets, axis=0)

@@ -77,7 +77,7 @@ class KF_RTRL(Rule):
         return found
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        values: Values = {COUNT: jnp.zeros((), jnp.int32)}
+        values: Values = {COUNT: jnp.zeros((1,), jnp.int32)}
         for use in self._uses(executor):
             inputs = use.weighted.site.no_inputs
             for name in use.layouts:
@@ -100,7 +100,7 @@ class KF_RTRL(Rule):
             H, dys = per.jacobian(window, [use.weighted for use in uses])
             H, inputs = finite(H), per.inputs(window)
             after: Values = {COUNT: values[COUNT] + 1}
-            key = key_at(self.key, values[COUNT])
+            key = key_at(self.key, values[COUNT][0])
             for use in uses:
                 i = use.weighted.site.index
                 J = use.by_sample(dys[i])

@@ -59,7 +59,7 @@ class UORO(Rule):
         return Rank(1, self.samples, beside_traces=False)
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        return {**self._kept.start(executor), COUNT: jnp.zeros((), jnp.int32)}
+        return {**self._kept.start(executor), COUNT: jnp.zeros((1,), jnp.int32)}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.keep is not None:  # samples that begin anew at its start have no past
@@ -68,7 +68,7 @@ class UORO(Rule):
         per, s = self._kept.per_sample(executor), values[BASIS]
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
         pushed = finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
-        nu = signs(key_at(self.key, values[COUNT]), s.shape, s.dtype)
+        nu = signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype)
         added = per.pull(window, nu)[1]
         names = {i: key for i, (name, _) in named(per).items() for key, _ in parts_of(name, 1)}
         theta = {i: values[key] for i, key in names.items()}

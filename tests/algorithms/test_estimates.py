@@ -86,7 +86,7 @@ def test_they_are_right_on_average(rule, window):
     (count,) = (k for k in traces if traces[k].dtype == jnp.int32)
 
     def gradient(first: Any) -> Any:
-        begun = {**traces, count: first}
+        begun = {**traces, count: first[None]}
         return net.grad(loss, params, start, begun, xs, ys, reduction="sum")[0]
 
     found = jax.jit(jax.vmap(gradient))(T * jnp.arange(KEYS, dtype=jnp.int32))
