@@ -301,8 +301,8 @@ def _same_length(arrays: Sequence[Array], fill: int) -> Array:
 
 
 def _about(size: int) -> int:
-    """The size, rounded up to one of few: at most a fifth more."""
-    step = 2 ** max(0, math.ceil(math.log2(size)) - 3)
+    """The size, rounded up to one of few, two between a power of two and the next: each is a program."""
+    step = 2 ** max(0, math.ceil(math.log2(size)) - 2)
     return int(-(-size // step) * step)
 
 
