@@ -171,6 +171,14 @@ def bptt(model: Any, xs: list[Any], *, forward: bool = False, jit: Any = jax.jit
     return f.as_tree(jit((jax.jacfwd if forward else jax.grad)(total))(f.params, f.states, stacked))
 
 
+@dataclass(frozen=True)
+class Units:
+    """What others read of a group: as a function of its new states, and the outputs with something added."""
+
+    read: Any  # states by name -> what is read
+    outs: Any  # parameters and old states by name, x, what is added to what is read of each group -> outputs
+
+
 class Brute:
     """D-RTRL and ES-D-RTRL by their definitions, with dense matrices."""
 
@@ -580,6 +588,106 @@ class Brute:
                     grad = grad + from_traces(now["g"], states, x, steps)
                 states = now["states"]
         return self.f.as_tree(self.unravel(grad))
+
+    def published(
+        self,
+        xs: list[Any],
+        units: list[Units],
+        signal: Any,
+        *,
+        decay: Any = None,
+        kappa: dict[int, float] | None = None,
+        at_states: bool = False,
+    ) -> dict[Any, Any]:
+        """Traces with another decay, filtered where `kappa` says so, times signals at what is read.
+
+        `decay` is None (the local Jacobian), "own" or a number. `signal(t, k, back)` is that of a group at what
+        is read of it, or with `at_states` at its states; `back` is the back-propagated one.
+        """
+        sizes = [len(p) for _, p in self.groups]
+        trace = [np.zeros((n, self.theta.size)) for n in sizes]
+        read: list[Any] = [0.0] * len(sizes)
+        states, grad = self.f.states, np.zeros_like(self.theta)
+        for t, x in enumerate(xs):
+            now = self.advance(states, x)
+            grad = grad + now["within"]
+            for s, k in self.sites:
+                grad = grad - (now["g"][k] @ now["J"][s, k]) @ now["dy"][s]
+            for k, n in enumerate(sizes):
+                A = now["D"][k] if decay is None else np.eye(n) * (0 if decay == "own" else decay)
+                if decay == "own":
+                    places = self.groups[k][1]
+                    A = np.where(places[:, None] == places[None], self._whole(k, states, x), 0)
+                trace[k] = A @ trace[k] + sum(now["J"][s, g] @ now["dy"][s] for s, g in self.sites if g == k)
+                back, slope = self.at_units(units[k], k, states, now["states"], x)
+                if at_states:
+                    grad = grad + signal(t, k, now["g"][k]) @ trace[k]
+                    continue
+                e = slope @ trace[k]
+                read[k] = e if kappa is None or k not in kappa else kappa[k] * read[k] + e
+                grad = grad + signal(t, k, back) @ read[k]
+            states = now["states"]
+        return self.f.as_tree(self.unravel(grad))
+
+    def presynaptic(
+        self,
+        xs: list[Any],
+        units: list[Units],
+        leak: float,
+        out: dict[int, float] | None = None,
+        before: float = 0.0,
+        after: float = 1.0,
+        ahead: float = 0.0,
+    ) -> dict[Any, Any]:
+        """`g (after x' f' + ahead x p)` with averages of inputs and of what goes out, and no Jacobian."""
+        x_bar: dict[int, Any] = {}
+        f_bar: dict[Any, Any] = {}
+        past: dict[Any, Any] = {}
+        states, grad, ones = self.f.states, np.zeros_like(self.theta), 0.0
+        for x in xs:
+            now = self.advance(states, x)
+            grad, ones = grad + now["within"], leak * ones + 1
+            for s, v in now["inputs"].items():
+                x_bar[s] = v + (leak * x_bar[s] if s in x_bar else 0)
+            causal, other = dict.fromkeys(self.traced, 0.0), dict.fromkeys(self.traced, 0.0)
+            for s, k in self.sites:
+                grad = grad - (now["g"][k] @ now["J"][s, k]) @ now["dy"][s]
+                back, slope = self.at_units(units[k], k, states, now["states"], x)
+                f = slope @ now["J"][s, k]
+                decay = (out or {}).get(k, 0.0)
+                f_bar[s, k] = f + (decay * f_bar[s, k] if (s, k) in f_bar else 0)
+                causal[s] = causal[s] + after * back @ f_bar[s, k]
+                other[s] = other[s] + ahead * back @ past.get((s, k), np.zeros_like(f))
+                past[s, k] = before * (past.get((s, k), 0) + f)
+            grad = grad + np.asarray(self._site_vjp(self.theta, states, x, x_bar, ones, causal))
+            grad = grad + np.asarray(self._site_vjp(self.theta, states, x, now["inputs"], 1.0, other))
+            states = now["states"]
+        return self.f.as_tree(self.unravel(grad))
+
+    def at_units(self, units: Units, k: int, states: Any, new: Any, x: Any) -> tuple[Any, Any]:
+        """dL/dz and dz/dh of what is read of a group."""
+        params = dict(zip((p[-1] for p in self.f.param_paths), self.f.params, strict=True))
+        by_name = lambda leaves: dict(zip((p[-1] for p in self.f.state_paths), leaves, strict=True))
+        flat = self._flat(k, new)
+        read = lambda flat: units.read(by_name(self._unflat(k, flat, new))).ravel()
+        shape = units.read(by_name(new)).shape
+        value = lambda d: loss(units.outs(params, by_name(states), x, {k: d.reshape(shape)}))
+        return np.asarray(jax.grad(value)(jnp.zeros(read(flat).shape))), np.asarray(jax.jacrev(read)(flat))
+
+    def _whole(self, k: int, states: Any, x: Any) -> Any:
+        f = self.f
+
+        def step(flat: Any) -> Any:
+            return self._flat(k, f.step(f.params, self._unflat(k, flat, states), x)[1])
+
+        return np.asarray(self.jit(jax.jacrev(step))(self._flat(k, states)))
+
+    def own_blocks(self, k: int, x: Any) -> Any:
+        """`dh[t]/dh[t-1]` of a group along all paths, (new state, old state, position)."""
+        places, full = self.groups[k][1], self._whole(k, self.f.states, x)
+        # states of an array lie along an axis of its own or one after the other; positions tell them apart
+        order = [np.flatnonzero(places == p) for p in range(places.max() + 1)]
+        return np.stack([full[np.ix_(at, at)] for at in order], -1)
 
     def _site_outputs(
         self, theta: Any, states: Any, x: Any, inputs: Any = None, ones: Any = 1.0

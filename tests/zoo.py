@@ -1913,3 +1913,34 @@ def _(p, s, x):
     """Each unit reads itself and its neighbour."""
     h = jnp.tanh(bt.matmul(x, p.wi) + bt.sparse_matmul(s.h, p.w, sparse_mat=RING))
     return {"h": h}, h
+
+
+# -- ops from a state to itself ------------------------------------------------------------------------
+
+
+def _recurrent(name: str, relation: str, h: Any, op: Callable[[Any, Any], Any], **params: Any) -> None:
+    @case("recurrent", name, f"{relation}: h", x=h, h=h, exact=False, **params)
+    def _(p, s, x):
+        h = jnp.tanh(0.5 * s.h + x + op(p, jnp.sin(s.h)))
+        return {"h": h}, jnp.tanh(h)
+
+
+_RING = scipy.sparse.coo_matrix(np.eye(4) + np.roll(np.eye(4), 1, 1))
+_recurrent("recurrent_conv", "conv k", (2, 2, 5), lambda p, h: bt.conv(h, p.k), k=(2, 2, 3))
+_recurrent("recurrent_conv_of_one", "conv k", (2, 4), lambda p, h: bt.conv(h, p.k), k=(2, 2, 2))
+_recurrent(
+    "recurrent_sparse", "sparse_matmul w", (2, 4),
+    lambda p, h: bt.sparse_matmul(h, p.w, sparse_mat=_RING), w=8,
+)  # fmt: skip
+_recurrent(
+    "recurrent_grouped", "grouped_matmul w", (2, 2, 3), lambda p, h: bt.grouped_matmul(h, p.w), w=(2, 3, 3)
+)
+_recurrent(
+    "recurrent_lora", "lora_matmul B", (2, 4), lambda p, h: bt.lora_matmul(h, p.B, p.A), B=(4, 2), A=(2, 4)
+)
+_recurrent(
+    "recurrent_einsum", "einsum w", (2, 2, 3), lambda p, h: bt.einsum("bhd,hde->bhe", h, p.w), w=(2, 3, 3)
+)
+_recurrent(
+    "recurrent_einsum_of_one", "einsum w", (2, 3), lambda p, h: bt.einsum("hd,hde->he", h, p.w), w=(2, 3, 3)
+)

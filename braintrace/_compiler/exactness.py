@@ -13,6 +13,7 @@ where no output tells of any hidden state is it taken to read those.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,10 @@ class RuleKind:
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
     reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
     estimate: bool = False  # the influence of everything on everything is kept as a random product
+    signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
+    leak: float | None = None  # by which traces decay; None: by how states go on
+    filter: float | None = None  # by which what is read of a trace is averaged
+    kept: bool = True  # whether anything is kept of the steps before a window
 
     @property
     def beyond_traces(self) -> bool:
@@ -71,6 +76,10 @@ class Cut(enum.Enum):
     THROUGH_OP = enum.auto()  # a site acts on states through another site
     OTHER_POSITIONS = enum.auto()  # a site acts on more positions of states than its trace keeps
     AVERAGED = enum.auto()  # the trace of a site is made of averages
+    OTHER_SIGNAL = enum.auto()  # the trace of a site meets another signal than the back-propagated one
+    GIVEN_LEAK = enum.auto()  # the trace of a site decays by a number that is given
+    FILTERED = enum.auto()  # an average of what is read of the trace of a site stands for it
+    ESTIMATED = enum.auto()  # an estimate stands for what a parameter does beyond a window
     UNKNOWN_RULE = enum.auto()  # the trace of a site is of a rule that is not the library's
     WITHOUT_MARK = enum.auto()  # a parameter acts on states by ordinary operations
     RECURRENT_OP = enum.auto()  # a state acts on those of its group through a site
@@ -81,7 +90,7 @@ class Cut(enum.Enum):
     OWN_DERIVATIVE = enum.auto()  # a function with a derivative of its own holds a site
     NOT_LINEAR = enum.auto()  # a derivative of a user's own is not linear
     OUT_OF_REACH = enum.auto()  # a parameter acts on states only after more steps than are followed
-    ESTIMATED = enum.auto()  # a parameter acts on states, and a random product stands for it
+    RANDOM = enum.auto()  # a random product stands for what a parameter does to states
 
 
 @dataclass(frozen=True)
@@ -121,10 +130,12 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
     if whole:
         found = verdict.not_linear()
+    elif rule.estimate:
+        found = itertools.chain(verdict.estimated(Cut.RANDOM), verdict.not_linear())
     elif rule.reach is not None:
         found = verdict.out_of_reach(rule.reach)
     else:
-        found = verdict.estimated() if rule.estimate else verdict.dropped()
+        found = verdict.dropped() if rule.kept else verdict.estimated(Cut.ESTIMATED)
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
@@ -150,6 +161,16 @@ class _Verdict:
             yield from _each(self.behind[site.index], Cut.OWN_DERIVATIVE, self._use(site), by=opened)
         yield from self.not_linear()
 
+    def estimated(self, cut: Cut) -> Iterator[Dropped]:
+        """All that goes on from one window to the next."""
+        for entry in self.graph.module_info.params:
+            goals = [self.flows.whole.get(v, Goal()) for v in entry.invars]
+            missed = 0
+            for goal in goals:
+                missed |= (goal.direct | goal.crossing) & self.flows.live
+            if missed:
+                yield Dropped(entry.path, cut, entry.path, self._paths(missed))
+
     def not_linear(self) -> Iterator[Dropped]:
         for node, paths in self.flows.not_linear:
             yield from _each(paths, Cut.NOT_LINEAR, by=node)
@@ -170,19 +191,6 @@ class _Verdict:
             states = (reached.state_of[n] for n in more if reached.state_of[n] in live)
             if missed := tuple(dict.fromkeys(states)):
                 yield Dropped(leaves[i][0].path, Cut.OUT_OF_REACH, leaves[i][0].path, missed)
-        yield from self.not_linear()
-
-    def estimated(self) -> Iterator[Dropped]:
-        """Every parameter that acts on what is carried."""
-        for entry in self.graph.module_info.params:
-            goals = [self.flows.from_params.get(v, Goal()) for v in entry.invars]
-            at = [s for s in self.sites if entry.path in self.behind[s]]
-            goals += [self.flows.from_sites.get(s, Goal()) for s in at]
-            bits = 0
-            for goal in goals:
-                bits |= (goal.direct | goal.crossing) & self.flows.live
-            if bits:
-                yield Dropped(entry.path, Cut.ESTIMATED, entry.path, self._paths(bits))
         yield from self.not_linear()
 
     # -- from a parameter to a new state -----------------------------------------------------------
@@ -215,6 +223,12 @@ class _Verdict:
             averaged = self.rule.averages is not None and not self._is_average(relation, group)
             if averaged and bits & self.harmful:
                 yield from _each(use.params, Cut.AVERAGED, use, states, use)
+            if self.rule.signal and bits & self.flows.matters:
+                yield from _each(use.params, Cut.OTHER_SIGNAL, use, states)
+            if self.rule.leak is not None and bits & self.harmful:
+                yield from _each(use.params, Cut.GIVEN_LEAK, use, states)
+            if self.rule.filter is not None and bits & self.flows.matters:
+                yield from _each(use.params, Cut.FILTERED, use, states)
             if not self.rule.known and bits & self.harmful:
                 yield from _each(use.params, Cut.UNKNOWN_RULE, use, states, use)
 

@@ -42,6 +42,7 @@ class HiddenGroup:
     info: ModuleInfo
     within: tuple[Reach, ...]
     mixers: tuple[Node, ...] = ()
+    filtered: int = 0  # states that a rule has beside: filters of what is read of the group
 
     def __repr__(self) -> str:
         states = ", ".join(f"{show_path(h.path)} {h.invar.aval.str_short()}" for h in self.hidden)
@@ -69,7 +70,7 @@ class HiddenGroup:
 
     @property
     def num_state(self) -> int:
-        return sum(h.num_state for h in self.hidden)
+        return sum(h.num_state for h in self.hidden) + self.filtered
 
     @property
     def dtype(self) -> Any:
@@ -87,7 +88,7 @@ class HiddenGroup:
     @cached_property
     def coupled(self) -> Array:
         """Which old states, by column, each new one may depend on: few, where one is a delay line."""
-        if self.num_state <= _FEW_STATES or any(h.split for h in self.hidden):
+        if self.num_state <= _FEW_STATES or self.filtered or any(h.split for h in self.hidden):
             return np.ones((self.num_state, self.num_state), bool)
         positions = Positions(self.info.program)
         rows = []

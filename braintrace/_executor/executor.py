@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +14,12 @@ from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var
+from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import needed
 from .._ops.letters import Letters
 from .jacobian import LocalGroup
+from .readings import find_readings, slopes
+from .recursion import Recursion
 from .signals import differentiable_step, output, reads_old_states
 from .slots import Jacobian, Slot, States, find_slots, stack
 from .weighted import Weighted, as_weight, find_weighted, over_time
@@ -33,6 +36,7 @@ class Local:
     weights: Effective
     D: dict[int, Jacobian | None]  # of each group; None: no memory
     J: dict[tuple[int, int], States]  # of each (site, group)
+    slopes: dict[int, list[States]] = field(default_factory=dict)  # of what is read of each group, if wanted
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -57,9 +61,16 @@ class ETraceGraphExecutor:
     `consts`, what the model closes over; and `rest`, the leaves of each carried state.
     """
 
-    def __init__(self, graph: ETraceGraph) -> None:
+    def __init__(
+        self, graph: ETraceGraph, recursion: Recursion | None = None, *, reads: bool = False
+    ) -> None:
         self.graph, self.info = graph, graph.module_info
+        self.recursion, self.wants_slopes = (
+            recursion,
+            reads or bool(recursion and recursion.kappa is not None),
+        )
         self.per_sample: dict[Any, Any] = {}  # its samples, by how they were asked for
+        self.planned: dict[str, Any] = {}  # what others have found out about it, once
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -68,7 +79,27 @@ class ETraceGraphExecutor:
     @cached_property
     def slots(self) -> list[Slot]:
         """Where each trace lives."""
-        return find_slots(self.graph.hidden_param_op_relations)
+        found = find_slots(self.graph.hidden_param_op_relations)
+        more = self.filters
+        return [
+            replace(t, group=replace(t.group, filtered=more[t.group.index])) if more.get(t.group.index) else t
+            for t in found
+        ]
+
+    @cached_property
+    def filters(self) -> dict[int, int]:
+        """How many readings of each group are filtered."""
+        return {} if self.recursion is None else self.recursion.filters(self)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Where the samples of a batch are."""
+        return find_samples(self.info)
+
+    @cached_property
+    def readings(self) -> dict[int, list[Var]]:
+        """What others read of each group."""
+        return find_readings(self.graph)
 
     def known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
         known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
@@ -188,7 +219,10 @@ class ETraceGraphExecutor:
             J.update({(i, k): v for i, v in found.items()})
         relations = self.graph.hidden_param_op_relations
         inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
-        return Local(inputs, self._weights(env), D, J)
+        read = slopes(self.graph, self.readings, env) if self.wants_slopes else {}
+        if self.recursion is not None:
+            D, J = self.recursion.of(self, env, D, J, read)
+        return Local(inputs, self._weights(env), D, J, read)
 
     @cached_property
     def made_of(self) -> set[Var]:
@@ -270,9 +304,28 @@ class ETraceGraphExecutor:
         rest: list[Leaves],
         deltas: tuple[Leaves, Leaves],
         ys: Mapping[int, Any] | None = None,
+        at_readings: Leaves = (),  # type: ignore[assignment]
     ) -> tuple[Leaves, list[Leaves]]:
-        """The differentiable form of the step, with deltas added to new and old states: its results."""
-        return differentiable_step(self.graph, self._known(params, args, consts, rest), *deltas, ys or {})
+        """The differentiable form of the step, with deltas added to new and old states: its results.
+
+        `at_readings` are added to what is read of filtered groups.
+        """
+        pairs = zip(self.filtered_readings.items(), at_readings, strict=bool(at_readings))
+        more = {v: (k, delta) for (v, k), delta in pairs}
+        known = self._known(params, args, consts, rest)
+        return differentiable_step(self.graph, known, *deltas, ys or {}, more)
+
+    @cached_property
+    def filtered_readings(self) -> dict[Var, int]:
+        """What is read of filtered groups, but for their states themselves, and the group's number."""
+        hidden = {h.outvar for h in self.info.hidden}
+        return {v: k for k in self.filters for v in self.readings[k] if v not in hidden}
+
+    def signals_at_readings(self, deltas: Sequence[Any], at_readings: Sequence[Any]) -> dict[int, list[Any]]:
+        """Derivatives at what is read of each filtered group."""
+        by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
+        by_var.update(zip(self.filtered_readings, at_readings, strict=True))
+        return {k: [by_var[v] for v in self.readings[k]] for k in self.filters}
 
     @cached_property
     def reads_old_states(self) -> bool:
@@ -289,6 +342,14 @@ class ETraceGraphExecutor:
         return {
             g.index: g.stack_hidden([by_var[v] for v in g.hidden_outvars], dual=True)
             for g in self.graph.hidden_groups
+        }
+
+    def widened(self, signals: dict[int, Any]) -> dict[int, Any]:
+        """Signals at the states of groups, with zeros for filters."""
+        more = self.filters
+        return {
+            k: jnp.concatenate([g, jnp.zeros((more[k], *g.shape[1:]), g.dtype)]) if more.get(k) else g
+            for k, g in signals.items()
         }
 
     def at_groups(self, signals: Leaves) -> dict[int, Any]:

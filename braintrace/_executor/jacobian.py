@@ -163,7 +163,7 @@ class LocalGroup:
             given = dict(zip(self.group.hidden_invars, old, strict=True))
             if held and self.necks is not None:
                 given.update(zip((neck.var for neck in self.necks.all), held, strict=True))
-            known = _Known(env, self.varies, given)
+            known = Known(env, self.varies, given)
             view = View(
                 known=known,
                 at_site=lambda site, at: at_site,
@@ -207,7 +207,7 @@ class LocalGroup:
         D: list[list[Any]] = []
         J: dict[int, list[Any]] = {i: [] for i in added}
         for state in range(self.group.num_state):
-            dh, dp, _ = pull(self._one_state(new, state, jnp.ones(self.group.varshape, bool)))
+            dh, dp, _ = pull(self.one_state(new, state, jnp.ones(self.group.varshape, bool)))
             D.append([_select(d[None], None, kept) for d, kept in zip(dh, necks.old, strict=True)])
             for i in J:
                 J[i].append(_select(dp[i][None], None, necks.sites[i]))
@@ -225,14 +225,14 @@ class LocalGroup:
         masks = same if n == 1 else each == colour.reshape(1, *shape)
 
         def one(state: int, mask: Any) -> Any:
-            back = pull(self._one_state(new, state, mask))
+            back = pull(self.one_state(new, state, mask))
             if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
                 return back
             # a real source gives the real part of what is pulled back: `-i` brings out the other one
             turned = pull(
                 [
                     c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else jnp.zeros_like(c)
-                    for c in self._one_state(new, state, mask)
+                    for c in self.one_state(new, state, mask)
                 ]
             )
             return jax.tree.map(
@@ -251,7 +251,7 @@ class LocalGroup:
                 [
                     part
                     for h, r, d in zip(self.group.hidden, self.group.within, dh, strict=True)
-                    for part in _states(h, _select(d, colour[h.positions], _holds(r, h.positions)))
+                    for part in states_of(h, _select(d, colour[h.positions], _holds(r, h.positions)))
                 ]
             )
             for relation, m in self.fed_by:
@@ -260,7 +260,7 @@ class LocalGroup:
                     J[i].append(_select(dp[i], colour[np.maximum(m.map, 0)], m.map >= 0))
         return rows if self.has_memory else None, dict(J)
 
-    def _one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
+    def one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
         cotangents = []
         for h, value in zip(self.group.hidden, new, strict=True):
             if 0 <= state < h.num_state:
@@ -338,7 +338,7 @@ class LocalGroup:
         return list(zip(*columns, strict=True)) if self.has_memory else None, J
 
 
-class _Known(Mapping[Var, Any]):
+class Known(Mapping[Var, Any]):
     """Values that do not vary, and those given instead of ones that do."""
 
     def __init__(self, env: Mapping[Var, Any], varies: set[Var], given: Mapping[Var, Any]) -> None:
@@ -371,7 +371,7 @@ def _select(array: Any, colour: Any, kept: Any) -> Any:
     return chosen if np.all(kept) else jnp.where(jnp.asarray(kept), chosen, 0)
 
 
-def _states(hidden: Hidden, array: Any) -> list[Any]:
+def states_of(hidden: Hidden, array: Any) -> list[Any]:
     """A cotangent of a hidden array, state by state."""
     found = [array] if hidden.axis is None else states(array, hidden.axis)
     return [*(a.real for a in found), *(-a.imag for a in found)] if hidden.split else found

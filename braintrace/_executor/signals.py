@@ -58,10 +58,12 @@ def differentiable_step(
     deltas: Sequence[Any],
     old_deltas: Sequence[Any],
     ys: Mapping[int, Any],
+    more: Mapping[Var, tuple[int, Any]],
 ) -> tuple[list[Any], list[list[Any]]]:
     """The outputs, and the new leaves of each carried state, with `deltas` added to the hidden ones.
 
-    `old_deltas` may be empty where no output reads an old state; `ys` are outputs of sites known already.
+    `old_deltas` may be empty where no output reads an old state; `ys` are outputs of sites known already;
+    `more` is added to other variables, for readers outside of a group, which is given by its number.
     """
     info = graph.module_info
     home = worlds(graph.hidden_groups)
@@ -72,6 +74,8 @@ def differentiable_step(
     def reads(var: Var, world: World) -> tuple[World, Any]:
         if world is None and var in added_before:
             return world, added_before[var]
+        if var in more and more[var][0] != world:
+            return world, more[var][1]
         if var not in home or home[var] == world:
             return world, None
         return home[var], added[var]

@@ -2,11 +2,18 @@
 
 from .._online.data import MultiStepData as MultiStepData
 from .._online.data import SingleStepData as SingleStepData
+from .accumulators import FixedRandomFeedback as FixedRandomFeedback
+from .accumulators import KappaFilter as KappaFilter
+from .accumulators import PresynapticTrace as PresynapticTrace
 from .base import EligibilityTrace as EligibilityTrace
 from .base import ETraceAlgorithm as ETraceAlgorithm
 from .bptt import BPTT as BPTT
 from .compile import ETraceVmap as ETraceVmap
 from .compile import compile as compile
+from .config import ETraceConfig as ETraceConfig
+from .dni import DNI as DNI
+from .dni import SyntheticGradient as SyntheticGradient
+from .dni import train_synthetic_gradient as train_synthetic_gradient
 from .expon import GradExpon as GradExpon
 from .functional import OnlineFunctions as OnlineFunctions
 from .functional import online as online
@@ -20,4 +27,13 @@ from .learners import RTRL as RTRL
 from .learners import IODimVjpAlgorithm as IODimVjpAlgorithm
 from .learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from .learners import pp_prop as pp_prop
+from .published import OSTTP as OSTTP
+from .published import OTPE as OTPE
+from .published import OTTT as OTTT
+from .published import RFLO as RFLO
+from .published import S_TLLR as S_TLLR
+from .published import EProp as EProp
+from .published import OSTLFeedforward as OSTLFeedforward
+from .published import OSTLRecurrent as OSTLRecurrent
+from .published import ThreeFactor as ThreeFactor
 from .vjp import ETraceVjpAlgorithm as ETraceVjpAlgorithm

@@ -79,6 +79,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._seen: Seen | None = None
         self._driver = Driver()
         self._reads = Reads()
+        self._given: dict[str, Any] = {}  # what a call was given for the rule
 
     def __pretty_repr_item__(self, name: str, value: Any) -> Any:
         return None if name.startswith("_") else (name, value)
@@ -87,7 +88,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
-        args, kwargs = one_step(args, kwargs)
+        args, kwargs = one_step(args, self._taken(kwargs)[1])
         strengthen(self.model)
         key = self._key(args, kwargs)
         if key not in self._examples:
@@ -131,6 +132,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             "_seen": None,
             "_driver": Driver(),
             "_reads": Reads(),
+            "_given": {},
         }
 
     def __reduce__(self) -> Any:
@@ -349,8 +351,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
+        self._given, kwargs = self._taken(kwargs)
         with self._reads.paused():
             return self._update(args, kwargs)
+
+    def _taken(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of what a call is given by name: what is for the rule, and what is for the model."""
+        return {}, kwargs
 
     def _update(self, args: Any, kwargs: Any) -> Any:
         one_args, one_kwargs = one_step(args, kwargs)
@@ -602,8 +609,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.steps.value = self.steps.value + steps
 
     def _store(self, values: Values) -> None:
-        for key, value in values.items():
-            self.traces[key].value = value
+        for key, state in self.traces.items():
+            state.value = values[key]
 
 
 def _belongs(key: str, trace: Any) -> bool:

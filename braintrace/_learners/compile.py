@@ -13,8 +13,21 @@ import jax.numpy as jnp
 from .._online.sequence import Sequence
 from .base import ETraceAlgorithm
 from .bptt import BPTT
+from .config import Configured, ETraceConfig
+from .dni import DNI
 from .influence import KF_RTRL, UORO, SnAp
 from .learners import D_RTRL, ES_D_RTRL, RTRL
+from .published import (
+    OSTTP,
+    OTPE,
+    OTTT,
+    RFLO,
+    S_TLLR,
+    EProp,
+    OSTLFeedforward,
+    OSTLRecurrent,
+    ThreeFactor,
+)
 
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,
@@ -22,6 +35,17 @@ NAMES: dict[str, type[ETraceAlgorithm]] = {
     "esd_rtrl": ES_D_RTRL,
     "pp_prop": ES_D_RTRL,
     "rtrl": RTRL,
+    "eprop": EProp,
+    "e_prop": EProp,
+    "rflo": RFLO,
+    "ostl_recurrent": OSTLRecurrent,
+    "ostl_feedforward": OSTLFeedforward,
+    "ottt": OTTT,
+    "otpe": OTPE,
+    "osttp": OSTTP,
+    "s_tllr": S_TLLR,
+    "three_factor": ThreeFactor,
+    "dni": DNI,
     "bptt": BPTT,
     "snap": SnAp,
     "uoro": UORO,
@@ -31,7 +55,7 @@ NAMES: dict[str, type[ETraceAlgorithm]] = {
 
 def compile(
     model: brainstate.nn.Module,
-    algorithm: type[ETraceAlgorithm] | str,
+    algorithm: type[ETraceAlgorithm] | str | ETraceConfig,
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
@@ -41,7 +65,8 @@ def compile(
 ) -> Any:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
-    `algorithm` is a class or a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`); `options` are its own.
+    `algorithm` is a class, a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`, `'eprop'`, ...) or an
+    `ETraceConfig`; `options` are its own.
     With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
     samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints what is learned
     how, 2 every finding of the compiler as well.
@@ -60,7 +85,10 @@ def compile(
         raise ValueError("Give an example of the model's input: an array with the shape of one step.")
     if vmap and batch_size is None:
         raise ValueError("With `vmap=True`, `batch_size` says how many samples there are.")
-    learner = algorithm(model, **options)
+    if isinstance(algorithm, ETraceConfig):
+        learner: ETraceAlgorithm = Configured(model, algorithm, **options)
+    else:
+        learner = algorithm(model, **options)
     seeded = contextlib.nullcontext() if seed is None else brainstate.random.seed_context(seed)
     with seeded:
         if not vmap:

@@ -330,7 +330,7 @@ class OnlineFunctions:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        has_windows = self._online.windows and self.rule.own_windows
+        has_windows = self._online.windows and not self.rule.any_window
         return choose(
             self._online,
             step,

@@ -7,7 +7,10 @@ from typing import Any, Literal
 import brainstate
 
 from .. import _rules as rules
+from .._executor.recursion import Own, Recursion
+from .._frontends.modules import Mark
 from .._rules.snap import MOST
+from .learners import as_trace_dtype
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 Axis = int | Literal["auto"] | None
@@ -23,10 +26,13 @@ class SnAp(ETraceVjpAlgorithm):
     grouped products, convolutions, layers. A dense recurrence reaches everything in two steps: then, and with
     `n` large enough on any model, the gradient is that of RTRL. Menick et al., 2020 (arXiv:2006.07232).
 
-    A call is a window of one step, in which nothing is left out; with `window=k` so are `k` steps. A pattern
-    of more than `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in
-    0.2.6 the limit is on the blocks of `H`, and patterns stay within a group of states). `samples` is as in
-    `D_RTRL`; `fast_solve` is accepted and has no effect.
+    With `n=1` that is a trace of every weight as in `D_RTRL`, at its price, which decays with how each unit
+    acts on itself, through recurrent weights as well (`mark` and `trace_dtype` are for these traces; what has
+    none, and acts on many units at once, learns within the step). With more steps, a call is a window of one
+    step, in which nothing is left out; with `window=k` so are `k` steps. A pattern of more than
+    `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in 0.2.6 the
+    limit is on the blocks of `H`, and patterns stay within a group of states). `samples` is as in `D_RTRL`;
+    `fast_solve` is accepted and has no effect.
     """
 
     def __init__(
@@ -40,9 +46,13 @@ class SnAp(ETraceVjpAlgorithm):
         *,
         window: int | None = None,
         samples: Axis = "auto",
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
     ) -> None:
-        rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        rule: rules.Rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
+        if n == 1:
+            rule = rules.D_RTRL(as_trace_dtype(trace_dtype), recursion=Recursion(Own()), called="SnAp(1)")
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
         self.n = n
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, Literal
 
 import brainstate
+import brainunit as u
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -58,7 +61,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
         check_window(window)
-        in_windows = window is not None or (rule.own_windows and rule.windows)
+        in_windows = window is not None or (not rule.any_window and rule.windows)
         if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
             raise ValueError(
                 f"{'What `rank` keeps is' if window is None else f'Windows of {window} steps are'} "
@@ -69,6 +72,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.window = window or 1
         self.mark = mark
         self.memory_budget = memory_budget()
+        self.standing: Values = {}  # what calls are given for the signal, unless they say otherwise
         self._made_of: list[Any] | None = None  # constants in the weights that the traces are of
         self._masked_by: list[Any] | None = None  # the same of states, as far as they could be seen
 
@@ -77,7 +81,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self.rule.windows or self.vjp_method == "multi-step"
 
     def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
-        if not self.rule.own_windows:
+        if self.rule.any_window:
             super().take_windows(window, rank)
         rule: Any = self.rule
         if rank is not None:
@@ -126,7 +130,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
                 "The learner is mapped (`vmap`): its traces have an axis of samples that it does not know. "
                 "Let samples begin anew by what `braintrace.compile(..., vmap=True)` returns."
             )
-        return self.rule.forget(online.executor, values, rows)
+        return {**values, **self.rule.forget(online.executor, values, rows)}
 
     def _agree(self, old: Compiled, new: Compiled) -> bool:
         if not isinstance(self.rule, TraceRule):
@@ -139,8 +143,35 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         )
 
     def init_etrace_state(self) -> None:
+        online = self._online(self._compiled_now())
+        lasting = {k: self.traces[k].value for k in online.lasting if k in self.traces}
         super().init_etrace_state()
+        for key, value in lasting.items():
+            if value.shape == self.traces[key].value.shape:
+                self.traces[key].value = value
+                self._zeros[key] = weakref.ref(value)
         self._made_of = self._masked_by = None
+
+    # -- what a call is given for the signal -------------------------------------------------------
+
+    def _taken(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        signal = self.rule.signal
+        names = {**{k: k for k in signal.takes}, **signal.spellings}
+        given = {names[k]: v for k, v in kwargs.items() if k in names}
+        return given, {k: v for k, v in kwargs.items() if k not in names}
+
+    def _for_signal(self) -> Values:
+        """What this call was given, or what stands for it."""
+        found = {}
+        for name in self.rule.signal.takes:
+            value = self._given.get(name, self.standing.get(name))
+            if value is None:
+                raise ValueError(
+                    f"{type(self).__name__} takes its signal from the call: `learner(x, {name}=...)`, or set "
+                    f"`learner.{name}` for all calls."
+                )
+            found[name] = jax.tree.map(jnp.asarray, value() if callable(value) else u.get_mantissa(value))
+        return found
 
     def _compare_weights(self, online: Online, consts: list[Any]) -> None:
         """Warn if a weight is made with another constant than the traces so far, or may be."""
@@ -184,7 +215,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         online = self._online(compiled)
         self._compare_weights(online, consts)
         self._compare_masks()
-        outs, new, values = bind(online, params, args, consts, rest, self._values(), stepped)
+        values = {**self._values(), **self._for_signal()}
+        outs, new, values = bind(online, params, args, consts, rest, values, stepped)
         self._write(compiled, new, values, length)
         return outs
 
@@ -199,7 +231,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if is_window:
             return Drive(step, size=sequence.pace, turns=self.rule.turns)
         values = self._values()
-        if self.rule.own_windows and self._in_windows and self.vjp_method == "single-step":
+        if not self.rule.any_window and self._in_windows and self.vjp_method == "single-step":
             chunk_size = None  # a window is what changes numbers
         return choose(
             self._online(self._compiled_now()),

@@ -42,9 +42,9 @@ def choose(
     why = step.why_in_turn()
     in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
     if online.windows:
-        own = online.rule.own_windows
-        size = chunk_size or (window if own else _WHOLE)
-        if why is not None and size > 1 and own:
+        any_window = online.rule.any_window
+        size = chunk_size or (_WHOLE if any_window else window)
+        if why is not None and size > 1 and not any_window:
             raise NotSupportedError(
                 f"Windows of {size} steps cannot be taken: {why}. Call the learner once in `step_fn`, "
                 "outside of control flow and transformations, or take windows of one step."

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from .._executor.executor import Leaves, Local, is_inexact
 from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
+from .._rules.signal import PROPAGATED
 from .call import Call
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
@@ -133,7 +134,7 @@ class Drive:
     def old_leaves(self) -> list[int]:
         """The carried leaves that a loss reads before the call, where what the rule keeps can answer."""
         step = self.step
-        if step.node is None or step.params is None:
+        if step.node is None or step.params is None or not step.online.asks_old:
             return []
         return [
             i
@@ -156,9 +157,13 @@ class Drive:
         step, online = self.step, self.step.online
         length = len(part.mask)
         before, ys, moving = self._forward(given, carry.moving, part)
-        reads_old = online.executor.reads_old_states or step.reads_old_states
+        reads_old = (online.executor.reads_old_states or step.reads_old_states) and online.asks_old
         zeros = [jnp.zeros((length, *d.shape), d.dtype) for d in online.executor.zero_deltas()]
-        deltas = (zeros, zeros if reads_old else [])
+        more = [
+            [jnp.zeros((length, *z.shape), z.dtype) for z in some]
+            for some in (online.zeros_at_readings(), online.zeros_at_outputs())
+        ]
+        deltas = (zeros, zeros if reads_old else [], *more)
 
         def losses(some: Leaves, deltas: Any) -> Any:
             def one(now: Any) -> Any:
@@ -168,26 +173,36 @@ class Drive:
             return weighed(outs[0], part.mask), (outs, local)
 
         some = [given.leaves[i] for i in self.wanted]
-        loss, pull, (outs, local) = jax.vjp(losses, some, deltas, has_aux=True)
-        grads, (dnew, dold) = pull(jnp.ones_like(loss))
+        loss, pull, (outs, (local, slopes, taken)) = jax.vjp(losses, some, deltas, has_aux=True)
+        grads, (dnew, dold, dread, douts) = pull(jnp.ones_like(loss))
+        leaves = self._leaves(given, carry.moving)
+        params = [leaves[i] for i in step.params or ()]
+        consts = step.fixed_consts(given.consts, leaves)
+        values = {k: leaves[i] for k, i in step.traces.items()}
+        values = online.rule.signal.prepared(online.executor, params, consts, values)
         by_group = jax.vmap(online.executor.group_signals)
+        back = by_group(dnew)
+        signals = jax.vmap(lambda *each: online.joined(values, *each))(
+            back, dnew, dread, douts, slopes, taken
+        )
         record = Record(
             Local(local[0], {}, *local[1:]),
             length,
-            signals=by_group(dnew),
-            old_signals=by_group(dold) if reads_old else None,
+            signals=signals,
+            old_signals=jax.vmap(online.executor.widened)(by_group(dold)) if reads_old else None,
             keep=None if part.reset is None else ~part.reset,
         )
-        leaves = self._leaves(given, carry.moving)
-        values, traced = online.chunk(
-            [leaves[i] for i in step.params or ()],
-            step.fixed_consts(given.consts, leaves),
-            {k: leaves[i] for k, i in step.traces.items()},
+        kept, traced = online.chunk(
+            params,
+            consts,
+            values,
             carry.traced,
             record,
             fresh=self.fresh,
             keep=self.keep,
+            back=jax.vmap(online.executor.widened)(back),
         )
+        values = {**values, **kept}
         number = {i: k for k, i in step.traces.items()}
         moving = [values[number[i]] if i in number else a for i, a in zip(step.moving, moving, strict=True)]
         return Carry(add(carry.total, grads), traced, moving), outs
@@ -219,14 +234,16 @@ class Drive:
     ) -> tuple[Leaves, Any]:
         """One step in its differentiable form: what it returns, and what traces need of it."""
         step = self.step
-        new, old = deltas
-        found: list[Local] = []
+        new, old, read, at_outs = deltas
+        found: list[Any] = []
 
         def at_call(call: Call, operands: Leaves) -> Leaves:
             params, args, consts, rest, values = call.operands(operands)
             added = (new, old if call.online.executor.reads_old_states else [])
-            outs, after, local = call.online.differentiable(params, args, consts, rest, added, ys)
-            found.append(local)
+            outs, after, local = call.online.differentiable(params, args, consts, rest, added, ys, read)
+            found.append((local.arrays, local.slopes, jax.lax.stop_gradient(call.online.given(values))))
+            more = iter(at_outs)
+            outs = [o + next(more) if at_outs and is_inexact(o) else o for o in outs]
             return [*outs, *jax.tree.leaves((after, values))]
 
         leaves = self._leaves(given, before, some)
@@ -236,7 +253,7 @@ class Drive:
                 moved[i] = moved[i] + delta
         targets = [*step.outs, *step.node.outputs[:1]]  # type: ignore[union-attr]
         outs = step.run(given.consts, slices, moved, targets, at_call, for_call=leaves)
-        return outs[: len(step.outs)], found[0].arrays
+        return outs[: len(step.outs)], found[0]
 
     def _no_traced(self, given: Given) -> Any:
         params = [given.leaves[i] for i in self.step.params or ()]
@@ -267,7 +284,11 @@ class Drive:
             for n, leaf in zip(starts, start, strict=True):
                 moving[n] = leaf
             moving, (outs, taken) = self._along(given, some, moving, part, added)
-            return weighed(outs[0], part.mask), (outs, moving, jax.lax.stop_gradient(taken))
+            loss = weighed(outs[0], part.mask)
+            if step.node is not None:
+                *taken, given_to = taken
+                loss = loss + self._after_window(moving, jax.tree.map(lambda a: a[-1], given_to), loss)
+            return loss, (outs, moving, jax.lax.stop_gradient(taken))
 
         now = self._leaves(given, carry.moving)
         some = [now[i] for i in self.wanted]
@@ -290,6 +311,16 @@ class Drive:
         if self.keep:
             moving = self._advanced(window, values, moving)
         return Carry(total, carry.traced, moving), outs
+
+    def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
+        """`<s, h[end]>`, with what the signal says of later losses; zero where it says nothing."""
+        online, at = self.step.online, dict(zip(self.step.moving, moving, strict=True))
+        hidden = [at.get(-1 if i is None else i) for i in self.step.hidden]
+        if online.rule.signal == PROPAGATED or any(h is None for h in hidden):
+            return jnp.zeros_like(loss)
+        found = online.rule.signal.at_end(online.executor, given_to, hidden)
+        terms = [jnp.sum(h * s).astype(loss.dtype) for h, s in zip(hidden, found or [], strict=True)]
+        return sum(terms, jnp.zeros_like(loss))
 
     def _nothing_added(self, length: int) -> dict[int, Any]:
         """Zeros to add to the outputs of sites at every step: their cotangents give the weights.
@@ -320,7 +351,7 @@ class Drive:
             def along(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
                 outs, new, ys, inputs = call.online.executor.outputs(params, args, consts, rest, added)
-                found.append((args, consts, rest, ys, inputs))
+                found.append((args, consts, rest, ys, inputs, call.online.given(values)))
                 return [*outs, *jax.tree.leaves((new, values))]
 
             leaves = self._begin_anew(given, self._leaves(given, moving, some), reset)
@@ -357,7 +388,7 @@ class Drive:
     def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
         """The leaves that move after a window, with those of the rule."""
         online = self.step.online
-        after = online.rule.advance(online.executor, values, window)
+        after = {**values, **online.rule.advance(online.executor, values, window)}
         number = {i: after[k] for k, i in self.step.traces.items()}
         return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
 
@@ -385,7 +416,7 @@ class Drive:
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            after, (outs, (*taken, _)) = self._along(given, None, moving, now, {})
+            after, (outs, (*taken, _, _)) = self._along(given, None, moving, now, {})
             values = {k: self._leaves(given, moving)[i] for k, i in self.step.traces.items()}
             return self._advanced(self._window(given, moving, now, taken), values, after), outs
 

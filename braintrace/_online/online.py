@@ -20,12 +20,14 @@ import numpy as np
 
 from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
+from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local, pull_back
+from .._executor.executor import ETraceGraphExecutor, Leaves, Local, is_inexact, pull_back
 from .._executor.slots import Slot, states
 from .._executor.window import Record, Signals, Window
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
+from .._rules.signal import PROPAGATED, joined
 
 Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
 
@@ -38,8 +40,20 @@ class Online:
     """
 
     def __init__(self, executor: ETraceGraphExecutor, rule: Rule, *, windows: bool) -> None:
+        reads = rule.signal.is_broadcast
+        if rule.recursion is not None or reads:
+            executor = ETraceGraphExecutor(executor.graph, rule.recursion, reads=reads)
         self.executor, self.rule, self.windows = executor, rule, windows
         self.info = executor.info
+        if windows and rule.recursion is not None and rule.recursion.kappa is not None:
+            raise NotSupportedError(
+                "A filter of traces belongs to signals of single steps: take `vjp_method='single-step'`."
+            )
+        if windows and not rule.signal.in_windows:
+            raise NotSupportedError(
+                f"In windows, losses are back-propagated, and {rule.signal.words} cannot stand for that: "
+                "take `vjp_method='single-step'`."
+            )
 
     @property
     def slots(self) -> list[Slot]:
@@ -52,7 +66,14 @@ class Online:
 
     def initial_values(self) -> Values:
         """The rule's arrays at the start."""
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.initial_shapes)  # type: ignore[no-any-return]
+        lasting = self.rule.signal.start(self.executor)
+        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.initial_shapes.items() if k not in lasting}
+        return {**zeros, **lasting}
+
+    @cached_property
+    def lasting(self) -> list[str]:
+        """The names of what outlasts a sequence: what the signal keeps."""
+        return list(jax.eval_shape(lambda: self.rule.signal.start(self.executor)))
 
     @property
     def initial_names(self) -> list[str]:
@@ -62,7 +83,8 @@ class Online:
     @cached_property
     def initial_shapes(self) -> Any:
         """The shapes and types of what the rule keeps."""
-        return jax.eval_shape(lambda: self.rule.start(self.executor))
+        executor = self.executor
+        return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.signal.start(executor)})
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -80,8 +102,10 @@ class Online:
         Its derivative is the online gradient.
         """
         if self.windows or stepped is not None:
-            return self._window(params, args, consts, rest, values, stepped)
-        return self._step(params, args, consts, rest, values)
+            outs, new, after = self._window(params, args, consts, rest, values, stepped)
+        else:
+            outs, new, after = self._step(params, args, consts, rest, values)
+        return outs, new, {**values, **after}  # with what the rule leaves as it is
 
     def _step(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
@@ -91,7 +115,8 @@ class Online:
         def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, env, operands = self.executor.forward(params, args, consts, rest)
             local = self.executor.jacobians(env, operands)
-            return outs, new, rule.update(self.slots, values, local), local
+            values = rule.signal.prepared(self.executor, params, consts, values)
+            return outs, new, {**values, **rule.update(self.slots, values, local)}, local
 
         @jax.custom_vjp
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
@@ -101,30 +126,34 @@ class Online:
             outs, new, after, local = advance(params, args, consts, rest, values)
 
             def differentiable(
-                params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves
+                params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves, read: Leaves
             ) -> Leaves:
-                outs, after = self.executor.signals(params, args, consts, rest, (new, old))
+                outs, after = self.executor.signals(params, args, consts, rest, (new, old), None, read)
                 return [*outs, *_flat(after)]
 
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
-            _, pull = pull_back(differentiable, params, args, consts, self.executor.zero_deltas(), old)
+            deltas = self.executor.zero_deltas(), old, self.zeros_at_readings()
+            _, pull = pull_back(differentiable, params, args, consts, *deltas)
             # kept until someone differentiates: of the Jacobians only what the way back asks for
             partial = not all(t.positions.complete for t in self.slots)
-            kept = (local.inputs, local.weights, local.J if partial else {})
-            before = values if self.executor.reads_old_states else None
+            kept = (local.inputs, local.weights, local.J if partial else {}, local.slopes)
+            before = values if self.executor.reads_old_states and self.asks_old else None
             return (outs, new, after), (pull, before, after, kept, params, consts)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            pull, before, after, (inputs, weights, J), params, consts = residuals
+            pull, before, after, (inputs, weights, J, slopes), params, consts = residuals
             outs, new, _ = cotangents
-            dparams, dargs, dconsts, deltas, old_deltas = pull([*outs, *_flat(new)])
+            dparams, dargs, dconsts, deltas, old_deltas, read = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
-            signals = self.executor.group_signals(deltas)
+            back = self.executor.group_signals(deltas)
+            signals = self.joined(
+                after, back, deltas, read, self.inexact_outs(outs), slopes, self.given(after)
+            )
             grads = rule.gradient(self.slots, after, signals, local)
-            for key, value in self._counted_twice(signals, local).items():
+            for key, value in self._counted_twice(self.executor.widened(back), local).items():
                 grads[key] = grads[key] - value
             if before is not None:
-                old_signals = self.executor.group_signals(old_deltas)
+                old_signals = self.executor.widened(self.executor.group_signals(old_deltas))
                 for key, value in rule.gradient(self.slots, before, old_signals, local).items():
                     grads[key] = grads[key] + value
             dparams = _add(dparams, self.executor.to_parameters(params, consts, grads))
@@ -182,22 +211,75 @@ class Online:
             new = _like(results[num:], rest)
             # on the way back a rule asks about the window's start alone
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
-            return (results[:num], new, self.rule.advance(self.executor, values, steps)), (
-                pull,
-                values,
-                params,
-                first,
-            )
+            after = self.rule.advance(self.executor, values, steps)
+            estimated = self.at_end(values, new)
+            return (results[:num], new, after), (pull, values, params, first, estimated)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            pull, values, params, first = residuals
+            pull, values, params, first, estimated = residuals
             outs, new, _ = cotangents
-            dparams, dargs, dconsts, start = pull([*outs, *_flat(new)])
+            flat = _flat(new)
+            if estimated is not None:
+                flat = [a if e is None else a + e for a, e in zip(flat, estimated, strict=True)]
+            dparams, dargs, dconsts, start = pull([*outs, *flat])
             past = self.rule.past(self.executor, values, start, Window(self.executor, 1, params, *first))
             return _add(dparams, past), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
         return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
+
+    # -- signals -----------------------------------------------------------------------------------
+
+    @property
+    def asks_old(self) -> bool:
+        """Whether what reads a state before the step is answered for: not where another signal stands."""
+        return self.rule.signal == PROPAGATED
+
+    def given(self, values: Values) -> Values:
+        """What a call was given for the signal, which comes with the values."""
+        return {k: values[k] for k in self.rule.signal.takes if k in values}
+
+    def at_end(self, values: Values, new: list[Leaves]) -> Leaves | None:
+        """What the signal adds to the cotangents of the carried leaves after a window; None: nothing."""
+        at = {v: i for i, v in enumerate(a for e in self.info.carried for a in e.invars)}
+        where = [at[h.invar] for h in self.info.hidden]
+        flat = _flat(new)
+        found = self.rule.signal.at_end(self.executor, self.given(values), [flat[i] for i in where])
+        if found is None:
+            return None
+        by_leaf = dict(zip(where, found, strict=True))
+        return [by_leaf.get(i) for i in range(len(flat))]
+
+    def inexact_outs(self, outs: Leaves) -> Leaves:
+        return [a for a, v in zip(outs, self.info.out_atoms, strict=True) if is_inexact(v.aval)]
+
+    def zeros_at_readings(self) -> Leaves:
+        """Zeros to add to what is read of filtered groups."""
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.executor.filtered_readings]
+
+    def zeros_at_outputs(self) -> Leaves:
+        """Zeros to add to the outputs, where the signal is made of their cotangents."""
+        atoms = [a for a in self.info.out_atoms if is_inexact(a.aval)]
+        return (
+            [jnp.zeros(a.aval.shape, a.aval.dtype) for a in atoms] if self.rule.signal.reads_outputs else []
+        )
+
+    def joined(
+        self,
+        values: Values,
+        back: Signals,
+        deltas: Leaves,
+        read: Leaves,
+        d_outs: Leaves,
+        slopes: Any,
+        given: Values,
+    ) -> Signals:
+        """The signals of a step at all that the rule has traces of."""
+        signal, executor = self.rule.signal, self.executor
+        if signal == PROPAGATED and not executor.filters:
+            return back
+        at_readings = executor.signals_at_readings(deltas, read)
+        return joined(signal, executor, values, back, at_readings, d_outs, slopes, given)
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -209,11 +291,12 @@ class Online:
         rest: list[Leaves],
         added: Added,
         ys: dict[int, Any],
+        read: Leaves,
     ) -> tuple[Leaves, list[Leaves], Local]:
         """One step in its differentiable form, deltas added to its states, and what traces need of it."""
         rest = jax.lax.stop_gradient(rest)
         local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
-        return *self.executor.signals(params, args, consts, rest, added, ys), local
+        return *self.executor.signals(params, args, consts, rest, added, ys, read), local
 
     def chunk(
         self,
@@ -225,8 +308,12 @@ class Online:
         *,
         fresh: bool,
         keep: bool,
+        back: Signals,
     ) -> tuple[Values, Gradients]:
-        """The traces after recorded steps, and the gradients of effective weights, added to `total`."""
+        """The traces after recorded steps, and the gradients of effective weights, added to `total`.
+
+        `back` are the back-propagated signals of the steps.
+        """
         weights = self.executor.weights(params, consts)
         record = replace(record, local=replace(record.local, weights=weights))
         assert record.signals is not None
@@ -234,7 +321,7 @@ class Online:
         for slot in self.slots:
             if not slot.positions.complete:
                 key = (slot.relation.site.index, slot.name)
-                g = states(record.signals[slot.group.index], 1)
+                g = states(back[slot.group.index], 1)
                 twice = over_time(slot, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return values, grads

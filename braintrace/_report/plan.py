@@ -186,7 +186,7 @@ def plan_functions(
     """The same for pure functions."""
 
     def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
-        more = {"rank": rank} if dial and rank else {}
+        more: dict[str, Any] = {"rank": rank} if dial and rank else {}
         other = net.with_rule(FUNCTIONS[rule](**more), dial.window if dial else None)
         return lambda size: _row_of_functions(rule, other, length, size, dial)
 

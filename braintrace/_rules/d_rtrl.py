@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from .._compat import row_major
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.fused import fits, on_one_gpu, step
+from .._executor.recursion import Recursion
 from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
 from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
 from .rank import Rank
-from .rule import Gradients, TraceRule, Values, add_all, add_to
+from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .signal import PROPAGATED, Signal
 
 _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
 
@@ -31,14 +33,27 @@ class D_RTRL(TraceRule):
 
     With `rank`, what they leave out is kept in so many directions, one basis for each sample; `samples` is
     the axis of the states along which samples lie ('auto': it is found; None: all is one sample).
+    `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them, and
+    `called` what the verdict calls such a rule.
     """
 
     dtype: Any = None
     rank: int = 0
     samples: int | str | None = "auto"
-    follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
+    recursion: Recursion | None = None
+    signal: Signal = PROPAGATED
+    called: str = "D_RTRL"
+
+    @property
+    def follows_chains(self) -> bool:
+        return self.recursion is None and self.signal == PROPAGATED
 
     def __post_init__(self) -> None:
+        if self.rank and not self.follows_chains:
+            raise ValueError(
+                "`rank` keeps what traces by the local Jacobians leave out, for back-propagated signals: "
+                f"{self.called} has others."
+            )
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 0:
             raise ValueError(f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}.")
         is_axis = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 0
@@ -50,7 +65,7 @@ class D_RTRL(TraceRule):
         return Rank(self.rank, self.samples, self.dtype) if self.rank else None
 
     def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("D_RTRL", windows=windows, rank=self.rank, samples=self.samples)
+        return RuleKind(self.called, windows=windows, rank=self.rank, samples=self.samples, **kind_of(self))
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
@@ -78,7 +93,8 @@ class D_RTRL(TraceRule):
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
             if D is not None:
-                now = add_up(promoted(slot.decay(D, old, slot.group.coupled), now))
+                coupled = slot.group.coupled if self.recursion is None else None
+                now = add_up(promoted(slot.decay(D, old, coupled), now))
             result[slot.key] = now.astype(old.dtype)
         return result
 

@@ -19,10 +19,12 @@ import numpy as np
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
+from .._executor.recursion import Recursion
 from .._executor.slots import Jacobian, Slot, States, add_up, promoted, states, times
 from .._executor.window import Record, Signals, unroll
 from .chunk import TIME, factors
-from .rule import Gradients, TraceRule, Values, add_all, add_to
+from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .signal import PROPAGATED, Signal
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class ES_D_RTRL(TraceRule):
 
     decay_or_rank: Any = field(default=0.9, compare=False)
     dtype: Any = None
+    recursion: Recursion | None = None
+    signal: Signal = PROPAGATED
+    called: str = "ES_D_RTRL"
     inp: float = field(init=False, repr=False)
     out: float = field(init=False, repr=False)
 
@@ -47,7 +52,7 @@ class ES_D_RTRL(TraceRule):
             object.__setattr__(self, name, as_decay(value))
 
     def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("ES_D_RTRL", averages=(self.inp, self.out), windows=windows)
+        return RuleKind(self.called, averages=(self.inp, self.out), windows=windows, **kind_of(self))
 
     @property
     def turns(self) -> int:
@@ -59,7 +64,7 @@ class ES_D_RTRL(TraceRule):
         for slot in slots:
             values[_count_key(slot)] = jnp.zeros(slot.group.varshape[:1], jnp.int32)  # for each sample
             weight = local.weights[slot.relation.site.index][slot.name]
-            now, J = _input(slot, local), jnp.stack(_instant(slot, local))
+            now, J = input_of(slot, local), jnp.stack(_instant(slot, local))
             if now is not None:  # not in the type of an input of few bits: an average needs more
                 kept = self.dtype or promoted(now, weight)[0].dtype
                 values[_input_key(slot)] = jnp.zeros(now.shape, kept)
@@ -70,7 +75,7 @@ class ES_D_RTRL(TraceRule):
         result: Values = {}
         for slot in slots:
             result[_count_key(slot)] = values[_count_key(slot)] + 1
-            now = _input(slot, local)
+            now = input_of(slot, local)
             if now is not None:
                 result[_input_key(slot)] = self._input(values[_input_key(slot)], now)
             key, D, J = _state_key(slot), local.D[slot.group.index], _instant(slot, local)
@@ -98,7 +103,7 @@ class ES_D_RTRL(TraceRule):
             signal = signal * self._scale(slot, values[_count_key(slot)], signal.dtype, signal.ndim)
             f, g = states(values[_state_key(slot)], 0), states(signal, 0)
             dy = slot.to_y(slot.pair(g, f, by=times))
-            factor = None if slot.layout.x is None else _factor(slot, values[_input_key(slot)], inputs)
+            factor = None if slot.layout.x is None else factor_of(slot, values[_input_key(slot)], inputs)
             add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight))
         return grads
 
@@ -269,7 +274,7 @@ def as_decay(decay_or_rank: Any) -> float:
     return decay
 
 
-def _input(slot: Slot, local: Local) -> Any | None:
+def input_of(slot: Slot, local: Local) -> Any | None:
     """What is averaged: the op's input, where its factor is linear in it; else the factor itself."""
     if slot.layout.x is None:
         return None
@@ -282,14 +287,14 @@ def _input(slot: Slot, local: Local) -> Any | None:
 
 
 def _inputs(slot: Slot, local: Local) -> Any:
-    """`_input` at every step."""
+    """`input_of` at every step."""
     inputs = local.inputs[slot.relation.site.index]
     found = (inputs[0],) if is_inexact(inputs[0]) else factors(slot, inputs)
     assert found is not None
     return found[0]
 
 
-def _factor(slot: Slot, average: Any, inputs: Sequence[Any]) -> Any:
+def factor_of(slot: Slot, average: Any, inputs: Sequence[Any]) -> Any:
     if is_inexact(inputs[0]):
         return slot.factor([average, *inputs[1:]])
     factor = slot.factor(inputs)
@@ -298,7 +303,7 @@ def _factor(slot: Slot, average: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _factors(slot: Slot, averages: Any, inputs: Sequence[Any]) -> Any:
-    """`_factor` at every step."""
+    """`factor_of` at every step."""
     if is_inexact(inputs[0]):
         return factors(slot, [averages, *inputs[1:]])
     found = factors(slot, inputs)

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
+from .._executor.recursion import Leak, Recursion
 from .._executor.slots import Slot
 from .._executor.window import Record, Signals, Window
 from .rank import Rank
+from .signal import PROPAGATED, Signal
 
 Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
@@ -30,7 +32,9 @@ class Rule(ABC):
     """A learning rule."""
 
     back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
-    own_windows: ClassVar[bool] = False  # its numbers go by how many steps a window has: the user says it
+    signal: Signal = PROPAGATED  # what meets the traces of a step
+    recursion: Recursion | None = None  # how traces advance; None: by the local Jacobians
+    any_window: ClassVar[bool] = True  # how many steps go together changes no number
 
     @abstractmethod
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -74,8 +78,12 @@ class TraceRule(Rule):
     a batch.
     """
 
-    own_windows: ClassVar[bool] = True
-    follows_chains: ClassVar[bool] = False  # a trace of a state is the chain rule on those of others
+    any_window: ClassVar[bool] = False
+
+    @property
+    def follows_chains(self) -> bool:
+        """Whether a trace of a state is the chain rule on those of others."""
+        return False
 
     @property
     def beside(self) -> Rank | None:
@@ -158,7 +166,8 @@ class TraceRule(Rule):
         return self.through(executor.slots, values, window.record)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
-        grads = self.gradient(executor.slots, values, executor.at_groups(signals), window.inputs_of_first)
+        at_groups = executor.widened(executor.at_groups(signals))
+        grads = self.gradient(executor.slots, values, at_groups, window.inputs_of_first)
         found = executor.to_parameters(window.params, window.first_consts, grads)
         if self.beside is None:
             return found
@@ -168,6 +177,13 @@ class TraceRule(Rule):
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = self.reset(executor.slots, values, ~rows)
         return kept if self.beside is None else {**kept, **self.beside.forget(executor, values, rows)}
+
+
+def kind_of(rule: Rule) -> dict[str, Any]:
+    """What a verdict has to know of a rule's signal and of how its traces advance."""
+    recursion = rule.recursion or Recursion()
+    leak = recursion.decay.value if isinstance(recursion.decay, Leak) else None
+    return {"signal": rule.signal.words, "leak": leak, "filter": recursion.kappa}
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:

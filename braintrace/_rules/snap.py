@@ -46,7 +46,7 @@ class SnAp(Rule):
     n: int = 2
     most: int = MOST
     samples: int | str | None = "auto"
-    own_windows: ClassVar[bool] = True
+    any_window: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.n, int) or isinstance(self.n, bool) or self.n < 1:

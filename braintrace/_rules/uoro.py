@@ -43,7 +43,7 @@ class UORO(Rule):
     key: Key = 42
     eps: float = 1e-12
     samples: int | str | None = "auto"
-    own_windows: ClassVar[bool] = True
+    any_window: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", as_key(self.key))

@@ -26,7 +26,7 @@ from .test_estimates import places
 def test_it_equals_its_definition(name, n, window):
     case = CASES[name]
     xs = sequence(case, 5)
-    learner = compiled(braintrace.SnAp(case.build(), n), xs[0])
+    learner = compiled(braintrace.ETraceVjpAlgorithm(case.build(), braintrace.rules.SnAp(n)), xs[0])
     found = online(learner, xs, window)
     brute = Brute(case.build(), xs[0], learner.graph)
     expected = brute.snap(xs, window, n, places(learner, brute)[0])
@@ -60,6 +60,9 @@ def test_on_a_ring_the_error_falls_with_every_step_that_is_followed():
         assert kept == n * 6 * 5  # of each unit: three inputs and two units
     assert all(later < earlier for earlier, later in itertools.pairwise(errors)), errors
     assert errors[5] < 1e-12, errors
+    found = [online(rule(case.build()), xs) for rule in (braintrace.OSTLRecurrent, braintrace.D_RTRL)]
+    error = [max(difference(truth, grads).values()) for grads in found]
+    assert abs(error[0] - errors[0]) < 1e-12 < abs(error[1] - errors[0])
 
 
 MASK = np.eye(6) + np.eye(6, k=1) + np.eye(6, k=-5)  # the ring, as a mask
@@ -85,7 +88,7 @@ def test_a_convolution_reaches_its_neighbours():
         h = jnp.tanh(x + braintrace.conv(s.h, p.k))
         return {"h": h}, h
 
-    learner = braintrace.SnAp(Step(images, {"k": (1, 1, 3)}, {"h": (2, 1, 9)}), 1)
+    learner = braintrace.SnAp(Step(images, {"k": (1, 1, 3)}, {"h": (2, 1, 9)}), 2)
     compiled(learner, jnp.zeros((2, 1, 9)))
     pattern = learner.rule._pattern(learner.executor)
     assert np.array_equal(pattern.moves, np.abs(np.subtract.outer(np.arange(9), np.arange(9))) < 2)
@@ -111,13 +114,12 @@ FLAGS = np.array([[False, True], [False] * 2, [True, False], [False] * 2, [True,
 def test_sequences_episodes_and_what_is_kept(rule, window):
     rng = np.random.RandomState(0)
     xs, ys = jnp.asarray(rng.randn(T, B, 2)), jnp.asarray(rng.randn(T, B, 3))
-    options = {"n": 1} if rule == "snap" else {}
 
     def made() -> Any:
         brainstate.random.seed(0)
         with jax.numpy_rank_promotion("allow"):
             cell = braintrace.nn.ValinaRNNCell(2, 3, activation="tanh")
-        return braintrace.compile(cell, rule, xs[0], batch_size=B, window=window, **options)
+        return braintrace.compile(cell, rule, xs[0], batch_size=B, window=window)
 
     def call(learner: Any) -> Any:
         def grads(xs: Any, ys: Any) -> Any:
@@ -146,3 +148,15 @@ def test_sequences_episodes_and_what_is_kept(rule, window):
         other.model.states()[key].value = state.value
     now = call(other)(xs[:window], ys[:window])
     jax.tree.map(np.testing.assert_array_equal, by_hand(xs[:window], ys[:window]), now)
+
+
+def test_as_points_on_axes():
+    of = lambda **axes: braintrace.ETraceConfig(**axes).rule()
+    assert of(recurrence_scope="sparse_n", sparse_n=3) == braintrace.rules.SnAp(3)
+    assert of(recurrence_scope="sparse_n", sparse_n=1) == of(recurrence_scope="coupled")
+    uoro = of(trace_factorization="random_projection", recurrence_scope="coupled")
+    assert uoro == braintrace.rules.UORO()
+    with pytest.raises(ValueError, match="'coupled'"):
+        of(trace_factorization="random_projection")
+    with pytest.raises(ValueError, match="back-propagated"):
+        of(recurrence_scope="sparse_n", sparse_n=2, learning_signal="random_feedback")

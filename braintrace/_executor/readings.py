@@ -1,0 +1,92 @@
+"""What others read of a group: variables made unit by unit of its new states, such as spikes of a voltage.
+
+A signal that is broadcast, and a filter of a trace, belong there: the slope of the spike is the unit's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.dataflow import Flow, solve
+from .._compiler.evaluation import View, evaluate
+from .._compiler.graph import ETraceGraph
+from .._compiler.groups import HiddenGroup
+from .._compiler.positions import Positions
+from .._compiler.program import Var
+from .._compiler.reach import Reach
+from .._compiler.slices import behind, plain_site
+from .jacobian import Known, states_of
+from .slots import States
+
+
+def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
+    """Of each group, the variables in which the outputs and other groups read it: the last made unit by unit."""
+    return {g.index: _readings(graph, g) for g in graph.hidden_groups}
+
+
+def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
+    info, program = graph.module_info, graph.module_info.program
+    came = Positions(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
+    own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
+
+    def is_of_unit(v: Var) -> bool:
+        reach = came.get(v)
+        if reach is None or reach.shape != own.shape:
+            return False
+        return bool(np.all(reach.lowest == own) and np.all(reach.highest == own))
+
+    mine = set(group.hidden_outvars)
+    others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+    states = [
+        a
+        for e in info.entries
+        for v, a in zip(e.invars, e.outvars, strict=True)
+        if a is not v and a not in mine
+    ]
+    ends = [*info.out_atoms, *others, *states]
+    matters = behind(program, ends)
+    # a group with an axis of states is read as it is
+    by_unit = {v for v in came if is_of_unit(v)} | {h.outvar for h in group.hidden}
+    found: list[Var] = []
+    for v in sorted(by_unit, key=lambda v: v.index):
+        if v not in matters or v in _after(program, found):
+            continue
+        readers = [program.nodes[i] for i in program.readers.get(v, [])]
+        beyond = any(o in matters and o not in by_unit for node in readers for o in node.outputs)
+        if beyond or any(v is a for a in ends):
+            found.append(v)
+    return found
+
+
+def _after(program: Any, found: list[Var]) -> set[Var]:
+    return set(solve(Flow[bool](), program, ((v, True) for v in found))[0]) - set(found)
+
+
+def slopes(
+    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Any]
+) -> dict[int, list[States]]:
+    """Of each group and each of its readings, the derivative in each state, unit by unit."""
+    program = graph.module_info.program
+    result: dict[int, list[States]] = {}
+    for group in graph.hidden_groups:
+        variables = readings[group.index]
+        varies = set(solve(Flow[bool](), program, ((v, True) for v in group.hidden_outvars))[0])
+
+        def function(new: list[Any], v: Var, group: HiddenGroup = group, varies: Any = varies) -> Any:
+            known = Known(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
+            view = View(known=known, at_site=lambda site, world: plain_site)
+            return evaluate(program, [(v, None)], view)[0]
+
+        new = [env[v] for v in group.hidden_outvars]
+        each: list[States] = []
+        for v in variables:
+            out, pull = jax.vjp(lambda new, v=v, function=function: function(new, v), new)
+            (dh,) = pull(jnp.ones_like(out))
+            each.append([p for h, d in zip(group.hidden, dh, strict=True) for p in states_of(h, d)])
+        result[group.index] = each
+    return result

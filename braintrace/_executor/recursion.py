@@ -1,0 +1,125 @@
+"""How traces advance where it is not by the local Jacobians: another decay, and a filter of what is read.
+
+    trace[t] = A trace[t-1] + J x        A = D (marked ops closed), the own diagonal, a given leak, or nothing
+    read[t]  = kappa read[t-1] + slope trace[t]
+
+`slope` is the derivative, unit by unit, of what others read of the states (a spike of a voltage). To a rule a
+filter is one more state for each reading, with these rows of `D` and `J`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax.numpy as jnp
+
+from .._compiler.errors import NotSupportedError
+from .._compiler.program import Var
+from .._compiler.slices import behind
+from .._compiler.step import show_paths
+from .slots import Jacobian, States, dot
+
+if TYPE_CHECKING:
+    from .executor import ETraceGraphExecutor
+
+Jacobians = dict[int, Jacobian | None]
+Instants = dict[tuple[int, int], States]
+
+
+class Decay(Protocol):
+    """What a trace is multiplied with from step to step, of each group."""
+
+    def __call__(
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+    ) -> Jacobians: ...
+
+
+@dataclass(frozen=True)
+class Own:
+    """The own diagonal: how each unit acts on itself, through marked ops too."""
+
+    def __call__(
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+    ) -> Jacobians:
+        from .own_diagonal import own_diagonals
+
+        return own_diagonals(executor, env, D, J)
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A given number for every state of every unit; zero: nothing stays of a trace."""
+
+    value: float
+
+    def __call__(
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+    ) -> Jacobians:
+        if not self.value:
+            return dict.fromkeys(D)
+        result: Jacobians = {}
+        for local in executor.groups:
+            n, shape, dtype = range(local.group.num_state), local.group.varshape, local.group.dtype
+            one, zero = jnp.full(shape, self.value, dtype), jnp.zeros(shape, dtype)
+            result[local.group.index] = [[one if s == r else zero for r in n] for s in n]
+        return result
+
+
+@dataclass(frozen=True)
+class Recursion:
+    """How traces advance."""
+
+    decay: Decay | None = None  # None: by the local Jacobians
+    kappa: float | None = None  # the decay of a filter of what is read; None: there is none
+    one_layer_on: bool = False  # only what another group reads is filtered
+
+    def filters(self, executor: ETraceGraphExecutor) -> dict[int, int]:
+        """How many readings of each group are filtered."""
+        if self.kappa is None:
+            return {}
+        graph, found = executor.graph, {}
+        for group in graph.hidden_groups:
+            others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+            read = behind(graph.module_info.program, others)
+            readings = executor.readings[group.index]
+            if self.one_layer_on and not any(v in read for v in readings):
+                continue
+            if any(h.axis is not None or h.split for h in group.hidden):
+                raise NotSupportedError(
+                    f"The trace of {show_paths(group.hidden_paths)} cannot be filtered: its states lie along "
+                    "an axis of one array, or are complex. Leave the filter out."
+                )
+            found[group.index] = len(readings)
+        return found
+
+    def of(
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants, slopes: Any
+    ) -> tuple[Jacobians, Instants]:
+        """The Jacobians that traces advance with."""
+        if self.decay is not None:
+            D = self.decay(executor, env, D, J)
+        for k, num in executor.filters.items():
+            assert self.kappa is not None
+            n, (shape, dtype) = range(num), _like(executor, k)
+            zero = jnp.zeros(shape, dtype)
+            old = D[k] if D[k] is not None else [[zero] * len(s) for s in [slopes[k][0]] for _ in s]
+            assert old is not None
+            columns = list(zip(*old, strict=True))
+            own = [[jnp.full(shape, self.kappa if a == b else 0.0, dtype) for b in n] for a in n]
+            below = [[*(dot(s, c) for c in columns), *row] for s, row in zip(slopes[k], own, strict=True)]
+            D = {**D, k: [*([*row, *[zero] * num] for row in old), *below]}
+        slots = {(t.relation.site.index, t.group.index): t for t in executor.slots}
+        J = {
+            key: j
+            if key[1] not in executor.filters
+            else [*j, *(slots[key].pair(s, j) for s in slopes[key[1]])]
+            for key, j in J.items()
+        }
+        return D, J
+
+
+def _like(executor: ETraceGraphExecutor, k: int) -> tuple[tuple[int, ...], Any]:
+    group = executor.graph.hidden_groups[k]
+    return group.varshape, group.dtype

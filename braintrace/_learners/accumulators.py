@@ -1,0 +1,84 @@
+"""Small pieces that published rules are built from, for use by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+
+class _Average(brainstate.ShortTermState):
+    """A state that is set back to zeros."""
+
+    def __init__(self, init_value: Any) -> None:
+        value = jnp.asarray(init_value)
+        super().__init__(value)
+        self._shape, self._dtype = value.shape, value.dtype
+
+    def reset_state(self, batch_size: int | None = None, **_: Any) -> None:
+        """Zeros; with `batch_size`, so many in front."""
+        shape = self._shape if batch_size is None else (batch_size, *self._shape[1:])
+        self.value = jnp.zeros(shape, self._dtype)
+
+
+class PresynapticTrace(_Average):
+    """A leaky sum of what comes in, `a <- leak a + x`, as OTTT keeps it.
+
+    >>> import jax.numpy as jnp
+    >>> trace = PresynapticTrace(jnp.zeros(2), leak=0.5)
+    >>> _ = trace.update(jnp.ones(2))
+    >>> print(trace.update(jnp.ones(2)))
+    [1.5 1.5]
+    """
+
+    def __init__(self, init_value: Any, leak: float) -> None:
+        if not 0 < leak < 1:
+            raise ValueError(f"`leak` is between 0 and 1, not {leak!r}.")
+        super().__init__(init_value)
+        self.leak = leak
+
+    def update(self, x: Any) -> Any:
+        """Take one step; the new sum."""
+        self.value = self.leak * self.value + x
+        return self.value
+
+
+class KappaFilter(_Average):
+    """A low-pass filter, `y <- kappa y + (1 - kappa) x`.
+
+    >>> import jax.numpy as jnp
+    >>> filter = KappaFilter(jnp.zeros(2), kappa=0.5)
+    >>> _ = filter.update(jnp.ones(2))
+    >>> print(filter.update(jnp.ones(2)))
+    [0.75 0.75]
+    """
+
+    def __init__(self, init_value: Any, kappa: float) -> None:
+        if not 0 <= kappa < 1:
+            raise ValueError(f"`kappa` is at least 0 and less than 1, not {kappa!r}.")
+        super().__init__(init_value)
+        self.kappa = kappa
+
+    def update(self, x: Any) -> Any:
+        """Take one step; the new average."""
+        self.value = (1 - self.kappa) * x + self.kappa * self.value
+        return self.value
+
+
+class FixedRandomFeedback:
+    """A random matrix that no gradient goes through, (targets, units).
+
+    >>> import jax, jax.numpy as jnp
+    >>> FixedRandomFeedback(2, 3, jax.random.key(0)).project(jnp.ones(2)).shape
+    (3,)
+    """
+
+    def __init__(self, n_target: int, n_layer: int, key: Any, init_scale: float = 0.1) -> None:
+        self.n_target, self.n_layer = n_target, n_layer
+        self.B = jax.lax.stop_gradient(init_scale * jax.random.normal(key, (n_target, n_layer)))
+
+    def project(self, y_target: Any) -> Any:
+        """`y_target B`."""
+        return y_target @ self.B

@@ -1,0 +1,205 @@
+"""DNI: windows, and a small net that estimates what comes after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .._compiler import CompilationError
+from .._rules.dni import DNI as DNIRule
+from .._rules.signal import Bootstrapped
+from .driving import Driver
+from .resets import reset as reset_model
+from .vjp import ETraceVjpAlgorithm, VjpMethod
+
+
+class SyntheticGradient(brainstate.nn.Module):
+    """An affine map for each group, from its states to the gradient of all later losses by them.
+
+    `group_shapes` are those of `learner.group_signal_shapes()`: (*units, states). It begins with zero, and
+    with `scale` from random numbers. `hidden_width` is accepted and has no effect.
+    """
+
+    def __init__(
+        self,
+        group_shapes: dict[int, tuple[int, ...]],
+        hidden_width: int | None = None,
+        scale: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.group_shapes = {int(k): tuple(s) for k, s in group_shapes.items()}
+        self.weights, self.biases = {}, {}
+        for k, shape in self.group_shapes.items():
+            key, width = jax.random.fold_in(jax.random.key(seed), k), _width(shape)
+            self.weights[str(k)] = brainstate.ParamState(scale * jax.random.normal(key, (width, width)))
+            self.biases[str(k)] = brainstate.ParamState(jnp.zeros(width))
+
+    def states_dict(self) -> dict[str, Any]:
+        """The parameters, by name."""
+        pairs = (("weight", self.weights), ("bias", self.biases))
+        return {f"{what}{k}": st for what, states in pairs for k, st in states.items()}
+
+    def param_values(self) -> dict[str, Any]:
+        """The values of the parameters, as `apply` takes them."""
+        return {k: st.value for k, st in self.states_dict().items()}
+
+    def apply(self, values: dict[str, Any], hidden: dict[int, Any]) -> dict[int, Any]:
+        """The estimates at some states; a pure function."""
+        found = {}
+        for k, h in hidden.items():
+            w, b = values[f"weight{k}"].astype(h.dtype), values[f"bias{k}"].astype(h.dtype)
+            rows = h.reshape(-1, w.shape[0])
+            found[k] = (rows @ w + b[None]).reshape(h.shape)
+        return found
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    """Numbers of a row: those of the last axis of units and of the states; what is before are samples."""
+    return int(shape[-1] * shape[-2]) if len(shape) > 1 else int(shape[-1])
+
+
+class DNI(ETraceVjpAlgorithm):
+    """Decoupled neural interfaces (Jaderberg et al. 2017): windows, and an estimate of what comes after.
+
+        gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw
+
+    `synthesizer` makes `s` (`attach_synthesizer`: later), `train_synthetic_gradient` fits it; with the true
+    one the gradient is that of BPTT. All parameters learn so. In 0.2.6 weights of marked ops learn by traces
+    instead, and only the others by the estimate.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        synthesizer: Any = None,
+        name: str | None = None,
+        vjp_method: VjpMethod = "multi-step",
+        fast_solve: bool = True,
+        trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
+        snap_max_jacobian_elements: int = 0,
+        *,
+        window: int | None = None,
+    ) -> None:
+        if vjp_method != "multi-step":
+            raise ValueError("DNI is about what comes after a window: `vjp_method` is 'multi-step'.")
+        super().__init__(model, DNIRule(), vjp_method=vjp_method, window=window, name=name)
+        self.synthesizer: Any = None
+        if synthesizer is not None:
+            self.attach_synthesizer(synthesizer)
+
+    def attach_synthesizer(self, synthesizer: Any) -> None:
+        """Use this one from now on: it has `param_values()` and `apply(values, states)`."""
+        self.synthesizer = synthesizer
+        self.rule = DNIRule(Bootstrapped(synthesizer.apply))
+        self.standing["synthesizer"] = synthesizer.param_values
+        self._compiled, self._forms, self._driver = {}, [], Driver()
+
+    def group_signal_shapes(self) -> dict[int, tuple[int, ...]]:
+        """The shape of the states of each group, (*units, states)."""
+        return {g.index: (*g.varshape, g.num_state) for g in self.graph.hidden_groups}
+
+
+def train_synthetic_gradient(
+    learner: DNI,
+    inputs: Any,
+    *,
+    chunk_size: int = 1,
+    loss_fn: Callable[[Any], Any] | None = None,
+    optimizer: Any = None,
+    lr: float = 1e-2,
+    epochs: int = 1,
+    reset: bool = True,
+    batch_size: int | None = None,
+) -> list[float]:
+    """Fit the synthesizer of a learner to the gradients that it stands for; the mean squared error by epoch.
+
+        s(h[start]) -> d(L in the window + <s(h[end]), h[end]>)/dh[start], and zero at the end of `inputs`
+
+    Windows have `chunk_size` steps, as those that it will be used for; `loss_fn(output)` is the loss of a
+    step (the sum of squares by default). The model's parameters do not move. `optimizer`, registered for
+    `learner.synthesizer.states_dict()`, takes the gradients; without one, steps of size `lr` are taken.
+    """
+    net = learner.synthesizer
+    if net is None:
+        raise RuntimeError("The learner has no synthesizer yet: `learner.attach_synthesizer(...)`.")
+    leaves = jax.tree.leaves(inputs)
+    if chunk_size < 1 or len(leaves[0]) % chunk_size:
+        raise ValueError(f"`chunk_size`, {chunk_size}, does not divide the {len(leaves[0])} steps.")
+    if not learner.is_compiled:
+        raise CompilationError("The learner's graph is not compiled yet: call `learner.compile_graph(x)`.")
+    online = learner._online(learner._compiled_now())
+    executor, info = online.executor, online.info
+    consts = list(info.program.consts.values())
+    loss = loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out)))
+    at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
+    where = [at[h.invar] for h in info.hidden]
+
+    def grouped(arrays: list[Any]) -> dict[int, Any]:
+        by_var = {h.outvar: a for h, a in zip(info.hidden, arrays, strict=True)}
+        groups = executor.graph.hidden_groups
+        return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
+
+    @jax.jit
+    def window(values: Any, params: Any, rest: Any, xs: Any) -> Any:
+        """The target at the start of a window, and the states after it."""
+        flat, tree = jax.tree.flatten(rest)
+
+        def total(hidden: list[Any]) -> Any:
+            now = list(flat)
+            for i, h in zip(where, hidden, strict=True):
+                now[i] = h
+
+            def body(rest: Any, x: Any) -> Any:
+                outs, new, _, _ = executor.outputs(params, jax.tree.leaves(x), consts, rest)
+                return new, loss(jax.tree.unflatten(info.out_tree, outs))
+
+            after, losses = jax.lax.scan(body, jax.tree.unflatten(tree, now), xs)
+            end = [jax.tree.leaves(after)[i] for i in where]
+            found = online.rule.signal.at_end(executor, {"synthesizer": values}, end)
+            estimate = sum(jnp.sum(h * s) for h, s in zip(end, found or [], strict=True))
+            return jnp.sum(losses) + estimate, after
+
+        start = [flat[i] for i in where]
+        target, after = jax.grad(total, has_aux=True)(start)
+        return grouped(start), grouped(target), after
+
+    @jax.jit
+    def fit(values: Any, states: Any, targets: Any) -> Any:
+        def error(values: Any) -> Any:
+            found = net.apply(values, states)
+            total = sum(jnp.sum((found[k] - targets[k]) ** 2) for k in found)
+            return total / sum(found[k].size for k in found)
+
+        return jax.value_and_grad(error)(values)
+
+    def improve(states: Any, targets: Any) -> float:
+        values = net.param_values()
+        error, grads = fit(values, states, targets)
+        if optimizer is not None:
+            optimizer.update(grads)
+        else:
+            for k, st in net.states_dict().items():
+                st.value = st.value - lr * grads[k]
+        return float(error)
+
+    history = []
+    for _ in range(epochs):
+        if reset:
+            reset_model(learner.model, **({} if batch_size is None else {"batch_size": batch_size}))
+        params, rest = learner._read(info)
+        errors = []
+        for i in range(0, len(leaves[0]), chunk_size):
+            xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
+            states, targets, rest = window(net.param_values(), params, rest, xs)
+            errors.append(improve(states, targets))
+        end = grouped([jax.tree.leaves(rest)[i] for i in where])
+        errors.append(improve(end, jax.tree.map(jnp.zeros_like, end)))
+        history.append(sum(errors) / len(errors))
+    return history

@@ -1,0 +1,360 @@
+"""Published learning rules, each a line of four choices: what is kept, its decay, the signal, the filter.
+
+Every learner here is approximate unless its report says otherwise. `fast_solve`, `chunked_trace`,
+`control_flow` and `snap_max_jacobian_elements` are accepted and have no effect: code written for 0.2.x chose
+a code path by them.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import brainstate
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _rules as rules
+from .._executor.recursion import Leak, Own, Recursion
+from .._frontends.modules import Mark
+from .._rules.presynaptic import Presynaptic
+from .._rules.rule import Rule
+from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, TargetProjection, as_key
+from .learners import as_trace_dtype
+from .vjp import ETraceVjpAlgorithm, VjpMethod
+
+# the rule of each name, by its options; a learner's own options are these
+RULES: dict[str, Callable[..., Rule]] = {
+    "EProp": lambda dtype, kappa, signal: rules.D_RTRL(
+        dtype, recursion=Recursion(kappa=kappa) if kappa else None, signal=signal, called="EProp"
+    ),
+    "RFLO": lambda dtype, leak, signal: rules.D_RTRL(
+        dtype, recursion=None if leak is None else Recursion(Leak(leak)), signal=signal, called="RFLO"
+    ),
+    "OSTLRecurrent": lambda dtype: rules.D_RTRL(dtype, recursion=Recursion(Own()), called="OSTLRecurrent"),
+    "OSTLFeedforward": lambda dtype, decay: (
+        rules.D_RTRL(dtype, called="OSTLFeedforward")
+        if decay is None
+        else rules.ES_D_RTRL(decay, dtype, called="OSTLFeedforward")
+    ),
+    "OTTT": lambda dtype, leak: Presynaptic(leak, called="OTTT", dtype=dtype),
+    "OTPE full": lambda dtype, leak: rules.D_RTRL(
+        dtype, recursion=Recursion(Leak(leak), kappa=leak, one_layer_on=True), called="OTPE"
+    ),
+    "OTPE approx": lambda dtype, leak: Presynaptic(
+        leak, out=leak, recursion=Recursion(kappa=0.0, one_layer_on=True), called="OTPE", dtype=dtype
+    ),
+    "OSTTP": lambda dtype, signal: rules.D_RTRL(dtype, signal=signal, called="OSTTP"),
+    "S_TLLR": lambda dtype, post, pre, after, ahead: Presynaptic(
+        post,
+        before=pre,
+        after=after,
+        ahead=ahead,
+        recursion=Recursion(kappa=0.0),
+        called="S_TLLR",
+        dtype=dtype,
+    ),
+    "ThreeFactor": lambda dtype: rules.D_RTRL(dtype, signal=Modulator(), called="ThreeFactor"),
+}
+
+
+class EProp(ETraceVjpAlgorithm):
+    """e-prop (Bellec et al. 2020): the trace of what is read of a unit, filtered, times a broadcast signal.
+
+        trace[t] = D[t] trace[t-1] + J[t] x[t]        e[t] = kappa e[t-1] + slope[t] trace[t]
+        gradient = sum_t L[t] e[t]
+
+    `slope` is the derivative of what others read of the states (a spike of a voltage); `kappa_filter_decay`
+    is that of a leaky readout, 0 for none. `L` is, by `feedback`: 'symmetric', the back-propagated signal
+    there; 'random', the outputs' errors through fixed random matrices (drawn with `random_feedback_key`);
+    'adaptive', through matrices that change as the readout does, and decay by `feedback_decay` whenever it
+    changes. 0.2.6 filters the traces of the states instead (the same where these are read as they are), and projects
+    the normalised back-propagated signal; here as in the paper the outputs' errors are projected.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        feedback: str = "symmetric",
+        kappa_filter_decay: float = 0.0,
+        random_feedback_key: Any = None,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
+        *,
+        feedback_decay: float = 0.0,
+        mark: Mark = "ops",
+    ) -> None:
+        kappa = _decay("kappa_filter_decay", kappa_filter_decay)
+        signal = _feedback(feedback, random_feedback_key, feedback_decay)
+        rule = RULES["EProp"](as_trace_dtype(trace_dtype), kappa, signal)
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+
+
+class RFLO(ETraceVjpAlgorithm):
+    """Random feedback local online learning (Murray 2019): traces that leak, and random feedback.
+
+        trace[t] = leak trace[t-1] + J[t] x[t]        gradient = sum_t (dL/dy B) slope[t] trace[t]
+
+    `leak` is that of the units, `1 - 1/tau`; None: the local Jacobian, which on a leaky net is its leak.
+    `feedback` is as in `EProp`.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        leak: float | None = None,
+        feedback: str = "random",
+        random_feedback_key: Any = None,
+        *,
+        feedback_decay: float = 0.0,
+        name: str | None = None,
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        given = None if leak is None else _decay("leak", leak)
+        signal = _feedback(feedback, random_feedback_key, feedback_decay)
+        rule = RULES["RFLO"](as_trace_dtype(trace_dtype), given, signal)
+        super().__init__(model, rule, mark=mark, name=name)
+
+
+class OSTLRecurrent(ETraceVjpAlgorithm):
+    """OSTL (Bohnstingl et al. 2022) of recurrent layers: traces by the unit's own Jacobian.
+
+        trace[t] = O[t] trace[t-1] + J[t] x[t]        O = diagonal of dh[t]/dh[t-1], marked ops open
+
+    Signals go back through the layers of a step. How units act on *other* units of their layer is left out
+    (the paper keeps it for a single layer, at the price of `RTRL`); 0.2.6 leaves the weight of a unit on
+    itself out as well, as `D_RTRL` does.
+    """
+
+    regime = "with-H"
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
+        *,
+        mark: Mark = "ops",
+    ) -> None:
+        rule = RULES["OSTLRecurrent"](as_trace_dtype(trace_dtype))
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+
+
+class OSTLFeedforward(ETraceVjpAlgorithm):
+    """OSTL (Bohnstingl et al. 2022) without the recurrent part: traces by the local Jacobian.
+
+        trace[t] = D[t] trace[t-1] + J[t] x[t]        D = dh[t]/dh[t-1] with marked ops closed
+
+    Exact for one layer without recurrent weights, as the paper says. 0.2.6 keeps nothing of a trace from step
+    to step here: `decay_or_rank=1e-6`, its default, gives that (`ES_D_RTRL` with this decay).
+    """
+
+    regime = "without-H"
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        decay_or_rank: Any = None,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        control_flow: Any = None,
+        *,
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        rule = RULES["OSTLFeedforward"](as_trace_dtype(trace_dtype), decay_or_rank)
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+
+
+class OTTT(ETraceVjpAlgorithm):
+    """Online training through time (Xiao et al. 2022): an average of what comes in, and nothing else.
+
+        x'[t] = leak x'[t-1] + x[t]        gradient = sum_t x'[t] (dL[t]/dh J[t])
+
+    `leak` is that of the units. `mode` says when the user updates the weights, at the end of a sequence ('A')
+    or at every step ('O'); the gradient of a step is the same. 0.2.0 dropped the average in mode 'O'; a
+    `leak` of 0 gives that.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        mode: str = "A",
+        *,
+        leak: float,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        if mode not in ("A", "O"):
+            raise ValueError(f"`mode` is 'A' or 'O', not {mode!r}.")
+        rule = RULES["OTTT"](as_trace_dtype(trace_dtype), _decay("leak", leak))
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        self.mode = mode
+
+
+class OTPE(ETraceVjpAlgorithm):
+    """Online training with postsynaptic estimates (Summe et al. 2023): the trace, carried one layer on.
+
+        trace[t] = leak trace[t-1] + J[t] x[t]        R[t] = leak R[t-1] + slope[t] trace[t]
+        gradient = sum_t dL[t]/dread R[t]
+
+    `R` estimates what a layer's weights did to the next layer, whose units leak alike. A layer that no other
+    reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product of
+    averages: `x'[t] = leak x'[t-1] + x[t]`, `f'[t] = leak f'[t-1] + slope[t] J[t]`, `R = x' f'`. 0.2.0 has
+    one average in place of the two of 'full', and estimates for the last layer too.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        mode: str = "full",
+        *,
+        leak: float,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        if mode not in ("full", "approx"):
+            raise ValueError(f"`mode` is 'full' or 'approx', not {mode!r}.")
+        rule = RULES[f"OTPE {mode}"](as_trace_dtype(trace_dtype), _decay("leak", leak))
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        self.mode = mode
+
+
+class OSTTP(ETraceVjpAlgorithm):
+    """OSTTP (Ortner et al. 2023): the traces of OSTL, and a random projection of the target as signal.
+
+        gradient = sum_t (target[t] B) slope[t] trace[t]        learner(x, target=y)
+
+    `B_list` has a matrix for each group of hidden states, (targets, units); or `num_targets` says how many
+    numbers a target has, and matrices are drawn with `key`. With `target_timing='sequence-end'` a call
+    without a target has a signal of zero; 'per-step' makes it an error. Weights without a trace (the readout) learn
+    by the loss.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        B_list: Sequence[Any] | None = None,
+        target_timing: str = "per-step",
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        *,
+        num_targets: int | None = None,
+        key: Any = None,
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        if target_timing not in ("per-step", "sequence-end"):
+            raise ValueError(f"`target_timing` is 'per-step' or 'sequence-end', not {target_timing!r}.")
+        if (B_list is None) == (num_targets is None):
+            raise ValueError("Give either `B_list`, a matrix for each group, or `num_targets`.")
+        given = None if B_list is None else tuple(_as_tuple(np.asarray(B)) for B in B_list)
+        size = num_targets if given is None else len(given[0])
+        signal = TargetProjection(size or 1, as_key(key), given)
+        rule = RULES["OSTTP"](as_trace_dtype(trace_dtype), signal)
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        if target_timing == "sequence-end":
+            self.standing["target"] = jnp.zeros(size or 1)
+
+
+class S_TLLR(ETraceVjpAlgorithm):
+    """S-TLLR (Apolinario & Roy 2023): inputs before what goes out, and inputs after it.
+
+        e[t] = alpha_post psi[t] sum_{s<=t} lambda_post^(t-s) x[s]
+             + alpha_pre  x[t]   sum_{s<t}  lambda_pre^(t-s)  psi[s]
+        gradient = sum_t dL[t]/dread e[t]
+
+    `psi` is the derivative of what is read of a unit (its spike) by its input: the slope of the surrogate
+    times `J`, where the paper takes a function of its own.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        lambda_post: float,
+        lambda_pre: float,
+        alpha_post: float = 1.0,
+        alpha_pre: float = 1.0,
+        *,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        decays = _decay("lambda_post", lambda_post), _decay("lambda_pre", lambda_pre)
+        rule = RULES["S_TLLR"](as_trace_dtype(trace_dtype), *decays, float(alpha_post), float(alpha_pre))
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+
+
+class ThreeFactor(ETraceVjpAlgorithm):
+    """Three-factor learning: the trace of `D_RTRL` times a modulator of the user's.
+
+        gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
+
+    `m` is the signal at every state: one number, one for each sample, or an array like the states (with an
+    axis of states behind, where a unit has several). It does not scale the loss's own signal, and a mask does
+    not scale it. `learner.modulator = m` stands for calls without one. Weights without a trace learn by the
+    loss; in 0.2.6 their gradient is zero.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        modulator: Any = None,
+        fast_solve: bool = True,
+        trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
+        snap_max_jacobian_elements: int = 0,
+        *,
+        mark: Mark = "ops",
+    ) -> None:
+        rule = RULES["ThreeFactor"](as_trace_dtype(trace_dtype))
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        self.modulator = modulator
+
+    @property
+    def modulator(self) -> Any:
+        """What stands for calls that are given no modulator."""
+        return self.standing.get("modulator")
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.standing["modulator"] = value
+
+
+def _as_tuple(matrix: Any) -> Any:
+    return tuple(tuple(float(a) for a in row) for row in matrix)
+
+
+def _decay(name: str, value: Any) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < 1:
+        raise ValueError(f"`{name}` is a number, at least 0 and less than 1, not {value!r}.")
+    return float(value)
+
+
+def _feedback(kind: str, key: Any, decay: float) -> Signal:
+    if kind not in ("symmetric", "random", "adaptive"):
+        raise ValueError(f"`feedback` is 'symmetric', 'random' or 'adaptive', not {kind!r}.")
+    if kind == "symmetric":
+        return PROPAGATED
+    return Feedback(as_key(key), kind == "adaptive", _decay("feedback_decay", decay))

@@ -1,0 +1,40 @@
+"""DNI: windows alone, with a learned estimate of what comes after each.
+
+    gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw        s held fixed
+
+`s` stands for dL/dh[end] of all later losses; were it exact, the sum would be BPTT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .._compiler.exactness import RuleKind
+from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.window import Window
+from .rule import Rule, Values
+from .signal import PROPAGATED, Signal
+
+
+@dataclass(frozen=True)
+class DNI(Rule):
+    """Windows with a bootstrapped signal at their end; nothing is kept of what came before."""
+
+    signal: Signal = PROPAGATED
+    any_window: ClassVar[bool] = False
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("DNI", windows=True, kept=False)
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        return {}
+
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        return {}
+
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
+        return [None] * len(window.params)
+
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+        return {}

@@ -1,0 +1,367 @@
+"""Learning signals: what meets a trace, back-propagated or made of something else.
+
+A signal that is broadcast is one at what others read of a group (its spikes, say), and goes on to the states
+by the unit's own slope. Weights without a trace, such as a readout, keep their ordinary gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.errors import NotSupportedError
+from .._compiler.evaluation import View, evaluate
+from .._compiler.samples import Samples
+from .._compiler.slices import plain_site
+from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
+from .._executor.jacobian import Known
+from .._executor.window import Signals
+
+Values = dict[str, Any]
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BackPropagated:
+    """The derivative of the step's loss by the states: what is there without any choice."""
+
+    takes: ClassVar[tuple[str, ...]] = ()  # what a call of the learner is given, by name
+    spellings: ClassVar[dict[str, str]] = {}  # other names for that
+    is_broadcast: ClassVar[bool] = False  # made at what is read of a group
+    reads_outputs: ClassVar[bool] = False  # made of the cotangents of the model's outputs
+    words: ClassVar[str] = ""  # for the verdict
+    in_windows: ClassVar[bool] = True  # it can be had where losses are pulled back through windows
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        """The arrays that it keeps; they outlast a sequence."""
+        return {}
+
+    def prepared(
+        self, executor: ETraceGraphExecutor, params: Leaves, consts: Leaves, values: Values
+    ) -> Values:
+        """The same for these parameters."""
+        return values
+
+    def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
+        """What is added to the cotangents of the hidden arrays after a window; None: nothing."""
+        return None
+
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+        """Of one step: arrays at the readings of each group; or at its states; None: as back-propagated."""
+        return None
+
+
+Signal = BackPropagated  # what every other one has the interface of
+PROPAGATED = BackPropagated()
+
+
+@dataclass(frozen=True)
+class Feedback(BackPropagated):
+    """The outputs' errors through matrices of their own: `dL/dread = sum_o dL/do B`.
+
+    `B` is random and fixed; with `adaptive`, whenever the readout changes from `R` to `R'` it becomes
+    `(1 - decay) B + R' - R`, where `R` is the derivative of the outputs by what is read, at zero.
+    """
+
+    key: Key = (0, 0)
+    adaptive: bool = False
+    decay: float = 0.0
+    is_broadcast: ClassVar[bool] = True
+    reads_outputs: ClassVar[bool] = True
+    in_windows: ClassVar[bool] = False
+    words: ClassVar[str] = "random feedback"
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        _check_readings(executor)
+        samples = executor.samples
+        values = {}
+        for k, i, o, size, width, dtype in _places(executor, samples):
+            key = _folded(self.key, k, i, o)
+            B = jax.random.normal(key, (size, width), jnp.finfo(dtype).dtype) / np.sqrt(size)
+            values[f"feedback:{o}->{k}.{i}"] = B.astype(dtype)
+            if self.adaptive:
+                values[f"readout:{o}->{k}.{i}"] = jnp.zeros((size, width), dtype)
+                values["readout:seen"] = jnp.zeros((), bool)
+        return values
+
+    def prepared(
+        self, executor: ETraceGraphExecutor, params: Leaves, consts: Leaves, values: Values
+    ) -> Values:
+        if not self.adaptive:
+            return values
+        result = dict(values)
+        for name, now in _readouts(executor, params, consts).items():
+            B, before = values[f"feedback:{name}"], values[f"readout:{name}"]
+            moved = (1 - self.decay) * B + now - before
+            changed = jnp.any(now != before) & values["readout:seen"]
+            result[f"feedback:{name}"] = jnp.where(changed, moved, B)
+            result[f"readout:{name}"] = now
+        return {**result, "readout:seen": jnp.ones((), bool)}
+
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+        samples = executor.samples
+        errors = {o: _rows(d, samples) for o, d in enumerate(d_outs)}
+        return _projected(executor, samples, values, errors)
+
+
+@dataclass(frozen=True)
+class TargetProjection(BackPropagated):
+    """A fixed random projection of the target that a call is given: `dL/dread = target B`.
+
+    `matrices` are those of the groups, (targets, units), where they are not to be drawn.
+    """
+
+    size: int = 1  # numbers of the target
+    key: Key = (0, 0)
+    matrices: Any = None  # a tuple of nested tuples: a rule is a value that compares
+    takes: ClassVar[tuple[str, ...]] = ("target",)
+    spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
+    is_broadcast: ClassVar[bool] = True
+    in_windows: ClassVar[bool] = False
+    words: ClassVar[str] = "a projection of the target"
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        _check_readings(executor)
+        samples = executor.samples
+        if self.matrices is not None and len(self.matrices) != len(executor.graph.hidden_groups):
+            raise ValueError(
+                f"There are {len(self.matrices)} feedback matrices, and {len(executor.graph.hidden_groups)} "
+                "groups of hidden states: give one for each, (targets, units)."
+            )
+        values = {}
+        for group in executor.graph.hidden_groups:
+            k, width = group.index, _width(group.varshape, samples)
+            for i, _ in enumerate(executor.readings[k]):
+                if self.matrices is None:
+                    B = jax.random.normal(_folded(self.key, k, i, 0), (self.size, width)) / np.sqrt(self.size)
+                else:
+                    B = jnp.asarray(self.matrices[k])
+                    if B.ndim != 2 or B.shape[1] != width:
+                        raise ValueError(
+                            f"The feedback matrix of group {k} has the shape {B.shape}; its group has "
+                            f"{width} units: (targets, {width})."
+                        )
+                values[f"feedback:0->{k}.{i}"] = B.astype(group.dtype)
+        return values
+
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+        rows = jnp.asarray(given["target"]).reshape(-1, _values_of(values, "feedback:")[0].shape[0])
+        return _projected(executor, executor.samples, values, {0: rows})
+
+
+@dataclass(frozen=True)
+class Modulator(BackPropagated):
+    """A third factor that a call is given: it is the signal at every state, whatever the loss is.
+
+    One number; one for each sample; or an array like the states, with or without an axis of states behind.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("modulator",)
+    in_windows: ClassVar[bool] = False
+    words: ClassVar[str] = "a modulator"
+
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+        return {
+            g.index: _spread(jnp.asarray(given["modulator"]), g.varshape, g.num_state, g.dtype)
+            for g in executor.graph.hidden_groups
+        }
+
+
+@dataclass(frozen=True)
+class Bootstrapped(BackPropagated):
+    """An estimate of what comes after a window, added to the cotangents at its end.
+
+    `net(values, states) -> signals`: of each group, by number, (*shape, states); `values` are what a call is
+    given.
+    """
+
+    net: Callable[[Any, dict[int, Any]], dict[int, Any]]
+    takes: ClassVar[tuple[str, ...]] = ("synthesizer",)
+    words: ClassVar[str] = "a bootstrapped signal"
+
+    def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
+        by_var = {h.outvar: a for h, a in zip(executor.info.hidden, hidden, strict=True)}
+        groups = executor.graph.hidden_groups
+        if any(h.split for g in groups for h in g.hidden):
+            raise NotSupportedError("There is no bootstrapped signal for complex states.")
+        states = {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
+        found = jax.lax.stop_gradient(self.net(given["synthesizer"], jax.lax.stop_gradient(states)))
+        for g in groups:
+            by_var.update(zip(g.hidden_outvars, g.split_hidden(found[g.index]), strict=True))
+        return [by_var[h.outvar] for h in executor.info.hidden]
+
+
+def joined(
+    signal: Signal,
+    executor: ETraceGraphExecutor,
+    values: Values,
+    back: Signals,
+    at_readings: dict[int, list[Any]],
+    d_outs: Leaves,
+    slopes: dict[int, Any],
+    given: dict[str, Any],
+) -> Signals:
+    """The signals of one step at what a rule has traces of: states, and filters of readings."""
+    made = signal.of(executor, values, d_outs, given)
+    result: Signals = {}
+    for k, g in back.items():
+        of_states, of_readings = g, at_readings.get(k, [])
+        if made is not None and signal.is_broadcast:
+            of_readings = [a.astype(g.dtype) for a in made[k]]
+            weighed = [
+                jnp.stack([s * a for s in each]) for each, a in zip(slopes[k], of_readings, strict=True)
+            ]
+            of_states = sum(weighed[1:], weighed[0]) if weighed else jnp.zeros_like(g)
+        elif made is not None:
+            of_states = made[k]
+            of_readings = [made[k][0]] * len(of_readings)
+        if executor.filters.get(k):
+            result[k] = jnp.concatenate([jnp.zeros_like(of_states), jnp.stack(of_readings)])
+        else:
+            result[k] = of_states
+    return result
+
+
+# -- matrices ------------------------------------------------------------------------------------------
+
+
+def _check_readings(executor: ETraceGraphExecutor) -> None:
+    if jax.tree.leaves([executor.readings]) and not any(executor.readings.values()):
+        raise NotSupportedError(
+            "A signal cannot be broadcast: neither an output nor another state reads any hidden state. "
+            "Return what is read of them from the model's `update`."
+        )
+
+
+def _folded(key: Key, *numbers: int) -> Any:
+    found = jnp.asarray(key, jnp.uint32)
+    for n in numbers:
+        found = jax.random.fold_in(found, n)
+    return found
+
+
+def as_key(key: Any) -> Key:
+    """A key of random numbers, as a value that compares."""
+    if key is None:
+        return (0, 0)
+    if jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    return tuple(int(a) for a in np.asarray(key).ravel())
+
+
+def _places(executor: ETraceGraphExecutor, samples: Samples) -> Any:
+    """Group, number of its reading, number of the output; numbers of the output and units of a sample."""
+    outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
+    for group in executor.graph.hidden_groups:
+        for i, _ in enumerate(executor.readings[group.index]):
+            for o, aval in enumerate(outs):
+                size, width = _width(aval.shape, samples), _width(group.varshape, samples)
+                yield group.index, i, o, size, width, group.dtype
+
+
+def _has_samples(shape: tuple[int, ...], samples: Samples) -> bool:
+    axis = samples.axis
+    return axis is not None and not samples.mixed and len(shape) > axis and shape[axis] == samples.count
+
+
+def _width(shape: tuple[int, ...], samples: Samples) -> int:
+    return int(np.prod(shape, dtype=int)) // (samples.count if _has_samples(shape, samples) else 1)
+
+
+def _rows(array: Any, samples: Samples) -> Any:
+    """(samples, numbers); one row where samples cannot be told apart."""
+    if _has_samples(array.shape, samples):
+        array = jnp.moveaxis(array, samples.axis or 0, 0)
+        return array.reshape(samples.count, -1)
+    return array.reshape(1, -1)
+
+
+def _values_of(values: Values, prefix: str) -> list[Any]:
+    return [v for k, v in values.items() if k.startswith(prefix)]
+
+
+def _projected(
+    executor: ETraceGraphExecutor, samples: Samples, values: Values, errors: dict[int, Any]
+) -> dict[int, list[Any]]:
+    """Rows of errors, one for each sample or one for all, at the readings of each group."""
+    found = {}
+    for group in executor.graph.hidden_groups:
+        k, shape = group.index, group.varshape
+        each = []
+        for i, _ in enumerate(executor.readings[k]):
+            terms = [
+                jnp.matmul(e.astype(B.dtype), B, precision="highest")
+                for o, e in errors.items()
+                if (B := values.get(f"feedback:{o}->{k}.{i}")) is not None
+            ]
+            each.append(_units(sum(terms[1:], terms[0]), shape, samples))
+        found[k] = each
+    return found
+
+
+def _units(rows: Any, shape: tuple[int, ...], samples: Samples) -> Any:
+    """Rows of units as an array of a group's shape."""
+    if not _has_samples(shape, samples):
+        return jnp.sum(rows, 0).reshape(shape) if rows.shape[0] > 1 else rows.reshape(shape)
+    axis = samples.axis or 0
+    rest = (*shape[:axis], *shape[axis + 1 :])
+    rows = jnp.broadcast_to(rows, (samples.count, rows.shape[1]))
+    return jnp.moveaxis(rows.reshape(samples.count, *rest), 0, axis)
+
+
+def _spread(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
+    """A modulator at every state of every unit, states first."""
+    m = m.astype(dtype)
+    full = (num, *shape)
+    if m.shape == (*shape, num) and (m.shape != shape):
+        return jnp.moveaxis(m, -1, 0)
+    if m.shape == shape or m.ndim == 0:
+        return jnp.broadcast_to(m.reshape(1, *m.shape) if m.ndim else m, full)
+    if m.ndim == 1 and len(shape) > 1 and m.shape[0] == shape[0]:
+        return jnp.broadcast_to(m.reshape(1, -1, *[1] * (len(shape) - 1)), full)
+    raise ValueError(
+        f"The modulator has the shape {m.shape}; the hidden states have {shape}: give one number, one for "
+        "each sample, or an array of that shape."
+    )
+
+
+def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> dict[str, Any]:
+    """The derivative of each output by each reading, of one sample, where all but the parameters is zero."""
+    info, samples = executor.info, executor.samples
+    zeros = lambda variables: {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables}
+    known = {**zeros(info.arg_invars), **zeros(v for e in info.carried for v in e.invars)}
+    known.update(executor.known_params(params, consts))
+    atoms = [a for a in info.out_atoms if is_inexact(a.aval)]
+    found = {}
+    for group in executor.graph.hidden_groups:
+        for i, v in enumerate(executor.readings[group.index]):
+
+            def outs(read: Any, v: Any = v) -> list[Any]:
+                view = View(known=Known(known, set(), {v: read}), at_site=lambda site, world: plain_site)
+                return evaluate(info.program, [(a, None) for a in atoms], view)
+
+            values, pull = jax.vjp(outs, jnp.zeros(v.aval.shape, v.aval.dtype))
+            for o, value in enumerate(values):
+                size = _width(value.shape, samples)
+                eye = jnp.eye(size, dtype=value.dtype)
+                one = jax.vmap(lambda row, value=value: _in_first(row, value, samples))(eye)
+
+                def back(d: Any, o: int = o, values: Any = values, pull: Any = pull) -> Any:
+                    given = [d if n == o else jnp.zeros_like(a) for n, a in enumerate(values)]
+                    return _rows(pull(given)[0], samples)[0]
+
+                found[f"{o}->{group.index}.{i}"] = jax.vmap(back)(one).astype(group.dtype)
+    return found
+
+
+def _in_first(row: Any, like: Any, samples: Samples) -> Any:
+    """The numbers of one sample, at the first one."""
+    if not _has_samples(like.shape, samples):
+        return row.reshape(like.shape)
+    rows = jnp.zeros((samples.count, row.size), like.dtype).at[0].set(row)
+    return _units(rows, like.shape, samples)

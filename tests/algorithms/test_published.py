@@ -1,0 +1,412 @@
+"""The choices that published rules are made of, and each rule against its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace as bt
+from braintrace._executor.executor import ETraceGraphExecutor
+from braintrace._executor.own_diagonal import own_diagonals
+from braintrace._frontends import compile_etrace_graph
+from braintrace._learners.config import Configured
+
+from ..oracle import Brute, Units, bptt, loss
+from ..run import agree, as_args, by_d_rtrl, compiled, difference, every, online, sequence
+from ..zoo import CASES, Step
+
+ROUND_OFF = 1e-10
+
+# ops from a state to itself: alone, behind another one, in control flow; several states, samples or none
+RECURRENT = [
+    "rnn", "gru", "lstm_fused", "recurrent_conv", "recurrent_lora", "rnn_batched", "lif_recurrent",
+    "residual", "scan_recurrent", "gru_fused", "lstm",
+    *(n for n, c in CASES.items() if c.kind == "recurrent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", every(3, list(dict.fromkeys(RECURRENT))))
+@pytest.mark.filterwarnings("ignore")
+def test_the_own_diagonal_is_that_of_the_whole_step(name):
+    case = CASES[name]
+    x = sequence(case, 1)[0]
+    model = case.build()
+    graph = compile_etrace_graph(model, *as_args(x))
+    executor, info = ETraceGraphExecutor(graph), graph.module_info
+    fixed = [leaf for e in info.entries if e.is_fixed for leaf in jax.tree.leaves(e.state.value)]
+    rest = [jax.tree.leaves(e.state.value) for e in info.entries if not e.is_fixed]
+    args = (fixed, jax.tree.leaves(as_args(x)), list(info.program.consts.values()), rest)
+
+    def found() -> Any:
+        _, _, env, operands = executor.forward(*args)
+        local = executor.jacobians(env, operands)
+        return own_diagonals(executor, env, local.D, local.J)
+
+    for k, blocks in jax.jit(found)().items():
+        wanted = Brute(model, x, graph).own_blocks(k, x)
+        assert np.max(np.abs(wanted)) > 0
+        assert np.max(np.abs(np.asarray(blocks).reshape(wanted.shape) - wanted)) < ROUND_OFF
+
+
+def test_samples_share_what_an_op_does_to_a_unit():
+    case = CASES["rnn_batched"]
+    x = sequence(case, 1)[0]
+    graph = compile_etrace_graph(case.build(), x)
+    executor, info = ETraceGraphExecutor(graph), graph.module_info
+    zeros = lambda vs: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in vs]
+    fixed = zeros(v for e in info.fixed for v in e.invars)
+
+    def found() -> Any:
+        _, _, env, operands = executor.forward(fixed, [x], [], [zeros(e.invars) for e in info.carried])
+        local = executor.jacobians(env, operands)
+        return own_diagonals(executor, env, local.D, local.J)
+
+    found()
+    (plan,) = executor.planned["own diagonal"].values()
+    (crossing,) = plan.crossings
+    assert crossing.ones[0].max() + 1 == 2  # two calls on two samples: four places
+
+
+# -- rules by models -----------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def spike(v):
+    return jnp.where(v > 0, jnp.ones_like(v), jnp.zeros_like(v))
+
+
+spike.defvjp(lambda v: (spike(v), v), lambda v, g: (g / (1 + 3 * jnp.abs(v)) ** 2,))
+
+
+def leaky(p, s, x, more):
+    h = 0.9 * s["h"] + jnp.tanh(bt.matmul(x, p["w"], p["b"]) + bt.matmul(s["h"], p["r"]))
+    return {"h": h}, (h + more.get(0, 0.0)) @ p["o"]
+
+
+def spiking(p, s, x, more):
+    z = spike(s["v"] - 0.5 - s["a"])
+    v = 0.8 * s["v"] - 0.5 * jax.lax.stop_gradient(z) + bt.matmul(x, p["w"]) + bt.matmul(z, p["r"])
+    a = 0.9 * s["a"] + 0.1 * z
+    return {"v": v, "a": a}, (jnp.sin(spike(v - 0.5 - a)) + more.get(0, 0.0)) @ p["o"]
+
+
+def layers(p, s, x, more):
+    v1 = 0.8 * s["v1"] + bt.matmul(x, p["w1"])
+    z1 = spike(v1 - 0.2) + more.get(0, 0.0)
+    v2 = 0.8 * s["v2"] + bt.matmul(z1, p["w2"])
+    return {"v1": v1, "v2": v2}, (spike(v2 - 0.2) + more.get(1, 0.0)) @ p["o"]
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model with what its units are read by."""
+
+    f: Any
+    params: dict[str, Any]
+    states: dict[str, Any]
+    reads: tuple[Any, ...]  # of each group
+
+    def build(self) -> Any:
+        def f(p, s, x):
+            return self.f(vars(p), vars(s), x, {})
+
+        return Step(f, self.params, self.states)
+
+    @property
+    def units(self) -> list[Units]:
+        return [Units(read, lambda *args: self.f(*args)[1]) for read in self.reads]
+
+
+NETS = {
+    "leaky": Net(leaky, {"w": (3, 4), "b": 4, "r": (4, 4), "o": (4, 2)}, {"h": (2, 4)}, (lambda s: s["h"],)),
+    "spiking": Net(
+        spiking,
+        {"w": (3, 4), "r": (4, 4), "o": (4, 2)},
+        {"v": (2, 4), "a": (2, 4)},
+        (lambda s: jnp.sin(spike(s["v"] - 0.5 - s["a"])),),
+    ),
+    "layers": Net(
+        layers,
+        {"w1": (3, 4), "w2": (4, 5), "o": (5, 2)},
+        {"v1": (2, 4), "v2": (2, 5)},
+        (lambda s: spike(s["v1"] - 0.2), lambda s: spike(s["v2"] - 0.2)),
+    ),
+}
+LENGTH = 5
+XS = [2.0 * np.random.RandomState(t).randn(2, 3) for t in range(LENGTH)]
+TARGETS = [np.random.RandomState(100 + t).randn(2, 3) for t in range(LENGTH)]
+MODULATORS = [np.random.RandomState(200 + t).randn(2) for t in range(LENGTH)]
+
+
+def feedback(learner, brute, xs):
+    """dL/dout of each step through the learner's own matrices."""
+    outs, states = [], brute.f.states
+    for x in xs:
+        out, states = brute.f.step(brute.f.params, states, x)
+        outs.append(np.asarray(jax.grad(lambda o: loss([o]))(out[0])))
+    return lambda t, k, back: (outs[t] @ np.asarray(learner.traces[f"feedback:0->{k}.0"].value)).ravel()
+
+
+def back(learner, brute, xs):
+    return lambda t, k, signal: signal
+
+
+def projected(learner, brute, xs):
+    return lambda t, k, _: (TARGETS[t] @ np.asarray(learner.traces[f"feedback:0->{k}.0"].value)).ravel()
+
+
+def modulated(learner, brute, xs):
+    """The number of a sample at each of its states."""
+
+    def signal(t, k, _):
+        shapes = [brute.f.states[i].shape for i in brute.groups[k][0]]
+        return np.concatenate([np.broadcast_to(MODULATORS[t][:, None], s).ravel() for s in shapes])
+
+    return signal
+
+
+# of each rule: the learner, what defines its signal, and the rest of its definition
+PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "EProp": (lambda m: bt.EProp(m), back, {}),
+    "EProp filtered": (lambda m: bt.EProp(m, kappa_filter_decay=0.7), back, {"kappa": {0: 0.7, 1: 0.7}}),
+    "EProp random": (
+        lambda m: bt.EProp(m, "random", 0.6, jax.random.key(3)), feedback, {"kappa": {0: 0.6, 1: 0.6}},
+    ),
+    "RFLO": (lambda m: bt.RFLO(m, 0.85), feedback, {"decay": 0.85}),
+    "RFLO symmetric": (lambda m: bt.RFLO(m, 0.85, "symmetric"), back, {"decay": 0.85}),
+    "OSTLRecurrent": (lambda m: bt.OSTLRecurrent(m), back, {"decay": "own"}),
+    "OSTLFeedforward": (lambda m: bt.OSTLFeedforward(m), back, {}),
+    "OTPE": (lambda m: bt.OTPE(m, leak=0.8), back, {"decay": 0.8, "one_layer_on": {0: 0.8}}),
+    "OSTTP": (lambda m: bt.OSTTP(m, num_targets=3), projected, {}),
+    "ThreeFactor": (lambda m: bt.ThreeFactor(m), modulated, {"at_states": True}),
+    "config": (
+        lambda m: Configured(m, bt.ETraceConfig(temporal_recursion="none", learning_signal="random_feedback")),
+        feedback, {"decay": 0.0},
+    ),
+}  # fmt: skip
+AVERAGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "OTTT": (lambda m: bt.OTTT(m, leak=0.8), {"leak": 0.8}),
+    "OTTT at once": (lambda m: bt.OTTT(m, "O", leak=0.8), {"leak": 0.8}),
+    "OTPE approx": (lambda m: bt.OTPE(m, "approx", leak=0.8), {"leak": 0.8, "one_layer_on": {0: 0.8}}),
+    "S_TLLR": (
+        lambda m: bt.S_TLLR(m, 0.5, 0.7, 1.2, -0.4),
+        {"leak": 0.5, "before": 0.7, "after": 1.2, "ahead": -0.4},
+    ),
+}
+
+
+def given(learner: Any, t: Any) -> dict[str, Any]:
+    """What a call is given beside the input, from arrays of all steps."""
+    arrays = {"target": TARGETS, "modulator": MODULATORS}
+    return {k: jnp.asarray(np.stack(arrays[k]))[t] for k in learner.rule.signal.takes}
+
+
+def in_steps(learner: Any) -> dict[Any, Any]:
+    """The summed gradients of single calls."""
+    params = learner.model.states(brainstate.ParamState)
+
+    @brainstate.transform.jit
+    def step(t, x):
+        return brainstate.transform.grad(lambda: loss([learner(x, **given(learner, t))]), params)()
+
+    total: Any = None
+    for t, x in enumerate(XS):
+        grads = jax.tree.map(np.asarray, step(jnp.asarray(t), x))
+        total = grads if total is None else jax.tree.map(np.add, total, grads)
+    return {tuple(map(str, k)): v for k, v in total.items()}
+
+
+def in_chunks(learner: Any, size: int) -> dict[Any, Any]:
+    def step(t, x):
+        return loss([learner(x, **given(learner, t))])
+
+    sequences = jnp.arange(LENGTH), jnp.asarray(np.stack(XS))
+    found = brainstate.transform.jit(
+        lambda *s: learner.etrace_grad(*s, step_fn=step, chunk_size=size, reduction="sum")
+    )(*sequences)
+    return {tuple(map(str, k)): v for k, v in found.items()}
+
+
+RULES_BY_NETS = [
+    pytest.param(rule, net, marks=pytest.mark.slow if (i + j) % 3 else ())
+    for i, rule in enumerate([*PUBLISHED, *AVERAGES])
+    for j, net in enumerate(NETS)
+    if (i + j) % 3 < 2
+]
+
+
+@pytest.mark.parametrize(("rule", "net"), RULES_BY_NETS)
+def test_rules_are_what_they_say(rule, net):
+    make, *what, options = PUBLISHED.get(rule) or AVERAGES[rule]
+    model = NETS[net]
+    learner = compiled(make(model.build()), XS[0])
+    brute = Brute(model.build(), XS[0], compile_etrace_graph(model.build(), XS[0]))
+    options = dict(options)
+    if "one_layer_on" in options:
+        one_layer_on = options.pop("one_layer_on")
+        options["kappa" if what else "out"] = one_layer_on if net == "layers" else {}
+    if what:
+        expected = brute.published(XS, model.units, what[0](learner, brute, XS), **options)
+    else:
+        expected = brute.presynaptic(XS, model.units, **options)
+    found = in_steps(learner)
+    assert agree(expected, found, ROUND_OFF), difference(expected, found)
+    after = {k: st.value for k, st in learner.traces.items()}
+    learner = compiled(make(model.build()), XS[0])
+    chunks = in_chunks(learner, 3)
+    assert agree(found, chunks, ROUND_OFF), difference(found, chunks)
+    now = {k: st.value for k, st in learner.traces.items()}
+    assert agree(after, now, ROUND_OFF), difference(after, now)
+    dropped = learner.report.exactness.weights
+    inexact = {k for k, d in difference(bptt(model.build(), XS), found).items() if not d < ROUND_OFF}
+    assert inexact <= set(dropped), (inexact, learner.report.exactness)
+
+
+# -- identities ----------------------------------------------------------------------------------------
+
+
+def test_rflo_of_a_leaky_net_is_d_rtrl():
+    case = CASES["plain_readout"]
+    found = online(bt.RFLO(case.build(), 0.9, "symmetric"), sequence(case))
+    assert agree(by_d_rtrl("plain_readout")[1], found, ROUND_OFF)
+
+
+def test_e_prop_without_a_filter_is_d_rtrl_on_a_spiking_layer():
+    found = in_steps(compiled(bt.EProp(NETS["spiking"].build()), XS[0]))
+    assert agree(in_steps(compiled(bt.D_RTRL(NETS["spiking"].build()), XS[0])), found, ROUND_OFF)
+
+
+def test_the_true_signal_as_modulator_is_d_rtrl():
+    model = NETS["leaky"].build()
+    brute = Brute(model, XS[0], compile_etrace_graph(model, XS[0]))
+    learner, states, total = compiled(bt.ThreeFactor(model), XS[0]), brute.f.states, 0.0
+    params = model.states(brainstate.ParamState)
+    expected = in_steps(compiled(bt.D_RTRL(NETS["leaky"].build()), XS[0]))
+    for x in XS:
+        now = brute.advance(states, x)
+        m, states = now["g"][0].reshape(2, 4), now["states"]
+        total = (
+            total
+            + brainstate.transform.grad(lambda x=x, m=m: loss([learner(x, modulator=m)]), params)()[("w",)]
+        )
+    assert np.max(np.abs(expected["w",] - total)) < ROUND_OFF
+
+
+def test_a_modulator_is_one_number_or_stands():
+    model = NETS["leaky"].build()
+    learner = compiled(bt.ThreeFactor(model), XS[0])
+    params = model.states(brainstate.ParamState)
+    with pytest.raises(ValueError, match="modulator"):
+        learner(XS[0])
+    with pytest.raises(ValueError, match="shape"):
+        brainstate.transform.grad(lambda: loss([learner(XS[0], modulator=np.ones(3))]), params)()
+    learner.modulator = 2.0
+    grads = []
+    for more in ({}, {"modulator": 1.0}):
+        learner.reset_state()
+        grads.append(brainstate.transform.grad(lambda more=more: loss([learner(XS[0], **more)]), params)())
+    assert np.allclose(grads[0][("w",)], 2 * grads[1][("w",)])
+
+
+def test_dni_with_the_true_synthesizer_is_bptt():
+    model, truth = NETS["leaky"].build(), bptt(NETS["leaky"].build(), XS)
+    learner = compiled(bt.DNI(model, window=2), XS[0])
+    net = bt.SyntheticGradient(learner.group_signal_shapes())
+    net.apply = lambda values, states: {0: values["at"]}
+    net.param_values = lambda: {"at": jnp.asarray(future)}
+    future = np.zeros((2, 4, 1))
+    learner.attach_synthesizer(net)
+    brute = Brute(model, XS[0], compile_etrace_graph(model, XS[0]))
+
+    def later(states, xs):
+        def total(flat):
+            now, value = [flat], 0.0
+            for x in xs:
+                outs, now = brute.f.step(brute.f.params, now, x)
+                value = value + loss(outs)
+            return value
+
+        return np.asarray(jax.grad(total)(states[0])) if xs else np.zeros((2, 4))
+
+    for alone in (False, True):
+        learner.reset_state()
+        states, total = brute.f.states, None
+        model.h.value = states[0]
+        for i in range(0, LENGTH, 2):
+            xs = XS[i : i + 2]
+            for x in xs:
+                states = brute.f.step(brute.f.params, states, x)[1]
+            future = later(states, XS[i + 2 :])[..., None]
+            if alone:
+                grads = brainstate.transform.grad(
+                    lambda xs=xs: jnp.sum(
+                        jax.vmap(lambda o: loss([o]))(learner(bt.MultiStepData(np.stack(xs))))
+                    ),
+                    model.states(brainstate.ParamState),
+                )()
+            else:
+                step = lambda x: loss([learner(x)])
+                grads = learner.etrace_grad(np.stack(xs), step_fn=step, reduction="sum")
+            grads = {tuple(map(str, k)): np.asarray(v) for k, v in grads.items()}
+            total = grads if total is None else jax.tree.map(np.add, total, grads)
+        assert agree(truth, total, ROUND_OFF), difference(truth, total)
+    assert not learner.report.exactness.exact
+
+
+def test_a_synthesizer_is_fitted():
+    model = NETS["leaky"].build()
+    learner = compiled(bt.DNI(model, window=2), XS[0])
+    learner.attach_synthesizer(bt.SyntheticGradient(learner.group_signal_shapes()))
+    errors = bt.train_synthetic_gradient(
+        learner, np.stack(XS[:4]), chunk_size=2, loss_fn=lambda o: loss([o]), epochs=20, lr=0.1, reset=False
+    )
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def test_adaptive_feedback_follows_the_readout_and_outlasts_a_sequence():
+    model = NETS["leaky"].build()
+    learner = compiled(bt.EProp(model, "adaptive", feedback_decay=0.25), XS[0])
+    learner(XS[0])
+    B = learner.traces["feedback:0->0.0"].value
+    learner(XS[1])
+    assert np.array_equal(B, learner.traces["feedback:0->0.0"].value)
+    step = np.random.RandomState(0).randn(4, 2)
+    model.o.value = model.o.value + step
+    learner.reset_state()
+    learner.etrace_grad(np.stack(XS), step_fn=lambda x: loss([learner(x)]), chunk_size=2)
+    found = learner.traces["feedback:0->0.0"].value
+    assert np.max(np.abs(0.75 * np.asarray(B) + step.T - np.asarray(found))) < ROUND_OFF
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("eprop", {}), ("rflo", {"leak": 0.9}), ("ottt", {"leak": 0.9}), ("otpe", {"leak": 0.9}),
+     ("s_tllr", {"lambda_post": 0.5, "lambda_pre": 0.5}), ("three_factor", {"modulator": 1.0})],
+)  # fmt: skip
+def test_rules_have_names(name, options):
+    cell = bt.nn.GRUCell(3, 4)
+    learner = bt.compile(cell, name, jnp.ones((2, 3)), batch_size=2, **options)
+    assert learner(jnp.ones((2, 3))).shape == (2, 4)
+    assert not learner.report.exactness.exact
+
+
+def test_a_point_on_the_axes_is_a_rule():
+    config = bt.ETraceConfig(trace_factorization="io_factorized", decay=(0.9, 0.0))
+    assert config.temporal_recursion == ("scalar_leak", "none")
+    assert bt.ETraceConfig(trace_filter="kappa", kappa=0.0) == bt.ETraceConfig()
+    assert bt.ETraceConfig(recurrence_scope="sparse_n", sparse_n=1).recurrence_scope == "coupled"
+    with pytest.raises(ValueError, match="kappa"):
+        bt.ETraceConfig(kappa=0.5)
+    with pytest.raises(ValueError, match="learning_signal"):
+        bt.ETraceConfig(learning_signal="telepathy")
+    learner = bt.compile(bt.nn.GRUCell(3, 4), bt.ETraceConfig(recurrence_scope="coupled"), jnp.ones(3))
+    assert learner.rule == bt.rules.D_RTRL(recursion=learner.rule.recursion, called="ETraceConfig")
