@@ -28,12 +28,14 @@ from ._learners import BPTT as BPTT
 from ._learners import D_RTRL as D_RTRL
 from ._learners import DNI as DNI
 from ._learners import ES_D_RTRL as ES_D_RTRL
+from ._learners import KF_RTRL as KF_RTRL
 from ._learners import OSTTP as OSTTP
 from ._learners import OTPE as OTPE
 from ._learners import OTTT as OTTT
 from ._learners import RFLO as RFLO
 from ._learners import RTRL as RTRL
 from ._learners import S_TLLR as S_TLLR
+from ._learners import UORO as UORO
 from ._learners import EligibilityTrace as EligibilityTrace
 from ._learners import EProp as EProp
 from ._learners import ETraceAlgorithm as ETraceAlgorithm
@@ -49,7 +51,9 @@ from ._learners import OSTLFeedforward as OSTLFeedforward
 from ._learners import OSTLRecurrent as OSTLRecurrent
 from ._learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from ._learners import PresynapticTrace as PresynapticTrace
+from ._learners import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm
 from ._learners import SingleStepData as SingleStepData
+from ._learners import SnAp as SnAp
 from ._learners import SyntheticGradient as SyntheticGradient
 from ._learners import ThreeFactor as ThreeFactor
 from ._learners import compile as compile

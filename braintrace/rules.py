@@ -6,11 +6,14 @@ from ._executor.recursion import Recursion as Recursion
 from ._rules import BPTT as BPTT
 from ._rules import D_RTRL as D_RTRL
 from ._rules import ES_D_RTRL as ES_D_RTRL
+from ._rules import KF_RTRL as KF_RTRL
 from ._rules import RTRL as RTRL
+from ._rules import UORO as UORO
 from ._rules import Feedback as Feedback
 from ._rules import Modulator as Modulator
 from ._rules import Presynaptic as Presynaptic
 from ._rules import Rule as Rule
+from ._rules import SnAp as SnAp
 from ._rules import TargetProjection as TargetProjection
 from ._rules import TraceRule as TraceRule
 
@@ -18,7 +21,9 @@ __all__ = [
     "BPTT",
     "D_RTRL",
     "ES_D_RTRL",
+    "KF_RTRL",
     "RTRL",
+    "UORO",
     "Feedback",
     "Leak",
     "Modulator",
@@ -26,6 +31,7 @@ __all__ = [
     "Presynaptic",
     "Recursion",
     "Rule",
+    "SnAp",
     "TargetProjection",
     "TraceRule",
 ]

@@ -25,6 +25,7 @@ from jax.flatten_util import ravel_pytree
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
 from braintrace._rules.rank import fixed_basis
+from braintrace._rules.signs import key_at, signs
 
 _CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jaxpr"}
 
@@ -376,14 +377,7 @@ class Brute:
         The numbers of a sample are those of the state leaves `leaves`, in this order; samples lie along
         `axis` (None: there is one).
         """
-        sizes = [self.f.states[i].size for i in leaves]
-        places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-        shaped = [p.reshape(self.f.states[i].shape) for p, i in zip(places, leaves, strict=True)]
-        if axis is None:
-            samples = [np.arange(sum(sizes))]
-        else:
-            split = [np.moveaxis(p, axis, 0).reshape(p.shape[axis], -1) for p in shaped]
-            samples = list(np.concatenate(split, 1))
+        samples = self._samples(leaves, axis)
         start = fixed_basis(len(samples[0]), rank)
         U = [start for _ in samples]
         V = [jnp.zeros((start.shape[1], self.theta.size)) for _ in samples]
@@ -407,6 +401,137 @@ class Brute:
                     U[s] = _basis(_unit(R @ (R.T @ U[s])) + 1e-3 * U[s], start)
                 V[s] = U[s].T @ R
         return self.f.as_tree(self.unravel(grad))
+
+    def _samples(self, leaves: list[int], axis: int | None) -> list[Any]:
+        """Of each sample, where its numbers are among those of some states, one after the other."""
+        sizes = [self.f.states[i].size for i in leaves]
+        places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        shaped = [p.reshape(self.f.states[i].shape) for p, i in zip(places, leaves, strict=True)]
+        if axis is None:
+            return [np.arange(sum(sizes))]
+        split = [np.moveaxis(p, axis, 0).reshape(p.shape[axis], -1) for p in shaped]
+        return list(np.concatenate(split, 1))
+
+    def snap(self, xs: list[Any], window: int, n: int, leaves: list[int]) -> dict[Any, Any]:
+        """`P = M * (H P + W)` at every step; the pattern `M` from derivatives at random places."""
+        flow = self.jit(partial(self._flow, leaves))
+        rng, moves, mask = np.random.RandomState(5), False, False
+        for _ in range(4):
+            near = lambda a: a + 0.3 * rng.randn(*np.shape(a))
+            H, W = flow(near(self.theta), list(map(near, self.f.states)), [near(xs[0])])[2:]
+            moves, mask = moves | (np.asarray(H) != 0), mask | (np.asarray(W) != 0)
+        for _ in range(n - 1):
+            mask = mask | (moves @ mask)
+        P, states, grad = jnp.zeros(mask.shape), self.f.states, jnp.zeros_like(self.theta)
+        for first in range(0, len(xs), window):
+            chunk = xs[first : first + window]
+            own, signal, _, _ = flow(self.theta, states, chunk)
+            grad = grad + own + signal @ P
+            for x in chunk:
+                H, W = flow(self.theta, states, [x])[2:]
+                P = jnp.where(mask, H @ P + W, 0.0)
+                states = self.f.step(self.f.params, states, x)[1]
+        return self.f.as_tree(self.unravel(grad))
+
+    def uoro(
+        self, xs: list[Any], window: int, leaves: list[int], axis: int | None, key: int, eps: float
+    ) -> dict[Any, Any]:
+        """One random product `s theta^T` for each sample; samples as in `d_rtrl_rank`."""
+        samples = self._samples(leaves, axis)
+        s = [jnp.zeros(len(i)) for i in samples]
+        theta = [jnp.zeros_like(self.theta) for _ in samples]
+        states, grad, norm = self.f.states, jnp.zeros_like(self.theta), jnp.linalg.norm
+        flow = self.jit(partial(self._flow, leaves))
+        for count, first in enumerate(range(0, len(xs), window)):
+            chunk = xs[first : first + window]
+            own, signal, H, W = flow(self.theta, states, chunk)
+            grad, nus = grad + own, signs(key_at(key, count), (len(samples), 1, len(samples[0])), float)
+            for b, i in enumerate(samples):
+                grad = grad + (signal[i] @ s[b]) * theta[b]
+                nu, pushed = nus[b, 0], H[i][:, i] @ s[b]
+                rho0 = jnp.sqrt(norm(theta[b]) / (norm(pushed) + eps)) + eps
+                rho1 = jnp.sqrt(norm(nu @ W[i]) / (norm(nu) + eps)) + eps
+                s[b] = rho0 * pushed + rho1 * nu
+                theta[b] = theta[b] / rho0 + nu @ W[i] / rho1
+            for x in chunk:
+                states = self.f.step(self.f.params, states, x)[1]
+        return self.f.as_tree(self.unravel(grad))
+
+    def kf_rtrl(
+        self, xs: list[Any], leaves: list[int], axis: int | None, sites: list[int], key: int, eps: float
+    ) -> dict[Any, Any]:
+        """Two sides `u`, `A` of each site for each sample, in windows of one step.
+
+        Where there are several samples, they lie along the first axis of states and outputs of sites.
+        """
+        samples = self._samples(leaves, axis)
+        self.traced, norm = sites, jnp.linalg.norm
+        u: dict[Any, Any] = {}  # of each site and sample: the input side, of the op and of a bias
+        A: dict[Any, Any] = {}
+        states, grad = self.f.states, jnp.zeros_like(self.theta)
+        flow, instant = (self.jit(partial(f, leaves)) for f in (self._flow, self._instant))
+        for count, x in enumerate(xs):
+            own, signal, H, _ = flow(self.theta, states, [x])
+            inputs, J, ones = instant(self.theta, states, x)
+            grad = grad + own
+            step = key_at(key, count)
+            for s in sites:
+                c = signs(jax.random.fold_in(step, s), (2, len(samples)), float)
+                outs = np.arange(J[s].shape[1])
+                for b, i in enumerate(samples):
+                    o = outs if axis is None else np.split(outs, len(samples))[b]
+                    x_now = {k: v if axis is None else v[b] for k, v in inputs.get(s, {}).items()}
+                    new = [jnp.concatenate([v.ravel() for v in x_now.values()] or [jnp.zeros(0)])]
+                    new += [jnp.ones(int(ones[s]))]
+                    new_u, J_now = jnp.concatenate(new), J[s][i][:, o]
+                    if (s, b) in u:
+                        dy = jnp.zeros(len(outs)).at[o].set(signal[i] @ A[s, b])
+                        x_bar = {}
+                        for k, v in inputs.get(s, {}).items():
+                            flat = u[s, b][: len(new[0])]
+                            one = flat.reshape(x_now[k].shape)
+                            x_bar[s] = one if axis is None else jnp.zeros_like(v).at[b].set(one)
+                        dys = {t: dy if t == s else jnp.zeros(J[t].shape[1]) for t in sites}
+                        scale = u[s, b][-1] if ones[s] else 1.0
+                        grad = grad + self._site_vjp(self.theta, states, x, x_bar, scale, dys)
+                        pushed = H[i][:, i] @ A[s, b]
+                        p1 = jnp.sqrt(norm(pushed) / (norm(u[s, b]) + eps)) + eps
+                    else:
+                        u[s, b], pushed, p1 = jnp.zeros_like(new_u), jnp.zeros_like(J_now), eps
+                    p2 = jnp.sqrt(norm(J_now) / (norm(new_u) + eps)) + eps
+                    u[s, b] = c[0, b] * p1 * u[s, b] + c[1, b] * p2 * new_u
+                    A[s, b] = c[0, b] / p1 * pushed + c[1, b] / p2 * J_now
+            states = self.f.step(self.f.params, states, x)[1]
+        return self.f.as_tree(self.unravel(grad))
+
+    def _instant(self, leaves: list[int], theta: Any, states: Any, x: Any) -> tuple[Any, Any, Any]:
+        """Of each site, its input, d h/dy along all paths, and how many of its weights meet a one."""
+        seen: dict[int, Any] = {}
+
+        def run(added: Any) -> Any:
+            def at_site(number: int, eqn: Any, vals: Any) -> Any:
+                if number not in self.traced:
+                    return eqn.primitive.bind(*vals, **eqn.params)
+                names = eqn.params["names"]
+                seen[number] = _input_of(eqn, vals), names if len(vals) > len(names) else ("bias",)
+                y = eqn.primitive.bind(*vals, **eqn.params)
+                return y if added is None else y + added[number].reshape(y.shape)
+
+            now = self.f.step(self.unravel(theta), states, x, at_site=at_site)[1]
+            return jnp.concatenate([now[i].ravel() for i in leaves])
+
+        shapes: dict[int, Any] = {}
+
+        def record(number: int, eqn: Any, vals: Any) -> Any:
+            shapes[number] = eqn.outvars[0].aval
+            return eqn.primitive.bind(*vals, **eqn.params)
+
+        self.f.step(self.unravel(theta), states, x, at_site=record)
+        zeros = {s: jnp.zeros(int(np.prod(shapes[s].shape)), shapes[s].dtype) for s in self.traced}
+        J = jax.jacrev(run)(zeros)
+        run(None)
+        inputs = {s: {0: v} for s, (v, _) in seen.items() if v is not None}
+        return inputs, J, {s: "bias" in names for s, (_, names) in seen.items()}
 
     def _of_leaves(self, influence: list[Any], leaves: list[int]) -> Any:
         """Influences by groups as those of some states, one after the other; zero where there is no trace."""

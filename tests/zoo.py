@@ -1903,6 +1903,18 @@ def _(p, s, x):
     return {"h": h, "b": jnp.stack([h, s.b[0]])}, jnp.tanh(s.b[1])
 
 
+# -- sparse recurrence -----------------------------------------------------------------------------------
+
+RING = scipy.sparse.coo_matrix((np.ones(12), ([*range(6), *range(6)], [*range(6), *range(1, 6), 0])), (6, 6))
+
+
+@case("cell", "ring", "matmul wi: h; sparse_matmul w: h", wi=(3, 6), w=12, h=6, exact=False)
+def _(p, s, x):
+    """Each unit reads itself and its neighbour."""
+    h = jnp.tanh(bt.matmul(x, p.wi) + bt.sparse_matmul(s.h, p.w, sparse_mat=RING))
+    return {"h": h}, h
+
+
 # -- ops from a state to itself ------------------------------------------------------------------------
 
 

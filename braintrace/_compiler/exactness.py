@@ -13,6 +13,7 @@ where no output tells of any hidden state is it taken to read those.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import numpy as np
 from .dataflow import settled
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
+from .influence import find_reached
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
@@ -46,10 +48,17 @@ class RuleKind:
     windows: bool = False  # back-propagates through windows; traces stand for what came before
     rank: int = 0  # of what is kept beside the traces
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
+    reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
+    estimate: bool = False  # the influence of everything on everything is kept as a random product
     signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
     leak: float | None = None  # by which traces decay; None: by how states go on
     filter: float | None = None  # by which what is read of a trace is averaged
     kept: bool = True  # whether anything is kept of the steps before a window
+
+    @property
+    def beyond_traces(self) -> bool:
+        """Whether every parameter that acts on states learns through time, with a trace or without."""
+        return bool(self.rank or self.reach or self.estimate)
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
         """How many directions are kept beside the traces, of how many; None: none are."""
@@ -80,6 +89,8 @@ class Cut(enum.Enum):
     WHILE = enum.auto()  # outputs are reached through a loop that has no reverse mode
     OWN_DERIVATIVE = enum.auto()  # a function with a derivative of its own holds a site
     NOT_LINEAR = enum.auto()  # a derivative of a user's own is not linear
+    OUT_OF_REACH = enum.auto()  # a parameter acts on states only after more steps than are followed
+    RANDOM = enum.auto()  # a random product stands for what a parameter does to states
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,14 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     verdict = _Verdict(graph, rule)
     kept = rule.directions(graph)
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
-    found = verdict.not_linear() if whole else verdict.dropped() if rule.kept else verdict.estimated()
+    if whole:
+        found = verdict.not_linear()
+    elif rule.estimate:
+        found = itertools.chain(verdict.estimated(Cut.RANDOM), verdict.not_linear())
+    elif rule.reach is not None:
+        found = verdict.out_of_reach(rule.reach)
+    else:
+        found = verdict.dropped() if rule.kept else verdict.estimated(Cut.ESTIMATED)
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
@@ -143,7 +161,7 @@ class _Verdict:
             yield from _each(self.behind[site.index], Cut.OWN_DERIVATIVE, self._use(site), by=opened)
         yield from self.not_linear()
 
-    def estimated(self) -> Iterator[Dropped]:
+    def estimated(self, cut: Cut) -> Iterator[Dropped]:
         """All that goes on from one window to the next."""
         for entry in self.graph.module_info.params:
             goals = [self.flows.whole.get(v, Goal()) for v in entry.invars]
@@ -151,11 +169,29 @@ class _Verdict:
             for goal in goals:
                 missed |= (goal.direct | goal.crossing) & self.flows.live
             if missed:
-                yield Dropped(entry.path, Cut.ESTIMATED, entry.path, self._paths(missed))
+                yield Dropped(entry.path, cut, entry.path, self._paths(missed))
 
     def not_linear(self) -> Iterator[Dropped]:
         for node, paths in self.flows.not_linear:
             yield from _each(paths, Cut.NOT_LINEAR, by=node)
+
+    def out_of_reach(self, steps: int) -> Iterator[Dropped]:
+        """The parameters that reach more states in a step beyond these."""
+        info = self.graph.module_info.marked
+        leaves = [(e, v) for e in info.fixed for v in e.invars]
+        learned = [i for i, (e, v) in enumerate(leaves) if e.is_param and v.inexact and v.aval.size]
+        samples = find_samples(info, self.rule.samples)
+        samples = find_samples(info, None) if samples.mixed else samples
+        reached = find_reached(info, samples, learned)
+        live = set(self._paths(self.flows.live))
+        for i, sets in reached.after(steps).items():
+            kinds = np.unique(sets, axis=0)
+            new = np.unpackbits(reached.grown(kinds) & ~kinds, axis=-1, count=reached.labels)
+            more = np.flatnonzero(new.any(axis=0))
+            states = (reached.state_of[n] for n in more if reached.state_of[n] in live)
+            if missed := tuple(dict.fromkeys(states)):
+                yield Dropped(leaves[i][0].path, Cut.OUT_OF_REACH, leaves[i][0].path, missed)
+        yield from self.not_linear()
 
     # -- from a parameter to a new state -----------------------------------------------------------
 

@@ -71,7 +71,7 @@ def links(
         axes = tuple(range(len(shapes[0])))
         return [(0, 0, Axes(axes, tuple(a for a in axes if a not in params["axes"])))]
     if primitive is primitives.dot_general_p:
-        return _dot(shapes, params["dimension_numbers"])
+        return dot_axes(shapes, params["dimension_numbers"])
     if primitive in tables.CUMULATIVE:
         return [(0, 0, _mixed_along(len(out), [params["axis"]]))]
     if primitive is primitives.sort_p:
@@ -126,7 +126,7 @@ def _mixed_along(ndim: int, axes: Sequence[int] | range) -> Link:
     return Axes(tuple(range(ndim)), tuple(a + ndim if a in axes else a for a in range(ndim)))
 
 
-def _dot(shapes: list[Shape], dimension_numbers: Any) -> Linked:
+def dot_axes(shapes: list[Shape], dimension_numbers: Any) -> Linked:
     (lc, rc), (lb, rb) = dimension_numbers
     fresh = itertools.count()
     left, right = [-1] * len(shapes[0]), [-1] * len(shapes[1])

@@ -19,17 +19,21 @@ from .._compat import primitives
 from . import links as _links
 from .constants import Constants
 from .dataflow import Flow, cross, solve, union
+from .fine_links import fine_links
 from .links import Array, Linked
 from .own_rules import PullBack
 from .primitives import INDICES
 from .program import Atom, Node, Program, Var, read_program
-from .reach import Reach, SiteReach, carry
+from .reach import Reach, SiteReach
+from .zeros import Zeros
 
 
 class Positions:
     """The positions of one program; links are found once and serve every question about it.
 
-    With `through`, paths go through sites, by what the ops compute, instead of ending there.
+    With `through`, paths go through sites, by what the ops compute, instead of ending there. `fine` links
+    tell places of a convolution apart, those of an op by the indices that it is given, and weights that are
+    zero under a mask, which may be told by `zeros` of the inputs: more to compute.
     """
 
     def __init__(
@@ -38,9 +42,12 @@ class Positions:
         known: Mapping[Var, Array | None] | None = None,
         *,
         through: bool = False,
+        fine: bool = False,
+        zeros: Mapping[Var, Array | None] | None = None,
     ) -> None:
-        self.program, self.through = program, through
+        self.program, self.through, self.fine = program, through, fine
         self.constants = Constants(program, known or {})
+        self._zeros = Zeros(program, self.constants, zeros or {})
         self._links: dict[Node, Linked | Positions] = {}
         self._inner: dict[Any, Positions] = {}
         self._iterations: dict[Node, list[Any]] = {}
@@ -71,7 +78,7 @@ class Positions:
                 enters=True,
                 rule=PullBack.of,
                 inside=lambda node, program, step, *kind: self._at(node, program, step)._flow(*kind),
-                stack=Reach.stack,
+                stack=_stack,
                 most=_FIXPOINT,
             )
         return self._flows[back, derivatives]
@@ -92,7 +99,7 @@ class Positions:
             here, there = (j, i) if back else (i, j)
             reach, atom = given[here], far[there]
             if reach is not None and takes(atom):
-                made[there] = union((made[there], carry(link, reach, atom.aval.shape, back=back)))
+                made[there] = union((made[there], reach.carry(link, atom.aval.shape, back=back)))
         return made
 
     def _find_links(self, node: Node) -> Linked | Positions:
@@ -101,12 +108,21 @@ class Positions:
             found: Linked | Positions | None = _links.links(
                 node.primitive, node.params, ins, outs, lambda i: self.constants(node.inputs[i])
             )
+            if self.fine:
+                found = fine_links(node, self._zeros) or found
             if found is None:
                 program = None if node.inner else _expand(node)
                 shapes = [tuple(a.shape) for a in ins], [tuple(o.shape) for o in outs]
-                found = _links.all_with_all(*shapes) if program is None else Positions(program)
+                found = _links.all_with_all(*shapes) if program is None else self._expanded(node, program)
             self._links[node] = found
         return self._links[node]
+
+    def _expanded(self, node: Node, program: Program) -> Positions:
+        if not self.fine:
+            return Positions(program)
+        known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
+        zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
+        return Positions(program, known, fine=True, zeros=zeros)
 
     # -- inside control flow -----------------------------------------------------------------------
 
@@ -126,7 +142,7 @@ class Positions:
         )
         if key not in self._inner:
             values = zip(program.inputs, known, strict=True) if known else ()
-            self._inner[key] = Positions(program, dict(values), through=self.through)
+            self._inner[key] = Positions(program, dict(values), through=self.through, fine=self.fine)
         return self._inner[key]
 
     def _known(self, atoms: Sequence[Atom]) -> list[Array | None]:
@@ -156,6 +172,12 @@ class Positions:
             result[step] = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
             carried = self._program(loop.body, result[step])._known(loop.body.outputs[: loop.carry])
         return result
+
+
+def _stack(parts: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    """One value for all parts, of which each has that shape; None if no part reaches anything."""
+    first = next((p for p in parts if p is not None), None)
+    return None if first is None else first.stack(parts, shape)
 
 
 _FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix

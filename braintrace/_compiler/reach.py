@@ -89,11 +89,13 @@ class Reach:
     def __getitem__(self, index: int) -> Reach:
         return Reach(self.low[:, index], self.high[:, index])
 
+    def carry(self, link: Link, shape: Shape, *, back: bool) -> Reach:
+        """The same at the other end of a link, of the given shape."""
+        return carry(link, self, shape, back=back)
+
     @staticmethod
-    def stack(parts: Sequence[Reach | None], shape: Shape) -> Reach | None:
-        """One for all parts, of which each has that shape; None if no part reaches anything."""
-        if all(p is None for p in parts):
-            return None
+    def stack(parts: Sequence[Reach | None], shape: Shape) -> Reach:
+        """One for all parts, of which each has that shape."""
         full = [Reach.empty(shape) if p is None else p for p in parts]
         return Reach(np.stack([p.low for p in full], 1), np.stack([p.high for p in full], 1))
 

@@ -43,6 +43,15 @@ class Linear:
         traced = [self._sites.get(r.site.index) for r in self.traced.graph.hidden_param_op_relations]
         return find_weighted(self.info, [s for s in traced if s is not None])
 
+    def tell_read(self) -> None:
+        """Let the compiled model know by which of its constants it was found out what reaches what."""
+        if self._consts is None:
+            return
+        own, program = list(self.traced.info.program.consts), self.info.program
+        for var, at in zip(program.consts, self._consts, strict=True):
+            if any(var is atom for atom in program.read) and isinstance(at, int):
+                self.traced.info.program.read.append(own[at])
+
     def window(self, window: Window) -> Window:
         """A window of the compiled model as one of the marked step."""
         if self.executor is self.traced:

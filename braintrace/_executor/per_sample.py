@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.dataflow import Flow, solve, union
+from .._compiler.errors import NotSupportedError
+from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Var
 from .._compiler.samples import Samples, counting
 from .._ops.letters import align
@@ -82,6 +84,14 @@ class PerSample:
             for v in self._leaves
         ]
 
+    def check_rows(self) -> None:
+        """Refuse samples that begin anew one by one where they do not stand in front."""
+        if self.samples.axis != 0:
+            raise NotSupportedError(
+                "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
+                "Reset all of them."
+            )
+
     # -- sites -------------------------------------------------------------------------------------
 
     @cached_property
@@ -124,7 +134,7 @@ class PerSample:
                 return union(given[: node.site.num_inputs])
             return union(given)
 
-        flow = Flow[bool](transfer, derivatives=True, enters=True)
+        flow = Flow[bool](transfer, derivatives=True, enters=True, rule=PullBack.of)
         return [
             i
             for i, (v, is_param) in enumerate(leaves)
@@ -148,9 +158,7 @@ class PerSample:
             given = (jnp.eye(count, dtype=rows.dtype)[:, :, None, None] * rows[:, None]).reshape(
                 count, count * each, -1
             )
-        cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(given)
-        pulled, dys, dparams = window.pull(cotangents, [w.site for w in self.sites], self.others)
-        start = jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled)
+        start, dys, dparams = self._pulled(window, given, [w.site for w in self.sites], self.others)
         terms: Terms = {}
         if self.others:
             pick = lambda a: a.reshape(count, each, *a.shape[1:])
@@ -159,8 +167,30 @@ class PerSample:
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
         return start, self._add(terms, window, self._weight_terms(window, dys))
 
-    def _weight_terms(self, window: Window, dys: dict[int, Any]) -> dict[tuple[int, str], Any]:
-        """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
+    def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
+        """Of a window of one step, d(numbers after)/d(numbers before), (samples, numbers, numbers).
+
+        And, of each site, the same by its output: (numbers, *y), where each element of `y` has one sample.
+        """
+        eye = jnp.eye(self.numbers, dtype=self.dtype)
+        rows = jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
+        start, dys, _ = self._pulled(self.linear.window(window), rows, [w.site for w in sites], ())
+        return start, {i: d[:, 0] for i, d in dys.items()}
+
+    def back(self, window: Window, rows: Any) -> Any:
+        """Rows of signals at the window's end, (samples, rows, numbers), as those at its start."""
+        return self._pulled(self.linear.window(window), rows, (), ())[0]
+
+    def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
+        cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
+        pulled, dys, dparams = window.pull(cotangents, sites, others)
+        return jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled), dys, dparams
+
+    def inputs(self, window: Window) -> dict[int, list[Any]]:
+        """The inputs of the sites at each step of a window."""
+        return self._inputs(self.linear.window(window))
+
+    def _inputs(self, window: Window) -> dict[int, list[Any]]:
         steps = (window.args, window.consts, window.before, window.ys)
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
 
@@ -168,8 +198,11 @@ class PerSample:
             found = window.executor.forward(window.params, *step)[3]
             return {i: found[i][:n] for i, n in kept.items()}
 
-        inputs = each_step(operands, steps)
-        found = {}
+        return each_step(operands, steps)  # type: ignore[no-any-return]
+
+    def _weight_terms(self, window: Window, dys: dict[int, Any]) -> dict[tuple[int, str], Any]:
+        """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
+        inputs, found = self._inputs(window), {}
         for w in self.sites:
             i = w.site.index
             for name, layout in w.layouts.items():
@@ -185,6 +218,13 @@ class PerSample:
             return terms
         by_leaf = self._to_parameters(window, self.sites, found)
         return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
+
+    def to_parameters(self, window: Window, terms: dict[tuple[int, str], Any]) -> dict[int, Any]:
+        """Terms of the effective weights of all samples together, as those of parameters."""
+        window = self.linear.window(window)
+        pull = window.executor.pull_weights(window.params, window.first_consts, self.sites, list(terms))
+        found = pull(list(terms.values()))
+        return {i: a for i, a in enumerate(found) if a is not None and self._is_param[i]}
 
     def _to_parameters(self, window: Window, of: Sequence[Any], found: dict[tuple[int, str], Any]) -> Terms:
         """Terms of effective weights, by their letters, as those of parameters."""

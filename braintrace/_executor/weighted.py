@@ -70,12 +70,17 @@ def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> 
     view = jax.vmap(view, (0, None)) if has_rows else view
     dy, y = view(dy, list(inputs)), (*((ROWS,) if has_rows else ()), TIME, *layout.y)
     factor = _factors(layout, inputs, dy.dtype)
-    operands: list[tuple[Any, Letters]] = [(dy, y)]
-    if factor is not None:
-        x, dy = promoted(factor[0], dy)
-        operands = [(x, (TIME, *factor[1])), (dy, y)]
+    if factor is None:
+        return product([(dy, y)], want)
+    return product([(factor[0], (TIME, *factor[1])), (dy, y)], want)
+
+
+def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:
+    """The product of arrays with letters, summed over those that are not wanted."""
+    arrays = promoted(*(array for array, _ in operands))
     have = tuple(a for a in want if any(a in letters for _, letters in operands))
-    return align(_einsum(operands, have), have, want)
+    pairs = [(array, letters) for array, (_, letters) in zip(arrays, operands, strict=True)]
+    return align(_einsum(pairs, have), have, want)
 
 
 def _factors(layout: Layout, inputs: Sequence[Any], dtype: Any) -> tuple[Any, Letters] | None:

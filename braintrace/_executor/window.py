@@ -120,11 +120,11 @@ class Window:
                     return jax.vmap(lambda t: transposed(t)[0])(tangents), None
                 except (AssertionError, NotImplementedError, RuntimeError) as e:  # as each primitive has it
                     raise NotSupportedError(
-                        "`rank` pushes directions forward through the derivatives of `custom_vjp` functions "
+                        "The rule pushes directions through the derivatives of `custom_vjp` functions "
                         f"(at {', '.join(dict.fromkeys(n.source for n in only_back))}), and one of them is "
                         "not made of operations that JAX knows to be linear in the cotangent (a clip, a "
                         "`where` on the cotangent itself). Write it with linear operations, or leave `rank` "
-                        "out: windows go without it."
+                        "out: windows go without it, and so does `KF_RTRL`."
                     ) from e
             return jax.vmap(lambda t: jax.jvp(lambda b: function(b, [], []), [before], [t])[1])(
                 tangents
@@ -190,6 +190,19 @@ class Window:
             carry, found = body(carry, self._of_first(steps))
             return carry, jax.tree.map(lambda a: a[None], found)
         return jax.lax.scan(body, carry, steps, reverse=reverse)
+
+    def one_by_one(self, body: Callable[[Any, Window], Any], carry: Any) -> Any:
+        """`carry = body(carry, step)` over the steps, each a window of its own."""
+        if self.length == 1:
+            return body(carry, self)
+
+        def at(carry: Any, step: Any) -> Any:
+            args, consts, before, ys, keep = jax.tree.map(lambda a: a[None], step)
+            one = Window(self.executor, 1, self.params, args, consts, before, ys, keep)
+            return body(carry, one), None
+
+        steps = (self.args, self.consts, self.before, self.ys, self.keep)
+        return jax.lax.scan(at, carry, steps)[0]
 
     def end(self, params: Leaves, start: list[Leaves]) -> list[Leaves]:
         """The carried states after the window, along all paths, from those before it."""

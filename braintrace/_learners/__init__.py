@@ -17,6 +17,10 @@ from .dni import train_synthetic_gradient as train_synthetic_gradient
 from .expon import GradExpon as GradExpon
 from .functional import OnlineFunctions as OnlineFunctions
 from .functional import online as online
+from .influence import KF_RTRL as KF_RTRL
+from .influence import UORO as UORO
+from .influence import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm
+from .influence import SnAp as SnAp
 from .learners import D_RTRL as D_RTRL
 from .learners import ES_D_RTRL as ES_D_RTRL
 from .learners import RTRL as RTRL

@@ -15,6 +15,7 @@ from .base import ETraceAlgorithm
 from .bptt import BPTT
 from .config import Configured, ETraceConfig
 from .dni import DNI
+from .influence import KF_RTRL, UORO, SnAp
 from .learners import D_RTRL, ES_D_RTRL, RTRL
 from .published import (
     OSTTP,
@@ -46,6 +47,9 @@ NAMES: dict[str, type[ETraceAlgorithm]] = {
     "three_factor": ThreeFactor,
     "dni": DNI,
     "bptt": BPTT,
+    "snap": SnAp,
+    "uoro": UORO,
+    "kf_rtrl": KF_RTRL,
 }
 
 

@@ -16,9 +16,9 @@ from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 _AXES: dict[str, tuple[str, ...]] = {
-    "trace_factorization": ("per_param", "io_factorized"),
+    "trace_factorization": ("per_param", "io_factorized", "random_projection"),
     "temporal_recursion": ("jacobian", "scalar_leak", "none"),
-    "recurrence_scope": ("diagonal", "coupled"),
+    "recurrence_scope": ("diagonal", "coupled", "sparse_n"),
     "learning_signal": ("symmetric", "random_feedback", "modulatory"),
     "trace_filter": ("none", "kappa"),
     "update_schedule": ("per_step",),
@@ -29,11 +29,12 @@ _AXES: dict[str, tuple[str, ...]] = {
 class ETraceConfig:
     """A learning rule by its choices: what is kept, how it decays, which signal, which filter.
 
-    `trace_factorization`: 'per_param' (a trace of every weight) or 'io_factorized' (averages of inputs and of
-    state Jacobians, `decay` a number or a pair). `temporal_recursion`: 'jacobian', 'scalar_leak' (by `decay`)
-    or 'none'; a pair for inputs and states where these are averaged. `recurrence_scope`: 'diagonal' (marked
-    ops closed) or 'coupled' (how a unit acts on itself through them). `learning_signal`: 'symmetric',
-    'random_feedback' or 'modulatory'. `trace_filter`: 'none' or 'kappa' (with `kappa`).
+    `trace_factorization`: 'per_param' (a trace of every weight), 'io_factorized' (averages of inputs and of
+    state Jacobians, `decay` a number or a pair) or 'random_projection' (`UORO`). `temporal_recursion`:
+    'jacobian', 'scalar_leak' (by `decay`) or 'none'; a pair for inputs and states where these are averaged.
+    `recurrence_scope`: 'diagonal' (marked ops closed), 'coupled' (how a unit acts on itself through them) or
+    'sparse_n' (`SnAp` of `sparse_n` steps). `learning_signal`: 'symmetric', 'random_feedback' or
+    'modulatory'. `trace_filter`: 'none' or 'kappa' (with `kappa`).
 
     >>> ETraceConfig(trace_factorization="io_factorized", decay=0.9).temporal_recursion
     ('scalar_leak', 'jacobian')
@@ -154,6 +155,8 @@ class ETraceConfig:
             "random_feedback": lambda: Feedback(as_key(random_feedback_key)),
             "modulatory": Modulator,
         }
+        if self.recurrence_scope == "sparse_n" or self.trace_factorization == "random_projection":
+            return self._influence()
         signal = signals[self.learning_signal]()
         own = Own() if self.recurrence_scope == "coupled" else None
         if self.is_factorized:
@@ -163,6 +166,18 @@ class ETraceConfig:
         decay = own if self.temporal_recursion == "jacobian" else Leak(float(self.decay))
         recursion = None if decay is None and self.kappa is None else Recursion(decay, self.kappa)
         return rules.D_RTRL(recursion=recursion, signal=signal, called="ETraceConfig")
+
+    def _influence(self) -> Rule:
+        """The rule of a choice that keeps influence in another form than traces."""
+        name = "random_projection"
+        if self.trace_factorization == name and self.recurrence_scope != "coupled":
+            raise ValueError(f"`trace_factorization={name!r}` goes with `recurrence_scope='coupled'`.")
+        if self.learning_signal != "symmetric" or self.trace_filter != "none" or self.is_factorized:
+            raise ValueError(
+                "`recurrence_scope='sparse_n'` and `trace_factorization='random_projection'` go with "
+                "back-propagated signals that are not filtered, each alone."
+            )
+        return rules.UORO() if self.trace_factorization == name else rules.SnAp(self.sparse_n or 1)
 
 
 class Configured(ETraceVjpAlgorithm):

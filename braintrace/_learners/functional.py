@@ -359,7 +359,7 @@ class OnlineFunctions:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        has_windows = self._online.windows and isinstance(self.rule, TraceRule)
+        has_windows = self._online.windows and not self.rule.any_window
         return choose(
             self._online,
             step,

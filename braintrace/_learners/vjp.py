@@ -61,8 +61,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
         check_window(window)
-        in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
-        if in_windows and vjp_method == "single-step":
+        in_windows = window is not None or (not rule.any_window and rule.windows)
+        if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
             raise ValueError(
                 f"{'What `rank` keeps is' if window is None else f'Windows of {window} steps are'} "
                 "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
@@ -81,7 +81,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self.rule.windows or self.vjp_method == "multi-step"
 
     def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
-        if not isinstance(self.rule, TraceRule):
+        if self.rule.any_window:
             super().take_windows(window, rank)
         rule: Any = self.rule
         if rank is not None:
@@ -231,6 +231,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if is_window:
             return Drive(step, size=sequence.pace, turns=self.rule.turns)
         values = self._values()
+        if not self.rule.any_window and self._in_windows and self.vjp_method == "single-step":
+            chunk_size = None  # a window is what changes numbers
         return choose(
             self._online(self._compiled_now()),
             step,

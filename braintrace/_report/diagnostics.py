@@ -137,7 +137,7 @@ _LEFT_OUT = {  # by traces
 
 def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
     """The findings that matter to a rule: what traces leave out does not, where it is kept beside them."""
-    return set(DiagnosticKind) - (_LEFT_OUT if rule is not None and rule.rank else set())
+    return set(DiagnosticKind) - (_LEFT_OUT if rule is not None and rule.beyond_traces else set())
 
 
 def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:

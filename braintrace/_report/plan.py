@@ -28,6 +28,7 @@ from .._learners import pickling
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
 from .._learners.functional import OnlineFunctions
+from .._learners.influence import KF_RTRL, UORO, SnAp
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._online.sequence import even_chunks
 from .flops import count_flops
@@ -38,8 +39,12 @@ RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
     "ES_D_RTRL": ES_D_RTRL,
     "RTRL": RTRL,
     "BPTT": BPTT,
+    "SnAp": SnAp,
+    "UORO": UORO,
+    "KF_RTRL": KF_RTRL,
 }
-FUNCTIONS = {rule.__name__: rule for rule in (_rules.D_RTRL, _rules.ES_D_RTRL, _rules.RTRL, _rules.BPTT)}
+FUNCTIONS = {name: getattr(_rules, name) for name in RULES}
+_USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -132,7 +137,7 @@ def plan(
     batch_size: int | None = None,
     length: int = 100,
     *,
-    rules: Sequence[str] = tuple(RULES),
+    rules: Sequence[str] = _USUAL,
     chunk_sizes: Sequence[int] | None = None,
     memory_budget: int | None = None,
     window: int | None = None,
@@ -218,7 +223,9 @@ def _plan(
         raise ValueError(f"`length` must be at least 1, not {length}.")
     middle = even_chunks(length, math.isqrt(length))
     sizes = sorted({min(s, length) for s in (chunk_sizes or (1, middle, length))})
-    whole = {"RTRL": [1], "BPTT": [s for s in sizes if s > 1] or [length]}
+    one = [1]  # what is kept advances step by step
+    whole = {"RTRL": one, "SnAp": one, "UORO": one, "KF_RTRL": one}
+    whole["BPTT"] = [s for s in sizes if s > 1] or [length]
     rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
     if dial is not None and "D_RTRL" in rules:
         rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))

@@ -59,8 +59,8 @@ class CompilationReport:
 
     @cached_property
     def ranked_weights(self) -> dict[Path, str]:
-        """Each parameter that learns through `rank` alone, and why it has no trace."""
-        if self.rule is None or not self.rule.rank:
+        """Each parameter that learns by what is kept beside traces alone, and why it has no trace."""
+        if self.rule is None or not self.rule.beyond_traces:
             return {}
         acting = Flows(self.graph).behind([h.outvar for h in self.graph.module_info.hidden])
         return {path: why for path, why in self._untraced.items() if path in acting}
@@ -100,7 +100,11 @@ class CompilationReport:
 
     @property
     def kept(self) -> str:
-        """What is kept beside the traces, in a few words; empty: nothing."""
+        """How what traces leave out is followed, in a few words; empty: it is not."""
+        if self.rule is not None and self.rule.reach:
+            return f"as far as {self.rule.reach} steps reach"
+        if self.rule is not None and self.rule.estimate:
+            return "by random products"
         directions = self.exactness.directions
         return "" if directions is None else "in {} of {} directions".format(*directions)
 

@@ -34,6 +34,8 @@ _WORDS = {
     Cut.OTHER_STATE: ("what {to}, which has no trace, keeps of {of}", "through"),
     Cut.WHILE: ("what goes to the outputs", "through a loop without reverse mode,"),
     Cut.OWN_DERIVATIVE: ("the derivative rule of a function that holds {of}", "inside"),
+    Cut.OUT_OF_REACH: ("what {of} does to {to} only after more steps than are followed", ""),
+    Cut.RANDOM: ("how far a random estimate of what {of} does to {to} is off", ""),
     Cut.NOT_LINEAR: (
         "what the losses of several steps do together in a derivative rule that is not linear,",
         "that of",
@@ -73,13 +75,19 @@ class Exactness:
     num_params: int
     windows: bool = False
     directions: tuple[int, int] | None = None  # kept beside the traces, and of how many
+    estimate: bool = False  # random, and right on average
 
     @staticmethod
     def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Dropped]) -> Exactness:
         """The verdict on a compiled model of which a rule drops these paths."""
         found = dict.fromkeys(dropped_path(d, rule.name) for d in dropped)
         return Exactness(
-            rule.name, list(found), len(graph.module_info.params), rule.windows, rule.directions(graph)
+            rule.name,
+            list(found),
+            len(graph.module_info.params),
+            rule.windows,
+            rule.directions(graph),
+            rule.estimate,
         )
 
     @property
@@ -119,6 +127,12 @@ class Exactness:
                 "back-propagation through time."
             )
         where = " across windows (within one, and in one over the whole sequence, it is exact)"
+        if self.estimate:
+            return (
+                f"{self.rule} is a random estimate here, of {len(self.weights)} of {self.num_params} "
+                "parameters: on average over its signs the gradient is that of back-propagation through "
+                "time, in one run it is far off. Not known:"
+            )
         how = "Not counted:"
         if self.directions is not None:
             kept, numbers = self.directions

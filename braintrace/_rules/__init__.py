@@ -4,6 +4,7 @@ from .bptt import BPTT as BPTT
 from .d_rtrl import D_RTRL as D_RTRL
 from .dni import DNI as DNI
 from .es_d_rtrl import ES_D_RTRL as ES_D_RTRL
+from .kf_rtrl import KF_RTRL as KF_RTRL
 from .presynaptic import Presynaptic as Presynaptic
 from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
@@ -11,3 +12,5 @@ from .rule import TraceRule as TraceRule
 from .signal import Feedback as Feedback
 from .signal import Modulator as Modulator
 from .signal import TargetProjection as TargetProjection
+from .snap import SnAp as SnAp
+from .uoro import UORO as UORO

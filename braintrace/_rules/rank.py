@@ -50,13 +50,14 @@ class Rank:
     samples: int | str | None = "auto"
     dtype: Any = None
     power: int = 0
+    beside_traces: bool = True  # whether there are traces, which samples must have an axis in
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        per = self._per_sample(executor)
+        per = self.per_sample(executor)
         count, size = per.samples.count, min(self.size, per.numbers)
         values = {BASIS: jnp.zeros((count, size, per.numbers), per.dtype)}
-        for name, aval in _names(per).values():
-            for key, rows in _parts(name, size):
+        for name, aval in named(per).values():
+            for key, rows in parts_of(name, size):
                 shape = list(aval.shape)
                 shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
                 values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
@@ -64,7 +65,7 @@ class Rank:
 
     def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
         """What is kept beside the traces, which are `before` the window and `after` it."""
-        per = self._per_sample(executor)
+        per = self.per_sample(executor)
         old = _begun(before[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
@@ -84,12 +85,12 @@ class Rank:
     ) -> tuple[Values, Any]:
         """`basis (H (E + U V) + what the window adds - E')`: linear in the basis; and `basis E'`."""
         start, added = per.pull(window, basis)
-        start = _finite(start)
+        start = finite(start)
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
         values = {}
-        for i, (name, aval) in _names(per).items():
-            axis, parts = 1 + row_axis(aval.ndim), _parts(name, basis.shape[1])
+        for i, (name, aval) in named(per).items():
+            axis, parts = 1 + row_axis(aval.ndim), parts_of(name, basis.shape[1])
             for key, rows in parts:
                 terms = [_mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
                 terms += [_rows(found[i], rows, axis) for found in (added, of_old) if i in found]
@@ -100,58 +101,55 @@ class Rank:
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """What it gives each leaf of the parameters, of signals at the carried states."""
-        per = self._per_sample(executor)
-        signal = _finite(per.vectors(signals, dual=True))
+        per = self.per_sample(executor)
+        signal = finite(per.vectors(signals, dual=True))
         along = _product("bn,brn->br", signal, values[BASIS])
         found = {}
-        for i, (name, aval) in _names(per).items():
-            axis, parts = 1 + row_axis(aval.ndim), _parts(name, along.shape[1])
+        for i, (name, aval) in named(per).items():
+            axis, parts = 1 + row_axis(aval.ndim), parts_of(name, along.shape[1])
             terms = [_summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
             found[i] = add_up(terms).astype(aval.dtype)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        per = self._per_sample(executor)
-        if per.samples.axis != 0:
-            raise NotSupportedError(
-                "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
-                "Reset all of them."
-            )
+        per = self.per_sample(executor)
+        per.check_rows()
         size = values[BASIS].shape[1]
-        names = [BASIS, *(key for name, _ in _names(per).values() for key, _ in _parts(name, size))]
+        names = [BASIS, *(key for name, _ in named(per).values() for key, _ in parts_of(name, size))]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
-    def _per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
-        return per_sample(executor, self.samples)
+    def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
+        return per_sample(executor, self.samples, traces=self.beside_traces)
 
 
-def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSample:
-    """The samples of a step, found once."""
-    if axis not in executor.per_sample:
+def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True) -> PerSample:
+    """The samples of a step, found once; `traces`: those have to be told apart by sample, too."""
+    if (axis, traces) not in executor.per_sample:
         linear = Linear(executor)
         samples = find_samples(linear.info, axis)
         if samples.mixed:
             raise NotSupportedError(
-                f"`rank` keeps a basis for each sample, and the samples of {show_paths(samples.mixed)} along "
+                f"What is kept is kept for each sample, and the samples of {show_paths(samples.mixed)} along "
                 f"axis {samples.axis} act on each other (a norm over the batch?). Say along which axis of "
-                "the states samples lie that do not (`samples=1`, say), or have one basis for all "
+                "the states samples lie that do not (`samples=1`, say), or take all as one "
                 "(`samples=None`)."
             )
         if isinstance(axis, int) and not samples.have(axis):
             raise NotSupportedError(
                 f"The states that parameters act on have no axis {axis} of one length in common: leave "
-                "`samples` out, or have one basis for all (`samples=None`)."
+                "`samples` out, or take all as one (`samples=None`)."
             )
         found = PerSample(linear, samples)
-        if not found.tells_traces and axis != "auto":
+        told = not traces or found.tells_traces
+        if not told and axis != "auto":
             raise NotSupportedError(
                 f"The traces of this model have no axis for the samples along axis {axis} of the states: "
                 "leave `samples` out, or have one basis for all (`samples=None`)."
             )
-        if not found.tells_traces:  # places of an image, say, with no batch
+        if not told:  # places of an image, say, with no batch
             found = PerSample(linear, find_samples(linear.info, None))
-        executor.per_sample[axis] = found
-    return executor.per_sample[axis]  # type: ignore[no-any-return]
+        executor.per_sample[axis, traces] = found
+    return executor.per_sample[axis, traces]  # type: ignore[no-any-return]
 
 
 def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | None:
@@ -162,7 +160,7 @@ def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | N
         return axis
 
 
-def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
+def named(per: PerSample) -> dict[int, tuple[str, Any]]:
     """The leaves of the parameters that act on what is carried, by number: names and types."""
     leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
     found = {n: leaves[n] for n in per.acting}
@@ -189,7 +187,7 @@ def orthonormal(rows: Any) -> Any:
     Where rows are lost (a hard reset), a little of the fixed basis takes their place.
     """
     _, size, numbers = rows.shape
-    rows = _finite(rows)
+    rows = finite(rows)
     little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
     fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]
     rows = _unit(rows) + little * fixed
@@ -220,7 +218,7 @@ def _product(letters: str, *arrays: Any) -> Any:
     return jnp.einsum(letters, *promoted(*arrays), precision="highest")
 
 
-def _parts(name: str, size: int) -> list[tuple[str, slice]]:
+def parts_of(name: str, size: int) -> list[tuple[str, slice]]:
     """The arrays that hold what is kept for one parameter, and which rows each has.
 
     A few rows are arrays of their own: then a loop updates them in place.
@@ -254,6 +252,6 @@ def _summed(along: Any, kept: Any, *, axis: int) -> Any:
     return weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
 
 
-def _finite(a: Any) -> Any:
+def finite(a: Any) -> Any:
     """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
     return jnp.where(jnp.isfinite(a), a, 0)

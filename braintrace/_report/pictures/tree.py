@@ -33,7 +33,7 @@ def make_tree(report: CompilationReport) -> Tree:
                 branch.add(_site(relation, group, kept))
     shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
     if report.kept:
-        branch = root.add(_text((f"beside the traces, {report.kept} for each sample", "bold magenta")))
+        branch = root.add(_text((f"without a trace, {report.kept}, for each sample", "bold magenta")))
         for path, why in report.ranked_weights.items():
             branch.add(_text((show_path(path), "cyan"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.excluded_weights:

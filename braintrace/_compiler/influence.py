@@ -1,0 +1,167 @@
+"""Which carried numbers each number of a parameter can act on within `n` steps.
+
+Sets of positions are carried backwards through a step, along the same links as single positions are: from
+the new states to the old ones and to the parameters. What a parameter reaches in one step, and what the
+carried numbers reach of each other in each step after it, is a pattern: in it, the influence of the past is
+not zero. A pattern follows from the program and its indices; no value of a parameter or a state is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .links import Array, Link, Pairs, Same, Shape
+from .module_info import ModuleInfo
+from .positions import Positions
+from .program import Var
+from .samples import Samples
+from .step import Path
+
+
+class Sets:
+    """Of each element, a set of labels: bits, (*shape, bytes)."""
+
+    __slots__ = ("bits",)
+
+    def __init__(self, bits: Array) -> None:
+        self.bits = bits
+
+    @staticmethod
+    def single(labels: Array, count: int) -> Sets:
+        """One label for each element."""
+        bits = np.zeros((labels.size, (count + 7) // 8), np.uint8)
+        found = labels.ravel()
+        bits[np.arange(labels.size), found // 8] = 1 << (7 - found % 8)
+        return Sets(bits.reshape(*labels.shape, -1))
+
+    def unpacked(self, count: int) -> Array:
+        """Whether each element has each label: (*shape, labels)."""
+        return np.unpackbits(self.bits, axis=-1, count=count).astype(bool)
+
+    def __bool__(self) -> bool:
+        return bool(self.bits.any())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sets) and np.array_equal(self.bits, other.bits)
+
+    def __or__(self, other: Sets) -> Sets:
+        return Sets(self.bits | other.bits)
+
+    def __getitem__(self, index: int) -> Sets:
+        return Sets(self.bits[index])
+
+    def stack(self, parts: Sequence[Sets | None], shape: Shape) -> Sets:
+        none = np.zeros((*shape, self.bits.shape[-1]), np.uint8)
+        return Sets(np.stack([none if p is None else p.bits for p in parts]))
+
+    def carry(self, link: Link, shape: Shape, *, back: bool) -> Sets:
+        """The same at the other end of a link, of the given shape."""
+        width = self.bits.shape[-1]
+        if isinstance(link, Same):
+            return Sets(self.bits.reshape(*shape, width))
+        if isinstance(link, Pairs):
+            here, there = (link.out, link.inp) if back else (link.inp, link.out)
+            result = np.zeros((int(np.prod(shape, dtype=int)), width), np.uint8)
+            order = np.argsort(there, kind="stable")
+            to, first = np.unique(there[order], return_index=True)
+            if len(to):
+                given = self.bits.reshape(-1, width)[here[order]]
+                result[to] = np.bitwise_or.reduceat(given, first, axis=0)
+            return Sets(result.reshape(*shape, width))
+        have, want = (link.out, link.inp) if back else (link.inp, link.out)
+        drop = tuple(i for i, a in enumerate(have) if a not in want)
+        kept = [a for a in have if a in want]
+        bits = np.bitwise_or.reduce(self.bits, axis=drop) if drop else self.bits
+        bits = np.transpose(bits, (*(kept.index(a) for a in want if a in kept), len(kept)))
+        bits = np.expand_dims(bits, tuple(i for i, a in enumerate(want) if a not in kept))
+        return Sets(np.broadcast_to(bits, (*shape, width)))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """What each number reaches in a sample; labels are the carried elements of one."""
+
+    labels: int
+    state_of: list[Path]  # the state of each label
+    moves: Array  # (labels, labels): whether a label after a step depends on one before it
+    params: dict[int, Array]  # of each acting leaf of the parameters, its sets after one step: (size, bytes)
+
+    @cached_property
+    def _steps(self) -> Array:
+        """Of each label before a step, those after it that depend on it."""
+        return np.packbits(self.moves.T, axis=-1)
+
+    def after(self, steps: int) -> dict[int, Array]:
+        """The sets of each leaf after so many steps."""
+        found = {}
+        for leaf, sets in self.params.items():
+            kinds, which = np.unique(sets, axis=0, return_inverse=True)
+            for _ in range(steps - 1):
+                grown = self.grown(kinds)
+                if np.array_equal(grown, kinds):
+                    break
+                kinds = grown
+            found[leaf] = kinds[which.ravel()]
+        return found
+
+    def grown(self, sets: Array) -> Array:
+        """Sets, with what their labels reach in one step more."""
+        has = np.unpackbits(sets, axis=-1, count=self.labels).astype(bool)
+        more = [np.bitwise_or.reduce(self._steps[row], axis=0, initial=0) for row in has]
+        return sets | np.asarray(more, np.uint8).reshape(sets.shape)
+
+
+def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> Reached:
+    """What the numbers of some leaves of fixed states, and the carried ones, reach in one step."""
+    positions = Positions(info.program, through=True, fine=True)
+    pairs = [
+        (e.path, old, new)
+        for e in info.carried
+        for old, new in zip(e.invars, e.outvars, strict=True)
+        if any(old is v for v in samples.carried)
+    ]
+    order = {id(v): n for n, v in enumerate(samples.carried)}
+    pairs.sort(key=lambda pair: order[id(pair[1])])
+    sizes = [old.aval.size // samples.count for _, old, _ in pairs]
+    count = sum(sizes)
+    starts: dict[Var, Sets] = {}
+    labels: list[tuple[Var, Array]] = []
+    first = 0
+    for (_, old, new), size in zip(pairs, sizes, strict=True):
+        own = _labels(tuple(old.aval.shape), samples, first, size)
+        labels.append((old, own))
+        first += size
+        if isinstance(new, Var):
+            sets = Sets.single(own, count)
+            starts[new] = starts[new] | sets if new in starts else sets
+    env, _ = positions.reaches(starts)  # type: ignore[arg-type]
+    found: dict[Var, Any] = dict(env)
+    moves = np.zeros((count, count), bool)
+    for old, own in labels:
+        if old in found:
+            np.logical_or.at(moves.T, own.ravel(), found[old].unpacked(count).reshape(-1, count))
+    fixed = [v for e in info.fixed for v in e.invars]
+    none = lambda v: np.zeros((v.aval.size, (count + 7) // 8), np.uint8)
+    params = {
+        i: found[fixed[i]].bits.reshape(fixed[i].aval.size, -1) if fixed[i] in found else none(fixed[i])
+        for i in leaves
+    }
+    state_of = [path for (path, _, _), size in zip(pairs, sizes, strict=True) for _ in range(size)]
+    return Reached(count, state_of, moves, params)
+
+
+def _labels(shape: Shape, samples: Samples, first: int, size: int) -> Array:
+    """Numbers for the elements of a sample, the same in each: a pattern has what any of them reaches."""
+    own = np.arange(first, first + size)
+    if samples.axis is None:
+        return own.reshape(shape)
+    rest = (*shape[: samples.axis], *shape[samples.axis + 1 :])
+    full = np.broadcast_to(own.reshape(rest), (samples.count, *rest))
+    return np.moveaxis(full, 0, samples.axis)

@@ -1,0 +1,122 @@
+"""Learners that keep the influence of every parameter, in another form than traces of weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import brainstate
+
+from .. import _rules as rules
+from .._executor.recursion import Own, Recursion
+from .._frontends.modules import Mark
+from .._rules.snap import MOST
+from .learners import as_trace_dtype
+from .vjp import ETraceVjpAlgorithm, VjpMethod
+
+Axis = int | Literal["auto"] | None
+
+
+class SnAp(ETraceVjpAlgorithm):
+    """Sparse n-step approximation of RTRL: the influence of every parameter where `n` steps can reach.
+
+        P[t] = M * (H[t] P[t-1] + dh[t]/dw)
+
+    with `H` = dh[t]/dh[t-1] along all paths, and `M` one where a number of a parameter acts on a carried
+    number within `n` steps. The pattern comes from the structure of the step, for every parameter: sparse and
+    grouped products, convolutions, layers. A dense recurrence reaches everything in two steps: then, and with
+    `n` large enough on any model, the gradient is that of RTRL. Menick et al., 2020 (arXiv:2006.07232).
+
+    With `n=1` that is a trace of every weight as in `D_RTRL`, at its price, which decays with how each unit
+    acts on itself, through recurrent weights as well (`mark` and `trace_dtype` are for these traces; what has
+    none, and acts on many units at once, learns within the step). With more steps, a call is a window of one
+    step, in which nothing is left out; with `window=k` so are `k` steps. A pattern of more than
+    `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in 0.2.6 the
+    limit is on the blocks of `H`, and patterns stay within a group of states). `samples` is as in `D_RTRL`;
+    `fast_solve` is accepted and has no effect.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        n: int = 2,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        snap_max_jacobian_elements: int = MOST,
+        *,
+        window: int | None = None,
+        samples: Axis = "auto",
+        mark: Mark = "ops",
+        trace_dtype: Any = None,
+    ) -> None:
+        rule: rules.Rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
+        if n == 1:
+            rule = rules.D_RTRL(as_trace_dtype(trace_dtype), recursion=Recursion(Own()), called="SnAp(1)")
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
+        self.n = n
+
+
+class UORO(ETraceVjpAlgorithm):
+    """Unbiased online recurrent optimisation: the influence of all parameters as one random product.
+
+        P ~ s theta^T,    s' = rho0 H s + rho1 nu,    theta' = theta / rho0 + (nu^T dh/dw) / rho1
+
+    with `H` = dh[t]/dh[t-1] along all paths and random signs `nu`: right on average, for every parameter of
+    any model, at the memory of the parameters and states of each sample. A single run is far off; averages
+    over many steps or samples are not. Tallec and Ollivier, 2017 (arXiv:1702.05043); there is one product for
+    each sample of a batch.
+
+    `projection_key` is the key of the signs, which begin anew with `reset_state()`; `projection_eps` is added
+    to norms, as in the paper. `window=k` back-propagates through windows of `k` steps, of which each takes
+    one draw: the longer, the less noise. `samples` is as in `D_RTRL`. `fast_solve`, `control_flow`,
+    `random_feedback_key` and `snap_max_jacobian_elements` are accepted and have no effect, as in 0.2.6.
+    0.2.6 keeps a product for each group of states, and leaves out what goes from one group to another.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        control_flow: Any = None,
+        projection_key: Any = 42,
+        projection_eps: float = 1e-12,
+        random_feedback_key: Any = None,
+        snap_max_jacobian_elements: int | None = None,
+        *,
+        window: int | None = None,
+        samples: Axis = "auto",
+    ) -> None:
+        rule = rules.UORO(projection_key, projection_eps, samples)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+
+
+class KF_RTRL(ETraceVjpAlgorithm):
+    """Kronecker-factored RTRL: the influence of each product `y = x w` as a product of two sides.
+
+        P ~ u (x) A,    u' = c1 p1 u + c2 p2 x,    A' = (c1 / p1) H A + (c2 / p2) dh/dy
+
+    with random signs `c` and the `p` of the least variance: right on average, and with far less noise than
+    `UORO`, at a memory of batch x numbers carried x outputs for each use of a parameter. Mujika, Meier and
+    Steger, 2018 (arXiv:1805.10842), for one weight matrix; here for every use of every parameter, each with
+    two sides of its own, in any model where these are products (no convolutions). Options are those of
+    `UORO`; in windows, the two sides advance step by step.
+    """
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        projection_key: Any = 42,
+        projection_eps: float = 1e-12,
+        *,
+        window: int | None = None,
+        samples: Axis = "auto",
+    ) -> None:
+        rule = rules.KF_RTRL(projection_key, projection_eps, samples)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+
+
+RandomProjectionVjpAlgorithm = UORO

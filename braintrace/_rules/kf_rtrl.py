@@ -1,0 +1,239 @@
+"""KF-RTRL: the influence of each weight as a random product of an input and an output side, right on average.
+
+A use `y = op(x, w)` of a parameter acts on the states by `x (x) J`, with `J` = dh/dy along all paths. Its
+influence on what is carried is kept, for each sample, in the same form:
+
+    P ~ u (x) A        u (inputs of the op), A (numbers carried, outputs of the op)
+
+At each step, with `H` = dh[t]/dh[t-1] along all paths and two random signs `c` for each use and sample:
+
+    u' = c1 p1 u     + c2 p2 x        p1 = sqrt(|H A| / (|u| + eps)) + eps
+    A' = c1 H A / p1 + c2 J / p2      p2 = sqrt(|J| / (|x| + eps)) + eps
+    gradient = within the window + sum over uses of u (x) (dL/dh[start] A)
+
+A bias has an input of one, and shares `A` with the weight beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .._compiler.errors import NotSupportedError
+from .._compiler.exactness import RuleKind
+from .._compiler.provenance import provenance
+from .._compiler.samples import counting
+from .._compiler.site_weights import SiteWeights
+from .._compiler.step import show_path, show_paths
+from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.per_sample import PerSample
+from .._executor.weighted import Weighted, product
+from .._executor.window import Window, where_rows
+from .._ops.letters import Layout, Letters
+from .rank import finite, per_sample
+from .rule import Rule, Values
+from .signs import Key, as_key, key_at, signs
+
+COUNT = "steps so far"
+
+
+@dataclass(frozen=True)
+class KF_RTRL(Rule):
+    """Kronecker factors of each use of a parameter; options are those of `UORO`."""
+
+    key: Key = 42
+    eps: float = 1e-12
+    samples: int | str | None = "auto"
+    any_window: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", as_key(self.key))
+        if not self.eps > 0:
+            raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("KF_RTRL", windows=windows, estimate=True)
+
+    def _uses(self, executor: ETraceGraphExecutor) -> list[Use]:
+        per = per_sample(executor, self.samples, traces=False)
+        if (known := executor.per_sample.get((self.samples, Use))) is not None:
+            return known  # type: ignore[no-any-return]
+        found = [Use(per, w) for w in per.sites]
+        for use in found:
+            use.check()
+        if per.others:
+            leaves = [e.path for e in per.info.fixed for _ in e.invars]
+            raise NotSupportedError(
+                f"KF_RTRL keeps an input and an output side of each product with a parameter, and "
+                f"{show_paths(dict.fromkeys(leaves[i] for i in per.others))} acts on states in another way, "
+                "too. Use it through `braintrace.matmul` or `braintrace.element_wise`, or take another rule: "
+                "`UORO`, or `D_RTRL` with a `rank`."
+            )
+        executor.per_sample[self.samples, Use] = found
+        return found
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        values: Values = {COUNT: jnp.zeros((1,), jnp.int32)}
+        for use in self._uses(executor):
+            inputs = use.weighted.site.no_inputs
+            for name in use.layouts:
+                x = use.input(name, inputs)
+                values[use.key(name)] = jnp.zeros(x.shape, x.dtype)
+            site = use.weighted.site
+            y = jnp.zeros((use.per.numbers, *site.shape), site.output.aval.dtype)
+            values[use.key("A")] = jnp.zeros_like(use.by_sample(y))
+        return values
+
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        uses = self._uses(executor)
+        if not uses:
+            return values
+        per = uses[0].per
+
+        def step(values: Values, window: Window) -> Values:
+            if window.keep is not None:
+                values = self.forget(executor, values, ~window.keep[0])
+            H, dys = per.jacobian(window, [use.weighted for use in uses])
+            H, inputs = finite(H), per.inputs(window)
+            after: Values = {COUNT: values[COUNT] + 1}
+            key = key_at(self.key, values[COUNT][0])
+            for use in uses:
+                i = use.weighted.site.index
+                J = use.by_sample(dys[i])
+                x = {n: use.input(n, [a[0] for a in inputs[i]]) for n in use.layouts}
+                u = {n: values[use.key(n)] for n in use.layouts}
+                pushed = jnp.einsum("bnm,bm...->bn...", H.astype(_real(J)), values[use.key("A")])
+                p1, p2 = (self._p(a, b) for a, b in ((pushed, u), (J, x)))
+                c = signs(jax.random.fold_in(key, i), (2, per.samples.count), p1.dtype)
+                for name in use.layouts:
+                    after[use.key(name)] = _times(c[0] * p1, u[name]) + _times(c[1] * p2, x[name])
+                after[use.key("A")] = _times(c[0] / p1, pushed) + _times(c[1] / p2, J)
+            return after
+
+        return window.one_by_one(step, values)  # type: ignore[no-any-return]
+
+    def _p(self, out: Any, inp: dict[str, Any]) -> Any:
+        a, b = _norm([out]), _norm(list(inp.values()))
+        return jnp.sqrt(a / (b.astype(a.dtype) + self.eps)) + self.eps
+
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
+        uses = self._uses(executor)
+        none: Leaves = [None] * len(window.params)
+        if not uses:
+            return none
+        per = uses[0].per
+        signal, inputs = finite(per.vectors(signals, dual=True)), per.inputs(window)
+        terms: dict[tuple[int, str], Any] = {}
+        for use in uses:
+            i, A = use.weighted.site.index, values[use.key("A")]
+            dy = use.from_samples(jnp.einsum("bn,bn...->b...", signal.astype(_real(A)), A))
+            for name in use.layouts:
+                terms[i, name] = use.weight(name, values[use.key(name)], dy, [a[0] for a in inputs[i]])
+        found = per.to_parameters(window, terms)
+        return [found.get(i) for i in range(len(none))]
+
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+        per = per_sample(executor, self.samples, traces=False)
+        per.check_rows()
+        return {k: a if k == COUNT else where_rows(rows, jnp.zeros_like(a), a) for k, a in values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of parameters, and how its two sides lie in arrays with samples first."""
+
+    per: PerSample
+    weighted: Weighted
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        return self.weighted.layouts
+
+    def key(self, name: str) -> str:
+        return f"{self.weighted.site.index}:{'.'.join(self._paths[0])}:{name}"
+
+    @cached_property
+    def _paths(self) -> list[Any]:
+        info = self.per.info
+        origin = provenance(info.program, [v for e in info.params for v in e.invars])
+        return list(SiteWeights(info, self.weighted.site, origin).paths.values())
+
+    @cached_property
+    def _axis(self) -> int | None:
+        """The axis of the output along which samples lie."""
+        if self.per.samples.axis is None:
+            return None
+        site = self.weighted.site
+        numbers = self.per.samples.sites[site.index]
+        axis = counting(numbers, tuple(range(numbers.ndim)), self.per.samples.count)  # type: ignore[arg-type]
+        return None if axis is None else int(axis)
+
+    def check(self) -> None:
+        """Refuse an op whose weight terms are sums of products."""
+        site, letters = self.weighted.site, self.per.letters
+        for name, layout in self.layouts.items():
+            lone = {letters[site.index, name]} if self.per.samples.axis is not None else set()
+            extra = [
+                a for a in (*layout.y, *(layout.x or ())) if a in layout.y and a not in (*layout.w, *lone)
+            ]
+            if extra or (self.per.samples.axis is not None and self._axis is None):
+                raise NotSupportedError(
+                    f"KF_RTRL keeps an input and an output side of each product with a parameter. The {name} "
+                    f"`{show_path(self._paths[0])}` of `{site.primitive.name}` at {site.source} enters many "
+                    "outputs of a sample at once (places of an image, steps of a loop), so that its effect "
+                    "is no product. Take another rule: `UORO`, or `D_RTRL` with a `rank`."
+                )
+
+    def _letters(self, name: str) -> Letters:
+        """The letters of the input side, without that of samples."""
+        layout = self.layouts[name]
+        lone = self.per.letters[self.weighted.site.index, name]
+        return tuple(a for a in layout.x or () if a != lone and a in layout.w)
+
+    def input(self, name: str, inputs: list[Any]) -> Any:
+        """The input side of a weight at one step: (samples, *letters)."""
+        layout, count = self.layouts[name], self.per.samples.count
+        dtype = self.weighted.site.output.aval.dtype
+        factor = layout.factor(inputs)
+        if factor is None:
+            return jnp.ones((count,), dtype)
+        x, have = factor
+        x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
+        lone = self.per.letters[self.weighted.site.index, name]
+        if lone in have:
+            x = jnp.moveaxis(x, have.index(lone), 0)
+        return jnp.broadcast_to(x if lone in have else x[None], (count, *x.shape[lone in have :]))
+
+    def by_sample(self, rows: Any) -> Any:
+        """Rows of arrays like the output, (rows, *y), with samples first: (samples, rows, *rest)."""
+        return rows[None] if self._axis is None else jnp.moveaxis(rows, 1 + self._axis, 0)
+
+    def from_samples(self, array: Any) -> Any:
+        """(samples, *rest) as an array like the output."""
+        return array[0] if self._axis is None else jnp.moveaxis(array, 0, self._axis)
+
+    def weight(self, name: str, u: Any, dy: Any, inputs: list[Any]) -> Any:
+        """`u (x) dy`, summed over samples, with the letters of the weight."""
+        layout = self.layouts[name]
+        lone = self.per.letters[self.weighted.site.index, name]
+        have = self._letters(name)
+        u, have = (u[0], have) if lone is None else (u, (lone, *have))
+        return product([(u, have), (layout.view_y(dy, inputs), layout.y)], layout.w)
+
+
+def _norm(arrays: list[Any]) -> Any:
+    """The length of all numbers of each sample, which lie along the first axis."""
+    squares = [jnp.sum(jnp.abs(a) ** 2, axis=tuple(range(1, a.ndim))) for a in arrays]
+    return jnp.sqrt(sum(squares[1:], squares[0]))
+
+
+def _times(of_samples: Any, array: Any) -> Any:
+    return of_samples.astype(_real(array)).reshape(-1, *[1] * (array.ndim - 1)) * array
+
+
+def _real(array: Any) -> Any:
+    return jnp.finfo(array.dtype).dtype

@@ -1,0 +1,103 @@
+"""UORO: the influence of the parameters as one random product for each sample, right on average.
+
+    P ~ s theta^T        s (numbers carried), theta (parameters)
+
+Over a window, with `H` = d(state at its end)/d(state at its start) along all paths, `W` = d(state at its
+end)/d(parameters) and `nu` random signs, one for each number carried:
+
+    s'     = rho0 H s     + rho1 nu
+    theta' = theta / rho0 + (nu^T W) / rho1
+    gradient = within the window + <dL/dh[start], s> theta
+
+The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of `s' theta'^T` is `H P + W`.
+`rho` makes the two parts of a product about as long: with norms over all numbers of a sample,
+
+    rho0 = sqrt(|theta| / (|H s| + eps)) + eps        rho1 = sqrt(|nu^T W| / (|nu| + eps)) + eps
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .._compiler.exactness import RuleKind
+from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.window import Window
+from .rank import BASIS, Rank, finite, named, parts_of
+from .rule import Rule, Values
+from .signs import Key, as_key, key_at, signs
+
+COUNT = "windows so far"
+
+
+@dataclass(frozen=True)
+class UORO(Rule):
+    """A random product for each sample; `key` is that of the signs, `eps` is added to norms.
+
+    `samples` is the axis of the states along which samples lie ('auto': it is found; None: all is one).
+    """
+
+    key: Key = 42
+    eps: float = 1e-12
+    samples: int | str | None = "auto"
+    any_window: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", as_key(self.key))
+        if not self.eps > 0:
+            raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("UORO", windows=windows, estimate=True)
+
+    @property
+    def _kept(self) -> Rank:
+        """Kept as one direction would be: `s` in place of the basis, `theta` of what lies along it."""
+        return Rank(1, self.samples, beside_traces=False)
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        return {**self._kept.start(executor), COUNT: jnp.zeros((1,), jnp.int32)}
+
+    def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        if window.keep is not None:  # samples that begin anew at its start have no past
+            values = self.forget(executor, values, ~window.keep[0])
+            window = replace(window, keep=window.keep.at[0].set(True))
+        per, s = self._kept.per_sample(executor), values[BASIS]
+        pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
+        pushed = finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
+        nu = signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype)
+        added = per.pull(window, nu)[1]
+        names = {i: key for i, (name, _) in named(per).items() for key, _ in parts_of(name, 1)}
+        theta = {i: values[key] for i, key in names.items()}
+        rho0 = self._rho(_norm(theta.values(), s.dtype), _norm([pushed], s.dtype))
+        rho1 = self._rho(_norm(added.values(), s.dtype), _norm([nu], s.dtype))
+        after = {BASIS: _times(rho0, pushed) + _times(rho1, nu), COUNT: values[COUNT] + 1}
+        for i, key in names.items():
+            after[key] = _times(1 / rho0, theta[i])
+            if i in added:
+                after[key] = after[key] + _times(1 / rho1, added[i]).astype(theta[i].dtype)
+        return after
+
+    def _rho(self, a: Any, b: Any) -> Any:
+        return jnp.sqrt(a / (b + self.eps)) + self.eps
+
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
+        found = self._kept.past(executor, values, signals)
+        return [found.get(i) for i in range(len(window.params))]
+
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+        return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}
+
+
+def _norm(arrays: Any, dtype: Any) -> Any:
+    """The length of all numbers of each sample, which lie along the first axis."""
+    squares = [jnp.sum(jnp.abs(a).astype(dtype) ** 2, axis=tuple(range(1, a.ndim))) for a in arrays]
+    return jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
+
+
+def _times(of_samples: Any, array: Any) -> Any:
+    scale = of_samples.reshape(-1, *[1] * (array.ndim - 1))
+    return scale.astype(jnp.abs(jnp.zeros((), array.dtype)).dtype) * array
