@@ -368,7 +368,8 @@ class OwnDiagonal:
         if size > _MOST:
             raise NotSupportedError(
                 f"For {where}, ops are in control flow, or more than two behind each other, so that it is "
-                f"found position by position: that takes {size:,} numbers a step, more than {_MOST:,}. {instead}"
+                f"found position by position: that takes {size:,} numbers a step, more than {_MOST:,}. "
+                f"{instead}"
             )
 
 

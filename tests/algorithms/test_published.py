@@ -26,7 +26,7 @@ ROUND_OFF = 1e-10
 # ops from a state to itself: alone, behind another one, in control flow; several states, samples or none
 RECURRENT = [
     "rnn", "gru", "lstm_fused", "recurrent_conv", "recurrent_lora", "rnn_batched", "lif_recurrent",
-    "residual", "scan_recurrent", "gru_fused", "lstm",
+    "scan_recurrent", "gru_fused",
     *(n for n, c in CASES.items() if c.kind == "recurrent"),
 ]  # fmt: skip
 
