@@ -423,8 +423,7 @@ class Brute:
         for _ in range(n - 1):
             mask = mask | (moves @ mask)
         P, states, grad = jnp.zeros(mask.shape), self.f.states, jnp.zeros_like(self.theta)
-        for first in range(0, len(xs), window):
-            chunk = xs[first : first + window]
+        for chunk in windows_of(xs, window):
             own, signal, _, _ = flow(self.theta, states, chunk)
             grad = grad + own + signal @ P
             for x in chunk:
@@ -442,8 +441,7 @@ class Brute:
         theta = [jnp.zeros_like(self.theta) for _ in samples]
         states, grad, norm = self.f.states, jnp.zeros_like(self.theta), jnp.linalg.norm
         flow = self.jit(partial(self._flow, leaves))
-        for count, first in enumerate(range(0, len(xs), window)):
-            chunk = xs[first : first + window]
+        for count, chunk in enumerate(windows_of(xs, window)):
             own, signal, H, W = flow(self.theta, states, chunk)
             grad, nus = grad + own, signs(key_at(key, count), (len(samples), 1, len(samples[0])), float)
             for b, i in enumerate(samples):
