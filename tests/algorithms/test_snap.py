@@ -25,7 +25,7 @@ from .test_estimates import places
 )
 def test_it_equals_its_definition(name, n, window):
     case = CASES[name]
-    xs = sequence(case, 5)
+    xs = sequence(case, 6)
     learner = compiled(braintrace.ETraceVjpAlgorithm(case.build(), braintrace.rules.SnAp(n)), xs[0])
     found = online(learner, xs, window)
     brute = Brute(case.build(), xs[0], learner.graph)
