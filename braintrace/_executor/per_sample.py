@@ -10,7 +10,7 @@ is pulled back once for each sample instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.dataflow import Flow, solve, union
+from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Var
 from .._compiler.samples import Samples, counting
 from .._ops.letters import align
@@ -28,7 +29,7 @@ from .slots import Slot, add_up, promoted, states
 from .weighted import ROWS, Weighted, over_time, row_axis, with_rows
 from .window import Window, each_step
 
-# of each leaf of `params`, by its number: (samples, *shape) with rows before the last axis
+# of each leaf of `params`, by its number: (samples, *shape) with rows among the axes of the shape
 Terms = dict[int, Any]
 
 
@@ -124,7 +125,7 @@ class PerSample:
                 return union(given[: node.site.num_inputs])
             return union(given)
 
-        flow = Flow[bool](transfer, derivatives=True, enters=True)
+        flow = Flow[bool](transfer, derivatives=True, enters=True, rule=PullBack.of)
         return [
             i
             for i, (v, is_param) in enumerate(leaves)
@@ -136,10 +137,11 @@ class PerSample:
 
     # -- what rows of signals give -----------------------------------------------------------------
 
-    def pull(self, window: Window, rows: Any) -> tuple[Any, Terms]:
+    def pull(self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis) -> tuple[Any, Terms]:
         """Rows of signals at the window's end, (samples, rows, numbers), pulled back through it.
 
-        Their signals at its start, and what the window gives each parameter, sample by sample.
+        Their signals at its start, and what the window gives each parameter, sample by sample; `axis` says
+        where rows stand among so many axes of a parameter.
         """
         window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
@@ -155,11 +157,13 @@ class PerSample:
         if self.others:
             pick = lambda a: a.reshape(count, each, *a.shape[1:])
             start = jnp.sum(start.reshape(count, count, each, -1), 1)
-            terms = {i: jnp.moveaxis(pick(d), 1, 1 + row_axis(d.ndim - 1)) for i, d in dparams.items()}
+            terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
-        return start, self._add(terms, window, self._weight_terms(window, dys))
+        return start, self._add(terms, window, self._weight_terms(window, dys, axis), axis)
 
-    def _weight_terms(self, window: Window, dys: dict[int, Any]) -> dict[tuple[int, str], Any]:
+    def _weight_terms(
+        self, window: Window, dys: dict[int, Any], axis: Callable[[int], int]
+    ) -> dict[tuple[int, str], Any]:
         """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
         steps = (window.args, window.consts, window.before, window.ys)
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
@@ -174,25 +178,37 @@ class PerSample:
             i = w.site.index
             for name, layout in w.layouts.items():
                 letter = self.letters[i, name]
-                want = (*(() if letter is None else (letter,)), *with_rows(layout.w))
+                want = (*(() if letter is None else (letter,)), *with_rows(layout.w, axis))
                 term = over_time(layout, inputs[i], dys[i], want)
                 found[i, name] = term[None] if letter is None else term
         return found
 
-    def _add(self, terms: Terms, window: Window, found: dict[tuple[int, str], Any]) -> Terms:
+    def _add(
+        self,
+        terms: Terms,
+        window: Window,
+        found: dict[tuple[int, str], Any],
+        axis: Callable[[int], int],
+    ) -> Terms:
         """The terms, with those of effective weights carried back to the parameters."""
         if not found:
             return terms
-        by_leaf = self._to_parameters(window, self.sites, found)
+        by_leaf = self._to_parameters(window, self.sites, found, axis)
         return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
 
-    def _to_parameters(self, window: Window, of: Sequence[Any], found: dict[tuple[int, str], Any]) -> Terms:
+    def _to_parameters(
+        self,
+        window: Window,
+        of: Sequence[Any],
+        found: dict[tuple[int, str], Any],
+        axis: Callable[[int], int] = row_axis,
+    ) -> Terms:
         """Terms of effective weights, by their letters, as those of parameters."""
         params = window.params
         pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
         arrays = _same_lead(list(found.values()))
         before, after = (
-            [row_axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
+            [axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
         )
         leaves = jax.vmap(jax.vmap(pull, (before,), after))(arrays)
         return {i: a for i, a in enumerate(leaves) if a is not None and self._is_param[i]}

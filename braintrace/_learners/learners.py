@@ -90,7 +90,8 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
 class RTRL(ETraceVjpAlgorithm):
     """Real-time recurrent learning, exact on any model, with marked ops or without.
 
-    Memory is the number of carried numbers times the number of parameters.
+    Memory is, for each sample, the numbers that it carries times the number of parameters. In chunks
+    (`etrace_grad(..., chunk_size=k)`) the numbers are the same, and that is touched once in `k` steps.
     """
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
