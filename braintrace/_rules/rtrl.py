@@ -54,17 +54,19 @@ class RTRL(Rule):
             jnp.eye(per.numbers, dtype=per.dtype), (per.samples.count, *[per.numbers] * 2)
         )
         H, added = per.pull(window, every, in_front)
+        carried = _carry(H, values)
         return {
-            name: (_carry(H, values[name]) + added[i]).astype(values[name].dtype)
+            name: (carried[name] + added[i]).astype(values[name].dtype)
             for i, (name, _) in _names(per).items()
         }
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         per = _per_sample(executor)
         found: Leaves = [None] * len(window.params)
-        for i, (name, aval) in _names(per).items():
-            signal = per.vectors(signals, dual=True)[:, None]
-            found[i] = jnp.sum(_carry(signal, values[name]), axis=(0, 1)).astype(aval.dtype)
+        if values:
+            each = _carry(per.vectors(signals, dual=True)[:, None], values)
+            for i, (name, aval) in _names(per).items():
+                found[i] = jnp.sum(each[name], axis=(0, 1)).astype(aval.dtype)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -101,19 +103,21 @@ def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
     return {n: (f"{name_of(e.path)}:{i}", aval) for n in per.acting for e, i, aval in [leaves[n]]}
 
 
-def _carry(rows: Any, kept: Any) -> Any:
-    """`rows @ kept` for each sample, whatever the rows say of a number that nothing has reached yet."""
+def _carry(rows: Any, values: Values) -> Values:
+    """`rows @ P` for each sample, whatever the rows say of a number that nothing has reached yet."""
 
-    def cleared(rows: Any) -> Any:
-        reached = jnp.any(kept != 0, axis=tuple(range(2, kept.ndim)))
-        return jnp.where(reached[:, None], rows, jnp.zeros_like(rows))
+    def cleared() -> Values:
+        reached = {k: jnp.any(p != 0, axis=tuple(range(2, p.ndim))) for k, p in values.items()}
+        return {k: jnp.where(r[:, None], rows, 0) for k, r in reached.items()}
 
-    rows = jax.lax.cond(jnp.all(jnp.isfinite(rows)), lambda rows: rows, cleared, rows)
+    # to look for what is reached takes a pass over all of `P`
+    finite = jnp.all(jnp.isfinite(rows))
+    given = jax.lax.cond(finite, lambda: dict.fromkeys(values, rows), cleared)
+    return {k: _product(given[k], p) for k, p in values.items()}
 
-    def product(part: Any) -> Any:
-        a, b = promoted(rows, part.reshape(*part.shape[:2], -1))
-        return jnp.einsum("bqn,bnp->bqp", a, b).reshape(*a.shape[:2], *part.shape[2:])
 
+def _product(rows: Any, kept: Any) -> Any:
     if jnp.iscomplexobj(kept):  # rows are real numbers
-        return jax.lax.complex(product(kept.real), product(kept.imag))
-    return product(kept)
+        return jax.lax.complex(_product(rows, kept.real), _product(rows, kept.imag))
+    rows, flat = promoted(rows, kept.reshape(*kept.shape[:2], -1))
+    return jnp.einsum("bqn,bnp->bqp", rows, flat).reshape(*rows.shape[:2], *kept.shape[2:])
