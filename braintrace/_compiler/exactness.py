@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .across import Across
 from .dataflow import settled
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
@@ -46,6 +47,7 @@ class RuleKind:
     windows: bool = False  # back-propagates through windows; traces stand for what came before
     rank: int = 0  # of what is kept beside the traces
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
+    across: bool = False  # the influence on states above traces is kept densely
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
         """How many directions are kept beside the traces, of how many; None: none are."""
@@ -110,7 +112,17 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     kept = rule.directions(graph)
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
     found = verdict.not_linear() if whole else verdict.dropped()
+    if rule.across:
+        found = _not_followed(found, Across(graph).followed)
     return sorted(found, key=lambda d: order[d.weight_path])
+
+
+def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
+    """The same without what leads to states on which the influence of a parameter is kept densely."""
+    for d in dropped:
+        states = tuple(s for s in d.states if s not in followed.get(d.weight_path, ()))
+        if states or not d.states:
+            yield replace(d, states=states)
 
 
 class _Verdict:

@@ -56,6 +56,16 @@ class PerSample:
         types = [jnp.finfo(v.aval.dtype).dtype for v in self.samples.carried]
         return np.result_type(np.float32, *types) if types else np.dtype(np.float32)
 
+    @cached_property
+    def places(self) -> dict[int, Any]:
+        """Of each carried leaf that parameters act on, by number, its places among a sample's numbers."""
+        at, found = 0, {}
+        for v in self.samples.carried:
+            size = _parts(v) * int(v.aval.size) // self.samples.count
+            found[self._leaves.index(v)] = np.arange(at, at + size)
+            at += size
+        return found
+
     def vectors(self, leaves: Leaves, *, dual: bool) -> Any:
         """Tangents (`dual`: cotangents) of the carried leaves, as (samples, numbers)."""
         by_var = dict(zip(self._leaves, leaves, strict=True))

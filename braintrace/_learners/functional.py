@@ -166,12 +166,13 @@ class OnlineFunctions:
         memory_budget: int | None = None,
         window: int | None = None,
         rank: int = 0,
+        across: str | None = None,
     ) -> Plan:
         """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import plan_functions
 
         sizes = None if chunk_sizes is None else list(chunk_sizes)
-        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank)
+        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank, across)
 
     # -- pytrees and leaves ------------------------------------------------------------------------
 

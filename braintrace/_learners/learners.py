@@ -22,7 +22,9 @@ class D_RTRL(ETraceVjpAlgorithm):
     (`vjp_method='multi-step'`, which `window` implies). With `rank=r`, what traces leave out is kept as well,
     in `r` directions for each sample: `1 + r` traces, every parameter learns through time, and with as many
     directions as numbers carried the gradient is that of BPTT. `samples` is the axis of the states along
-    which samples lie ('auto': it is found; None: all is one sample). With `mark='auto'`, a model needs no
+    which samples lie ('auto': it is found; None: all is one sample). With `across='layers'`, the influence of
+    each weight on the states of the layers above is kept densely, for each sample: a stack of layers whose
+    traces are exact one by one has the gradient of BPTT. With `mark='auto'`, a model needs no
     marked ops: a mark is set wherever a parameter enters by an operation that can have one. `trace_dtype` is
     what traces are stored in (None: what they are computed in).
     `fast_solve`, `chunked_trace` and `control_flow` are accepted and have no effect: code written for 0.2.x
@@ -42,9 +44,10 @@ class D_RTRL(ETraceVjpAlgorithm):
         window: int | None = None,
         rank: int = 0,
         samples: int | Literal["auto"] | None = "auto",
+        across: Literal["layers"] | None = None,
         mark: Mark = "ops",
     ) -> None:
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), rank, samples)
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), rank, samples, across)
         super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property

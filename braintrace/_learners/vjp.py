@@ -61,7 +61,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         in_windows = window is not None or (isinstance(rule, TraceRule) and rule.windows)
         if in_windows and vjp_method == "single-step":
             raise ValueError(
-                f"{'What `rank` keeps is' if window is None else f'Windows of {window} steps are'} "
+                f"{'What is kept beside traces is' if window is None else f'Windows of {window} steps are'} "
                 "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
             )
         self.rule = rule

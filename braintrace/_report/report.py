@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .._compiler.across import Across
 from .._compiler.exactness import Dropped, RuleKind, find_dropped
 from .._compiler.flows import Flows
 from .._compiler.graph import ETraceGraph
@@ -59,7 +60,10 @@ class CompilationReport:
 
     @cached_property
     def ranked_weights(self) -> dict[Path, str]:
-        """Each parameter that learns through `rank` alone, and why it has no trace."""
+        """Each parameter that learns by what is kept beside traces alone, and why it has no trace."""
+        if self.rule is not None and self.rule.across:
+            above = Across(self.graph).followed
+            return {path: why for path, why in self._untraced.items() if above.get(path)}
         if self.rule is None or not self.rule.rank:
             return {}
         acting = Flows(self.graph).behind([h.outvar for h in self.graph.module_info.hidden])

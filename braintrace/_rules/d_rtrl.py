@@ -19,6 +19,7 @@ from .._executor.fused import fits, on_one_gpu, step
 from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
 from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
+from .layers import Layers
 from .rank import Rank
 from .rule import Gradients, TraceRule, Values, add_all, add_to
 
@@ -30,12 +31,15 @@ class D_RTRL(TraceRule):
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in).
 
     With `rank`, what they leave out is kept in so many directions, one basis for each sample; `samples` is
-    the axis of the states along which samples lie ('auto': it is found; None: all is one sample).
+    the axis of the states along which samples lie ('auto': it is found; None: all is one sample). With
+    `across='layers'`, the influence of each weight on the states above its traces, those of the layers
+    above, is kept densely for each sample.
     """
 
     dtype: Any = None
     rank: int = 0
     samples: int | str | None = "auto"
+    across: str | None = None
     follows_chains: ClassVar[bool] = True  # a trace of a state is the chain rule on those of others
 
     def __post_init__(self) -> None:
@@ -45,12 +49,23 @@ class D_RTRL(TraceRule):
         if not (is_axis or self.samples in ("auto", None)):
             raise ValueError(f"`samples` is 'auto', an axis of the states or None, not {self.samples!r}.")
 
+        if self.across not in (None, "layers"):
+            raise ValueError(f"`across` is 'layers' or None, not {self.across!r}.")
+        if self.across is not None and self.rank:
+            raise ValueError(
+                "`across` and `rank` are two ways to keep what traces leave out: pass one of them."
+            )
+
     @property
-    def beside(self) -> Rank | None:
+    def beside(self) -> Rank | Layers | None:
+        if self.across is not None:
+            return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype) if self.rank else None
 
     def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("D_RTRL", windows=windows, rank=self.rank, samples=self.samples)
+        return RuleKind(
+            "D_RTRL", windows=windows, rank=self.rank, samples=self.samples, across=self.across is not None
+        )
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""

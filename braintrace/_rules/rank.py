@@ -63,14 +63,14 @@ class Rank:
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
         start, added = per.pull(window, basis)
-        start = _finite(start)
+        start = finite(start)
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
         values = {BASIS: basis}
         for i, (name, aval) in _names(per).items():
             axis, parts = 1 + row_axis(aval.ndim), _parts(name, basis.shape[1])
             for key, rows in parts:
-                terms = [_mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
+                terms = [mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
                 terms += [_rows(found[i], rows, axis) for found in (added, of_old) if i in found]
                 new = add_up(promoted(*terms))
                 new = new - _rows(of_new[i], rows, axis) if i in of_new else new
@@ -80,12 +80,12 @@ class Rank:
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """What it gives each leaf of the parameters, of signals at the carried states."""
         per = self._per_sample(executor)
-        signal = _finite(per.vectors(signals, dual=True))
+        signal = finite(per.vectors(signals, dual=True))
         along = _product("bn,brn->br", signal, values[BASIS])
         found = {}
         for i, (name, aval) in _names(per).items():
             axis, parts = 1 + row_axis(aval.ndim), _parts(name, along.shape[1])
-            terms = [_summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
+            terms = [summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
             found[i] = add_up(terms).astype(aval.dtype)
         return found
 
@@ -111,21 +111,21 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None) -> PerSamp
         samples = find_samples(linear.info, axis)
         if samples.mixed:
             raise NotSupportedError(
-                f"`rank` keeps a basis for each sample, and the samples of {show_paths(samples.mixed)} along "
-                f"axis {samples.axis} act on each other (a norm over the batch?). Say along which axis of "
-                "the states samples lie that do not (`samples=1`, say), or have one basis for all "
-                "(`samples=None`)."
+                "What `rank` and `across` keep is kept for each sample, and the samples of "
+                f"{show_paths(samples.mixed)} along axis {samples.axis} act on each other (a norm over the "
+                "batch?). Say along which axis of the states samples lie that do not (`samples=1`, say), or "
+                "take all for one (`samples=None`)."
             )
         if isinstance(axis, int) and not samples.have(axis):
             raise NotSupportedError(
                 f"The states that parameters act on have no axis {axis} of one length in common: leave "
-                "`samples` out, or have one basis for all (`samples=None`)."
+                "`samples` out, or take all for one (`samples=None`)."
             )
         found = PerSample(linear, samples)
         if not found.tells_traces and axis != "auto":
             raise NotSupportedError(
                 f"The traces of this model have no axis for the samples along axis {axis} of the states: "
-                "leave `samples` out, or have one basis for all (`samples=None`)."
+                "leave `samples` out, or take all for one (`samples=None`)."
             )
         if not found.tells_traces:  # places of an image, say, with no batch
             found = PerSample(linear, find_samples(linear.info, None))
@@ -168,7 +168,7 @@ def orthonormal(rows: Any) -> Any:
     Where rows are lost (a hard reset), a little of the fixed basis takes their place.
     """
     _, size, numbers = rows.shape
-    rows = _finite(rows)
+    rows = finite(rows)
     length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
     little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
     fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]
@@ -206,23 +206,23 @@ def _rows(terms: Any, rows: slice, axis: int) -> Any:
     return jax.lax.slice_in_dim(terms, rows.start, rows.stop, axis=axis)
 
 
-def _mixed(carried: Any, kept: Any, axis: int) -> Any:
+def mixed(carried: Any, kept: Any, axis: int) -> Any:
     """`sum_r carried[b, q, r] kept[b, .., r, ..]`."""
     carried, kept = promoted(carried, kept)
-    if kept.shape[axis] == 1:
+    if carried.shape[1:] == (1, 1):
         return carried.reshape(-1, *[1] * (kept.ndim - 1)) * kept
     rows = jnp.moveaxis(kept, axis, 1)
-    mixed = jnp.einsum("bqr,brp->bqp", carried, rows.reshape(*rows.shape[:2], -1))
-    return jnp.moveaxis(mixed.reshape(rows.shape), 1, axis)
+    found = jnp.einsum("bqr,brp->bqp", carried, rows.reshape(*rows.shape[:2], -1))
+    return jnp.moveaxis(found.reshape(*found.shape[:2], *rows.shape[2:]), 1, axis)
 
 
-def _summed(along: Any, kept: Any, *, axis: int) -> Any:
+def summed(along: Any, kept: Any, *, axis: int) -> Any:
     """`sum_br along[b, r] kept[b, .., r, ..]`."""
     if kept.shape[axis] > 1:
         return jnp.tensordot(along, kept, ((0, 1), (0, axis)))
     return weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
 
 
-def _finite(a: Any) -> Any:
+def finite(a: Any) -> Any:
     """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
     return jnp.where(jnp.isfinite(a), a, 0)

@@ -20,6 +20,7 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.slots import Slot
 from .._executor.window import Record, Signals, Window
+from .layers import Layers
 from .rank import Rank
 
 Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
@@ -76,7 +77,7 @@ class TraceRule(Rule):
     follows_chains: ClassVar[bool] = False  # a trace of a state is the chain rule on those of others
 
     @property
-    def beside(self) -> Rank | None:
+    def beside(self) -> Rank | Layers | None:
         """What is kept beside the traces of what these leave out; None: nothing."""
         return None
 
