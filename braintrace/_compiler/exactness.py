@@ -21,6 +21,7 @@ import numpy as np
 
 from .across import Across
 from .dataflow import settled
+from .filters import followed_by_filters
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
@@ -48,6 +49,7 @@ class RuleKind:
     rank: int = 0  # of what is kept beside the traces
     samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
     across: bool = False  # the influence on states above traces is kept densely
+    filters: bool = False  # traces follow what leaky readouts keep of units
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
         """How many directions are kept beside the traces, of how many; None: none are."""
@@ -55,6 +57,9 @@ class RuleKind:
             return None
         samples = find_samples(graph.module_info.marked, self.samples)
         return None if samples.mixed else (min(self.rank, samples.numbers), samples.numbers)
+
+
+BY_STEPS = RuleKind(filters=True)  # D_RTRL, one step at a time
 
 
 class Cut(enum.Enum):
@@ -104,7 +109,7 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     >>> [(d.weight_path, d.cut.name, d.states) for d in find_dropped(graph)]
     [(('W', 'weight'), 'RECURRENT_OP', (('h',),))]
     """
-    rule = rule or RuleKind()
+    rule = rule or BY_STEPS
     if rule.at_once:
         return []
     order = {e.path: i for i, e in enumerate(graph.module_info.params)}
@@ -114,6 +119,8 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     found = verdict.not_linear() if whole else verdict.dropped()
     if rule.across:
         found = _not_followed(found, Across(graph).followed)
+    if rule.filters:
+        found = _not_filtered(found, followed_by_filters(graph))
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
@@ -123,6 +130,14 @@ def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -
         states = tuple(s for s in d.states if s not in followed.get(d.weight_path, ()))
         if states or not d.states:
             yield replace(d, states=states)
+
+
+def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
+    """The same without what leaky readouts keep of states whose traces follow it."""
+    for d in dropped:
+        by_filter = d.cut is Cut.OTHER_GROUP and isinstance(d.of, tuple) and followed.get(d.of, set())
+        if not by_filter or not set(d.states) <= by_filter:
+            yield d
 
 
 class _Verdict:

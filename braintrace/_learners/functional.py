@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import read_step
@@ -112,7 +113,8 @@ class OnlineFunctions:
     def _online(self) -> Online:
         windows = self.rule.windows or self.window is not None
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
-        graph = remembering(self.graph) if chains else self.graph
+        graph = with_filters(self.graph) if self.rule.kind(windows).filters else self.graph
+        graph = remembering(graph) if chains else graph
         return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
 
     @property

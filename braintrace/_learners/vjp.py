@@ -12,6 +12,7 @@ import numpy as np
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind
+from .._compiler.filters import with_filters
 from .._compiler.graph import graph_from_info
 from .._compiler.remembering import remembering
 from .._compiler.step import show_path
@@ -109,6 +110,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains
+        graph = with_filters(graph) if self.rule_kind.filters else graph
         return remembering(graph) if chains and not self._in_windows else graph
 
     def _online(self, compiled: Compiled) -> Online:

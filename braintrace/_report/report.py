@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .._compiler.across import Across
-from .._compiler.exactness import Dropped, RuleKind, find_dropped
+from .._compiler.exactness import BY_STEPS, Dropped, RuleKind, find_dropped
 from .._compiler.flows import Flows
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
@@ -41,7 +41,7 @@ class CompilationReport:
     @cached_property
     def _rule(self) -> RuleKind:
         """The rule, with the axis of samples that it goes by."""
-        rule = self.rule or RuleKind()
+        rule = self.rule or BY_STEPS
         return replace(rule, samples=axis_of_samples(self.graph, rule.samples)) if rule.rank else rule
 
     @property

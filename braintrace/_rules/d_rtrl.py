@@ -64,7 +64,12 @@ class D_RTRL(TraceRule):
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(
-            "D_RTRL", windows=windows, rank=self.rank, samples=self.samples, across=self.across is not None
+            "D_RTRL",
+            windows=windows,
+            rank=self.rank,
+            samples=self.samples,
+            across=self.across is not None,
+            filters=not windows,
         )
 
     def fuses(self, values: Values) -> bool:
