@@ -24,6 +24,8 @@ class D_RTRL(ETraceVjpAlgorithm):
     directions as numbers carried the gradient is that of BPTT. `samples` is the axis of the states along
     which samples lie ('auto': it is found; None: all is one sample); `power=1` turns the directions to what
     is strong, at about twice the cost: it pays where many of them decay alike, as in spiking nets. With
+    `across='layers'`, the influence of each weight on the states of the layers above is kept densely, for
+    each sample: a stack of layers whose traces are exact one by one has the gradient of BPTT. With
     `mark='auto'`, a model needs no
     marked ops: a mark is set wherever a parameter enters by an operation that can have one. `trace_dtype` is
     what traces are stored in (None: what they are computed in).
@@ -45,9 +47,10 @@ class D_RTRL(ETraceVjpAlgorithm):
         rank: int = 0,
         samples: int | Literal["auto"] | None = "auto",
         power: int = 0,
+        across: Literal["layers"] | None = None,
         mark: Mark = "ops",
     ) -> None:
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), rank, samples, power)
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), rank, samples, power, across=across)
         super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
 
     @property
@@ -93,7 +96,8 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
 class RTRL(ETraceVjpAlgorithm):
     """Real-time recurrent learning, exact on any model, with marked ops or without.
 
-    Memory is the number of carried numbers times the number of parameters.
+    Memory is, for each sample, the numbers that it carries times the number of parameters. In chunks
+    (`etrace_grad(..., chunk_size=k)`) the numbers are the same, and that is touched once in `k` steps.
     """
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
