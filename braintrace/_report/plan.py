@@ -162,6 +162,8 @@ def plan(
     >>> costs.row("D_RTRL").trace_bytes  # two products of 11 inputs and a bias, for each sample and unit
     12288
     """
+    if isinstance(model, ETraceAlgorithm):
+        raise TypeError("`plan` takes the model, not a learner of it: `plan(learner.model, ...)`.")
     args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
     twin = _abstract_copy(model, batch_size)
     graph = graph_from_info(extract_module_info(twin, *args))
