@@ -68,8 +68,8 @@ class EProp(ETraceVjpAlgorithm):
     `slope` is the derivative of what others read of the states (a spike of a voltage); `kappa_filter_decay`
     is that of a leaky readout, 0 for none. `L` is, by `feedback`: 'symmetric', the back-propagated signal
     there; 'random', the outputs' errors through fixed random matrices (drawn with `random_feedback_key`);
-    'adaptive', through matrices that change as the readout does, and decay by `feedback_decay` whenever it
-    changes. 0.2.6 filters the traces of the states instead (the same where these are read as they are), and
+    'adaptive', through matrices that change as the readout does; each time, `feedback_decay` of their
+    difference to it is forgotten (as if both decayed by that, as in the paper). 0.2.6 filters the traces of the states instead (the same where these are read as they are), and
     projects the normalised back-propagated signal; here as in the paper the outputs' errors are projected.
     """
 
@@ -211,9 +211,12 @@ class OTPE(ETraceVjpAlgorithm):
         gradient = sum_t dL[t]/dread R[t]
 
     `R` estimates what a layer's weights did to the next layer, whose units leak alike. A layer that no other
-    reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product of
-    averages: `x'[t] = leak x'[t-1] + x[t]`, `f'[t] = leak f'[t-1] + slope[t] J[t]`, `R = x' f'`. 0.2.0 has
-    one average in place of the two of 'full', and estimates for the last layer too.
+    reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product,
+    `R = z' f'`: `x'[t] = leak x'[t-1] + x[t]`, `z'[t] = leak z'[t-1] + x'[t]`, and `f'` the mean of
+    `slope J` so far, with weights `leak^age`. On its way to a lower layer a signal goes through the slopes of
+    the step, where the authors' code takes `f'`. 0.2.0 has one average in place of the two of 'full', `x'` and
+    a sum in place of those of 'approx', and estimates for the last layer too.
+    `trace_clip_abs` bounds each number of a trace.
     """
 
     def __init__(

@@ -65,7 +65,8 @@ class Feedback(BackPropagated):
     """The outputs' errors through matrices of their own: `dL/dread = sum_o dL/do B`.
 
     `B` is random and fixed; with `adaptive`, whenever the readout changes from `R` to `R'` it becomes
-    `(1 - decay) B + R' - R`, where `R` is the derivative of the outputs by what is read, at zero.
+    `R' + (1 - decay) (B - R)`, where `R` is the derivative of the outputs by what is read, at zero: it
+    changes as the readout does, and where that decays, both do alike.
     """
 
     key: Key = (0, 0)
@@ -97,7 +98,7 @@ class Feedback(BackPropagated):
         result = dict(values)
         for name, now in _readouts(executor, params, consts).items():
             B, before = values[f"feedback:{name}"], values[f"readout:{name}"]
-            moved = (1 - self.decay) * B + now - before
+            moved = now + (1 - self.decay) * (B - before)
             changed = jnp.any(now != before) & values["readout:seen"]
             result[f"feedback:{name}"] = jnp.where(changed, moved, B)
             result[f"readout:{name}"] = now
