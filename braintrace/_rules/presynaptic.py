@@ -4,9 +4,9 @@
     gradient = sum_t g[t] (after x'[t] J[t] + ahead x[t] p[t])
 
 OTTT has the first product alone; S-TLLR adds the last, in which an input meets what went out before it. Where
-a group is read by another, OTPE's approximation estimates what became of a layer's weights one layer on: it has
-`sum_{s<=t} out^(t-s) x'[s]` for `x'`, and for `J` its mean with these weights. A bias is a weight on a constant
-input of one.
+a group is read by another, OTPE's approximation estimates what became of a layer's weights one layer on: it
+has `sum_{s<=t} out^(t-s) x'[s]` for `x'`, and for `J` its mean with these weights. A bias is a weight on a
+constant input of one.
 """
 
 from __future__ import annotations
