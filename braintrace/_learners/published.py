@@ -347,9 +347,9 @@ class ThreeFactor(ETraceVjpAlgorithm):
         gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
 
     `m` is the signal at every state: one number, one for each sample, or an array like the states (with an
-    axis of states behind, where a unit has several). It does not scale the loss's own signal, and a mask does
-    not scale it. `learner.modulator = m` stands for calls without one. Weights without a trace learn by the
-    loss; in 0.2.6 their gradient is zero.
+    axis of states behind, where a unit has several). It takes the place of the loss's own signal; a mask of
+    `etrace_grad` weighs it as it does the loss. `learner.modulator = m` stands for calls without one. Weights
+    without a trace learn by the loss; in 0.2.6 their gradient is zero.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _taken(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         signal = self.rule.signal
-        names = {**{k: k for k in signal.takes}, **signal.spellings}
-        given = {names[k]: v for k, v in kwargs.items() if k in names}
+        names = {*signal.takes, *signal.spellings}
+        given = signal.named({k: v for k, v in kwargs.items() if k in names})
         return given, {k: v for k, v in kwargs.items() if k not in names}
 
     def _for_signal(self) -> Values:

@@ -36,6 +36,7 @@ class BackPropagated:
     reads_outputs: ClassVar[bool] = False  # made of the cotangents of the model's outputs
     words: ClassVar[str] = ""  # for the verdict
     in_windows: ClassVar[bool] = True  # it can be had where losses are pulled back through windows
+    moves: ClassVar[bool] = True  # what a call is given is of that step
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays that it keeps; they outlast a sequence."""
@@ -50,6 +51,14 @@ class BackPropagated:
     def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
         """What is added to the cotangents of the hidden arrays after a window; None: nothing."""
         return None
+
+    def named(self, given: Values) -> Values:
+        """What a call was given, by the names in `takes`; unknown ones stay as they are."""
+        return {self.spellings.get(k, k): v for k, v in given.items()}
+
+    def masked(self, values: Values, mask: Any) -> Values:
+        """What a step was given, weighed as its loss is; `mask` is one number, or one for each sample."""
+        return {k: _weighed(v, mask) if self.moves and k in self.takes else v for k, v in values.items()}
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         """Of one step: arrays at the readings of each group; or at its states; None: as back-propagated."""
@@ -183,6 +192,7 @@ class Bootstrapped(BackPropagated):
 
     net: Callable[[Any, dict[int, Any]], dict[int, Any]]
     takes: ClassVar[tuple[str, ...]] = ("synthesizer",)
+    moves: ClassVar[bool] = False
     words: ClassVar[str] = "a bootstrapped signal"
 
     def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
@@ -226,6 +236,16 @@ def joined(
         else:
             result[k] = of_states
     return result
+
+
+def _weighed(value: Any, mask: Any) -> Any:
+    """A number, or an array with samples in front or none, times the mask; nothing where that is zero."""
+    value = jnp.asarray(value)
+    value = value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(mask.dtype)
+    if mask.ndim and value.shape[:1] != mask.shape:
+        value = jnp.broadcast_to(value[None], (*mask.shape, *value.shape))
+    mask = mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)).astype(value.dtype)
+    return jnp.where(mask == 0, jnp.zeros_like(value), value * mask)
 
 
 # -- matrices ------------------------------------------------------------------------------------------

@@ -585,3 +585,95 @@ def test_the_spectral_radius_of_a_block(size):
     expected = np.max(np.abs(np.linalg.eigvals(np.moveaxis(blocks, -1, 0))), -1)
     D = Normalized().jacobian(9 * jnp.asarray(blocks))
     assert np.max(np.abs(np.asarray(D) - blocks / expected)) < ROUND_OFF
+
+
+# -- what calls are given: masks, and other front ends -------------------------------------------------
+
+GIVEN = {
+    "modulator": (lambda m: bt.ThreeFactor(m), bt.rules.D_RTRL(signal=bt.rules.Modulator())),
+    "target": (
+        lambda m: bt.OSTTP(m, num_targets=3),
+        bt.rules.D_RTRL(signal=bt.rules.TargetProjection(3)),
+    ),
+}
+
+
+def of_steps(name: str) -> Any:
+    return jnp.asarray(np.stack({"target": TARGETS, "modulator": MODULATORS}[name]))
+
+
+def losses_of(outs: Any, samples: bool) -> Any:
+    """The loss of a step, or of each of its samples."""
+    return jax.vmap(lambda o: loss([o]))(outs) if samples else loss([outs])
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_masked_step_gives_no_gradient(name, samples):
+    mask = np.array([1.0, 0.0, 1.0, 0.0, 0.5])
+    mask = np.stack([mask, np.roll(mask, 1)], -1) if samples else mask
+    given = np.asarray(of_steps(name))
+    full = given[:, None] if given.ndim == 1 and samples else given
+    weights = mask.reshape(*mask.shape, *[1] * (full.ndim - mask.ndim))
+    made = np.where(np.broadcast_to(weights, full.shape) == 0, np.nan, given)  # what is masked is not read
+    net, found = NETS["leaky"], []
+    for chunk_size, sent, masked in ((1, made, mask), (3, made, mask), (3, full * weights, None)):
+        model = net.build()
+        learner = compiled(GIVEN[name][0](model), XS[0])
+        step = lambda x, m, learner=learner: losses_of(learner(x, **{name: m}), samples)
+        ones = np.ones_like(mask) if masked is None else masked
+        grads = learner.etrace_grad(
+            np.stack(XS), sent, step_fn=step, mask=ones, chunk_size=chunk_size, reduction="sum"
+        )
+        found.append({k: np.asarray(v) for k, v in grads.items() if k != ("o",)})
+    assert agree(found[0], found[1], ROUND_OFF)
+    assert agree(found[1], found[2], ROUND_OFF)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_functions_are_given_signals(name):
+    net = NETS["leaky"]
+    expected = in_steps(compiled(GIVEN[name][0](net.build()), XS[0]))
+    model = net.build()
+    params = {k: jnp.asarray(getattr(model, k).value) for k in net.params}
+    carry = {k: jnp.asarray(getattr(model, k).value) for k in net.states}
+    step = lambda p, s, x: net.f(p, s, x, {})
+    functions = bt.online(step, params, carry, XS[0], rule=GIVEN[name][1], mark="ops")
+    traces, xs, given = functions.init(params, carry), jnp.asarray(np.stack(XS)), of_steps(name)
+    found = functions.grad(
+        lambda y: loss([y]), params, carry, traces, xs, reduction="sum", chunk_size=2, **{name: given}
+    )[0]
+    assert agree(expected, {(k,): v for k, v in found.items()}, ROUND_OFF)
+
+    def total(params, carry=carry, traces=traces):
+        value = 0.0
+        for x, m in zip(xs, given, strict=True):
+            carry, traces, y = functions.step(params, carry, traces, x, **{name: m})
+            value = value + loss([y])
+        return value
+
+    found = jax.grad(total)(params)
+    assert agree(expected, {(k,): v for k, v in found.items()}, ROUND_OFF)
+    kept = functions.reset(carry, traces)[1]
+    assert all(np.array_equal(v, kept[k]) for k, v in traces.items() if k.startswith("feedback"))
+    assert not functions.check(lambda y: loss([y]), params, carry, xs, **{name: given}).equal
+    with pytest.raises(ValueError, match=name):
+        functions.step(params, carry, traces, xs[0])
+    with pytest.raises(TypeError, match="made of"):
+        functions.grad(lambda y: loss([y]), params, carry, traces, xs, dopamine=given)
+
+
+def test_functions_with_an_estimate_of_what_comes_later():
+    net, model = NETS["leaky"], NETS["leaky"].build()
+    params = {k: jnp.asarray(getattr(model, k).value) for k in net.params}
+    carry = {"h": jnp.asarray(model.h.value)}
+    rule = bt.rules.DNI(bt.rules.Bootstrapped(lambda values, states: {0: values * states[0]}))
+    step = lambda p, s, x: net.f(p, s, x, {})
+    functions = bt.online(step, params, carry, XS[0], rule=rule, window=2)
+    grads = [
+        functions.grad(
+            lambda y: loss([y]), params, carry, {}, jnp.asarray(np.stack(XS)), synthesizer=jnp.asarray(scale)
+        )[0]["w"]
+        for scale in (0.0, 0.3)
+    ]
+    assert np.max(np.abs(grads[0] - grads[1])) > 1e-3
