@@ -419,7 +419,7 @@ def test_nnx_learner():
 
 
 def test_nnx_learner_is_given_a_modulator():
-    cell = nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0))
+    cell = nnx.SimpleCell(3, 4, dtype=jnp.float64, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     rule = bt.rules.D_RTRL(signal=bt.rules.Modulator())
     learner = bt.nnx.Learner(cell, jnp.zeros((2, 4)), jnp.ones((2, 3)), rule=rule)
     xs, m = jnp.ones((3, 2, 3)), jnp.arange(6.0).reshape(3, 2)
