@@ -304,13 +304,6 @@ class OSTTP(ETraceVjpAlgorithm):
         if target_timing == "sequence-end":
             self.standing["target"] = jnp.zeros(size or 1)
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; the target by name, or last: one more than the model was compiled for."""
-        expected = {len(given) for given, _ in self._examples.values()}
-        if expected and len(args) == max(expected) + 1 and not {"target", "y_target"} & {*kwargs}:
-            *args, kwargs["target"] = args  # type: ignore[assignment]
-        return super().update(*args, **kwargs)
-
 
 class S_TLLR(ETraceVjpAlgorithm):
     """S-TLLR (Apolinario & Roy 2023): inputs before what goes out, and inputs after it.

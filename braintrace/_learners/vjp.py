@@ -174,11 +174,14 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     def modulator(self, value: Any) -> None:
         self.standing["modulator"] = value
 
-    def _taken(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _taken(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         signal = self.rule.signal
         names = {*signal.takes, *signal.spellings}
         given = signal.named({k: v for k, v in kwargs.items() if k in names})
-        return given, {k: v for k, v in kwargs.items() if k not in names}
+        compiled_for = max((len(a) for a, _ in self._examples.values()), default=len(args))
+        if signal.comes_last and not given and len(args) == compiled_for + 1:
+            *args, given[signal.takes[0]] = args
+        return given, tuple(args), {k: v for k, v in kwargs.items() if k not in names}
 
     def _for_signal(self) -> Values:
         """What this call was given, or what stands for it."""

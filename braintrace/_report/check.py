@@ -255,7 +255,8 @@ def _standing_aside(learner: ETraceAlgorithm) -> Iterator[None]:
     """A call of the learner is one of its model."""
 
     def update(*args: Any, **kwargs: Any) -> Any:
-        return call_model(learner.model, *args, **learner._taken(kwargs)[1])
+        args, kwargs = learner.for_model(args, kwargs)
+        return call_model(learner.model, *args, **kwargs)
 
     object.__setattr__(learner, "update", update)
     try:

@@ -37,6 +37,7 @@ class BackPropagated:
     words: ClassVar[str] = ""  # for the verdict
     in_windows: ClassVar[bool] = True  # it can be had where losses are pulled back through windows
     moves: ClassVar[bool] = True  # what a call is given is of that step
+    comes_last: ClassVar[bool] = False  # it may be the last argument of a call, without a name
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays that it keeps; they outlast a sequence."""
@@ -131,6 +132,7 @@ class TargetProjection(BackPropagated):
     matrices: Any = None  # a tuple of nested tuples: a rule is a value that compares
     takes: ClassVar[tuple[str, ...]] = ("target",)
     spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
+    comes_last: ClassVar[bool] = True
     is_broadcast: ClassVar[bool] = True
     in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "a projection of the target"
