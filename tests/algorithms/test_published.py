@@ -677,3 +677,37 @@ def test_functions_with_an_estimate_of_what_comes_later():
         for scale in (0.0, 0.3)
     ]
     assert np.max(np.abs(grads[0] - grads[1])) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda m, **o: bt.EProp(m, kappa_filter_decay=0.5, **o),
+            "EProp has no windows.*kappa_filter_decay=0",
+        ),
+        (lambda m, **o: bt.S_TLLR(m, 0.5, 0.5, **o), "S_TLLR has no windows"),
+        (lambda m, **o: bt.EProp(m, "random", **o), "random feedback.*single-step"),
+        (lambda m, **o: bt.OSTTP(m, num_targets=3, **o), "a projection of the target"),
+        (lambda m, **o: bt.ThreeFactor(m, **o), "a modulator"),
+    ],
+)
+def test_rules_without_windows_say_why(make, words):
+    with pytest.raises(bt.NotSupportedError, match=words):
+        compiled(make(NETS["spiking"].build(), vjp_method="multi-step"), XS[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m, **o: bt.EProp(m, **o),
+        lambda m, **o: bt.OSTLRecurrent(m, **o),
+        lambda m, **o: bt.OTTT(m, leak=0.8, **o),
+    ],
+)
+def test_a_window_over_all_steps_is_bptt(make):
+    learner = compiled(make(NETS["spiking"].build(), vjp_method="multi-step"), XS[0])
+    step = lambda xs: jax.vmap(lambda o: loss([o]))(learner(bt.MultiStepData(xs)))
+    grads = learner.etrace_grad(np.stack(XS), step_fn=step, chunk_size=LENGTH, reduction="sum")
+    expected = bptt(NETS["spiking"].build(), XS)
+    assert agree(expected, {tuple(map(str, k)): v for k, v in grads.items()}, ROUND_OFF)
