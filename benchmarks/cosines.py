@@ -3,9 +3,10 @@
 The tanh net has 64 units, h <- tanh(W x + U h + b), batches of 8 and Adam at 1e-3, as in the paper on
 Sketched RTRL that published the figures for SnAp-1 (its settings of the tasks are not known here); the GRU
 has 32. A net learns by the exact gradient; now and then the gradients of the other rules are taken on the
-same batch. Their cosine to the exact one is over all weights of the recurrent layer. D_RTRL, ES_D_RTRL and
-SnAp-1 are in single steps; ranks are of D_RTRL, in windows of one step or as said. Sketch 4: windows of one
-step and no diagonal; the best four directions of the whole influence, by a full decomposition at every step.
+same batch. Their cosine to the exact one is over all weights of the recurrent layer. D_RTRL, ES_D_RTRL,
+SnAp-1 and RFLO (with random feedback) are in single steps; ranks are of D_RTRL, in windows of one step or as
+said, as are UORO and KF_RTRL. Sketch 4: windows of one step and no diagonal; the best four directions of the
+whole influence, by a full decomposition at every step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import braintrace
-from braintrace.rules import D_RTRL, ES_D_RTRL
+from braintrace.rules import D_RTRL, ES_D_RTRL, KF_RTRL, UORO, Feedback, Own, Recursion
 
 BATCH, RATE = 8, 1e-3
 UPDATES, EVERY = 1000, 50
@@ -106,16 +107,14 @@ def by_rule(rule: Any, window: int | None, net: Net, task: Any) -> Any:
     return grads
 
 
-def dense(follow: Callable[..., Any], net: Net, task: Any) -> Any:
-    """With the whole influence `P` of weights on units, of which `follow` leaves something out."""
+def sketch(rank: int, net: Net, task: Any) -> Any:
+    """The gradient sees all of a step; the best directions of the influence `P` of weights on units stay."""
     mask = jnp.asarray(task.mask)
 
     def of_sample(params: Any, xs: Any, ys: Any) -> Any:
         theta, unravel = ravel_pytree(params["cell"])
         none = jnp.zeros((net.units, theta.size))
         cell = lambda theta, h, x: net.cell(unravel(theta), h, x)
-        anything = map(jax.random.normal, jax.random.split(jax.random.key(0)), (none.shape[:1], xs.shape[1:]))
-        direct = jax.jacrev(cell)(theta, *anything) != 0  # what a step can have, whatever its inputs
 
         def body(carry: Any, now: Any) -> Any:
             h, P, total = carry
@@ -123,8 +122,9 @@ def dense(follow: Callable[..., Any], net: Net, task: Any) -> Any:
             W, H = jax.jacrev(cell, (0, 1))(theta, h, x)
             h = cell(theta, h, x)
             signal = jax.grad(lambda h: weight * task.loss(read(params, h)[None], y[None]))(h)
-            seen, P = follow(H @ P + W, direct)
-            return (h, P, total + signal @ seen), None
+            P = H @ P + W
+            basis = jnp.linalg.eigh(P @ P.T)[1][:, -rank:]
+            return (h, basis @ (basis.T @ P), total + signal @ P), None
 
         start = (jnp.zeros(net.units), none, jnp.zeros_like(theta))
         return jax.lax.scan(body, start, (xs, ys, mask))[0][2]
@@ -132,27 +132,19 @@ def dense(follow: Callable[..., Any], net: Net, task: Any) -> Any:
     return jax.jit(lambda *given: jnp.mean(jax.vmap(of_sample, (None, 1, 1))(*given), 0))
 
 
-def snap(P: Any, direct: Any) -> Any:
-    """SnAp-1: of the influence, what a weight has on units within one step."""
-    P = jnp.where(direct, P, 0)
-    return P, P
-
-
-def sketch(rank: int, P: Any, direct: Any) -> Any:
-    """The gradient sees all of the step; the best directions of the influence stay."""
-    basis = jnp.linalg.eigh(P @ P.T)[1][:, -rank:]
-    return P, basis @ (basis.T @ P)
-
-
 RULES: dict[str, Any] = {
     "D_RTRL": partial(by_rule, D_RTRL(), None),
     "ES_D_RTRL": partial(by_rule, ES_D_RTRL(), None),
     "windows of one": partial(by_rule, D_RTRL(), 1),
-    **{f"rank {r}": partial(by_rule, D_RTRL(rank=r), 1) for r in (1, 2, 4, 8)},
+    **{f"rank {r}": partial(by_rule, D_RTRL(rank=r), 1) for r in (1, 2, 4, 8, 16)},
+    **{f"rank {r}, power": partial(by_rule, D_RTRL(rank=r, power=1), 1) for r in (4, 8)},
     "windows of 5": partial(by_rule, D_RTRL(), 5),
     "windows of 5, rank 4": partial(by_rule, D_RTRL(rank=4), 5),
-    "SnAp-1": partial(dense, snap),
-    "sketch 4": partial(dense, partial(sketch, 4)),
+    "SnAp-1": partial(by_rule, D_RTRL(recursion=Recursion(Own())), None),
+    "RFLO": partial(by_rule, D_RTRL(signal=Feedback()), None),
+    "UORO": partial(by_rule, UORO(), 1),
+    "KF_RTRL": partial(by_rule, KF_RTRL(), 1),
+    "sketch 4": partial(sketch, 4),
 }
 
 # -- along training ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean, mean, stdev
 from typing import Any
@@ -20,6 +20,8 @@ class Column:
     window: int | None = None
     rank: int = 0
     power: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # of the rule
+    tasks: tuple[str, ...] = ()  # that it is run on; none: all
 
     @property
     def is_dial(self) -> bool:
@@ -27,8 +29,10 @@ class Column:
         return self.rule == "D_RTRL" and self.window is not None
 
 
-def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer: int) -> str:
+def write(folder: Path, names: Iterable[str], every: dict[str, Column], longer: int) -> str:
     """Write README.md and the plot beside the results; the table of scores."""
+    columns = {name: column for name, column in every.items() if not column.tasks}
+    published = {name: column for name, column in every.items() if column.tasks}
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     found = {name: files[name] for name in names if name in files}
     table = "\n".join([*_scores(found, columns), "", *_verdict(found, columns)])
@@ -55,7 +59,7 @@ def write(folder: Path, names: Iterable[str], columns: dict[str, Column], longer
             "BPTT goes along the arrow, and the others stay where they are.",
             "",
         ]
-    parts += _details(found, columns)
+    parts += [*_published(found, published), "", *_details(found, columns)]
     if "cosines" in files:
         parts += ["", *_cosines(files["cosines"])]
     (folder / "README.md").write_text("\n".join(parts) + "\n")
@@ -76,6 +80,23 @@ def _scores(found: Found, columns: dict[str, Column]) -> list[str]:
             f"| {' | '.join(cells)} |"
         )
     return lines
+
+
+def _published(found: Found, columns: dict[str, Column]) -> list[str]:
+    """A row for each rule and a column for each task that some of them are run on."""
+    tasks = [name for name in found if any(name in c.tasks for c in columns.values())]
+    lines = [
+        "## Published rules",
+        "",
+        "The same nets and updates, by rules as published, each on tasks of the kind that its paper uses; "
+        "step by step, but for UORO and KF_RTRL, in windows of one step.",
+        "",
+        f"| rule | {' | '.join(tasks)} |",
+        f"|---|{'---|' * len(tasks)}",
+    ]
+    for name in ("BPTT", "D_RTRL", *columns):
+        lines.append(f"| {name} | {' | '.join(_cell(found[task], name) for task in tasks)} |")
+    return lines if tasks else []
 
 
 def scores_of(result: dict[str, Any], column: str) -> list[float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import platform
 import subprocess
@@ -42,6 +43,23 @@ COLUMNS = {
     "10, rank 8": Column("D_RTRL", window=10, rank=8),
     "10, rank 8, power": Column("D_RTRL", window=10, rank=8, power=1),
     "ES_D_RTRL": Column("ES_D_RTRL"),
+}
+SPIKING = ("evidence", "randman", "spiking_digits_rows")
+LEAK = math.exp(-1 / 20)  # of the neurons in a step
+COLUMNS |= {  # as published, on tasks of the kind that each paper uses
+    "EProp, symmetric": Column("EProp", tasks=SPIKING),
+    "EProp, random": Column("EProp", options={"feedback": "random"}, tasks=SPIKING),
+    "EProp, adaptive": Column("EProp", options={"feedback": "adaptive"}, tasks=SPIKING),
+    "RFLO": Column("RFLO", tasks=("dms", "integrator")),
+    "OSTLRecurrent": Column("OSTLRecurrent", tasks=("spoken_digits", "text")),
+    "OSTLFeedforward": Column("OSTLFeedforward", tasks=("spoken_digits", "text")),
+    "OTTT": Column("OTTT", options={"leak": LEAK}, tasks=SPIKING[1:]),
+    "OTPE": Column("OTPE", options={"leak": LEAK}, tasks=SPIKING[1:]),
+    "OTPE, approximate": Column("OTPE", options={"leak": LEAK, "mode": "approx"}, tasks=SPIKING[1:]),
+    "S_TLLR": Column("S_TLLR", options={"lambda_post": LEAK, "lambda_pre": 0.8}, tasks=SPIKING[1:]),
+    "SnAp(1)": Column("SnAp", options={"n": 1}, tasks=("copying", "text")),
+    "UORO": Column("UORO", tasks=("anbn", "copying")),
+    "KF_RTRL": Column("KF_RTRL", tasks=("copying", "text")),
 }
 SEVERAL = 10  # updates in one call
 LONGER = 10  # how many times a task's length memory is measured at, too
@@ -284,7 +302,7 @@ def make_learner(net: Any, column: Column) -> tuple[Any, int | None]:
     import braintrace
 
     if column.window is None:
-        return getattr(braintrace, column.rule)(net), None
+        return getattr(braintrace, column.rule)(net, **column.options), None
     if column.rule == "BPTT":
         return braintrace.ETraceVjpAlgorithm(net, truncated_bptt()), column.window
     rank = {"rank": column.rank, "power": column.power} if column.rank else {}
@@ -320,7 +338,7 @@ def run(name: str, columns: list[str], seeds: int, folder: Path, fresh: bool) ->
         return
     settings = settings_of(name)
     change(folder, name, lambda found: begun(found, settings))
-    for column in columns:
+    for column in (c for c in columns if name in (COLUMNS[c].tasks or CASES)):
         now = load(folder, name)
         known = {} if fresh else now["rules"].get(column, {})
         missing = [seed for seed in range(seeds) if str(seed) not in known]
@@ -376,7 +394,7 @@ def put(found: dict[str, Any], path: list[str], key: str, value: Any) -> dict[st
 
 def estimate(name: str, columns: list[str]) -> None:
     """Print how long a run of each column will take."""
-    for column in columns if name in CASES else []:
+    for column in [c for c in columns if name in (COLUMNS[c].tasks or CASES)]:
         with time_step():
             seconds = Trainer(CASES[name], COLUMNS[column]).estimate()
         print(f"{name} | {column}: {seconds:.0f} s", flush=True)

@@ -10,6 +10,7 @@ sample.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -531,7 +532,35 @@ class Brute:
         inputs = {s: {0: v} for s, (v, _) in seen.items() if v is not None}
         return inputs, J, {s: "bias" in names for s, (_, names) in seen.items()}
 
-    def _of_leaves(self, influence: list[Any], leaves: list[int]) -> Any:
+    def d_rtrl_across(self, xs: list[Any], window: int, above: dict[str, Any]) -> dict[Any, Any]:
+        """In windows, and beside the diagonal influence `E` the whole `Q` on the states above.
+
+            Q' = H (E + Q) + W - E',    gradient = within the window + dL/dh[start] (E + Q)
+
+        with `H` and `W` as above; `above` has, of each parameter, the states on which `Q` is kept.
+        """
+        leaves = range(len(self.f.states))
+        counts = [int(sum(a.size for a in jax.tree.leaves(p))) for p in self._by_param(self.f.params)]
+        names = ["".join(p) for p, n in zip(self.f.param_paths, counts, strict=True) for _ in range(n)]
+        rows = ["".join(self.f.state_paths[i]) for i in leaves for _ in range(self.f.states[i].size)]
+        kept = np.array([[row in above.get(name, ()) for name in names] for row in rows])
+        influence = [jnp.zeros((len(p), self.theta.size)) for _, p in self.groups]
+        Q, states, grad = jnp.zeros(kept.shape), self.f.states, jnp.zeros_like(self.theta)
+        flow = self.jit(partial(self._flow, leaves))
+        for chunk in windows_of(xs, window):
+            P = self._of_leaves(influence, leaves) + Q
+            own, signal, H, W = flow(self.theta, states, chunk)
+            for x in chunk:
+                now = self.advance(states, x)
+                influence, states = self._influence(now, influence), now["states"]
+            grad = grad + own + signal @ P
+            Q = jnp.where(kept, H @ P + W - self._of_leaves(influence, leaves), 0)
+        return self.f.as_tree(self.unravel(grad))
+
+    def _by_param(self, leaves: list[Any]) -> list[Any]:
+        return list(self.f.as_tree(leaves).values())
+
+    def _of_leaves(self, influence: list[Any], leaves: Sequence[int]) -> Any:
         """Influences by groups as those of some states, one after the other; zero where there is no trace."""
         sizes = {i: self.f.states[i].size for i in leaves}
         found = {i: jnp.zeros((n, self.theta.size)) for i, n in sizes.items()}
@@ -542,7 +571,7 @@ class Brute:
                 at += sizes[i]
         return jnp.concatenate(list(found.values()))
 
-    def _flow(self, leaves: list[int], theta: Any, states: Any, chunk: Any) -> tuple[Any, ...]:
+    def _flow(self, leaves: Sequence[int], theta: Any, states: Any, chunk: Any) -> tuple[Any, ...]:
         """Of a window: dL/dtheta, dL/dh[start], d h[end]/d h[start] and d h[end]/d theta, along all paths."""
 
         def run(theta: Any, start: list[Any]) -> Any:

@@ -586,7 +586,7 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h)
 
 
-@case("shared", "tied_layers", "matmul w: a; matmul w: b", a=4, b=3, groups="a | b", exact=False)
+@case("shared", "tied_layers", "matmul w: a; matmul w: b", a=4, b=3, groups="a | b")
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)
     b = 0.8 * s.b + bt.matmul(jnp.tanh(a), p.w.T)
@@ -652,7 +652,6 @@ def _(p, s, x):
     a=4,
     b=2,
     groups="a | b",
-    exact=False,
 )
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w1)
@@ -1631,7 +1630,6 @@ def _(p, s, x):
     v=(2, 4),
     r=(2, 2),
     groups="v | r",
-    exact=False,
 )
 def _(p, s, x):
     v = 0.9 * s.v * (1 - vjp_spike(s.v - 0.5)) + bt.matmul(x, p.w)

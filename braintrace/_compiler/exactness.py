@@ -15,12 +15,14 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .across import Across
 from .dataflow import settled
+from .filters import followed_by_filters
 from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
 from .influence import find_reached
@@ -55,6 +57,8 @@ class RuleKind:
     filter: float | None = None  # by which what is read of a trace is averaged
     bounded: bool = False  # traces are held below a bound
     kept: bool = True  # whether anything is kept of the steps before a window
+    across: bool = False  # the influence on states above traces is kept densely
+    filters: bool = False  # traces follow what leaky readouts keep of units
 
     @property
     def beyond_traces(self) -> bool:
@@ -67,6 +71,9 @@ class RuleKind:
             return None
         samples = find_samples(graph.module_info.marked, self.samples)
         return None if samples.mixed else (min(self.rank, samples.numbers), samples.numbers)
+
+
+BY_STEPS = RuleKind(filters=True)  # D_RTRL, one step at a time
 
 
 class Cut(enum.Enum):
@@ -123,7 +130,7 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     >>> [(d.weight_path, d.cut.name, d.states) for d in find_dropped(graph)]
     [(('W', 'weight'), 'RECURRENT_OP', (('h',),))]
     """
-    rule = rule or RuleKind()
+    rule = rule or BY_STEPS
     if rule.at_once:
         return []
     order = {e.path: i for i, e in enumerate(graph.module_info.params)}
@@ -138,7 +145,27 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
         found = verdict.out_of_reach(rule.reach)
     else:
         found = verdict.dropped() if rule.kept else verdict.estimated(Cut.ESTIMATED)
+    if rule.across:
+        found = _not_followed(found, Across(graph).followed)
+    if rule.filters:
+        found = _not_filtered(found, followed_by_filters(graph))
     return sorted(found, key=lambda d: order[d.weight_path])
+
+
+def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
+    """The same without what leads to states on which the influence of a parameter is kept densely."""
+    for d in dropped:
+        states = tuple(s for s in d.states if s not in followed.get(d.weight_path, ()))
+        if states or not d.states:
+            yield replace(d, states=states)
+
+
+def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
+    """The same without what leaky readouts keep of states whose traces follow it."""
+    for d in dropped:
+        by_filter = d.cut is Cut.OTHER_GROUP and isinstance(d.of, tuple) and followed.get(d.of, set())
+        if not by_filter or not set(d.states) <= by_filter:
+            yield d
 
 
 class _Verdict:

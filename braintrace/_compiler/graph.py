@@ -109,17 +109,17 @@ def graph_from_info(
 
     Delay lines that a loss asks about are hidden states, too.
     """
-    graph = _graph_of(info, include_hidden_perturb, groups)
+    graph = graph_of(info, include_hidden_perturb, groups)
     lines = delay_lines(graph) if groups is None else []
     if lines:
         others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
-        graph = _graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
+        graph = graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
     flows = Flows(graph)
     later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
     return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.outcomes, *later)))
 
 
-def _graph_of(
+def graph_of(
     info: ModuleInfo, include_hidden_perturb: bool, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
     origin = provenance(info.program, [v for e in info.params for v in e.invars])

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .filters import with_filters
 from .graph import ETraceGraph
 from .groups import HiddenGroup
 from .module_info import Hidden
@@ -39,8 +40,8 @@ def remembering(graph: ETraceGraph) -> ETraceGraph:
 
 
 def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
-    """Of each group, by its number, the states that have traces."""
-    return {g.index: g for g in remembering(graph).hidden_groups}
+    """Of each group, by its number, the states that have traces, filters included."""
+    return {g.index: g for g in remembering(with_filters(graph)).hidden_groups}
 
 
 def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions) -> HiddenGroup:
@@ -62,7 +63,8 @@ def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions) -> Hi
 def _remembers(graph: ETraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
     """Whether the old value is read otherwise than by marked ops, or the new one by another group."""
     info = graph.module_info
-    ends = [*info.out_atoms, *(a for e in info.entries if not e.is_param for a in e.outvars)]
+    new = [*(a for e in info.entries if not e.is_param for a in e.outvars), *(h.outvar for h in info.hidden)]
+    ends = [*info.out_atoms, *new]
     others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
     shared = any(h is not hidden and h.outvar is hidden.outvar for h in group.hidden)
     return shared or _reaches(positions, hidden.invar, ends) or _reaches(positions, hidden.outvar, others)

@@ -356,7 +356,9 @@ class ETraceGraphExecutor:
         """The same of signals at the leaves of the carried states before the step."""
         carried = [v for e in self.info.carried for v in e.invars]
         by_var = dict(zip(carried, signals, strict=True))
-        return self.group_signals([by_var[h.invar] for h in self.info.hidden])
+        none = self.zero_deltas()  # for a filter, which nobody reads
+        pairs = zip(self.info.hidden, none, strict=True)
+        return self.group_signals([by_var.get(h.invar, zero) for h, zero in pairs])
 
 
 ETraceVjpGraphExecutor = ETraceGraphExecutor

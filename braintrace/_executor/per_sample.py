@@ -10,7 +10,7 @@ is pulled back once for each sample instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ from .slots import Slot, add_up, promoted, states
 from .weighted import ROWS, Weighted, over_time, row_axis, with_rows
 from .window import Window, each_step
 
-# of each leaf of `params`, by its number: (samples, *shape) with rows before the last axis
+# of each leaf of `params`, by its number: (samples, *shape) with rows among the axes of the shape
 Terms = dict[int, Any]
 
 
@@ -56,6 +56,16 @@ class PerSample:
         """The type of real numbers that holds all that is carried."""
         types = [jnp.finfo(v.aval.dtype).dtype for v in self.samples.carried]
         return np.result_type(np.float32, *types) if types else np.dtype(np.float32)
+
+    @cached_property
+    def places(self) -> dict[int, Any]:
+        """Of each carried leaf that parameters act on, by number, its places among a sample's numbers."""
+        at, found = 0, {}
+        for v in self.samples.carried:
+            size = _parts(v) * int(v.aval.size) // self.samples.count
+            found[self._leaves.index(v)] = np.arange(at, at + size)
+            at += size
+        return found
 
     def vectors(self, leaves: Leaves, *, dual: bool) -> Any:
         """Tangents (`dual`: cotangents) of the carried leaves, as (samples, numbers)."""
@@ -146,10 +156,11 @@ class PerSample:
 
     # -- what rows of signals give -----------------------------------------------------------------
 
-    def pull(self, window: Window, rows: Any) -> tuple[Any, Terms]:
+    def pull(self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis) -> tuple[Any, Terms]:
         """Rows of signals at the window's end, (samples, rows, numbers), pulled back through it.
 
-        Their signals at its start, and what the window gives each parameter, sample by sample.
+        Their signals at its start, and what the window gives each parameter, sample by sample; `axis` says
+        where rows stand among so many axes of a parameter.
         """
         window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
@@ -163,9 +174,9 @@ class PerSample:
         if self.others:
             pick = lambda a: a.reshape(count, each, *a.shape[1:])
             start = jnp.sum(start.reshape(count, count, each, -1), 1)
-            terms = {i: jnp.moveaxis(pick(d), 1, 1 + row_axis(d.ndim - 1)) for i, d in dparams.items()}
+            terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
-        return start, self._add(terms, window, self._weight_terms(window, dys))
+        return start, self._add(terms, window, self._weight_terms(window, dys, axis), axis)
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
         """Of a window of one step, d(numbers after)/d(numbers before), (samples, numbers, numbers).
@@ -200,23 +211,31 @@ class PerSample:
 
         return each_step(operands, steps)  # type: ignore[no-any-return]
 
-    def _weight_terms(self, window: Window, dys: dict[int, Any]) -> dict[tuple[int, str], Any]:
+    def _weight_terms(
+        self, window: Window, dys: dict[int, Any], axis: Callable[[int], int]
+    ) -> dict[tuple[int, str], Any]:
         """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
         inputs, found = self._inputs(window), {}
         for w in self.sites:
             i = w.site.index
             for name, layout in w.layouts.items():
                 letter = self.letters[i, name]
-                want = (*(() if letter is None else (letter,)), *with_rows(layout.w))
+                want = (*(() if letter is None else (letter,)), *with_rows(layout.w, axis))
                 term = over_time(layout, inputs[i], dys[i], want)
                 found[i, name] = term[None] if letter is None else term
         return found
 
-    def _add(self, terms: Terms, window: Window, found: dict[tuple[int, str], Any]) -> Terms:
+    def _add(
+        self,
+        terms: Terms,
+        window: Window,
+        found: dict[tuple[int, str], Any],
+        axis: Callable[[int], int],
+    ) -> Terms:
         """The terms, with those of effective weights carried back to the parameters."""
         if not found:
             return terms
-        by_leaf = self._to_parameters(window, self.sites, found)
+        by_leaf = self._to_parameters(window, self.sites, found, axis)
         return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
 
     def to_parameters(self, window: Window, terms: dict[tuple[int, str], Any]) -> dict[int, Any]:
@@ -226,13 +245,19 @@ class PerSample:
         found = pull(list(terms.values()))
         return {i: a for i, a in enumerate(found) if a is not None and self._is_param[i]}
 
-    def _to_parameters(self, window: Window, of: Sequence[Any], found: dict[tuple[int, str], Any]) -> Terms:
+    def _to_parameters(
+        self,
+        window: Window,
+        of: Sequence[Any],
+        found: dict[tuple[int, str], Any],
+        axis: Callable[[int], int] = row_axis,
+    ) -> Terms:
         """Terms of effective weights, by their letters, as those of parameters."""
         params = window.params
         pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
         arrays = _same_lead(list(found.values()))
         before, after = (
-            [row_axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
+            [axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
         )
         leaves = jax.vmap(jax.vmap(pull, (before,), after))(arrays)
         return {i: a for i, a in enumerate(leaves) if a is not None and self._is_param[i]}

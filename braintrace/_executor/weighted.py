@@ -7,7 +7,7 @@ by the letters of the op, for every site whose weights are made of parameters al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,13 @@ def row_axis(ndim: int) -> int:
     return max(ndim - 1, 0)
 
 
-def with_rows(letters: Letters) -> Letters:
-    at = row_axis(len(letters))
+def in_front(ndim: int) -> int:
+    """Before all of them: a matrix times rows is one product, and those over time are one for each row."""
+    return 0
+
+
+def with_rows(letters: Letters, axis: Callable[[int], int] = row_axis) -> Letters:
+    at = axis(len(letters))
     return (*letters[:at], ROWS, *letters[at:])
 
 
@@ -72,7 +77,11 @@ def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> 
     factor = _factors(layout, inputs, dy.dtype)
     if factor is None:
         return product([(dy, y)], want)
-    return product([(factor[0], (TIME, *factor[1])), (dy, y)], want)
+    x, have = factor[0], (TIME, *factor[1])
+    if has_rows and all(want.index(ROWS) < want.index(a) for a in layout.w):
+        # in each row: else XLA makes all rows one product and transposes it, which is much larger
+        x, have = jnp.broadcast_to(x, (dy.shape[0], *x.shape)), (ROWS, *have)
+    return product([(x, have), (dy, y)], want)
 
 
 def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import read_step
@@ -114,7 +115,8 @@ class OnlineFunctions:
     def _online(self) -> Online:
         windows = self.rule.windows or self.window is not None
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
-        graph = remembering(self.graph) if chains else self.graph
+        graph = with_filters(self.graph) if self.rule.kind(windows).filters else self.graph
+        graph = remembering(graph) if chains else graph
         return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
 
     @property
@@ -170,12 +172,13 @@ class OnlineFunctions:
         memory_budget: int | None = None,
         window: int | None = None,
         rank: int = 0,
+        across: str | None = None,
     ) -> Plan:
         """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import plan_functions
 
         sizes = None if chunk_sizes is None else list(chunk_sizes)
-        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank)
+        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank, across)
 
     def compare(
         self,

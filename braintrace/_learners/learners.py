@@ -28,6 +28,8 @@ class D_RTRL(ETraceVjpAlgorithm):
     directions as numbers carried the gradient is that of BPTT. `samples` is the axis of the states along
     which samples lie ('auto': it is found; None: all is one sample); `power=1` turns the directions to what
     is strong, at about twice the cost: it pays where many of them decay alike, as in spiking nets. With
+    `across='layers'`, the influence of each weight on the states of the layers above is kept densely, for
+    each sample: a stack of layers whose traces are exact one by one has the gradient of BPTT. With
     `mark='auto'`, a model needs no marked ops: a mark is set wherever a parameter enters by an operation that
     can have one. `trace_dtype` is what traces are stored in (None: what they are computed in). `config`
     chooses another rule with a trace of every weight, as an `ETraceConfig`: `random_feedback_key` is for its
@@ -54,14 +56,17 @@ class D_RTRL(ETraceVjpAlgorithm):
         rank: int = 0,
         samples: int | Literal["auto"] | None = "auto",
         power: int = 0,
+        across: Literal["layers"] | None = None,
         mark: Mark = "ops",
         normalize_matrix_spectrum: bool = False,
     ) -> None:
         dtype = as_trace_dtype(trace_dtype)
-        rule: rules.Rule = rules.D_RTRL(dtype, rank, samples, power)
+        rule: rules.Rule = rules.D_RTRL(dtype, rank, samples, power, across=across)
         if config is not None:
-            if rank:
-                raise ValueError("`rank` goes with the rule of `D_RTRL` itself, without a `config`.")
+            if rank or across:
+                raise ValueError(
+                    "`rank` and `across` go with the rule of `D_RTRL` itself, without a `config`."
+                )
             rule = as_config(config, type(self), "per_param").rule(
                 random_feedback_key, dtype, snap_max_jacobian_elements
             )
@@ -126,7 +131,8 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
 class RTRL(ETraceVjpAlgorithm):
     """Real-time recurrent learning, exact on any model, with marked ops or without.
 
-    Memory is the number of carried numbers times the number of parameters.
+    Memory is, for each sample, the numbers that it carries times the number of parameters. In chunks
+    (`etrace_grad(..., chunk_size=k)`) the numbers are the same, and that is touched once in `k` steps.
     """
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind
+from .._compiler.filters import with_filters
 from .._compiler.graph import graph_from_info
 from .._compiler.remembering import remembering
 from .._compiler.step import show_path
@@ -75,7 +76,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         in_windows = window is not None or (not rule.any_window and rule.windows)
         if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
             raise ValueError(
-                f"{'What `rank` keeps is' if window is None else f'Windows of {window} steps are'} "
+                f"{'What is kept beside traces is' if window is None else f'Windows of {window} steps are'} "
                 "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
             )
         self.rule = rule
@@ -124,6 +125,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains
+        graph = with_filters(graph) if self.rule_kind.filters else graph
         return remembering(graph) if chains and not self._in_windows else graph
 
     def _online(self, compiled: Compiled) -> Online:

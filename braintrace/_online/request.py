@@ -9,6 +9,7 @@ from typing import Any
 import brainunit as u
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .drive import masked
 from .sequence import Sequence
@@ -91,7 +92,9 @@ def check_chunk_size(chunk_size: Any) -> None:
 
 
 def check_window(window: Any) -> None:
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+    if window is not None and (
+        not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 1
+    ):
         raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
 
 

@@ -137,6 +137,8 @@ _LEFT_OUT = {  # by traces
 
 def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
     """The findings that matter to a rule: what traces leave out does not, where it is kept beside them."""
+    if rule is not None and rule.across:
+        return set(DiagnosticKind) - {DiagnosticKind.HIDDEN_STATE_CASCADE, DiagnosticKind.STATE_WITHOUT_TRACE}
     return set(DiagnosticKind) - (_LEFT_OUT if rule is not None and rule.beyond_traces else set())
 
 

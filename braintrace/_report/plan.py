@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from .. import _rules
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
+from .._executor.memory import device_memory
 from .._frontends.modules import extract_module_info
 from .._frontends.pure import Pure
 from .._learners import pickling
@@ -62,6 +62,7 @@ class PlanRow:
     flops_per_step: float
     window: int | None = None
     rank: int = 0
+    across: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -70,7 +71,8 @@ class PlanRow:
     @property
     def title(self) -> str:
         windows = "" if self.window is None else f", windows of {self.window}"
-        return self.rule + windows + (f", rank {self.rank}" if self.rank else "")
+        across = f", across {self.across}" if self.across else ""
+        return self.rule + windows + (f", rank {self.rank}" if self.rank else "") + across
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def plan(
     memory_budget: int | None = None,
     window: int | None = None,
     rank: int = 0,
+    across: str | None = None,
 ) -> Plan:
     """What each rule would cost on a sequence of `length` steps; the model is left as it is.
 
@@ -150,7 +153,7 @@ def plan(
     as they are.
     Chunks are of one step, of about the square root of the length and of all steps, unless given;
     `memory_budget` (bytes) is what the recommendation may use: the device's memory, or half of the machine's.
-    With a `window`, or a `rank`, there is a row of D_RTRL in windows, too.
+    With a `window`, a `rank` or `across='layers'`, there is a row of D_RTRL in windows, too.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
@@ -159,18 +162,20 @@ def plan(
     >>> costs.row("D_RTRL").trace_bytes  # two products of 11 inputs and a bias, for each sample and unit
     12288
     """
+    if isinstance(model, ETraceAlgorithm):
+        raise TypeError("`plan` takes the model, not a learner of it: `plan(learner.model, ...)`.")
     args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
     twin = _abstract_copy(model, batch_size)
     graph = graph_from_info(extract_module_info(twin, *args))
 
     def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
-        learner = RULES[rule](twin)
+        learner = RULES[rule](twin, **dial.across_of if dial else {})
         if dial is not None:
             learner.take_windows(dial.window, dial.rank or None)
         learner.adopt(graph, args)
         return lambda size: _row_of_learner(rule, learner, args, length, size, dial)
 
-    dial = Dial.of(window, rank)
+    dial = Dial.of(window, rank, across)
     return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size)
 
 
@@ -182,28 +187,35 @@ def plan_functions(
     memory_budget: int | None,
     window: int | None = None,
     rank: int = 0,
+    across: str | None = None,
 ) -> Plan:
     """The same for pure functions."""
 
     def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
         more: dict[str, Any] = {"rank": rank} if dial and rank else {}
+        more |= dial.across_of if dial else {}
         other = net.with_rule(FUNCTIONS[rule](**more), dial.window if dial else None)
         return lambda size: _row_of_functions(rule, other, length, size, dial)
 
-    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, Dial.of(window, rank))
+    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, Dial.of(window, rank, across))
 
 
 @dataclass(frozen=True)
 class Dial:
-    """Windows, and how many directions traces have beside the diagonal."""
+    """Windows, and what is kept beside traces: so many directions, or the influence across layers."""
 
     window: int
     rank: int
+    across: str | None = None
 
     @staticmethod
-    def of(window: int | None, rank: int) -> Dial | None:
-        """None: neither; rank alone is in windows of one step."""
-        return Dial(window or 1, rank) if window or rank else None
+    def of(window: int | None, rank: int, across: str | None = None) -> Dial | None:
+        """None: neither; what is kept beside traces is in windows of one step."""
+        return Dial(window or 1, rank, across) if window or rank or across else None
+
+    @property
+    def across_of(self) -> dict[str, Any]:
+        return {"across": self.across} if self.across else {}
 
 
 def _plan(
@@ -229,7 +241,7 @@ def _plan(
     rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
     if dial is not None and "D_RTRL" in rules:
         rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))
-    budget = memory_of_device() if memory_budget is None else memory_budget
+    budget = device_memory() if memory_budget is None else memory_budget
     best, words = _recommend(rows, length, budget)
     states = [e for e in graph.module_info.entries if not e.is_param]
     return Plan(
@@ -324,6 +336,7 @@ def _row(
         flops_per_step=count_flops(closed) / length,
         window=dial.window if dial else None,
         rank=dial.rank if dial else 0,
+        across=dial.across if dial else None,
     )
 
 
@@ -365,12 +378,6 @@ def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow |
             f"chunks does not: from about {longer} steps on BPTT takes more than the leanest."
         )
     return best, " ".join(words)
-
-
-def memory_of_device() -> int:
-    """The memory of the device, or half of the machine's."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 def bytes_of(avals: Any) -> int:

@@ -9,7 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .._compiler.exactness import Dropped, RuleKind, find_dropped
+from .._compiler.across import Across
+from .._compiler.exactness import BY_STEPS, Dropped, RuleKind, find_dropped
 from .._compiler.flows import Flows
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
@@ -40,7 +41,7 @@ class CompilationReport:
     @cached_property
     def _rule(self) -> RuleKind:
         """The rule, with the axis of samples that it goes by."""
-        rule = self.rule or RuleKind()
+        rule = self.rule or BY_STEPS
         return replace(rule, samples=axis_of_samples(self.graph, rule.samples)) if rule.rank else rule
 
     @property
@@ -60,6 +61,9 @@ class CompilationReport:
     @cached_property
     def ranked_weights(self) -> dict[Path, str]:
         """Each parameter that learns by what is kept beside traces alone, and why it has no trace."""
+        if self.rule is not None and self.rule.across:
+            above = Across(self.graph).followed
+            return {path: why for path, why in self._untraced.items() if above.get(path)}
         if self.rule is None or not self.rule.beyond_traces:
             return {}
         acting = Flows(self.graph).behind([h.outvar for h in self.graph.module_info.hidden])

@@ -22,6 +22,7 @@ from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
 from .bounds import Bound
 from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
+from .layers import Layers
 from .rank import Rank
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
@@ -35,9 +36,10 @@ class D_RTRL(TraceRule):
 
     With `rank`, what they leave out is kept in so many directions, one basis for each sample; `samples` is
     the axis of the states along which samples lie ('auto': it is found; None: all is one sample), and `power`
-    the number of steps that turn the directions to what is strong. `recursion` says how traces advance where
-    it is not by the local Jacobians, `signal` what meets them, `bound` what keeps them from growing, and
-    `called` what the verdict calls such a rule.
+    the number of steps that turn the directions to what is strong. With `across='layers'`, the influence of
+    each weight on the states above its traces, those of the layers above, is kept densely for each sample.
+    `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them,
+    `bound` what keeps them from growing, and `called` what the verdict calls such a rule.
     """
 
     dtype: Any = None
@@ -48,6 +50,7 @@ class D_RTRL(TraceRule):
     signal: Signal = PROPAGATED
     bound: Bound | None = None
     called: str = "D_RTRL"
+    across: str | None = None
 
     @property
     def follows_chains(self) -> bool:
@@ -61,22 +64,39 @@ class D_RTRL(TraceRule):
             given = getattr(self, name)
             if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < 0:
                 raise ValueError(f"`{name}` is a number of {meant}, not {given!r}.")
-        if self.rank and not self.follows_chains:
+        if (self.rank or self.across) and not self.follows_chains:
             raise ValueError(
-                "`rank` keeps what traces by the local Jacobians leave out, for back-propagated signals: "
-                f"{self.called} has others."
+                f"`{'rank' if self.rank else 'across'}` keeps what traces by the local Jacobians leave out, "
+                f"for back-propagated signals: {self.called} has others."
             )
         is_axis = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 0
         if not (is_axis or self.samples in ("auto", None)):
             raise ValueError(f"`samples` is 'auto', an axis of the states or None, not {self.samples!r}.")
 
+        if self.across not in (None, "layers"):
+            raise ValueError(f"`across` is 'layers' or None, not {self.across!r}.")
+        if self.across is not None and self.rank:
+            raise ValueError(
+                "`across` and `rank` are two ways to keep what traces leave out: pass one of them."
+            )
+
     @property
-    def beside(self) -> Rank | None:
+    def beside(self) -> Rank | Layers | None:
+        if self.across is not None:
+            return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype, self.power) if self.rank else None
 
     def kind(self, windows: bool) -> RuleKind:
-        more = {**kind_of(self), "bounded": self.bound is not None}
-        return RuleKind(self.called, windows=windows, rank=self.rank, samples=self.samples, **more)
+        return RuleKind(
+            self.called,
+            windows=windows,
+            rank=self.rank,
+            samples=self.samples,
+            across=self.across is not None,
+            filters=self.follows_chains and not windows,
+            bounded=self.bound is not None,
+            **kind_of(self),
+        )
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""

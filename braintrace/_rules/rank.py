@@ -92,7 +92,7 @@ class Rank:
         for i, (name, aval) in named(per).items():
             axis, parts = 1 + row_axis(aval.ndim), parts_of(name, basis.shape[1])
             for key, rows in parts:
-                terms = [_mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
+                terms = [mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
                 terms += [_rows(found[i], rows, axis) for found in (added, of_old) if i in found]
                 new = add_up(promoted(*terms))
                 new = new - _rows(of_new[i], rows, axis) if i in of_new else new
@@ -107,7 +107,7 @@ class Rank:
         found = {}
         for i, (name, aval) in named(per).items():
             axis, parts = 1 + row_axis(aval.ndim), parts_of(name, along.shape[1])
-            terms = [_summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
+            terms = [summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
             found[i] = add_up(terms).astype(aval.dtype)
         return found
 
@@ -144,7 +144,7 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
         if not told and axis != "auto":
             raise NotSupportedError(
                 f"The traces of this model have no axis for the samples along axis {axis} of the states: "
-                "leave `samples` out, or have one basis for all (`samples=None`)."
+                "leave `samples` out, or take all for one (`samples=None`)."
             )
         if not told:  # places of an image, say, with no batch
             found = PerSample(linear, find_samples(linear.info, None))
@@ -235,17 +235,17 @@ def _rows(terms: Any, rows: slice, axis: int) -> Any:
     return jax.lax.slice_in_dim(terms, rows.start, rows.stop, axis=axis)
 
 
-def _mixed(carried: Any, kept: Any, axis: int) -> Any:
+def mixed(carried: Any, kept: Any, axis: int) -> Any:
     """`sum_r carried[b, q, r] kept[b, .., r, ..]`."""
     carried, kept = promoted(carried, kept)
-    if kept.shape[axis] == 1:
+    if carried.shape[1:] == (1, 1):
         return carried.reshape(-1, *[1] * (kept.ndim - 1)) * kept
     rows = jnp.moveaxis(kept, axis, 1)
-    mixed = jnp.einsum("bqr,brp->bqp", carried, rows.reshape(*rows.shape[:2], -1))
-    return jnp.moveaxis(mixed.reshape(rows.shape), 1, axis)
+    found = jnp.einsum("bqr,brp->bqp", carried, rows.reshape(*rows.shape[:2], -1))
+    return jnp.moveaxis(found.reshape(*found.shape[:2], *rows.shape[2:]), 1, axis)
 
 
-def _summed(along: Any, kept: Any, *, axis: int) -> Any:
+def summed(along: Any, kept: Any, *, axis: int) -> Any:
     """`sum_br along[b, r] kept[b, .., r, ..]`."""
     if kept.shape[axis] > 1:
         return jnp.tensordot(along, kept, ((0, 1), (0, axis)))

@@ -21,6 +21,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.recursion import Leak, Recursion
 from .._executor.slots import Slot
 from .._executor.window import Record, Signals, Window
+from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal
 
@@ -86,7 +87,7 @@ class TraceRule(Rule):
         return False
 
     @property
-    def beside(self) -> Rank | None:
+    def beside(self) -> Rank | Layers | None:
         """What is kept beside the traces of what these leave out; None: nothing."""
         return None
 

@@ -24,12 +24,13 @@ import numpy as np
 from .._compiler import ETraceGraph
 from .._compiler.step import Path, show_path
 from .._executor.executor import is_inexact
+from .._executor.memory import device_memory
 from .._learners.functional import OnlineFunctions
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
 from .._report.check import flatten, put_beside, round_off, trace_afresh
-from .._report.plan import bytes_of, memory_of_device
+from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
@@ -160,7 +161,7 @@ def compare_functions(
 
 def run(subject: Subject, rules: Any, train: Any, memory_budget: int | None, progress: bool) -> Comparison:
     """Measure rule after rule, BPTT first."""
-    budget = memory_of_device() if memory_budget is None else memory_budget
+    budget = device_memory() if memory_budget is None else memory_budget
     training = read_training(train)
     if rules is None:
         small = lambda candidate: _is_small(subject, candidate, min(budget, RTRL_BYTES))

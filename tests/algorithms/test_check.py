@@ -38,7 +38,7 @@ def test_an_exact_model_is_equal():
 
 
 def test_a_difference_of_the_rule_is_told_from_the_paths_it_drops():
-    case, xs, learner, check = run("two_layers")
+    case, xs, learner, check = run("two_layers_of_one_shape")
     (first, second) = check.parameters
     assert (first.path, first.cause, second.cause) == (("w1",), "rule", "equal")
     truth = bptt(case.build(), xs)

@@ -16,7 +16,7 @@ from braintrace._rules import d_rtrl
 
 from ..oracle import Brute, bptt, loss
 from ..run import agree, by_bptt, by_d_rtrl, compiled, difference, every, loops_forever, online, sequence
-from ..zoo import CASES
+from ..zoo import CASES, Step
 
 ROUND_OFF = 1e-10
 
@@ -104,6 +104,39 @@ def test_chunks_change_no_number(name):
     first, *others = ({k: st.value for k, st in lr.states().items()} for lr in learners)
     for other in others:
         assert agree(first, other, ROUND_OFF), difference(first, other)
+
+
+@pytest.mark.parametrize(
+    "name", every(4, ["rnn_batched", "lru_complex", "plain_recurrent", "lora", "rule_reads_more", "lif_vjp"])
+)
+def test_the_whole_influence_is_bptt_in_chunks(name):
+    case, xs, length = CASES[name], sequence(CASES[name], 5), 5
+    truth = bptt(case.build(), xs)
+    for size in (1, 2, length):
+        learner = compiled(braintrace.RTRL(case.build()), xs[0])
+        step = lambda x, learner=learner: loss(jax.tree.leaves(learner(x)))
+        found = learner.etrace_grad(jnp.stack(xs), step_fn=step, chunk_size=size, reduction="sum")
+        assert agree(truth, found, ROUND_OFF), (size, difference(truth, found))
+        kept = [st.value.shape[:2] for st in learner.etrace_states.values()]
+        states = sum(s.value.size * (2 if jnp.iscomplexobj(s.value) else 1) for s in hidden(learner.model))
+        assert all(a * b == states for a, b in kept), "each sample has its own numbers alone"
+
+
+def test_the_whole_influence_of_samples_that_act_on_each_other():
+    def step(p: Any, s: Any, x: Any) -> Any:
+        h = jnp.tanh(braintrace.matmul(x, p.w) + 0.5 * s.h - s.h.mean(0, keepdims=True))
+        return {"h": h}, h
+
+    build = lambda: Step(step, {"w": (3, 4)}, {"h": (2, 4)})
+    xs = list(jax.random.normal(jax.random.key(0), (4, 2, 3)))
+    learner = braintrace.RTRL(build())
+    found, truth = online(learner, xs, 2), bptt(build(), xs)
+    assert agree(truth, found, ROUND_OFF), difference(truth, found)
+    assert [st.value.shape for st in learner.etrace_states.values()] == [(1, 8, 3, 4)]
+
+
+def hidden(model: Any) -> list[Any]:
+    return list(model.states(brainstate.HiddenState).values())
 
 
 def in_float32(case: Any) -> list[Any]:

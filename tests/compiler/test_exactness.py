@@ -35,7 +35,7 @@ def verdict_of(name: str, rule: RuleKind | None = None) -> Any:
     ("name", "weight", "primitive", "words"),
     [
         ("rnn", "wi", "etp_matmul", "what `h` passes on to itself through `matmul` of `wh`"),
-        ("two_layers", "w1", "etp_matmul", "what `b` keeps of `a` through `matmul` of `w2`"),
+        ("two_layers_of_one_shape", "w1", "etp_matmul", "what `b` keeps of `a` through `matmul` of `w2`"),
         ("cascade_summed", "w", "reduce_sum", "what `b` keeps of `a` through `reduce_sum`"),
         ("op_of_op", "w1", "etp_matmul", "acts on `h` beyond the step through `matmul` of `w2`"),
         ("layer_norm", "w", "reduce_sum", "other units of `h` beyond the step by `reduce_sum`"),

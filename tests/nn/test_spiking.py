@@ -451,12 +451,12 @@ NETS = {
         dt=1.0 * ms,
         batch=None,
     ),
-    # a spike of the first layer acts on later losses through the second one's memory: left out
+    # a spike of the first layer acts on later losses through the second one's memory: its filter tells
     "two_layers": Net(
         lambda: Layer(nn.LIF(4, tau=4.0), nn.Expon(4, tau=3.0), readout=nn.LeakyRateReadout(4, 2, tau=5.0)),
         "weights: neuron.V synapse.g, readout: readout.r",
         "neuron.V synapse.g | readout.r",
-        exact=False,
+        exact=True,
         x_scale=2.0,
     ),
 }

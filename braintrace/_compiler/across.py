@@ -1,0 +1,167 @@
+"""Across layers: the states above those that a parameter's traces follow.
+
+A trace follows the states of a group, unit by unit. A state is above if what a parameter does to it comes
+on a way that no trace follows, from a state on which it does not act back; and so is all that it acts on. A
+parameter without a trace stands where the data of its ops come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .dataflow import Flow, settled, solve, union
+from .flows import Carried, Flows
+from .own_rules import PullBack
+from .program import Node, Var
+from .provenance import Goal, provenance
+from .step import Path
+
+if TYPE_CHECKING:
+    from .graph import ETraceGraph
+
+
+@dataclass(frozen=True)
+class Above:
+    """Some carried leaves, and the leaves of the parameters above whose traces they all are."""
+
+    states: tuple[int, ...]  # by number, among the leaves of what is carried
+    params: tuple[int, ...]  # and among those of what is fixed
+
+
+class Across:
+    """What is above the traces of one compiled step."""
+
+    def __init__(self, graph: ETraceGraph) -> None:
+        self.graph, self.flows = graph, Flows(graph)
+        info = graph.module_info
+        self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]
+        self._number = {v: i for i, v in enumerate(v for e in info.carried for v in e.invars)}
+        self._onto = cache(self._onto)  # type: ignore[method-assign]
+
+    @cached_property
+    def above(self) -> list[Above]:
+        """The states above traces, together where they are above those of the same parameters."""
+        bits = {i: self._above(i) for i, (v, _, is_param) in enumerate(self._params) if is_param}
+        found: dict[tuple[int, ...], list[int]] = {}
+        for c in self.flows.carried:
+            if params := tuple(i for i, b in bits.items() if b & c.bit):
+                found.setdefault(params, []).append(self._number[c.old])
+        return [Above(tuple(states), params) for params, states in found.items()]
+
+    def act(self, these: Above, others: Above) -> bool:
+        """Whether states of one act on those of the other, in one step or several."""
+        here, there = (
+            sum(c.bit for c in self.flows.carried if self._number[c.old] in a.states) for a in (these, others)
+        )
+        return bool(settled(self._onto(here), self._onto) & there)
+
+    @cached_property
+    def followed(self) -> dict[Path, set[Path]]:
+        """Of each parameter, the states above its traces."""
+        found: dict[Path, set[Path]] = {}
+        for i, (v, path, is_param) in enumerate(self._params):
+            if is_param and v.inexact:
+                above = self._above(i)
+                lost = {c.path for c in self.flows.of(self._acted(v) & ~above)}
+                states = {c.path for c in self.flows.of(above)} - lost
+                found[path] = states & found[path] if path in found else states
+        return found
+
+    def _above(self, number: int) -> int:
+        param = self._params[number][0]
+        own = self._own(param)
+        stands = own or self._reads.get(number)
+        if stands is None:
+            return 0
+        found = sum(
+            c.bit
+            for c in self.flows.of(self._reached(param) & ~own)
+            if not any(self._in_one_loop(c, o) for o in self.flows.of(stands))
+        )
+        for c in self.flows.of(self._acted(param)):
+            found |= sum(d.bit for d in self.flows.of(self._unfollowed(c)) if not self._in_one_loop(c, d))
+        return settled(found, self._onto)
+
+    def _own(self, param: Var) -> int:
+        """The states of which a parameter has traces."""
+        goal = self.flows.from_params.get(param, Goal())
+        groups = {
+            g.index
+            for r in self.graph.hidden_param_op_relations
+            if (goal.direct | goal.crossing) & self.flows.site_bit(r.site)
+            for g in r.hidden_groups
+        }
+        return sum(map(self.flows.group_bits, groups))
+
+    @cached_property
+    def _reads(self) -> dict[int, int]:
+        """The states that the data of a parameter's ops are made of; none for one that acts otherwise."""
+        info = self.graph.module_info.marked
+        program, params = info.program, [v for e in info.fixed for v in e.invars]
+        bit = {self._number[c.old]: c.bit for c in self.flows.carried}
+        old = [v for e in info.carried for v in e.invars]
+        starts = [(v, bit[n]) for n, v in enumerate(old) if n in bit]
+        made_of = solve(Flow[int](lambda node, given: union(given)), program, starts)[0]
+        origin = provenance(program, params)
+        found: dict[int, int] = {}
+        for site in program.sites:
+            node = program.nodes[program.holder[site.index]]
+            data = site.inputs[: site.num_inputs] if node.site is site else node.inputs
+            bits = 0
+            for a in data:
+                bits |= made_of.get(a, 0) if isinstance(a, Var) else 0
+            for inputs, _, _ in (origin.of(w) for w in site.weights.values()):
+                for v in inputs:
+                    if v in params:
+                        found[params.index(v)] = found.get(params.index(v), 0) | bits
+        return {i: bits for i, bits in found.items() if not self._acts_otherwise(params[i])}
+
+    def _acts_otherwise(self, param: Var) -> bool:
+        """Whether a parameter acts on states not as the weight of an op alone."""
+        info = self.graph.module_info.marked
+
+        def transfer(node: Node, given: list[Any]) -> Any:
+            return union(given[: node.site.num_inputs] if node.site is not None else given)
+
+        flow = Flow[bool](transfer, derivatives=True, enters=True, rule=PullBack.of)
+        new = {a for e in info.carried for a in e.outvars}
+        return not new.isdisjoint(solve(flow, info.program, [(param, True)])[0])
+
+    def _acted(self, param: Var) -> int:
+        """The states that a parameter acts on, in this step or a later one."""
+        return settled(self._reached(param), self._onto)
+
+    def _onto(self, bits: int) -> int:
+        """The states that some act on in a step."""
+        found = 0
+        for c in self.flows.of(bits):
+            found |= self._reached(c.old)
+        return found
+
+    def _in_one_loop(self, a: Carried, b: Carried) -> bool:
+        there, back = (settled(self._onto(c.bit), self._onto) for c in (a, b))
+        return bool(a is b or (there & b.bit and back & a.bit))
+
+    def _unfollowed(self, c: Carried) -> int:
+        """The states that one acts on in a way that no trace follows."""
+        reached = self._reached(c.old) | self._reached(c.new)
+        if c.group is None:
+            return reached
+        own = self.flows.group_bits(c.group)
+        crossing = 0
+        for v in (c.old, c.new):
+            crossing |= self.flows.from_states.get(v, Goal()).crossing
+        group = next(g for g in self.graph.hidden_groups if g.index == c.group)
+        hidden = next((h, r) for h, r in zip(group.hidden, group.within, strict=True) if h.invar is c.old)
+        places, within = hidden[0].positions, hidden[1]
+        strays = np.any((within.highest >= 0) & ((within.lowest != places) | (within.highest != places)))
+        return reached & (~own | crossing | (own if strays else 0))
+
+    def _reached(self, var: Var) -> int:
+        """The states that something acts on in a step."""
+        goal = self.flows.whole.get(var, Goal())
+        return (goal.direct | goal.crossing) & (self.flows.outputs - 1)

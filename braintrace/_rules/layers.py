@@ -1,0 +1,135 @@
+"""Layers: the influence of parameters on the states above their traces, kept densely.
+
+    P = E on the states that a parameter's traces follow        P = E + Q on those above, every unit of them
+
+Over a window, with `H` = d(state at its end)/d(state at its start) along all paths, on the states above:
+
+    Q' = H (E + Q) + what the window adds - E'        gradient = within the window + <dL/dh[start], E + Q>
+
+Where traces follow a layer's own states exactly, all that it does to the layers above is exact, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler.across import Above, Across
+from .._compiler.errors import NotSupportedError
+from .._compiler.step import name_of
+from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.memory import device_memory
+from .._executor.per_sample import PerSample
+from .._executor.slots import add_up, promoted
+from .._executor.weighted import row_axis
+from .._executor.window import Window, where_rows
+from .rank import finite, mixed, per_sample, summed
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The influence on states above traces; `samples` is the axis of the states along which samples lie."""
+
+    samples: int | str | None = "auto"
+    dtype: Any = None
+
+    def start(self, executor: ETraceGraphExecutor) -> Values:
+        per, blocks = self._of(executor)
+        values = {}
+        for block in blocks:
+            for key, aval in block.keys.values():
+                shape = list(aval.shape)
+                shape.insert(row_axis(aval.ndim), len(block.numbers))
+                values[key] = jnp.zeros((per.samples.count, *shape), self.dtype or aval.dtype)
+        _check_memory(values)
+        return values
+
+    def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
+        """What is kept beside the traces, which are `before` the window and `after` it."""
+        per, blocks = self._of(executor)
+        values = {}
+        for block in blocks:
+            rows = jnp.eye(per.numbers, dtype=per.dtype)[block.numbers]
+            rows = jnp.broadcast_to(rows, (per.samples.count, *rows.shape))
+            start, added = per.pull(window, rows)
+            start = finite(start)
+            of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
+            for i, (key, aval) in block.keys.items():
+                axis = 1 + row_axis(aval.ndim)
+                acting = [blocks[n] for n in block.acted_on_by if i in blocks[n].keys]
+                terms = [mixed(start[:, :, b.numbers], before[b.keys[i][0]], axis) for b in acting]
+                new = add_up(promoted(*terms, *(found[i] for found in (added, of_old) if i in found)))
+                values[key] = (new - of_new[i] if i in of_new else new).astype(before[key].dtype)
+        return values
+
+    def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
+        """What it gives each leaf of the parameters, of signals at the carried states."""
+        per, blocks = self._of(executor)
+        found: dict[int, Any] = {}
+        for block in blocks:
+            along = finite(per.vectors(signals, dual=True)[:, block.numbers])
+            for i, (key, aval) in block.keys.items():
+                term = summed(*promoted(along, values[key]), axis=1 + row_axis(aval.ndim)).astype(aval.dtype)
+                found[i] = found[i] + term if i in found else term
+        return found
+
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+        per, blocks = self._of(executor)
+        if blocks and per.samples.axis != 0:
+            raise NotSupportedError(
+                "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
+                "Reset all of them."
+            )
+        names = [key for block in blocks for key, _ in block.keys.values()]
+        return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
+
+    def _of(self, executor: ETraceGraphExecutor) -> tuple[PerSample, list[_Block]]:
+        found = executor.per_sample
+        if self not in found:
+            found[self] = _blocks(executor, per_sample(executor, self.samples))
+        return per_sample(executor, self.samples), found[self]
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Some numbers of a sample, and the leaves of the parameters whose influence on them is kept."""
+
+    numbers: Any
+    keys: dict[int, tuple[str, Any]]  # of each leaf, by number: what is kept of it, and its type
+    acted_on_by: list[int]  # blocks, by number
+
+
+def _blocks(executor: ETraceGraphExecutor, per: PerSample) -> list[_Block]:
+    across = Across(executor.graph)
+    names = [(f"{name_of(e.path)}:{i}", v.aval) for e in executor.info.fixed for i, v in enumerate(e.invars)]
+    states = [name_of(e.path) for e in executor.info.carried for _ in e.invars]
+
+    def block(above: Above) -> _Block:
+        to = "+".join(dict.fromkeys(states[n] for n in above.states))
+        return _Block(
+            np.concatenate([per.places[n] for n in above.states]),
+            {i: (f"across:{names[i][0]}->{to}", names[i][1]) for i in above.params},
+            [n for n, other in enumerate(across.above) if across.act(other, above)],
+        )
+
+    return [block(above) for above in across.above]
+
+
+def _check_memory(values: Values) -> None:
+    from .._report.tables import show_bytes
+
+    sizes = {k: v.size * v.dtype.itemsize for k, v in values.items()}
+    have = device_memory()
+    if sum(sizes.values()) > have:
+        most = max(sizes, key=lambda k: sizes[k])
+        what = most.removeprefix("across:")
+        raise NotSupportedError(
+            f"`across='layers'` would keep {show_bytes(sum(sizes.values()))} beside the traces, of "
+            f"{show_bytes(have)} that there are; `{what}` alone takes {show_bytes(sizes[most])}. "
+            "Take a smaller batch or fewer units, or keep some directions of it (`rank=4`)."
+        )

@@ -1,0 +1,149 @@
+"""Leaky readouts: where traces follow them, in steps and chunks, and where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import braintrace as bt
+from braintrace import nn
+from braintrace._compiler.filters import find_filters
+
+from ..oracle import bptt, loss
+from ..run import agree, compiled, difference, every, online
+from ..zoo import Step, vjp_spike
+
+ROUND_OFF = 1e-10
+
+
+def rotation(p: Any, s: Any, x: Any) -> Any:
+    """Two states, a leak towards the input, two readouts."""
+    a = 0.9 * s.a - 0.2 * s.b + bt.matmul(x, p.w)
+    b = 0.2 * s.a + 0.9 * s.b + bt.matmul(x, p.v)
+    r = s.r + 0.3 * (bt.matmul(jnp.tanh(a) * b, p.o) - s.r)
+    q = 0.7 * s.q + bt.matmul(b, p.o) / 2.0
+    return {"a": a, "b": b, "r": r, "q": q}, (jnp.tanh(r), q)
+
+
+def leaky(read: Any, keep: Any = lambda r: 0.8 * r, out: Any = lambda r, s: jnp.tanh(r)) -> Any:
+    """`a` and a readout `r` of it; `read` is what is added to the readout."""
+
+    def step(p: Any, s: Any, x: Any) -> Any:
+        a = 0.9 * s.a + bt.matmul(x, p.w)
+        r = keep(s.r) + read(p, s, a, x)
+        return {"a": a, "r": r}, out(r, s)
+
+    return step
+
+
+def plain(p: Any, s: Any, a: Any, x: Any) -> Any:
+    return bt.matmul(jnp.tanh(a), p.o)
+
+
+# a step, and how many filters its readouts have
+STEPS = {
+    "rotation": (rotation, 2),
+    "spikes": (leaky(lambda p, s, a, x: 0.2 * bt.matmul(vjp_spike(a - 0.5), p.o)), 1),
+    "gated by data": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a) * jnp.cos(x[0]), p.o)), 1),
+    "each its own decay": (leaky(plain, lambda r: jnp.asarray([0.5, 0.8]) * r), 0),
+    "not linear": (leaky(plain, lambda r: jnp.tanh(r)), 0),
+    "gain of data": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a), p.o) * jnp.cos(x[0])), 0),
+    "around the op": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a), p.o) + 0.1 * a[:2]), 0),
+    "old units": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(s.a), p.o)), 0),
+    "old readout": (leaky(plain, out=lambda r, s: jnp.tanh(r) * s.r), 0),
+    "mixed units": (leaky(lambda p, s, a, x: bt.matmul(jax.nn.softmax(a), p.o)), 0),
+}
+
+
+def build(name: str) -> Step:
+    params: dict[str, Any] = {"w": (3, 4), "o": (4, 2)}
+    states: dict[str, Any] = {"a": 4, "r": 2}
+    if name == "rotation":
+        params, states = {**params, "v": (3, 4)}, {**states, "b": 4, "q": 2}
+    return Step(STEPS[name][0], params, states)
+
+
+def in_chunks(learner: Any, xs: list[Any], size: int | None) -> Any:
+    step = lambda x: loss(jax.tree.leaves(learner(x)))
+    found = compiled(learner, xs[0]).etrace_grad(
+        jnp.stack(xs), step_fn=step, chunk_size=size, reduction="sum"
+    )
+    return {tuple(map(str, k)): v for k, v in found.items()}
+
+
+@pytest.mark.parametrize("name", every(4, STEPS))
+def test_traces_follow_leaky_readouts_where_the_verdict_says_so(name):
+    xs = [jnp.asarray(x) for x in np.random.RandomState(1).randn(6, 3)]
+    truth = bptt(build(name), xs)
+    learner = bt.D_RTRL(build(name))
+    found = online(learner, xs)
+    differs = {path for path, d in difference(truth, found).items() if not d < ROUND_OFF}
+    verdict = learner.report.exactness
+    assert differs == set(verdict.weights), (str(verdict), difference(truth, found))
+    assert len(find_filters(learner.graph)) == STEPS[name][1]
+    assert verdict.exact == bool(STEPS[name][1])
+    for size in (2, None):
+        assert agree(found, in_chunks(bt.D_RTRL(build(name)), xs, size), ROUND_OFF)
+
+
+class Net(brainstate.nn.Module):
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        brainstate.random.seed(0)
+        self.cell, self.readout = cell(), nn.LeakyRateReadout(4, 2)
+
+    def update(self, x: Any) -> Any:
+        return self.readout(self.cell(x))
+
+
+class Spiking(brainstate.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.neuron = nn.Linear(3, 4), nn.ALIF(4, V_th=0.1)
+
+    def update(self, x: Any) -> Any:
+        return self.neuron(self.w(x))
+
+
+@pytest.mark.parametrize("cell", [Spiking, pytest.param(lambda: nn.MiniGRU(3, 4), marks=pytest.mark.slow)])
+def test_layers_with_leaky_readouts_are_exact_in_steps_chunks_and_episodes(cell):
+    xs = jnp.asarray(2 * np.random.RandomState(0).randn(6, 2, 3))
+    begins = jnp.asarray(np.random.RandomState(3).rand(6, 2) < 0.3)
+    allowed = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with allowed[0], allowed[1], brainstate.environ.context(dt=1.0 * u.ms):
+
+        def gradient(rule: Any, size: int | None) -> Any:
+            learner = bt.compile(Net(cell), rule, xs[0], batch_size=2)
+            assert rule is bt.BPTT or learner.report.exactness.exact
+            step = lambda x: jnp.sum(learner(x) ** 2)
+            return learner.etrace_grad(xs, step_fn=step, chunk_size=size, reset=begins, reduction="sum")
+
+        truth = gradient(bt.BPTT, None)
+        assert all(jnp.any(a != 0) for a in jax.tree.leaves(truth))
+        for size in (1, 2, None):
+            found = gradient(bt.D_RTRL, size)
+            assert agree(truth, found, ROUND_OFF), (size, difference(truth, found))
+
+
+def test_of_functions():
+    def step(params: Any, h: Any, x: Any) -> Any:
+        a = 0.9 * h[0] + x @ params[0]
+        r = 0.8 * h[1] + jnp.tanh(a) @ params[1]
+        return (a, r), jnp.tanh(r)
+
+    params = [jnp.asarray(np.random.RandomState(i).randn(3, 3)) for i in range(2)]
+    h = (jnp.zeros((2, 3)),) * 2
+    xs = jnp.asarray(np.random.RandomState(2).randn(5, 2, 3))
+    net = bt.online(step, params, h, xs[0], rule=bt.rules.D_RTRL(), mark="auto")
+    assert net.report.exactness.exact
+    total = lambda y: jnp.sum(y**2)
+    found, *_ = net.grad(total, params, h, net.init(params, h), xs, reduction="sum")
+    run = lambda p: jnp.sum(jax.vmap(total)(jax.lax.scan(lambda h, x: step(p, h, x), h, xs)[1]))
+    for a, b in zip(found, jax.grad(run)(params), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-10, atol=1e-12)
