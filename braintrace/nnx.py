@@ -58,10 +58,13 @@ class Learner(nnx.Module):
         self._forms = _Forms(jax.tree.map(as_shape, x), rule, mark, window)
         _write(self.traces, self.split()[-1])
 
-    def __call__(self, x: Any) -> Any:
-        """One step; its derivative in the parameters is the online gradient."""
+    def __call__(self, x: Any, **given: Any) -> Any:
+        """One step; its derivative in the parameters is the online gradient.
+
+        `given` is what the rule's signal is made of: `modulator=`, `target=`.
+        """
         net, params, carried, traces = self.split()
-        carried, traces, y = net.step(params, carried, traces, x)
+        carried, traces, y = net.step(params, carried, traces, x, **given)
         self._keep(carried, traces)
         return y
 
@@ -77,6 +80,7 @@ class Learner(nnx.Module):
         reduction: str = "mean",
         has_aux: bool = False,
         return_value: bool = False,
+        **given: Any,
     ) -> Any:
         """The gradients over a sequence, an `nnx.State` as `nnx.Optimizer.update(module, grads)` takes it.
 
@@ -97,6 +101,7 @@ class Learner(nnx.Module):
             chunk_size=chunk_size,
             reduction=reduction,
             has_aux=has_aux,
+            **given,
         )
         self._keep(carried, traces)
         found = [grads, *([losses] if return_value else []), *([aux] if has_aux else [])]

@@ -5,10 +5,12 @@ from ._executor.recursion import Own as Own
 from ._executor.recursion import Recursion as Recursion
 from ._rules import BPTT as BPTT
 from ._rules import D_RTRL as D_RTRL
+from ._rules import DNI as DNI
 from ._rules import ES_D_RTRL as ES_D_RTRL
 from ._rules import KF_RTRL as KF_RTRL
 from ._rules import RTRL as RTRL
 from ._rules import UORO as UORO
+from ._rules import Bootstrapped as Bootstrapped
 from ._rules import Feedback as Feedback
 from ._rules import Modulator as Modulator
 from ._rules import Presynaptic as Presynaptic
@@ -19,11 +21,13 @@ from ._rules import TraceRule as TraceRule
 
 __all__ = [
     "BPTT",
+    "DNI",
     "D_RTRL",
     "ES_D_RTRL",
     "KF_RTRL",
     "RTRL",
     "UORO",
+    "Bootstrapped",
     "Feedback",
     "Leak",
     "Modulator",

@@ -675,28 +675,33 @@ class Brute:
         after: float = 1.0,
         ahead: float = 0.0,
     ) -> dict[Any, Any]:
-        """`g (after x' f' + ahead x p)` with averages of inputs and of what goes out, and no Jacobian."""
+        """`g (after x' J + ahead x p)`, without any Jacobian; of groups in `out`, averages of both."""
         x_bar: dict[int, Any] = {}
+        z_bar: dict[int, Any] = {}
         f_bar: dict[Any, Any] = {}
         past: dict[Any, Any] = {}
-        states, grad, ones = self.f.states, np.zeros_like(self.theta), 0.0
+        states, grad, ones, twice = self.f.states, np.zeros_like(self.theta), 0.0, 0.0
         for x in xs:
             now = self.advance(states, x)
             grad, ones = grad + now["within"], leak * ones + 1
             for s, v in now["inputs"].items():
                 x_bar[s] = v + (leak * x_bar[s] if s in x_bar else 0)
-            causal, other = dict.fromkeys(self.traced, 0.0), dict.fromkeys(self.traced, 0.0)
+                z_bar[s] = x_bar[s] + (leak * z_bar[s] if s in z_bar else 0)
+            twice = leak * twice + ones
+            causal, other, on = (dict.fromkeys(self.traced, 0.0) for _ in range(3))
             for s, k in self.sites:
                 grad = grad - (now["g"][k] @ now["J"][s, k]) @ now["dy"][s]
                 back, slope = self.at_units(units[k], k, states, now["states"], x)
                 f = slope @ now["J"][s, k]
                 decay = (out or {}).get(k, 0.0)
                 f_bar[s, k] = f + (decay * f_bar[s, k] if (s, k) in f_bar else 0)
-                causal[s] = causal[s] + after * back @ f_bar[s, k]
+                one_on, same = (f_bar[s, k] / ones, 0 * f) if decay else (0 * f, f_bar[s, k])
+                on[s], causal[s] = on[s] + after * back @ one_on, causal[s] + after * back @ same
                 other[s] = other[s] + ahead * back @ past.get((s, k), np.zeros_like(f))
                 past[s, k] = before * (past.get((s, k), 0) + f)
             grad = grad + np.asarray(self._site_vjp(self.theta, states, x, x_bar, ones, causal))
             grad = grad + np.asarray(self._site_vjp(self.theta, states, x, now["inputs"], 1.0, other))
+            grad = grad + np.asarray(self._site_vjp(self.theta, states, x, z_bar, twice, on))
             states = now["states"]
         return self.f.as_tree(self.unravel(grad))
 

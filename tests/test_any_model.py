@@ -418,6 +418,20 @@ def test_nnx_learner():
     assert int(whole.drop.rngs.count[...]) == 4
 
 
+def test_nnx_learner_is_given_a_modulator():
+    cell = nnx.SimpleCell(3, 4, dtype=jnp.float64, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    rule = bt.rules.D_RTRL(signal=bt.rules.Modulator())
+    learner = bt.nnx.Learner(cell, jnp.zeros((2, 4)), jnp.ones((2, 3)), rule=rule)
+    xs, m = jnp.ones((3, 2, 3)), jnp.arange(6.0).reshape(3, 2)
+    once = learner.grad(lambda y: jnp.sum(y), xs, modulator=m)
+    learner.reset()
+    twice = learner.grad(lambda y: jnp.sum(y), xs, modulator=2 * m)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(2 * a, b), once, twice))
+    assert learner(xs[0], modulator=m[0]).shape == (2, 4)
+    with pytest.raises(ValueError, match="modulator"):
+        learner(xs[0])
+
+
 @pytest.mark.slow
 def test_nnx_optimizer():
     net, xs = Net(), jnp.ones((4, UNITS, IN))

@@ -216,6 +216,8 @@ def test_check(capsys):
     assert main(near) == 0
     assert main([*near, "--exact"]) == 1
     assert main([*near, "--exact", "--window", "2", "--rank", "4"]) == 0
+    assert main([*near, "--rule", "eprop(kappa_filter_decay=0.9)"]) == 0
+    assert "EProp" in capsys.readouterr().out
     assert main([*near, "--rule", "rtrl", "--window", "4"]) == 2
     assert "--window is not for --rule rtrl" in capsys.readouterr().err
 
@@ -368,6 +370,9 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --seed -1", "--seed"),
         ("--task copying --rule bptt --window 5", "--window is not for --rule bptt; d_rtrl takes it"),
         ("--task copying --rule es_d_rtrl --rank 2", "--rank is not for --rule es_d_rtrl"),
+        ("--task copying --rule eprp", "did you mean 'eprop'"),
+        ("--task copying --rule ottt", "'ottt(leak=...)'"),
+        ("--task copying --rule eprop(leek=1)", "no option 'leek'"),
         ("--task copying --optimizer chain", "--optimizer: optax.chain cannot be used here"),
         ("--task copying --optimizer contrib", "--optimizer: optax.contrib cannot be used here"),
         ("--task copying --optimizer lbfgs", "--optimizer: optax.lbfgs cannot be used here"),
@@ -405,13 +410,38 @@ def test_cells_make_nets(cell):
         assert net(jax.numpy.ones((2, task.inputs))).shape == (2, task.outputs)
 
 
+def test_rules_are_those_of_the_table():
+    from braintrace._cli.inspection import PLANNED
+    from braintrace._cli.rules import NAMES, learner_of
+    from braintrace._learners.compile import NAMES as LEARNERS
+    from braintrace._report.plan import RULES
+
+    assert [*LEARNERS] == NAMES
+    assert [*PLANNED.values()] == [*RULES]
+    assert learner_of("osttp", 0, 0, num_targets=3)[1] == {"num_targets": 3}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "osttp",
+        pytest.param("ottt(leak=0.9)", marks=pytest.mark.slow),
+        pytest.param("snap(n=1)", marks=pytest.mark.slow),
+    ],
+)
+def test_any_rule_trains(rule, capsys):
+    options = "--set delay=1 --cell lif --hidden 3 --steps 1 --batch-size 2 --eval-every 1".split()
+    assert main(["train", "--task", "copying", "--rule", rule, *options]) == 0
+    assert "results are in runs/copying-lif-" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell, capsys, tmp_path):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for word in ("train", "graph", "es_d_rtrl", "mackey_glass", "update-every"):
+    for word in ("train", "graph", "es_d_rtrl", "kf_rtrl", "mackey_glass", "update-every"):
         assert word in script
     if shell == "bash":
-        ask = 'COMP_WORDS=(braintrace train --rule es); COMP_CWORD=3; _braintrace; echo "${COMPREPLY[@]}"'
+        ask = 'COMP_WORDS=(braintrace train --rule es_); COMP_CWORD=3; _braintrace; echo "${COMPREPLY[@]}"'
         found = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
         assert found.stdout.split() == ["es_d_rtrl"]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from . import rules
 from .errors import UsageError
 from .models import positive, time_step
 from .train import CELLS, DEFAULTS
@@ -24,6 +25,7 @@ goes to it.
 examples:
   braintrace bench
   braintrace bench --cell lstm --hidden 256 --batch-size 64 --length 200
+  braintrace bench --rules eprop 'snap(n=1)' 'ottt(leak=0.9)'
   braintrace bench --suite -- --quick
 """
 
@@ -39,6 +41,12 @@ def add_to(commands: Any) -> None:
     sizes = {"inputs": 32, "hidden": 128, "batch-size": 16, "length": 50, "repeats": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"default: {default}")
+    parser.add_argument(
+        "--rules",
+        nargs="+",
+        metavar="RULE",
+        help="time these, with options in brackets (default: D_RTRL and ES_D_RTRL)",
+    )
     parser.add_argument("--suite", action="store_true", help="run the benchmarks of a checkout")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -90,7 +98,7 @@ def compare(given: argparse.Namespace) -> None:
 
         def gradient() -> Any:
             learner.reset_state(given.batch_size)
-            step = lambda x, y: squared_error(learner(x), y)
+            step = lambda x, y: squared_error(learner(x, **rules.told(learner, y)), y)
             return learner.etrace_grad(xs, ys, step_fn=step, chunk_size=chunk_size, keep_traces=False)
 
         def forward() -> Any:
@@ -100,15 +108,18 @@ def compare(given: argparse.Namespace) -> None:
         return gradient, forward
 
     bptt, forward = case(braintrace.BPTT)
-    cases = {
-        "forward only": forward,
-        "BPTT": bptt,
-        "D_RTRL, automatic": case(braintrace.D_RTRL)[0],
-        "D_RTRL, step by step": case(braintrace.D_RTRL, 1)[0],
-        f"D_RTRL, windows of {WINDOW}": case(braintrace.D_RTRL, window=WINDOW)[0],
-        "ES_D_RTRL, automatic": case(braintrace.ES_D_RTRL)[0],
-        "ES_D_RTRL, step by step": case(braintrace.ES_D_RTRL, 1)[0],
-    }
+    cases = {"forward only": forward, "BPTT": bptt}
+    if not given.rules:
+        cases |= {
+            "D_RTRL, automatic": case(braintrace.D_RTRL)[0],
+            "D_RTRL, step by step": case(braintrace.D_RTRL, 1)[0],
+            f"D_RTRL, windows of {WINDOW}": case(braintrace.D_RTRL, window=WINDOW)[0],
+            "ES_D_RTRL, automatic": case(braintrace.ES_D_RTRL)[0],
+            "ES_D_RTRL, step by step": case(braintrace.ES_D_RTRL, 1)[0],
+        }
+    for text in given.rules or ():
+        make, options = rules.learner_of(text, 0, 0, num_targets=8, modulator=1.0)
+        cases[text] = case(make, **options)[0]
     found = {name: _time(brainstate.transform.jit(f), given.repeats) for name, f in cases.items()}
     sizes = f"{given.inputs} -> {given.hidden}, batch {given.batch_size}, {given.length} steps"
     title = f"{given.cell} {sizes}, {jax.devices()[0].device_kind}"

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .rules import NAMES
+
 ABOUT = """\
 Print a script for tab completion.
 
@@ -47,9 +49,7 @@ def _choices(action: argparse.Action) -> list[str]:
         from .. import tasks
 
         return tasks.names()
-    if action.dest == "rules":
-        from .._learners.compile import NAMES
-
+    if action.dest in ("rule", "rules"):
         return list(NAMES)
     return [str(c) for c in action.choices or ()]
 

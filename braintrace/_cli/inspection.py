@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import dial, functions, models
+from . import dial, functions, models, rules
 
-RULES = ("d_rtrl", "es_d_rtrl", "rtrl")
+# what `braintrace.plan` knows, the usual ones first
+PLANNED = {n.lower(): n for n in ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT", "SnAp", "UORO", "KF_RTRL")}
 
 GRAPH = """\
 Show what is learned how: groups of hidden states, the weights that feed them, and what is left out.
@@ -34,6 +35,7 @@ examples:
   braintrace check 'braintrace.nn:LRUCell(3, 8)' --input 3
   braintrace check my_pkg.my_mod:Model --input 28 --batch-size 4 --length 20 --rule es_d_rtrl
   braintrace check my_pkg.my_mod:Model --input 28 --length 20 --window 5 --rank 4
+  braintrace check my_pkg.my_mod:Model --input 28 --rule 'eprop(kappa_filter_decay=0.9)'
   braintrace check my_pkg.my_mod:Model --input 28 --exact && echo exact
 """
 
@@ -62,8 +64,17 @@ def add_to(commands: Any) -> None:
         models.add_arguments(parser)
         dial.add_arguments(parser)
         parser.set_defaults(run=run, window=0, rank=0)
+        if name == "plan":
+            parser.add_argument(
+                "--rules",
+                nargs="+",
+                choices=[*PLANNED],
+                metavar="RULE",
+                help=f"which of {', '.join(PLANNED)} (default: {' '.join([*PLANNED][:4])})",
+            )
         if name != "plan":
-            parser.add_argument("--rule", choices=RULES, default="d_rtrl", help="default: d_rtrl")
+            rules.add_argument(parser, "d_rtrl", "whose gradient")
+            parser.set_defaults(rule="d_rtrl")
         if name == "graph":
             for kind, what in (
                 ("html", "an interactive page"),
@@ -117,11 +128,12 @@ def check(given: argparse.Namespace) -> int:
 def show_plan(given: argparse.Namespace) -> int:
     from .._report.plan import plan
 
+    more: dict[str, Any] = {"window": given.window or None, "rank": given.rank}
+    more |= {"rules": [PLANNED[name] for name in given.rules]} if given.rules else {}
     with models.build(given) as (model, inputs):
         if isinstance(model, functions.Functions):
-            model.net.plan(given.length, window=given.window or None, rank=given.rank).show()
+            model.net.plan(given.length, **more).show()
         else:
-            more = {"window": given.window or None, "rank": given.rank}
             plan(model, tuple(inputs), given.batch_size, given.length, **more).show()
     return 0
 
@@ -131,17 +143,15 @@ def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
     """A compiled learner of the model that was asked for, or its functions."""
     import jax.numpy as jnp
 
-    from .. import rules
-    from .._learners.compile import NAMES
+    from .._train.candidates import Candidate
 
-    options = dial.options(NAMES[given.rule], given.rule, given.window, given.rank)
+    make, options = rules.learner_of(given.rule, given.window, given.rank)
     with models.build(given) as (model, inputs):
         if isinstance(model, functions.Functions):
-            more = {"rank": given.rank} if given.rank else {}
-            rule = getattr(rules, given.rule.upper())(**more)
-            yield replace(model, net=model.net.with_rule(rule, options.get("window"))), inputs
+            rule, window = Candidate(given.rule, make, options).value()
+            yield replace(model, net=model.net.with_rule(rule, window)), inputs
         else:
-            learner = NAMES[given.rule](model, **options)
+            learner = make(model, **options)
             learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
             yield learner, inputs
 

@@ -8,18 +8,18 @@ import importlib.util
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import dial
+from . import dial, rules
 from .errors import UsageError
 from .models import SPEC, positive
 
 CELLS = (
     "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
 )  # those of nets.py, which takes long to import
-RULES = ("d_rtrl", "es_d_rtrl", "rtrl", "bptt")
 DEFAULTS: dict[str, Any] = {
     "task": None,
     "set": {},
@@ -40,7 +40,6 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "to_target": False,
 }
-WITHOUT_WINDOWS = {"rtrl", "bptt"}
 EPOCH = 100  # batches; what counts is that it never changes, so that a run can go on anywhere
 MAY_CHANGE = {"steps", "eval_every", "checkpoint_every", "to_target"}  # when a run goes on
 
@@ -57,6 +56,7 @@ examples:
   braintrace train --task mackey_glass --window 5 --rank 4              closer to BPTT, at a fixed memory
   braintrace train --task copying --window 0                            one step at a time
   braintrace train --task evidence --rule es_d_rtrl --cell alif --steps 200
+  braintrace train --task evidence --rule 'ottt(leak=0.9)' --cell lif
   braintrace train --task mackey_glass --update-every 1 --lr 1e-3       weights change at every time step
   braintrace train --task digits_rows --model my_mod:Net                your own model
   braintrace train --out runs/copying-gru-d_rtrl-0 --resume --steps 2000
@@ -75,7 +75,7 @@ def add_to(commands: Any) -> None:
     add = parser.add_argument
     add("--task", help="what to learn")
     add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
-    add("--rule", choices=RULES, help=say("rule", "how gradients are made"))
+    rules.add_argument(parser, DEFAULTS["rule"], "how gradients are made")
     dial.add_arguments(parser, DEFAULTS["window"])
     add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
     add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
@@ -123,11 +123,12 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
 
     import braintrace
 
-    from .._learners.compile import NAMES
-
     size, seed = settings["batch_size"], settings["seed"]
     brainstate.random.seed(seed)
-    learner = NAMES[settings["rule"]](make(), **_dial(settings))
+    rule, options = rules.learner_of(
+        settings["rule"], settings["window"], settings["rank"], num_targets=task.outputs
+    )
+    learner = rule(make(), **options)
     brainstate.nn.init_all_states(learner.model, batch_size=size)
     learner.compile_graph(jnp.zeros((size, task.inputs)))
     learner.show_graph()
@@ -141,7 +142,7 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
     result = braintrace.fit(
         learner,
         lambda epoch: (task.batch(seed, epoch * EPOCH + i, size) for i in range(EPOCH)),
-        task.step(learner),
+        _step(learner, task),
         make_optimizer(settings),
         max_batches=settings["steps"],
         update_every=every if every == "sequence" else int(every),
@@ -156,6 +157,17 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
     )
     _write(result, learner, task, name, settings, out)
     return result
+
+
+def _step(learner: Any, task: Any) -> Callable[..., Any]:
+    """The loss of a step; a rule whose signal is a projection of the target is told it."""
+    import jax
+
+    def step(x: Any, y: Any) -> Any:
+        target = jax.nn.one_hot(y, task.outputs) if y.ndim == 1 else y
+        return task.step(lambda x: learner(x, **rules.told(learner, target)))(x, y)
+
+    return step
 
 
 def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
@@ -201,7 +213,7 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
                     f"The run in {out} has {name} {stored[name]!r}; it cannot go on with {value!r}."
                 )
     settings = {**DEFAULTS, **stored, **typed}
-    if settings["rule"] in WITHOUT_WINDOWS and "window" not in {*stored, *typed}:
+    if "window" not in {*stored, *typed} and not rules.has_windows(settings["rule"]):
         settings["window"] = 0
     if settings["task"] is None:
         if resume:
@@ -211,7 +223,8 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
     if out is None:
         what = "own" if settings["model"] else settings["cell"]
         turned = [f"{name}{typed[name]}" for name in ("window", "rank") if name in typed]
-        parts = [settings["task"], what, settings["rule"], *turned, str(settings["seed"])]
+        chosen = re.sub(r"\W+", "-", settings["rule"].replace("=", "")).strip("-")
+        parts = [settings["task"], what, chosen, *turned, str(settings["seed"])]
         out = Path("runs") / "-".join(parts)
         if resume:
             given.out = out
@@ -268,10 +281,7 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 def _dial(settings: dict[str, Any]) -> dict[str, Any]:
-    from .._learners.compile import NAMES
-
-    rule = settings["rule"]
-    return dial.options(NAMES[rule], rule, settings["window"], settings["rank"])
+    return rules.learner_of(settings["rule"], settings["window"], settings["rank"], num_targets=1)[1]
 
 
 def make_task(settings: dict[str, Any]) -> Any:

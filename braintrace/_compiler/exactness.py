@@ -55,6 +55,7 @@ class RuleKind:
     signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
     leak: float | None = None  # by which traces decay; None: by how states go on
     filter: float | None = None  # by which what is read of a trace is averaged
+    bounded: bool = False  # traces are held below a bound
     kept: bool = True  # whether anything is kept of the steps before a window
     across: bool = False  # the influence on states above traces is kept densely
     filters: bool = False  # traces follow what leaky readouts keep of units
@@ -86,6 +87,7 @@ class Cut(enum.Enum):
     OTHER_SIGNAL = enum.auto()  # the trace of a site meets another signal than the back-propagated one
     GIVEN_LEAK = enum.auto()  # the trace of a site decays by a number that is given
     FILTERED = enum.auto()  # an average of what is read of the trace of a site stands for it
+    BOUNDED = enum.auto()  # the trace of a site is held below a bound
     ESTIMATED = enum.auto()  # an estimate stands for what a parameter does beyond a window
     UNKNOWN_RULE = enum.auto()  # the trace of a site is of a rule that is not the library's
     WITHOUT_MARK = enum.auto()  # a parameter acts on states by ordinary operations
@@ -256,6 +258,8 @@ class _Verdict:
                 yield from _each(use.params, Cut.GIVEN_LEAK, use, states)
             if self.rule.filter is not None and bits & self.flows.matters:
                 yield from _each(use.params, Cut.FILTERED, use, states)
+            if self.rule.bounded and bits & self.flows.matters:
+                yield from _each(use.params, Cut.BOUNDED, use, states)
             if not self.rule.known and bits & self.harmful:
                 yield from _each(use.params, Cut.UNKNOWN_RULE, use, states, use)
 

@@ -88,7 +88,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
-        args, kwargs = one_step(args, self._taken(kwargs)[1])
+        args, kwargs = one_step(args, self._taken((), kwargs)[2])
         strengthen(self.model)
         key = self._key(args, kwargs)
         if key not in self._examples:
@@ -351,13 +351,17 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
-        self._given, kwargs = self._taken(kwargs)
+        self._given, args, kwargs = self._taken(args, kwargs)
         with self._reads.paused():
             return self._update(args, kwargs)
 
-    def _taken(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of what a call is given by name: what is for the rule, and what is for the model."""
-        return {}, kwargs
+    def _taken(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        """Of what a call is given: what is for the rule, and what is for the model."""
+        return {}, args, kwargs
+
+    def for_model(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What the model is given, of a call."""
+        return self._taken(args, kwargs)[1:]
 
     def _update(self, args: Any, kwargs: Any) -> Any:
         one_args, one_kwargs = one_step(args, kwargs)

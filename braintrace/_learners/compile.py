@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._online.sequence import Sequence
 from .base import ETraceAlgorithm
 from .bptt import BPTT
-from .config import Configured, ETraceConfig
+from .config import ETraceConfig
 from .dni import DNI
 from .influence import KF_RTRL, UORO, SnAp
 from .learners import D_RTRL, ES_D_RTRL, RTRL
@@ -77,18 +77,23 @@ def compile(
     >>> learner(jnp.ones((2, 3))).shape
     (2, 4)
     """
-    if isinstance(algorithm, str):
-        if algorithm.lower() not in NAMES:
+    if isinstance(algorithm, ETraceConfig):
+        options["config"] = algorithm
+        algorithm = _learner_of(algorithm)
+    elif isinstance(algorithm, str):
+        if algorithm.strip().lower() not in NAMES:
             raise ValueError(f"Unknown algorithm {algorithm!r}; known are {', '.join(map(repr, NAMES))}.")
-        algorithm = NAMES[algorithm.lower()]
+        algorithm = NAMES[algorithm.strip().lower()]
+    elif not (isinstance(algorithm, type) and issubclass(algorithm, ETraceAlgorithm)):
+        raise TypeError(
+            f"`algorithm` is a learner such as `braintrace.D_RTRL`, its name, or an `ETraceConfig`, not "
+            f"{algorithm!r}."
+        )
     if not example_inputs:
         raise ValueError("Give an example of the model's input: an array with the shape of one step.")
     if vmap and batch_size is None:
         raise ValueError("With `vmap=True`, `batch_size` says how many samples there are.")
-    if isinstance(algorithm, ETraceConfig):
-        learner: ETraceAlgorithm = Configured(model, algorithm, **options)
-    else:
-        learner = algorithm(model, **options)
+    learner = algorithm(model, **options)
     seeded = contextlib.nullcontext() if seed is None else brainstate.random.seed_context(seed)
     with seeded:
         if not vmap:
@@ -105,6 +110,13 @@ def compile(
     if verbose:
         learner.report.show(verbose)
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
+
+
+def _learner_of(config: ETraceConfig) -> type[ETraceAlgorithm]:
+    if config.learning_signal == "bootstrapped":
+        return DNI
+    kinds = {"per_param": D_RTRL, "io_factorized": ES_D_RTRL, "random_projection": UORO}
+    return kinds[config.trace_factorization]
 
 
 class ETraceVmap(brainstate.nn.Vmap):

@@ -7,21 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import brainstate
-
 from .. import _rules as rules
 from .._executor.recursion import Decay, Leak, Own, Recursion
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
-from .vjp import ETraceVjpAlgorithm, VjpMethod
+from .._rules.snap import MOST
 
 _AXES: dict[str, tuple[str, ...]] = {
     "trace_factorization": ("per_param", "io_factorized", "random_projection"),
     "temporal_recursion": ("jacobian", "scalar_leak", "none"),
     "recurrence_scope": ("diagonal", "coupled", "sparse_n"),
-    "learning_signal": ("symmetric", "random_feedback", "modulatory"),
+    "learning_signal": ("symmetric", "random_feedback", "modulatory", "bootstrapped"),
     "trace_filter": ("none", "kappa"),
-    "update_schedule": ("per_step",),
+    "update_schedule": ("per_step", "window", "sequence_end"),
 }
 
 
@@ -33,8 +31,10 @@ class ETraceConfig:
     state Jacobians, `decay` a number or a pair) or 'random_projection' (`UORO`). `temporal_recursion`:
     'jacobian', 'scalar_leak' (by `decay`) or 'none'; a pair for inputs and states where these are averaged.
     `recurrence_scope`: 'diagonal' (marked ops closed), 'coupled' (how a unit acts on itself through them) or
-    'sparse_n' (`SnAp` of `sparse_n` steps). `learning_signal`: 'symmetric', 'random_feedback' or
-    'modulatory'. `trace_filter`: 'none' or 'kappa' (with `kappa`).
+    'sparse_n' (`SnAp` of `sparse_n` steps). `learning_signal`: 'symmetric', 'random_feedback', 'modulatory'
+    or 'bootstrapped' (`DNI`). `trace_filter`: 'none' or 'kappa' (with `kappa`). `update_schedule`:
+    'per_step', 'window' (back-propagated through windows of `window_size` steps) or 'sequence_end' (the sum
+    of all steps, which `etrace_grad` returns: the same numbers).
 
     >>> ETraceConfig(trace_factorization="io_factorized", decay=0.9).temporal_recursion
     ('scalar_leak', 'jacobian')
@@ -148,26 +148,33 @@ class ETraceConfig:
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
         return ", ".join(shown) or f"trace_factorization={self.trace_factorization!r}"
 
-    def rule(self, random_feedback_key: Any = None) -> Rule:
-        """The learning rule."""
+    def rule(self, random_feedback_key: Any = None, dtype: Any = None, most: int = MOST) -> Rule:
+        """The learning rule; `dtype` is that of traces, and `most` the size of a pattern."""
         signals: dict[str, Callable[[], Signal]] = {
             "symmetric": lambda: PROPAGATED,
             "random_feedback": lambda: Feedback(as_key(random_feedback_key)),
             "modulatory": Modulator,
         }
         if self.recurrence_scope == "sparse_n" or self.trace_factorization == "random_projection":
-            return self._influence()
+            return self._influence(most)
+        if self.learning_signal == "bootstrapped":
+            raise ValueError(
+                "`learning_signal='bootstrapped'` has a net that estimates what comes after a window: take "
+                "`braintrace.DNI(model, synthesizer)`, or `braintrace.compile(model, config, ...)`."
+            )
         signal = signals[self.learning_signal]()
         own = Own() if self.recurrence_scope == "coupled" else None
         if self.is_factorized:
             decay: Decay | None = Leak(1.0) if self.recursion_f == "scalar_leak" else own
             recursion = None if decay is None else Recursion(decay)
-            return rules.ES_D_RTRL(self.decay, recursion=recursion, signal=signal, called="ETraceConfig")
+            return rules.ES_D_RTRL(
+                self.decay, dtype, recursion=recursion, signal=signal, called="ETraceConfig"
+            )
         decay = own if self.temporal_recursion == "jacobian" else Leak(float(self.decay))
         recursion = None if decay is None and self.kappa is None else Recursion(decay, self.kappa)
-        return rules.D_RTRL(recursion=recursion, signal=signal, called="ETraceConfig")
+        return rules.D_RTRL(dtype, recursion=recursion, signal=signal, called="ETraceConfig")
 
-    def _influence(self) -> Rule:
+    def _influence(self, most: int) -> Rule:
         """The rule of a choice that keeps influence in another form than traces."""
         name = "random_projection"
         if self.trace_factorization == name and self.recurrence_scope != "coupled":
@@ -177,20 +184,14 @@ class ETraceConfig:
                 "`recurrence_scope='sparse_n'` and `trace_factorization='random_projection'` go with "
                 "back-propagated signals that are not filtered, each alone."
             )
-        return rules.UORO() if self.trace_factorization == name else rules.SnAp(self.sparse_n or 1)
+        return rules.UORO() if self.trace_factorization == name else rules.SnAp(self.sparse_n or 1, most)
 
-
-class Configured(ETraceVjpAlgorithm):
-    """A learner with the rule of an `ETraceConfig`."""
-
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        config: ETraceConfig,
-        random_feedback_key: Any = None,
-        *,
-        vjp_method: VjpMethod | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(model, config.rule(random_feedback_key), vjp_method=vjp_method, name=name)
-        self.config = config
+    def check_for(self, learner: str, factorization: str) -> ETraceConfig:
+        """This, if it keeps what the learner does."""
+        if self.trace_factorization != factorization:
+            raise ValueError(
+                f"{learner} has `trace_factorization={factorization!r}`, and the config has "
+                f"{self.trace_factorization!r}: `braintrace.compile(model, config, ...)` takes the"
+                " learner for it."
+            )
+        return self

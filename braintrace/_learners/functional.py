@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compiler.errors import NotSupportedError
 from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
@@ -61,7 +60,8 @@ def online(
     `carry` are hidden states. `rule` is one of `braintrace.rules` (`D_RTRL()` by default). With `mark='auto'`
     operations that use parameters are found; with 'ops' those written by hand count (`braintrace.matmul`).
     With `window`, gradients go through windows of so many steps along all paths, and the rule answers for
-    what came before.
+    what came before. What a rule's signal is made of goes to `step` and, as a sequence, to `grad` by name:
+    `modulator=`, `target=`.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> def step(params, h, x):
@@ -85,11 +85,6 @@ def make_functions(
     rule = D_RTRL() if rule is None else rule
     if not isinstance(rule, Rule):
         raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
-    if rule.signal.takes:
-        raise NotSupportedError(
-            f"A signal that each call is given ({rule.signal.words}) is for learners of `brainstate` "
-            f"modules: `learner(x, {rule.signal.takes[0]}=...)`."
-        )
     check_mark(mark)
     check_window(window)
     return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
@@ -155,15 +150,17 @@ class OnlineFunctions:
         reduction: str = "mean",
         has_aux: bool = False,
         tolerance: float | None = None,
+        **given: Any,
     ) -> GradientCheck:
         """How close `grad` is to back-propagation through time, parameter by parameter, from traces of zero.
 
         `tolerance` is the relative error that counts as round-off; by default it goes by the type of the
-        parameters.
+        parameters. `given` is as in `grad`.
         """
         from .._report.check import check_functions
 
         options = {"mask": mask, "chunk_size": chunk_size, "reduction": reduction, "has_aux": has_aux}
+        options |= self._given(given)
         return check_functions(self, loss, params, carry, xs, *more, tolerance=tolerance, **options)
 
     def plan(
@@ -220,14 +217,33 @@ class OnlineFunctions:
         pairs = list(zip(info.entries, leaves, strict=True))
         return [a for e, a in pairs if e.is_fixed], [[a] for e, a in pairs if not e.is_fixed]
 
-    def _call(self, leaves: Leaves, values: Values, x: Leaves) -> tuple[Leaves, Leaves, Values]:
+    def _given(self, given: Values) -> Values:
+        """What the rule's signal is made of, by its own names."""
+        signal = self.rule.signal
+        found = signal.named(given)
+        unknown = [k for k in found if k not in signal.takes]
+        if unknown:
+            known = ", ".join(f"`{k}`" for k in signal.takes) or "nothing"
+            raise TypeError(f"There is no `{unknown[0]}`: the signal of the rule is made of {known}.")
+        missing = [k for k in signal.takes if k not in found]
+        if missing:
+            raise ValueError(
+                f"The rule takes its signal, {signal.words}, from the call: `step(..., {missing[0]}=...)`, "
+                f"and as a sequence `grad(..., {missing[0]}=...)`."
+            )
+        return found
+
+    def _call(
+        self, leaves: Leaves, values: Values, x: Leaves, given: Values
+    ) -> tuple[Leaves, Leaves, Values]:
         """One step: its outputs, all leaves after it, and what the rule keeps."""
         if self.rule.back_through_time:
             return *self._plainly(leaves, x), values
         info = self._online.info
         fixed, rest = self._split(leaves)
         consts = list(info.program.consts.values())
-        outs, new, values = bind(self._online, fixed, x, consts, rest, values)
+        outs, new, after_call = bind(self._online, fixed, x, consts, rest, {**values, **given})
+        values = {k: after_call[k] for k in values}
         moved = iter(new)
         after = [a if e.is_fixed else next(moved)[0] for e, a in zip(info.entries, leaves, strict=True)]
         return outs, after, values
@@ -245,10 +261,14 @@ class OnlineFunctions:
         self._leaves(params, carry)  # of the right form
         return self._online.initial_values()
 
-    def step(self, params: Any, carry: Any, traces: Values, x: Any) -> tuple[Any, Values, Any]:
-        """One step: the new carry, traces and output. Its derivative in `params` is the online gradient."""
+    def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
+        """One step: the new carry, traces and output. Its derivative in `params` is the online gradient.
+
+        `given` is what the rule's signal is made of: `modulator=`, `target=`.
+        """
         leaves = self._leaves(params, carry)
-        outs, after, traces = self._call(leaves, traces, self.function.x.same(x))
+        now = jax.tree.map(jnp.asarray, self._given(given))
+        outs, after, traces = self._call(leaves, traces, self.function.x.same(x), now)
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
 
@@ -266,6 +286,7 @@ class OnlineFunctions:
         chunk_size: int | None = None,
         reduction: str = "mean",
         has_aux: bool = False,
+        **given: Any,
     ) -> tuple[Any, tuple[Any, Values], tuple[Any, Any]]:
         """Gradients over a whole sequence, (carry, traces) after it, and (losses, aux) of each step.
 
@@ -275,24 +296,27 @@ class OnlineFunctions:
         in `reset`, (time, batch), is set begins anew before that step, with the carry that the functions were
         made with. `chunk_size` steps are taken at once (None: as many as memory allows), which changes no
         number. Gradients have the structure of `params`, with None for what is not an inexact array.
+        `given` is what the rule's signal is made of, such as `modulator=`: a sequence, weighed by `mask`.
         Losses are values: no derivative goes through what this returns; that of `step` does.
         """
         check_chunk_size(chunk_size)
         check_window(window)
-        sequence = Sequence.check((xs, *more), mask, reset)
+        found = jax.tree.map(jnp.asarray, self._given(given))
+        moving, fixed = (found, {}) if self.rule.signal.moves else ({}, found)
+        sequence = Sequence.check((xs, *more, moving), mask, reset)
         request = Request(sequence, has_aux, reduction, return_value=True)
 
         def returned(y: Any, slices: tuple[Any, ...]) -> Any:
             return request.split(loss(y, *slices))
 
-        closed, out_tree, leaves = self._trace(returned, params, carry, traces, sequence)
+        closed, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
         step = self._user_step(closed)
         kept = {i for i, a in enumerate(leaves[: self._num_params]) if is_inexact(a)}
         drive = self._drive(step, sequence, traces, chunk_size, window)
         begins, initial = self._begins(sequence)
         drive = replace(drive, wanted=tuple(sorted(kept)), begins=begins, forget=self._forget)
-        given = Given(list(step.program.consts.values()), leaves, initial)
-        total, outs, after = self._programs.run(Drive.__call__, drive, closed, given, sequence)
+        begin = Given(list(step.program.consts.values()), leaves, initial)
+        total, outs, after = self._programs.run(Drive.__call__, drive, closed, begin, sequence)
         found = dict(zip(drive.wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in range(self._num_params)])
         losses, aux = jax.tree.unflatten(out_tree, outs)
@@ -304,8 +328,8 @@ class OnlineFunctions:
     ) -> tuple[Any, Values, Any]:
         """Advance over a sequence without a loss: the carry, traces and outputs of every step."""
         check_chunk_size(chunk_size)
-        sequence = Sequence.check((xs,), None)
-        closed, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence)
+        sequence = Sequence.check((xs, {}), None)
+        closed, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
         step = self._user_step(closed)
         drive = self._drive(step, sequence, traces, chunk_size, None)
         given = Given(list(step.program.consts.values()), leaves, [])
@@ -315,7 +339,8 @@ class OnlineFunctions:
     def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
         """The carry that the functions were made with, and traces of zero; or that for the samples `rows`."""
         if rows is None:
-            zeros = jax.tree.map(jnp.zeros_like, traces)
+            lasting = self._online.lasting
+            zeros = {k: v if k in lasting else jnp.zeros_like(v) for k, v in traces.items()}
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
@@ -326,7 +351,7 @@ class OnlineFunctions:
     # -- sequences ---------------------------------------------------------------------------------
 
     def _trace(
-        self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence
+        self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence, fixed: Values
     ) -> tuple[Any, Any, Leaves]:
         """A step and what is made of its output, as a jaxpr; the form of that; and all leaves."""
         leaves = [*self._leaves(params, carry), *jax.tree.leaves(traces)]
@@ -335,9 +360,11 @@ class OnlineFunctions:
         out_trees: list[Any] = []
 
         def flat(slices: Any, leaves: Leaves) -> Leaves:
-            x, *more = slices
+            x, *more, given = slices
             values = jax.tree.unflatten(tree, leaves[num:])
-            outs, after, values = self._call(leaves[:num], values, self.function.x.same(x))
+            outs, after, values = self._call(
+                leaves[:num], values, self.function.x.same(x), {**given, **fixed}
+            )
             y = jax.tree.unflatten(self.function.step.out_tree, outs)
             found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
             out_trees.append(out_tree)

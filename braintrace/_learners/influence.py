@@ -10,7 +10,8 @@ from .. import _rules as rules
 from .._executor.recursion import Own, Recursion
 from .._frontends.modules import Mark
 from .._rules.snap import MOST
-from .learners import as_trace_dtype
+from .config import ETraceConfig
+from .learners import as_config, as_trace_dtype
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 Axis = int | Literal["auto"] | None
@@ -31,8 +32,11 @@ class SnAp(ETraceVjpAlgorithm):
     none, and acts on many units at once, learns within the step). With more steps, a call is a window of one
     step, in which nothing is left out; with `window=k` so are `k` steps. A pattern of more than
     `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in 0.2.6 the
-    limit is on the blocks of `H`, and patterns stay within a group of states). `samples` is as in `D_RTRL`;
-    `fast_solve` is accepted and has no effect.
+    limit is on the blocks of `H`, and patterns stay within a group of states). In the paper the signal at the
+    new state meets `P[t]`; here, for `n > 1` and whatever `vjp_method`, the step is back-propagated through
+    and the signal at the old state meets `P[t-1]`, so that what `M` leaves out is missed one step later: a
+    gradient closer to RTRL's. `samples` is as in `D_RTRL`; `fast_solve`, `chunked_trace`, `control_flow` and
+    `random_feedback_key` are accepted and have no effect.
     """
 
     def __init__(
@@ -48,6 +52,9 @@ class SnAp(ETraceVjpAlgorithm):
         samples: Axis = "auto",
         mark: Mark = "ops",
         trace_dtype: Any = None,
+        chunked_trace: bool = True,
+        control_flow: Any = None,
+        random_feedback_key: Any = None,
     ) -> None:
         rule: rules.Rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
         if n == 1:
@@ -87,9 +94,43 @@ class UORO(ETraceVjpAlgorithm):
         *,
         window: int | None = None,
         samples: Axis = "auto",
+        config: ETraceConfig | None = None,
     ) -> None:
+        config = config or ETraceConfig("random_projection", recurrence_scope="coupled")
+        as_config(config, type(self), "random_projection").rule()
         rule = rules.UORO(projection_key, projection_eps, samples)
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name, config=config)
+
+
+class RandomProjectionVjpAlgorithm(UORO):
+    """`UORO`, with the place that 0.2.6 has for a `config` among its arguments."""
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        name: str | None = None,
+        vjp_method: VjpMethod | None = None,
+        fast_solve: bool = True,
+        control_flow: Any = None,
+        config: ETraceConfig | None = None,
+        projection_key: Any = 42,
+        projection_eps: float = 1e-12,
+        random_feedback_key: Any = None,
+        snap_max_jacobian_elements: int | None = None,
+        *,
+        window: int | None = None,
+        samples: Axis = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            name,
+            vjp_method,
+            projection_key=projection_key,
+            projection_eps=projection_eps,
+            window=window,
+            samples=samples,
+            config=config,
+        )
 
 
 class KF_RTRL(ETraceVjpAlgorithm):
@@ -117,6 +158,3 @@ class KF_RTRL(ETraceVjpAlgorithm):
     ) -> None:
         rule = rules.KF_RTRL(projection_key, projection_eps, samples)
         super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
-
-
-RandomProjectionVjpAlgorithm = UORO

@@ -7,6 +7,7 @@ a code path by them.
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,13 @@ import numpy as np
 from .. import _rules as rules
 from .._executor.recursion import Leak, Own, Recursion
 from .._frontends.modules import Mark
+from .._rules.bounds import Clipped
 from .._rules.presynaptic import Presynaptic
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, TargetProjection, as_key
-from .learners import as_trace_dtype
+from .._rules.snap import MOST
+from .config import ETraceConfig
+from .learners import as_config, as_trace_dtype, normalized
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 # the rule of each name, by its options; a learner's own options are these
@@ -68,9 +72,10 @@ class EProp(ETraceVjpAlgorithm):
     `slope` is the derivative of what others read of the states (a spike of a voltage); `kappa_filter_decay`
     is that of a leaky readout, 0 for none. `L` is, by `feedback`: 'symmetric', the back-propagated signal
     there; 'random', the outputs' errors through fixed random matrices (drawn with `random_feedback_key`);
-    'adaptive', through matrices that change as the readout does, and decay by `feedback_decay` whenever it
-    changes. 0.2.6 filters the traces of the states instead (the same where these are read as they are), and
-    projects the normalised back-propagated signal; here as in the paper the outputs' errors are projected.
+    'adaptive', through matrices that change as the readout does; each time, `feedback_decay` of their
+    difference to it is forgotten (as if both decayed by that, as in the paper). 0.2.6 filters the traces of
+    the states instead (the same where these are read as they are), and projects the normalised
+    back-propagated signal; here as in the paper the outputs' errors are projected.
     """
 
     def __init__(
@@ -85,13 +90,16 @@ class EProp(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: Any = None,
+        snap_max_jacobian_elements: int | None = None,
         *,
         feedback_decay: float = 0.0,
         mark: Mark = "ops",
+        normalize_matrix_spectrum: bool = False,
     ) -> None:
         kappa = _decay("kappa_filter_decay", kappa_filter_decay)
         signal = _feedback(feedback, random_feedback_key, feedback_decay)
         rule = RULES["EProp"](as_trace_dtype(trace_dtype), kappa, signal)
+        rule = normalized(rule) if normalize_matrix_spectrum else rule
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
 
 
@@ -142,11 +150,22 @@ class OSTLRecurrent(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
         chunked_trace: bool = True,
         control_flow: Any = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
+        snap_max_jacobian_elements: int = MOST,
         *,
         mark: Mark = "ops",
+        normalize_matrix_spectrum: bool = False,
     ) -> None:
-        rule = RULES["OSTLRecurrent"](as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        dtype = as_trace_dtype(trace_dtype)
+        rule = RULES["OSTLRecurrent"](dtype)
+        if config is not None:
+            rule = as_config(config, type(self), "per_param").rule(
+                random_feedback_key, dtype, snap_max_jacobian_elements
+            )
+        rule = normalized(rule) if normalize_matrix_spectrum else rule
+        config = config or ETraceConfig(recurrence_scope="coupled")
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
 
 
 class OSTLFeedforward(ETraceVjpAlgorithm):
@@ -168,12 +187,17 @@ class OSTLFeedforward(ETraceVjpAlgorithm):
         vjp_method: VjpMethod | None = None,
         fast_solve: bool = True,
         control_flow: Any = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
         *,
         mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
-        rule = RULES["OSTLFeedforward"](as_trace_dtype(trace_dtype), decay_or_rank)
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        dtype = as_trace_dtype(trace_dtype)
+        rule = RULES["OSTLFeedforward"](dtype, decay_or_rank)
+        if config is not None:
+            rule = as_config(config, type(self), "io_factorized").rule(random_feedback_key, dtype)
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
 
 
 class OTTT(ETraceVjpAlgorithm):
@@ -211,9 +235,12 @@ class OTPE(ETraceVjpAlgorithm):
         gradient = sum_t dL[t]/dread R[t]
 
     `R` estimates what a layer's weights did to the next layer, whose units leak alike. A layer that no other
-    reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product of
-    averages: `x'[t] = leak x'[t-1] + x[t]`, `f'[t] = leak f'[t-1] + slope[t] J[t]`, `R = x' f'`. 0.2.0 has
-    one average in place of the two of 'full', and estimates for the last layer too.
+    reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product, `R =
+    z' f'`: `x'[t] = leak x'[t-1] + x[t]`, `z'[t] = leak z'[t-1] + x'[t]`, and `f'` the mean of `slope J` so
+    far, with weights `leak^age`. On its way to a lower layer a signal goes through the slopes of the step,
+    where the authors' code takes `f'`. 0.2.0 has one average in place of the two of 'full', `x'` and a sum in
+    place of those of 'approx', and estimates for the last layer too. `trace_clip_abs` bounds each number of a
+    trace ('approx' has none).
     """
 
     def __init__(
@@ -224,12 +251,15 @@ class OTPE(ETraceVjpAlgorithm):
         leak: float,
         name: str | None = None,
         vjp_method: VjpMethod | None = None,
+        trace_clip_abs: float | None = None,
         mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
         if mode not in ("full", "approx"):
             raise ValueError(f"`mode` is 'full' or 'approx', not {mode!r}.")
         rule = RULES[f"OTPE {mode}"](as_trace_dtype(trace_dtype), _decay("leak", leak))
+        if trace_clip_abs is not None and mode == "full":
+            rule = dataclasses.replace(rule, bound=Clipped(trace_clip_abs))  # type: ignore[type-var]
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
         self.mode = mode
 
@@ -240,9 +270,9 @@ class OSTTP(ETraceVjpAlgorithm):
         gradient = sum_t (target[t] B) slope[t] trace[t]        learner(x, target=y)
 
     `B_list` has a matrix for each group of hidden states, (targets, units); or `num_targets` says how many
-    numbers a target has, and matrices are drawn with `key`. With `target_timing='sequence-end'` a call
-    without a target has a signal of zero; 'per-step' makes it an error. Weights without a trace (the readout)
-    learn by the loss.
+    numbers a target has, and matrices are drawn with `key`. A target may also come last, `learner(x, y)`, or
+    as `y_target=`. With `target_timing='sequence-end'` a call without a target has a signal of zero;
+    'per-step' makes it an error. Weights without a trace (the readout) learn by the loss.
     """
 
     def __init__(
@@ -258,6 +288,7 @@ class OSTTP(ETraceVjpAlgorithm):
         key: Any = None,
         mark: Mark = "ops",
         trace_dtype: Any = None,
+        normalize_matrix_spectrum: bool = False,
     ) -> None:
         if target_timing not in ("per-step", "sequence-end"):
             raise ValueError(f"`target_timing` is 'per-step' or 'sequence-end', not {target_timing!r}.")
@@ -267,7 +298,9 @@ class OSTTP(ETraceVjpAlgorithm):
         size = num_targets if given is None else len(given[0])
         signal = TargetProjection(size or 1, as_key(key), given)
         rule = RULES["OSTTP"](as_trace_dtype(trace_dtype), signal)
+        rule = normalized(rule) if normalize_matrix_spectrum else rule
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        self.target_timing = target_timing
         if target_timing == "sequence-end":
             self.standing["target"] = jnp.zeros(size or 1)
 
@@ -307,9 +340,9 @@ class ThreeFactor(ETraceVjpAlgorithm):
         gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
 
     `m` is the signal at every state: one number, one for each sample, or an array like the states (with an
-    axis of states behind, where a unit has several). It does not scale the loss's own signal, and a mask does
-    not scale it. `learner.modulator = m` stands for calls without one. Weights without a trace learn by the
-    loss; in 0.2.6 their gradient is zero.
+    axis of states behind, where a unit has several). It takes the place of the loss's own signal; a mask of
+    `etrace_grad` weighs it as it does the loss. `learner.modulator = m` stands for calls without one. Weights
+    without a trace learn by the loss; in 0.2.6 their gradient is zero.
     """
 
     def __init__(
@@ -327,17 +360,9 @@ class ThreeFactor(ETraceVjpAlgorithm):
         mark: Mark = "ops",
     ) -> None:
         rule = RULES["ThreeFactor"](as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        config = ETraceConfig(learning_signal="modulatory")
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
         self.modulator = modulator
-
-    @property
-    def modulator(self) -> Any:
-        """What stands for calls that are given no modulator."""
-        return self.standing.get("modulator")
-
-    @modulator.setter
-    def modulator(self, value: Any) -> None:
-        self.standing["modulator"] = value
 
 
 def _as_tuple(matrix: Any) -> Any:

@@ -33,6 +33,7 @@ from .._online.user_step import UserStep
 from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
+from .config import ETraceConfig
 from .driving import Driver
 from .forms import Compiled
 
@@ -44,20 +45,30 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     With `vjp_method='multi-step'` a call is a window of one step, or of the steps in `MultiStepData`, and
     `etrace_grad` takes windows of `window` steps. With `mark='auto'`, weights that enter by ordinary
-    operations are learned online, too.
+    operations are learned online, too. Where there is no `rule`, `config` says which; `random_feedback_key`
+    is for its matrices.
     """
 
     def __init__(
         self,
         model: brainstate.nn.Module,
-        rule: Rule,
+        rule: Rule | None = None,
         *,
         vjp_method: VjpMethod | None = None,
         window: int | None = None,
         mark: Mark = "ops",
         name: str | None = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
     ) -> None:
         super().__init__(model, name=name)
+        if rule is None:
+            if config is None:
+                raise TypeError("A learner has a `rule`, such as `braintrace.rules.D_RTRL()`, or a `config`.")
+            rule = config.rule(random_feedback_key)
+        self.config = config
+        if config is not None and config.window_size is not None and window is None:
+            window = config.window_size
         check_mark(mark)
         if vjp_method not in ("single-step", "multi-step", None):
             raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
@@ -156,11 +167,23 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     # -- what a call is given for the signal -------------------------------------------------------
 
-    def _taken(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    @property
+    def modulator(self) -> Any:
+        """What stands for calls that are given no modulator."""
+        return self.standing.get("modulator")
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.standing["modulator"] = value
+
+    def _taken(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         signal = self.rule.signal
-        names = {**{k: k for k in signal.takes}, **signal.spellings}
-        given = {names[k]: v for k, v in kwargs.items() if k in names}
-        return given, {k: v for k, v in kwargs.items() if k not in names}
+        names = {*signal.takes, *signal.spellings}
+        given = signal.named({k: v for k, v in kwargs.items() if k in names})
+        compiled_for = max((len(a) for a, _ in self._examples.values()), default=len(args))
+        if signal.comes_last and not given and len(args) == compiled_for + 1:
+            *args, given[signal.takes[0]] = args
+        return given, tuple(args), {k: v for k, v in kwargs.items() if k not in names}
 
     def _for_signal(self) -> Values:
         """What this call was given, or what stands for it."""

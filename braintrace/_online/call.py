@@ -31,6 +31,14 @@ class Call:
         """The parameters, arguments, constants, carried states and what the rule keeps."""
         return jax.tree.unflatten(self.tree, leaves)  # type: ignore[no-any-return]
 
+    def masked(self, leaves: Leaves, mask: Any) -> Leaves:
+        """The operands, with what the step was given for the signal weighed as its loss is."""
+        signal = self.online.rule.signal
+        if not signal.takes:
+            return leaves
+        *others, values = self.operands(leaves)
+        return jax.tree.leaves((*others, signal.masked(values, mask)))
+
     def mapped(self, flags: Sequence[bool]) -> Call:
         """The same under one more `vmap`, with an axis in front of the operands that are flagged."""
         return replace(self, maps=(tuple(flags), *self.maps))

@@ -111,6 +111,7 @@ class Drive:
                 taken: list[Any] = []
 
                 def at_call(call: Call, operands: Leaves) -> Leaves:
+                    operands = call.masked(operands, mask)
                     taken.append(jax.lax.stop_gradient(call.operands(operands)))
                     return as_it_is(call, operands)
 
@@ -183,6 +184,7 @@ class Drive:
         values = online.rule.signal.prepared(online.executor, params, consts, values)
         by_group = jax.vmap(online.executor.group_signals)
         back = by_group(dnew)
+        taken = jax.vmap(online.rule.signal.masked)(taken, part.mask) if taken else taken
         signals = jax.vmap(lambda *each: online.joined(values, *each))(
             back, dnew, dread, douts, slopes, taken
         )

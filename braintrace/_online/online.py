@@ -47,13 +47,22 @@ class Online:
         self.info = executor.info
         if windows and rule.recursion is not None and rule.recursion.kappa is not None:
             raise NotSupportedError(
-                "A filter of traces belongs to signals of single steps: take `vjp_method='single-step'`."
+                f"{self._called} has no windows: its traces are of what is read of the states at each step, "
+                "filtered over steps, and a window asks what the states at its start do to its losses, "
+                "which only traces of states answer. Take single steps (`vjp_method='single-step'`, no "
+                "`window`), or a rule without a filter: `EProp` with `kappa_filter_decay=0`, `D_RTRL`."
             )
         if windows and not rule.signal.in_windows:
             raise NotSupportedError(
-                f"In windows, losses are back-propagated, and {rule.signal.words} cannot stand for that: "
-                "take `vjp_method='single-step'`."
+                f"{self._called} has no windows: inside of one, losses are back-propagated to the weights "
+                f"themselves, so that {rule.signal.words} would be the signal of what came before only. "
+                "Take single steps (`vjp_method='single-step'`, no `window`), or a back-propagated signal "
+                "(`feedback='symmetric'`, `D_RTRL`)."
             )
+
+    @property
+    def _called(self) -> str:
+        return self.rule.kind(self.windows).name
 
     @property
     def slots(self) -> list[Slot]:

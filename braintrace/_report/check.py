@@ -220,8 +220,11 @@ def check_functions(
 ) -> GradientCheck:
     """The same for pure functions: `net.grad(loss, params, carry, traces of zero, *sequences, ...)`."""
 
+    given = {*net.rule.signal.takes, *net.rule.signal.spellings}
+
     def gradient(net: OnlineFunctions) -> dict[Path, Any]:
-        grads = net.grad(loss, params, carry, net.init(params, carry), *sequences, **options)[0]
+        more = {k: v for k, v in options.items() if k not in given or net.rule.signal.takes}
+        grads = net.grad(loss, params, carry, net.init(params, carry), *sequences, **more)[0]
         paths, leaves = net.function.params.paths, jax.tree.leaves(grads, is_leaf=lambda g: g is None)
         inexact = [p for p, a in zip(paths, net.function.params.leaves(params), strict=True) if is_inexact(a)]
         return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
@@ -252,6 +255,7 @@ def _standing_aside(learner: ETraceAlgorithm) -> Iterator[None]:
     """A call of the learner is one of its model."""
 
     def update(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = learner.for_model(args, kwargs)
         return call_model(learner.model, *args, **kwargs)
 
     object.__setattr__(learner, "update", update)

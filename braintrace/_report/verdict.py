@@ -25,6 +25,7 @@ _WORDS = {
     Cut.OTHER_SIGNAL: ("what losses of each step say of {to}, for {of}: {rule} has another signal", ""),
     Cut.GIVEN_LEAK: ("how {to} go on from step to step, for {of}: its trace decays by a given leak", ""),
     Cut.FILTERED: ("what {to} do at one step, for {of}: its trace is averaged over steps", ""),
+    Cut.BOUNDED: ("what {of} does to {to} beyond the bound that its trace is held below", ""),
     Cut.ESTIMATED: ("what {of} does to {to} beyond a window, for which an estimate stands", ""),
     Cut.UNKNOWN_RULE: ("whatever the rule {rule} leaves out in its trace of {of}", ""),
     Cut.WITHOUT_MARK: ("how {of} acts on {to} beyond the step, without a mark", "by"),

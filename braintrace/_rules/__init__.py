@@ -9,6 +9,7 @@ from .presynaptic import Presynaptic as Presynaptic
 from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
 from .rule import TraceRule as TraceRule
+from .signal import Bootstrapped as Bootstrapped
 from .signal import Feedback as Feedback
 from .signal import Modulator as Modulator
 from .signal import TargetProjection as TargetProjection

@@ -20,6 +20,7 @@ from .._executor.fused import fits, on_one_gpu, step
 from .._executor.recursion import Recursion
 from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
+from .bounds import Bound
 from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
 from .layers import Layers
 from .rank import Rank
@@ -37,8 +38,8 @@ class D_RTRL(TraceRule):
     the axis of the states along which samples lie ('auto': it is found; None: all is one sample), and `power`
     the number of steps that turn the directions to what is strong. With `across='layers'`, the influence of
     each weight on the states above its traces, those of the layers above, is kept densely for each sample.
-    `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them, and
-    `called` what the verdict calls such a rule.
+    `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them,
+    `bound` what keeps them from growing, and `called` what the verdict calls such a rule.
     """
 
     dtype: Any = None
@@ -47,12 +48,13 @@ class D_RTRL(TraceRule):
     power: int = 0
     recursion: Recursion | None = None
     signal: Signal = PROPAGATED
+    bound: Bound | None = None
     called: str = "D_RTRL"
     across: str | None = None
 
     @property
     def follows_chains(self) -> bool:
-        return self.recursion is None and self.signal == PROPAGATED
+        return self.recursion is None and self.signal == PROPAGATED and self.bound is None
 
     def __post_init__(self) -> None:
         for name, meant in (
@@ -92,12 +94,13 @@ class D_RTRL(TraceRule):
             samples=self.samples,
             across=self.across is not None,
             filters=self.follows_chains and not windows,
+            bounded=self.bound is not None,
             **kind_of(self),
         )
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
-        return on_one_gpu() and sum(v.nbytes for v in values.values()) >= _LARGE
+        return self.bound is None and on_one_gpu() and sum(v.nbytes for v in values.values()) >= _LARGE
 
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
         values = {}
@@ -120,9 +123,13 @@ class D_RTRL(TraceRule):
                 continue
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
+            if self.bound is not None:
+                D, now = None if D is None else self.bound.jacobian(D), self.bound.instant(now)
             if D is not None:
                 coupled = slot.group.coupled if self.recursion is None else None
                 now = add_up(promoted(slot.decay(D, old, coupled), now))
+            if self.bound is not None:
+                now = self.bound.trace(now)
             result[slot.key] = now.astype(old.dtype)
         return result
 
@@ -145,6 +152,8 @@ class D_RTRL(TraceRule):
         fresh: bool,
         keep: bool,
     ) -> tuple[Values, Gradients]:
+        if self.bound is not None:  # no product of the steps' own
+            return super().chunk(slots, values, record, total, fresh=fresh, keep=keep)
         record = record.begun_anew()
         if record.length == 1 and keep and record.old_signals is None:
             return self._one_step(slots, values, replace(record, keep=None), total)
@@ -155,6 +164,8 @@ class D_RTRL(TraceRule):
         return after, add_all(total, grads)
 
     def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
+        if self.bound is not None:
+            return super().through(slots, values, record)
         record = record.begun_anew()
         found = {k: backward(record, k, products=True) for k in record.local.D}
         return chunk_traces(slots, values, record, found, values)

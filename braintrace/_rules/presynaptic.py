@@ -1,10 +1,12 @@
 """Rules that keep averages of what comes in and of what goes out, without any Jacobian of the recurrence.
 
-    x'[t] = leak x'[t-1] + x[t]        f'[t] = out f'[t-1] + J[t]        p[t] = sum_{s<t} before^(t-s) J[s]
-    gradient = sum_t g[t] (after x'[t] f'[t] + ahead x[t] p[t])
+    x'[t] = leak x'[t-1] + x[t]                    p[t] = sum_{s<t} before^(t-s) J[s]
+    gradient = sum_t g[t] (after x'[t] J[t] + ahead x[t] p[t])
 
-OTTT has `x'` and `J` alone; OTPE's approximation has both averages; S-TLLR adds the last product, in which an
-input meets what went out before it. A bias is a weight on a constant input of one.
+OTTT has the first product alone; S-TLLR adds the last, in which an input meets what went out before it. Where
+a group is read by another, OTPE's approximation estimates what became of a layer's weights one layer on: it
+has `sum_{s<=t} out^(t-s) x'[s]` for `x'`, and for `J` its mean with these weights. A bias is a weight on a
+constant input of one.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from .signal import PROPAGATED, Signal
 
 @dataclass(frozen=True)
 class Presynaptic(TraceRule):
-    """Averages of inputs (decay `leak`) and of what goes out (decay `out`), as above.
+    """Averages of inputs (decay `leak`) and of both sides one layer on (decay `out`), as above.
 
     Where the recursion has readings of a group, `J` is that of what is read; elsewhere `out` is zero.
     """
@@ -57,6 +59,9 @@ class Presynaptic(TraceRule):
             else:
                 kept = self.dtype or promoted(now, weight)[0].dtype
                 values[f"{key}:x"] = jnp.zeros(now.shape, kept)
+            if self.out:
+                values[f"{key}:z"] = jnp.zeros_like(values[f"{key}:x"])
+                values[_weight(slot)] = jnp.zeros(slot.group.varshape[:1], jnp.finfo(J.dtype).dtype)
             for name in self._kept:
                 values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
@@ -73,6 +78,10 @@ class Presynaptic(TraceRule):
             now, old = input_of(slot, local), values[f"{key}:x"]
             now = jnp.ones_like(old) if now is None else now
             result[f"{key}:x"] = add_up(promoted(self.leak * old, now)).astype(old.dtype)
+            if self.out:
+                z, weight = values[f"{key}:z"], values[_weight(slot)]
+                result[f"{key}:z"] = add_up(promoted(self.out * z, result[f"{key}:x"])).astype(z.dtype)
+                result[_weight(slot)] = self.out * weight + 1
             out = self.out if slot.group.filtered else 0.0
             result[f] = add_up(promoted(out * values[f], J)).astype(values[f].dtype)
             if self.ahead:
@@ -84,28 +93,32 @@ class Presynaptic(TraceRule):
         grads: Gradients = {}
         for slot in slots:
             key, site, g = _key(slot), slot.relation.site.index, signals[slot.group.index]
-            inputs, weight = local.inputs[site], local.weights[site][slot.name]
+            inputs, w = local.inputs[site], local.weights[site][slot.name]
             average, f = values[f"{key}:x"], values[f"{key}:f->{slot.group.index}"]
             weighed = g * self.after
+            if self.out and slot.group.filtered:
+                average, weight = values[f"{key}:z"], values[_weight(slot)]
+                f = f / _beside(jnp.where(weight == 0, jnp.ones_like(weight), weight), f)
             if slot.layout.x is None:
-                shape = (1, *average.shape, *[1] * (g.ndim - 1 - average.ndim))
-                weighed = weighed * average.reshape(shape).astype(g.dtype)
+                weighed = weighed * _beside(average, g)
             dy = slot.to_y(slot.pair(states(weighed, 0), states(f, 0)))
             factor = None if slot.layout.x is None else factor_of(slot, average, inputs)
-            add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight))
+            add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, w))
             if self.ahead:
                 p = values[f"{key}:p->{slot.group.index}"]
                 dy = slot.to_y(slot.pair(states(g * self.ahead, 0), states(p, 0)))
-                add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, weight))
+                add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, w))
         return grads
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
         result: Values = {}
         for slot in slots:
             key = _key(slot)
-            x = values[f"{key}:x"]
-            gone = slot.layout.x is None
-            result[f"{key}:x"] = jnp.where(keep, x, 0) if gone else slot.where_input(keep, x)
+            for name in ("x", "z") if self.out else ("x",):
+                x, gone = values[f"{key}:{name}"], slot.layout.x is None
+                result[f"{key}:{name}"] = jnp.where(keep, x, 0) if gone else slot.where_input(keep, x)
+            if self.out:
+                result[_weight(slot)] = jnp.where(keep, values[_weight(slot)], 0)
             for name in self._kept:
                 at = f"{key}:{name}->{slot.group.index}"
                 result[at] = slot.where_instant(keep, values[at])
@@ -114,6 +127,18 @@ class Presynaptic(TraceRule):
 
 def _instant(slot: Slot, local: Local) -> Any:
     return local.J[slot.relation.site.index, slot.group.index]
+
+
+def _weight(slot: Slot) -> str:
+    """The sum of the weights of an average, of each sample."""
+    return f"weight->{slot.group.index}"
+
+
+def _beside(of_samples: Any, states: Any) -> Any:
+    """Numbers of samples, to multiply (states, *units) with."""
+    return of_samples.reshape(1, *of_samples.shape, *[1] * (states.ndim - 1 - of_samples.ndim)).astype(
+        states.dtype
+    )
 
 
 def _key(slot: Slot) -> str:

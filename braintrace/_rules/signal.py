@@ -36,6 +36,8 @@ class BackPropagated:
     reads_outputs: ClassVar[bool] = False  # made of the cotangents of the model's outputs
     words: ClassVar[str] = ""  # for the verdict
     in_windows: ClassVar[bool] = True  # it can be had where losses are pulled back through windows
+    moves: ClassVar[bool] = True  # what a call is given is of that step
+    comes_last: ClassVar[bool] = False  # it may be the last argument of a call, without a name
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays that it keeps; they outlast a sequence."""
@@ -51,6 +53,14 @@ class BackPropagated:
         """What is added to the cotangents of the hidden arrays after a window; None: nothing."""
         return None
 
+    def named(self, given: Values) -> Values:
+        """What a call was given, by the names in `takes`; unknown ones stay as they are."""
+        return {self.spellings.get(k, k): v for k, v in given.items()}
+
+    def masked(self, values: Values, mask: Any) -> Values:
+        """What a step was given, weighed as its loss is; `mask` is one number, or one for each sample."""
+        return {k: _weighed(v, mask) if self.moves and k in self.takes else v for k, v in values.items()}
+
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         """Of one step: arrays at the readings of each group; or at its states; None: as back-propagated."""
         return None
@@ -65,7 +75,8 @@ class Feedback(BackPropagated):
     """The outputs' errors through matrices of their own: `dL/dread = sum_o dL/do B`.
 
     `B` is random and fixed; with `adaptive`, whenever the readout changes from `R` to `R'` it becomes
-    `(1 - decay) B + R' - R`, where `R` is the derivative of the outputs by what is read, at zero.
+    `R' + (1 - decay) (B - R)`, where `R` is the derivative of the outputs by what is read, at zero: it
+    changes as the readout does, and where that decays, both do alike.
     """
 
     key: Key = (0, 0)
@@ -97,7 +108,7 @@ class Feedback(BackPropagated):
         result = dict(values)
         for name, now in _readouts(executor, params, consts).items():
             B, before = values[f"feedback:{name}"], values[f"readout:{name}"]
-            moved = (1 - self.decay) * B + now - before
+            moved = now + (1 - self.decay) * (B - before)
             changed = jnp.any(now != before) & values["readout:seen"]
             result[f"feedback:{name}"] = jnp.where(changed, moved, B)
             result[f"readout:{name}"] = now
@@ -121,6 +132,7 @@ class TargetProjection(BackPropagated):
     matrices: Any = None  # a tuple of nested tuples: a rule is a value that compares
     takes: ClassVar[tuple[str, ...]] = ("target",)
     spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
+    comes_last: ClassVar[bool] = True
     is_broadcast: ClassVar[bool] = True
     in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "a projection of the target"
@@ -182,6 +194,7 @@ class Bootstrapped(BackPropagated):
 
     net: Callable[[Any, dict[int, Any]], dict[int, Any]]
     takes: ClassVar[tuple[str, ...]] = ("synthesizer",)
+    moves: ClassVar[bool] = False
     words: ClassVar[str] = "a bootstrapped signal"
 
     def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
@@ -225,6 +238,16 @@ def joined(
         else:
             result[k] = of_states
     return result
+
+
+def _weighed(value: Any, mask: Any) -> Any:
+    """A number, or an array with samples in front or none, times the mask; nothing where that is zero."""
+    value = jnp.asarray(value)
+    value = value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(mask.dtype)
+    if mask.ndim and value.shape[:1] != mask.shape:
+        value = jnp.broadcast_to(value[None], (*mask.shape, *value.shape))
+    mask = mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)).astype(value.dtype)
+    return jnp.where(mask == 0, jnp.zeros_like(value), value * mask)
 
 
 # -- matrices ------------------------------------------------------------------------------------------

@@ -193,7 +193,12 @@ class Engine:
         kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
         sequence = _sequence(xs, ys, mask)
         brainstate.nn.reset_all_states(model, **({"batch_size": size_of(xs)} if self.batched else {}))
-        with _calling(self.learner, partial(call_model, model)):
+
+        def of_model(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.learner.for_model(args, kwargs)
+            return call_model(model, *args, **kwargs)
+
+        with _calling(self.learner, of_model):
             if self.in_windows:
                 run = lambda c, arrays, *_: (c, self._step(*arrays))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan

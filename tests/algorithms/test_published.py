@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -15,7 +16,8 @@ import braintrace as bt
 from braintrace._executor.executor import ETraceGraphExecutor
 from braintrace._executor.own_diagonal import own_diagonals
 from braintrace._frontends import compile_etrace_graph
-from braintrace._learners.config import Configured
+from braintrace._learners.compile import NAMES
+from braintrace._rules.bounds import Normalized
 
 from ..oracle import Brute, Units, bptt, loss
 from ..run import agree, as_args, by_d_rtrl, compiled, difference, every, online, sequence
@@ -186,7 +188,9 @@ PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "OSTTP": (lambda m: bt.OSTTP(m, num_targets=3), projected, {}),
     "ThreeFactor": (lambda m: bt.ThreeFactor(m), modulated, {"at_states": True}),
     "config": (
-        lambda m: Configured(m, bt.ETraceConfig("per_param", "none", learning_signal="random_feedback")),
+        lambda m: bt.D_RTRL(
+            m, config=bt.ETraceConfig("per_param", "none", learning_signal="random_feedback")
+        ),
         feedback, {"decay": 0.0},
     ),
 }  # fmt: skip
@@ -385,7 +389,8 @@ def test_adaptive_feedback_follows_the_readout_and_outlasts_a_sequence():
     learner.reset_state()
     learner.etrace_grad(np.stack(XS), step_fn=lambda x: loss([learner(x)]), chunk_size=2)
     found = learner.traces["feedback:0->0.0"].value
-    assert np.max(np.abs(0.75 * np.asarray(B) + step.T - np.asarray(found))) < ROUND_OFF
+    now = np.asarray(model.o.value).T
+    assert np.max(np.abs(now + 0.75 * (np.asarray(B) - now + step.T) - np.asarray(found))) < ROUND_OFF
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -413,3 +418,296 @@ def test_a_point_on_the_axes_is_a_rule():
         bt.ETraceConfig(learning_signal="telepathy")
     learner = bt.compile(NETS["leaky"].build(), bt.ETraceConfig(recurrence_scope="coupled"), XS[0])
     assert learner.rule == bt.rules.D_RTRL(recursion=learner.rule.recursion, called="ETraceConfig")
+
+
+BASE = {"name": "learner", "vjp_method": "single-step"}
+FAST = {**BASE, "fast_solve": True}
+PER_PARAM = {**FAST, "trace_dtype": None, "chunked_trace": True, "control_flow": None}
+LAST = {"config": None, "random_feedback_key": None, "snap_max_jacobian_elements": 16777216}
+KEYS = {"projection_key": 42, "projection_eps": 1e-12}
+NO_CONFIG = {"random_feedback_key": None, "snap_max_jacobian_elements": 16777216}
+IO = {**FAST, "control_flow": None, "config": None, "random_feedback_key": None}
+MULTI = {**FAST, "vjp_method": "multi-step", "control_flow": None}
+# the arguments of other releases, in their order, and those that are given by name alone
+SIGNATURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((name, {**PER_PARAM, **LAST}, {}) for name in ("D_RTRL", "ParamDimVjpAlgorithm", "OSTLRecurrent")),
+    *(
+        (name, {**FAST}, {"normalize_matrix_spectrum": True, "trace_dtype": None})
+        for name in ("D_RTRL", "ParamDimVjpAlgorithm", "OSTLRecurrent")
+    ),
+    *(
+        (name, {"decay_or_rank": decay, **IO}, {})
+        for name in ("ES_D_RTRL", "IODimVjpAlgorithm", "pp_prop")
+        for decay in (0.9, 5, (0.9, 0.5))
+    ),
+    ("OSTLFeedforward", {"decay_or_rank": 1e-6, "name": None}, {k: v for k, v in IO.items() if k != "name"}),
+    (
+        "EProp",
+        {"feedback": "random", "kappa_filter_decay": 0.5, "random_feedback_key": jax.random.key(0), **FAST},
+        {
+            "trace_dtype": None,
+            "chunked_trace": True,
+            "control_flow": None,
+            "snap_max_jacobian_elements": 16777216,
+            "normalize_matrix_spectrum": True,
+        },
+    ),
+    ("UORO", {**MULTI, **KEYS, **NO_CONFIG}, {}),
+    ("RandomProjectionVjpAlgorithm", {**MULTI, "config": None, **KEYS, **NO_CONFIG}, {}),
+    (
+        "SnAp",
+        {"n": 2, **FAST, "snap_max_jacobian_elements": 16777216},
+        {"trace_dtype": None, "chunked_trace": True, "control_flow": None, "random_feedback_key": None},
+    ),
+    (
+        "ThreeFactor",
+        {
+            **BASE,
+            "modulator": 1.0,
+            "fast_solve": True,
+            "trace_dtype": None,
+            "chunked_trace": True,
+            "control_flow": None,
+            "snap_max_jacobian_elements": 16777216,
+        },
+        {},
+    ),
+    (
+        "DNI",
+        {
+            "synthesizer": None,
+            **PER_PARAM,
+            "vjp_method": "multi-step",
+            "snap_max_jacobian_elements": 16777216,
+        },
+        {},
+    ),
+    ("OTTT", {"mode": "O"}, {"leak": 0.9, **BASE}),
+    ("OTPE", {"mode": "full"}, {"leak": 0.9, **BASE, "trace_clip_abs": 1.0}),
+    (
+        "OSTTP",
+        {"B_list": [np.ones((3, 4))], "target_timing": "sequence-end", **FAST},
+        {"trace_dtype": None, "normalize_matrix_spectrum": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "in_order", "by_name"), SIGNATURES, ids=[s[0] for s in SIGNATURES])
+def test_learners_take_the_arguments_of_other_releases(name, in_order, by_name):
+    learner, model = getattr(bt, name), NETS["leaky"].build()
+    rules = [
+        learner(model, *in_order.values(), **by_name).rule,
+        learner(model, **in_order, **by_name).rule,
+    ]
+    assert rules[0] == rules[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["d_rtrl", "pp_prop", "es_d_rtrl", "esd_rtrl", "eprop", "e_prop", "ostl_recurrent", "ostl_feedforward",
+     "uoro", "three_factor", "dni", "otpe", "ottt", "osttp"],
+)  # fmt: skip
+def test_names_of_other_releases(name):
+    assert issubclass(NAMES[name], bt.ETraceAlgorithm)
+
+
+def test_a_config_chooses_the_learner_and_its_rule():
+    build, of = NETS["leaky"].build, bt.ETraceConfig
+    axes = {
+        bt.D_RTRL: of(temporal_recursion="scalar_leak", decay=0.5),
+        bt.ES_D_RTRL: of("io_factorized", decay=0.5),
+        bt.UORO: of("random_projection", recurrence_scope="coupled"),
+        bt.DNI: of(learning_signal="bootstrapped"),
+    }
+    for learner, config in axes.items():
+        assert type(bt.compile(build(), config, XS[0])) is learner
+    assert bt.D_RTRL(build(), config=axes[bt.D_RTRL]).rule == axes[bt.D_RTRL].rule()
+    assert bt.D_RTRL(build()).config == of()
+    assert bt.ETraceVjpAlgorithm(build(), config=axes[bt.ES_D_RTRL]).rule == axes[bt.ES_D_RTRL].rule()
+    with pytest.raises(ValueError, match="compile"):
+        bt.D_RTRL(build(), config=axes[bt.ES_D_RTRL])
+    with pytest.raises(ValueError, match="DNI"):
+        bt.D_RTRL(build(), config=axes[bt.DNI])
+    windows = bt.D_RTRL(build(), config=of(update_schedule="window", window_size=3))
+    assert (windows.window, windows.vjp_method) == (3, "multi-step")
+    with pytest.raises(ValueError, match="window_size"):
+        of(update_schedule="window")
+    learner = bt.compile(build(), of(learning_signal="modulatory"), XS[0])
+    learner.modulator = 1.0
+    assert learner(XS[0]).shape == (2, 2)
+
+
+def test_a_target_may_come_last():
+    found = []
+    for given in ((TARGETS[0],), ()):
+        model = NETS["leaky"].build()
+        learner = compiled(bt.OSTTP(model, num_targets=3), XS[0])
+        more = {} if given else {"y_target": TARGETS[0]}
+        params = model.states(brainstate.ParamState)
+        call = partial(learner, XS[0], *given, **more)
+        found.append(brainstate.transform.grad(lambda call=call: loss([call()]), params)())
+    assert np.array_equal(found[0]["w",], found[1]["w",])
+
+
+# -- bounds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", ["normalized", "clipped"])
+def test_traces_stay_below_a_bound(bound):
+    def f(p, s, x):
+        h = 1.5 * s.h + bt.matmul(x, p.w)
+        return {"h": h}, h
+
+    def below(a):
+        return a / max(np.max(np.abs(a)), 1.0)
+
+    trace = np.zeros((2, 3))
+    for x in XS[:4]:
+        trace = below(trace + below(x)) if bound == "normalized" else np.clip(0.9 * trace + x, -1.1, 1.1)
+    for chunk_size in (1, 3):
+        model = Step(f, {"w": (3, 4)}, {"h": (2, 4)})
+        learner = (
+            bt.D_RTRL(model, normalize_matrix_spectrum=True)
+            if bound == "normalized"
+            else bt.OTPE(model, leak=0.9, trace_clip_abs=1.1)
+        )
+        compiled(learner, XS[0])
+        mask = np.array([0.0, 0.0, 0.0, 1.0])
+        step = lambda x, learner=learner: jnp.sum(learner(x))
+        grads = learner.etrace_grad(np.stack(XS[:4]), step_fn=step, mask=mask, chunk_size=chunk_size)
+        assert np.max(np.abs(grads["w",] - trace.sum(0)[:, None])) < ROUND_OFF
+        assert not learner.report.exactness.exact
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_spectral_radius_of_a_block(size):
+    blocks = np.random.RandomState(0).randn(size, size, 7)
+    expected = np.max(np.abs(np.linalg.eigvals(np.moveaxis(blocks, -1, 0))), -1)
+    D = Normalized().jacobian(9 * jnp.asarray(blocks))
+    assert np.max(np.abs(np.asarray(D) - blocks / expected)) < ROUND_OFF
+
+
+# -- what calls are given: masks, and other front ends -------------------------------------------------
+
+GIVEN = {
+    "modulator": (lambda m: bt.ThreeFactor(m), bt.rules.D_RTRL(signal=bt.rules.Modulator())),
+    "target": (
+        lambda m: bt.OSTTP(m, num_targets=3),
+        bt.rules.D_RTRL(signal=bt.rules.TargetProjection(3)),
+    ),
+}
+
+
+def of_steps(name: str) -> Any:
+    return jnp.asarray(np.stack({"target": TARGETS, "modulator": MODULATORS}[name]))
+
+
+def losses_of(outs: Any, samples: bool) -> Any:
+    """The loss of a step, or of each of its samples."""
+    return jax.vmap(lambda o: loss([o]))(outs) if samples else loss([outs])
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_masked_step_gives_no_gradient(name, samples):
+    mask = np.array([1.0, 0.0, 1.0, 0.0, 0.5])
+    mask = np.stack([mask, np.roll(mask, 1)], -1) if samples else mask
+    given = np.asarray(of_steps(name))
+    full = given[:, None] if given.ndim == 1 and samples else given
+    weights = mask.reshape(*mask.shape, *[1] * (full.ndim - mask.ndim))
+    made = np.where(np.broadcast_to(weights, full.shape) == 0, np.nan, given)  # what is masked is not read
+    net, found = NETS["leaky"], []
+    for chunk_size, sent, masked in ((1, made, mask), (3, made, mask), (3, full * weights, None)):
+        model = net.build()
+        learner = compiled(GIVEN[name][0](model), XS[0])
+        step = lambda x, m, learner=learner: losses_of(learner(x, **{name: m}), samples)
+        ones = np.ones_like(mask) if masked is None else masked
+        grads = learner.etrace_grad(
+            np.stack(XS), sent, step_fn=step, mask=ones, chunk_size=chunk_size, reduction="sum"
+        )
+        found.append({k: np.asarray(v) for k, v in grads.items() if k != ("o",)})
+    assert agree(found[0], found[1], ROUND_OFF)
+    assert agree(found[1], found[2], ROUND_OFF)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_functions_are_given_signals(name):
+    net = NETS["leaky"]
+    expected = in_steps(compiled(GIVEN[name][0](net.build()), XS[0]))
+    model = net.build()
+    params = {k: jnp.asarray(getattr(model, k).value) for k in net.params}
+    carry = {k: jnp.asarray(getattr(model, k).value) for k in net.states}
+    step = lambda p, s, x: net.f(p, s, x, {})
+    functions = bt.online(step, params, carry, XS[0], rule=GIVEN[name][1], mark="ops")
+    traces, xs, given = functions.init(params, carry), jnp.asarray(np.stack(XS)), of_steps(name)
+    found = functions.grad(
+        lambda y: loss([y]), params, carry, traces, xs, reduction="sum", chunk_size=2, **{name: given}
+    )[0]
+    assert agree(expected, {(k,): v for k, v in found.items()}, ROUND_OFF)
+
+    def total(params, carry=carry, traces=traces):
+        value = 0.0
+        for x, m in zip(xs, given, strict=True):
+            carry, traces, y = functions.step(params, carry, traces, x, **{name: m})
+            value = value + loss([y])
+        return value
+
+    found = jax.grad(total)(params)
+    assert agree(expected, {(k,): v for k, v in found.items()}, ROUND_OFF)
+    kept = functions.reset(carry, traces)[1]
+    assert all(np.array_equal(v, kept[k]) for k, v in traces.items() if k.startswith("feedback"))
+    assert not functions.check(lambda y: loss([y]), params, carry, xs, **{name: given}).equal
+    with pytest.raises(ValueError, match=name):
+        functions.step(params, carry, traces, xs[0])
+    with pytest.raises(TypeError, match="made of"):
+        functions.grad(lambda y: loss([y]), params, carry, traces, xs, dopamine=given)
+
+
+def test_functions_with_an_estimate_of_what_comes_later():
+    net, model = NETS["leaky"], NETS["leaky"].build()
+    params = {k: jnp.asarray(getattr(model, k).value) for k in net.params}
+    carry = {"h": jnp.asarray(model.h.value)}
+    rule = bt.rules.DNI(bt.rules.Bootstrapped(lambda values, states: {0: values * states[0]}))
+    step = lambda p, s, x: net.f(p, s, x, {})
+    functions = bt.online(step, params, carry, XS[0], rule=rule, window=2)
+    grads = [
+        functions.grad(
+            lambda y: loss([y]), params, carry, {}, jnp.asarray(np.stack(XS)), synthesizer=jnp.asarray(scale)
+        )[0]["w"]
+        for scale in (0.0, 0.3)
+    ]
+    assert np.max(np.abs(grads[0] - grads[1])) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda m, **o: bt.EProp(m, kappa_filter_decay=0.5, **o),
+            "EProp has no windows.*kappa_filter_decay=0",
+        ),
+        (lambda m, **o: bt.S_TLLR(m, 0.5, 0.5, **o), "S_TLLR has no windows"),
+        (lambda m, **o: bt.EProp(m, "random", **o), "random feedback.*single-step"),
+        (lambda m, **o: bt.OSTTP(m, num_targets=3, **o), "a projection of the target"),
+        (lambda m, **o: bt.ThreeFactor(m, **o), "a modulator"),
+    ],
+)
+def test_rules_without_windows_say_why(make, words):
+    with pytest.raises(bt.NotSupportedError, match=words):
+        compiled(make(NETS["spiking"].build(), vjp_method="multi-step"), XS[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m, **o: bt.EProp(m, **o),
+        lambda m, **o: bt.OSTLRecurrent(m, **o),
+        lambda m, **o: bt.OTTT(m, leak=0.8, **o),
+    ],
+)
+def test_a_window_over_all_steps_is_bptt(make):
+    learner = compiled(make(NETS["spiking"].build(), vjp_method="multi-step"), XS[0])
+    step = lambda xs: jax.vmap(lambda o: loss([o]))(learner(bt.MultiStepData(xs)))
+    grads = learner.etrace_grad(np.stack(XS), step_fn=step, chunk_size=LENGTH, reduction="sum")
+    expected = bptt(NETS["spiking"].build(), XS)
+    assert agree(expected, {tuple(map(str, k)): v for k, v in grads.items()}, ROUND_OFF)

@@ -1,0 +1,66 @@
+"""Bounds on traces, where these would grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Bound(Protocol):
+    """What becomes of `D`, (states, states, *units), of what a step adds, and of the trace after it."""
+
+    def jacobian(self, D: Any) -> Any: ...
+
+    def instant(self, added: Any) -> Any: ...
+
+    def trace(self, trace: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """No number of a trace is larger than `most`."""
+
+    most: float
+
+    def __post_init__(self) -> None:
+        if not self.most > 0:
+            raise ValueError(f"A bound of traces is a positive number, not {self.most!r}.")
+
+    def jacobian(self, D: Any) -> Any:
+        return D
+
+    def instant(self, added: Any) -> Any:
+        return added
+
+    def trace(self, trace: Any) -> Any:
+        return trace / jnp.maximum(jnp.abs(trace) / self.most, 1.0)
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """`D` over its spectral radius, what is added and the trace over their largest numbers, if above one."""
+
+    def jacobian(self, D: Any) -> Any:
+        return D / jnp.maximum(_radius(D), 1.0)[None, None]
+
+    def instant(self, added: Any) -> Any:
+        return added / jnp.maximum(jnp.max(jnp.abs(added)), 1.0)
+
+    def trace(self, trace: Any) -> Any:
+        return self.instant(trace)
+
+
+def _radius(D: Any) -> Any:
+    """The largest magnitude of an eigenvalue, of each unit."""
+    if len(D) == 1:
+        return jnp.abs(D[0][0])
+    if len(D) == 2:
+        (a, b), (c, d) = D
+        kind = np.promote_types(a.dtype, np.complex64)
+        half = ((a + d) / 2).astype(kind)
+        root = jnp.sqrt(half**2 - (a * d - b * c).astype(kind))
+        return jnp.maximum(jnp.abs(half + root), jnp.abs(half - root))
+    return jnp.max(jnp.abs(jnp.linalg.eigvals(jnp.moveaxis(D, (0, 1), (-2, -1)))), -1)
