@@ -268,6 +268,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """How many steps were taken since the last reset: a state that compares as a number."""
         return self.steps
 
+    @property
+    def lasting(self) -> list[str]:
+        """The names of what the rule keeps that a reset leaves as it is."""
+        return []
+
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
         self.steps.value = jnp.zeros((), jnp.int32)

@@ -155,9 +155,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             and all(t.means_the_same_as(traces[1][key]) for key, t in traces[0].items())
         )
 
+    @property
+    def lasting(self) -> list[str]:
+        return self._online(self._compiled_now()).lasting
+
     def init_etrace_state(self) -> None:
-        online = self._online(self._compiled_now())
-        lasting = {k: self.traces[k].value for k in online.lasting if k in self.traces}
+        lasting = {k: self.traces[k].value for k in self.lasting if k in self.traces}
         super().init_etrace_state()
         for key, value in lasting.items():
             if value.shape == self.traces[key].value.shape:

@@ -295,7 +295,8 @@ def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> di
 def trace_afresh(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> tuple[Pure, list[list[Any]]]:
     """A function over a sequence as a pure one, and the values of its states, traces being zero."""
     pure = Pure.trace(function, *sequence.arrays)
-    fresh = {id(st) for st in (*learner.traces.values(), learner.steps)}
+    traces = [st for k, st in learner.traces.items() if k not in learner.lasting]
+    fresh = {id(st) for st in (*traces, learner.steps)}
     values = [
         [jnp.zeros_like(leaf) for leaf in leaves] if id(state) in fresh else leaves
         for state, leaves in zip(pure.states, pure.values(), strict=True)

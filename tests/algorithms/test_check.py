@@ -98,3 +98,12 @@ def test_a_learner_must_be_compiled():
     learner = bt.D_RTRL(CASES["rnn"].build())
     with pytest.raises(bt.CompilationError, match="compile_graph"):
         bt.check_gradients(learner, jnp.ones((4, 3)), step_fn=lambda x: loss(learner(x)))
+
+
+def test_random_feedback_is_there_in_a_check():
+    case = CASES["rnn_batched"]
+    xs = sequence(case)
+    learner = compiled(bt.RFLO(case.build()), xs[0])
+    step_fn = lambda *x: loss(jax.tree.leaves(learner(*x)))
+    check = bt.check_gradients(learner, jnp.stack(xs), step_fn=step_fn)
+    assert all(p.cosine != 0 for p in check.parameters)
