@@ -52,6 +52,10 @@ class Linear:
             if any(var is atom for atom in program.read) and isinstance(at, int):
                 self.traced.info.program.read.append(own[at])
 
+    def site(self, site: Site) -> Site | None:
+        """A site of the compiled model as one of the marked step."""
+        return site if self._sites is None else self._sites.get(site.index)
+
     def window(self, window: Window) -> Window:
         """A window of the compiled model as one of the marked step."""
         if self.executor is self.traced:

@@ -10,7 +10,8 @@ is pulled back once for each sample instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,20 +19,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import Literal
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
 from .._compiler.own_rules import PullBack
-from .._compiler.program import Node, Var
+from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
-from .._ops.letters import align
+from .._ops.letters import Layout, Letters, align
 from .executor import Leaves
 from .linear import Linear
 from .slots import Slot, add_up, promoted, states
-from .weighted import ROWS, Weighted, over_time, row_axis, with_rows
+from .weighted import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
+from .weights import effective_weights
 from .window import Window, each_step
 
 # of each leaf of `params`, by its number: (samples, *shape) with rows among the axes of the shape
 Terms = dict[int, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A parameter that is the matrix of one dense op: `y[b, o] = sum_i x[b, i] w[i, o]`."""
+
+    site: Site
+    name: str
+    letter: str  # of the samples
+    layout: Layout
+    slot: Slot | None  # of its trace
+
+    def by_sample(self, array: Any, have: Letters, *lead: str) -> Any:
+        """An array with the letters `lead` and those of the output, as (samples, *lead, out)."""
+        return align(array, have, (self.letter, *lead, self.layout.w[1]))
 
 
 class PerSample:
@@ -154,6 +172,43 @@ class PerSample:
             and new & set(solve(flow, self.info.program, [(v, True)])[0])
         ]
 
+    @cached_property
+    def matrices(self) -> dict[int, Matrix]:
+        """The leaves that are the matrix of one dense op, with a trace or without, and nothing else."""
+        sites: Sequence[Any] = self.sites
+        keys = [(w, name) for w in sites for name in w.layouts]
+        fixed = [v.aval for e in self.info.fixed for v in e.invars]
+
+        def weights(params: Leaves, consts: Leaves) -> Leaves:
+            known = self.linear.executor.known_params(params, consts)
+            found = effective_weights(self.info.program, known, sites)
+            return [found[w.site.index][name] for w, name in keys]
+
+        jaxpr = jax.make_jaxpr(weights)(fixed, list(self.info.program.consts.values())).jaxpr
+        read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+        found = {}
+        for i, leaf in enumerate(jaxpr.invars[: len(fixed)]):
+            uses = [key for key, v in zip(keys, jaxpr.outvars, strict=True) if v is leaf]
+            if i in self.acting and i not in self.others and leaf not in read and len(uses) == 1:
+                matrix = self._matrix(*uses[0])
+                found.update({} if matrix is None else {i: matrix})
+        return found
+
+    def _matrix(self, weighted: Weighted, name: str) -> Matrix | None:
+        site, layout = weighted.site, weighted.layouts[name]
+        letter, w, x = self.letters[site.index, name], layout.w, layout.x
+        slots = [
+            t for t in self.executor.slots if self.linear.site(t.relation.site) is site and t.name == name
+        ]
+        if letter is None or x is None or len(w) != 2 or layout.y_is_viewed or layout.w_is_viewed:
+            return None
+        if {*x} != {letter, w[0]} or {*layout.y} != {letter, w[1]} or len(slots) > 1:
+            return None
+        plain = all(
+            t.letters == (letter, *w) and {*t.y} == {*layout.y} and not t.positions.on_hidden for t in slots
+        )
+        return Matrix(site, name, letter, layout, slots[0] if slots else None) if plain else None
+
     # -- what rows of signals give -----------------------------------------------------------------
 
     def pull(self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis) -> tuple[Any, Terms]:
@@ -161,6 +216,15 @@ class PerSample:
 
         Their signals at its start, and what the window gives each parameter, sample by sample; `axis` says
         where rows stand among so many axes of a parameter.
+        """
+        return self.pull_apart(window, rows, (), axis)[:2]
+
+    def pull_apart(
+        self, window: Window, rows: Any, apart: Iterable[int], axis: Callable[[int], int] = row_axis
+    ) -> tuple[Any, Terms, dict[int, tuple[Any, Any]]]:
+        """The same, and what it gives some matrices as factors.
+
+        They are (samples, in, time) and (samples, rows, time, out).
         """
         window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
@@ -176,7 +240,9 @@ class PerSample:
             start = jnp.sum(start.reshape(count, count, each, -1), 1)
             terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
-        return start, self._add(terms, window, self._weight_terms(window, dys, axis), axis)
+        inputs = self._inputs(window)
+        terms = self._add(terms, window, self._weight_terms(inputs, dys, axis), axis)
+        return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in apart}
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
         """Of a window of one step, d(numbers after)/d(numbers before), (samples, numbers, numbers).
@@ -212,10 +278,10 @@ class PerSample:
         return each_step(operands, steps)  # type: ignore[no-any-return]
 
     def _weight_terms(
-        self, window: Window, dys: dict[int, Any], axis: Callable[[int], int]
+        self, inputs: dict[int, list[Any]], dys: dict[int, Any], axis: Callable[[int], int]
     ) -> dict[tuple[int, str], Any]:
         """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
-        inputs, found = self._inputs(window), {}
+        found = {}
         for w in self.sites:
             i = w.site.index
             for name, layout in w.layouts.items():
@@ -268,18 +334,25 @@ class PerSample:
 
     # -- traces ------------------------------------------------------------------------------------
 
-    def contract(self, traces: dict[str, Any], rows: Any, window: Window) -> Terms:
-        """`sum g trace` for rows of signals at the states of the traces, sample by sample."""
-        slots = self.executor.slots
+    def lift(self, rows: Any, window: Window) -> dict[str, Any]:
+        """Rows of signals, (samples, rows, numbers), where each trace is: (rows, states, *at)."""
         leaves = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
         signals = jax.vmap(self.executor.at_groups)(leaves)
-        found: dict[tuple[int, str], Any] = {}
-        for slot in slots:
+        found = {}
+        for slot in self.executor.slots:
             inputs = window.first.inputs[slot.relation.site.index]
-            g = jax.vmap(lambda q, slot=slot, inputs=inputs: slot.lift(q, inputs, 1))(
+            found[slot.key] = jax.vmap(lambda q, slot=slot, inputs=inputs: slot.lift(q, inputs, 1))(
                 signals[slot.group.index]
             )
-            term = _contract(slot, self._slot_letter(slot), *promoted(g, traces[slot.key]))
+        return found
+
+    def contract(self, traces: dict[str, Any], rows: Any, window: Window) -> Terms:
+        """`sum g trace` for rows of signals at the states of the traces, sample by sample."""
+        lifted = self.lift(rows, window)
+        found: dict[tuple[int, str], Any] = {}
+        for slot in self.executor.slots:
+            pair = promoted(lifted[slot.key], traces[slot.key])
+            term = _contract(slot, self._slot_letter(slot), *pair)
             key = (slot.relation.site.index, slot.name)
             found[key] = found[key] + term if key in found else term
         if not found:
@@ -310,6 +383,12 @@ class PerSample:
         """Whether every trace has an axis of samples."""
         slots = self.executor.slots
         return self.samples.axis is None or all(self._slot_letter(t) is not None for t in slots)
+
+
+def _factors(matrix: Matrix, inputs: dict[int, list[Any]], dys: dict[int, Any]) -> tuple[Any, Any]:
+    i, layout, letter = matrix.site.index, matrix.layout, matrix.letter
+    (x, have), (dy, y) = factors_over_time(layout, inputs[i], dys[i], rows=True)
+    return align(x, have, (letter, layout.w[0], TIME)), matrix.by_sample(dy, y, ROWS, TIME)
 
 
 def _contract(slot: Slot, letter: str | None, g: Any, trace: Any) -> Any:

@@ -71,17 +71,22 @@ def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> 
     `dy` is (time, *y), or (rows, time, *y) where rows are wanted.
     """
     has_rows = ROWS in want
-    view = jax.vmap(layout.view_y)
-    view = jax.vmap(view, (0, None)) if has_rows else view
-    dy, y = view(dy, list(inputs)), (*((ROWS,) if has_rows else ()), TIME, *layout.y)
-    factor = _factors(layout, inputs, dy.dtype)
-    if factor is None:
-        return product([(dy, y)], want)
-    x, have = factor[0], (TIME, *factor[1])
+    *rest, last = factors_over_time(layout, inputs, dy, rows=has_rows)
     if has_rows and all(want.index(ROWS) < want.index(a) for a in layout.w):
         # in each row: else XLA makes all rows one product and transposes it, which is much larger
-        x, have = jnp.broadcast_to(x, (dy.shape[0], *x.shape)), (ROWS, *have)
-    return product([(x, have), (dy, y)], want)
+        rest = [(jnp.broadcast_to(x, (dy.shape[0], *x.shape)), (ROWS, *have)) for x, have in rest]
+    return product([*rest, last], want)
+
+
+def factors_over_time(
+    layout: Layout, inputs: Sequence[Any], dy: Any, *, rows: bool
+) -> list[tuple[Any, Letters]]:
+    """`x`, unless it is one, and `dy` of every step, with their letters."""
+    view = jax.vmap(layout.view_y)
+    view = jax.vmap(view, (0, None)) if rows else view
+    dy, y = view(dy, list(inputs)), (*((ROWS,) if rows else ()), TIME, *layout.y)
+    factor = _factors(layout, inputs, dy.dtype)
+    return [*([] if factor is None else [(factor[0], (TIME, *factor[1]))]), (dy, y)]
 
 
 def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:

@@ -308,11 +308,15 @@ class Drive:
             found = step.online.executor.of_cotangents(window.params, window.first_consts, inputs, dys)
             total = self._add_params(total, found)
         values = {k: now[i] for k, i in step.traces.items()}
-        if not self.fresh:
-            by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
-            total = self._add_params(total, self._past(window, values, by_leaf))
-        if self.keep:
+        by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
+        if self.keep and not self.fresh:
+            rule, full = step.online.rule, self._at_carried(by_leaf)
+            past, after = rule.past_and_advance(step.online.executor, values, full, window)
+            total, moving = self._add_params(total, past), self._with(moving, {**values, **after})
+        elif self.keep:
             moving = self._advanced(window, values, moving)
+        elif not self.fresh:
+            total = self._add_params(total, self._past(window, values, by_leaf))
         return Carry(total, carry.traced, moving), outs
 
     def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
@@ -381,18 +385,24 @@ class Drive:
     def _past(self, window: Window, values: Values, signals: dict[int, Any]) -> Leaves:
         """What came before the window, for signals at its start."""
         online = self.step.online
-        avals = [v.aval for e in online.info.carried for v in e.invars]
-        full = [
+        return online.rule.past(online.executor, values, self._at_carried(signals), window)
+
+    def _at_carried(self, signals: dict[int, Any]) -> Leaves:
+        """Signals at some of the leaves, at all that are carried."""
+        avals = [v.aval for e in self.step.online.info.carried for v in e.invars]
+        return [
             signals[i] if i in signals else jnp.zeros(a.shape, a.dtype) if is_inexact(a) else None
             for i, a in zip(self.step.carried, avals, strict=True)
         ]
-        return online.rule.past(online.executor, values, full, window)
 
     def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
         """The leaves that move after a window, with those of the rule."""
         online = self.step.online
-        after = {**values, **online.rule.advance(online.executor, values, window)}
-        number = {i: after[k] for k, i in self.step.traces.items()}
+        return self._with(moving, {**values, **online.rule.advance(online.executor, values, window)})
+
+    def _with(self, moving: Leaves, values: Values) -> Leaves:
+        """The leaves that move, with those of the rule."""
+        number = {i: values[k] for k, i in self.step.traces.items()}
         return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
 
     # -- without a loss ----------------------------------------------------------------------------

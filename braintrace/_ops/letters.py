@@ -78,6 +78,11 @@ class Layout:
         """Whether the letters `y` are not simply the axes of the output."""
         return self.term.y is not _first
 
+    @property
+    def w_is_viewed(self) -> bool:
+        """Whether the letters `w` are not simply the axes of the weight."""
+        return self.term.w is not _first
+
     def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
         """The factor of `dy/dw` and its letters; None where it is one.
 

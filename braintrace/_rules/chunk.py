@@ -168,12 +168,18 @@ def chunk_traces(
             lifted = slot.lift_instant(jnp.stack([j[-1] for j in J]), last)
             new = slot.instant(slot.factor(last), lifted, weight)
         else:
-            carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
-            lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
+            decay, lifted = course(slot, record, products)
             new = slot.instant(factors(slot, inputs), lifted, weight, TIME)
             if values is not None:
-                first = [a[0] for a in inputs]
-                decayed = slot.decay(slot.lift(stack(products[1]), first, 2), values[slot.key])
-                new = add_up(promoted(decayed, new))
+                new = add_up(promoted(slot.decay(decay, values[slot.key]), new))
         result[slot.key] = new.astype(like[slot.key].dtype)
     return result
+
+
+def course(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> tuple[Any, Any]:
+    """`D[K]..D[1]`, (S, S, *at), and `D[K]..D[s+1] J[s]` of every step, (S, time, *y)."""
+    site = slot.relation.site.index
+    inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]
+    carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
+    lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
+    return slot.lift(stack(products[1]), [a[0] for a in inputs], 2), lifted

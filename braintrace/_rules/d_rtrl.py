@@ -21,7 +21,7 @@ from .._executor.recursion import Recursion
 from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
 from .bounds import Bound
-from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
+from .chunk import backward, chunk_gradient, chunk_traces, course, step_by_step
 from .layers import Layers
 from .rank import Rank
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
@@ -169,6 +169,13 @@ class D_RTRL(TraceRule):
         record = record.begun_anew()
         found = {k: backward(record, k, products=True) for k in record.local.D}
         return chunk_traces(slots, values, record, found, values)
+
+    def course(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
+        record = record.begun_anew()
+        groups = dict.fromkeys(t.group.index for t in slots)
+        found = {k: backward(record, k, products=True).products for k in groups}
+        each = {t.key: (t, found[t.group.index]) for t in slots}
+        return {k: course(t, record, products) for k, (t, products) in each.items() if products is not None}
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
         return {t.key: t.where(keep, values[t.key]) for t in slots}

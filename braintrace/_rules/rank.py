@@ -15,7 +15,7 @@ are strong, `U' = orthonormal(R Rᵀ U')`. With as many directions as numbers ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -29,13 +29,16 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.fused import on_one_gpu
 from .._executor.linear import Linear
-from .._executor.per_sample import PerSample
-from .._executor.slots import add_up, promoted, weigh
+from .._executor.per_sample import Matrix, PerSample
+from .._executor.rows import fits, step, through
+from .._executor.slots import Slot, add_up, promoted, weigh
 from .._executor.weighted import row_axis
 from .._executor.window import Window, unroll, where_rows
 
 Values = dict[str, Any]
+Courses = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`
 BASIS = "basis"
 
 
@@ -63,28 +66,87 @@ class Rank:
                 values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
         return values
 
-    def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
-        """What is kept beside the traces, which are `before` the window and `after` it."""
+    def advance(
+        self,
+        executor: ETraceGraphExecutor,
+        before: Values,
+        after: Values,
+        window: Window,
+        course: Callable[[Sequence[Slot]], Courses],
+        signals: Leaves | None = None,
+    ) -> tuple[Values, dict[int, Any]]:
+        """What is kept beside the traces, which are `before` the window and `after` it.
+
+        What is large goes through a kernel, with its trace, and the gradient of signals at the window's start
+        comes with it; `course` says how traces go over the window.
+        """
         per = self.per_sample(executor)
         old = _begun(before[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
-        left_out = partial(self._left_out, per, old, before, after, window)
+        matrices, courses = self._in_kernel(per, before, window.length, course)
+        left_out = partial(self._left_out, per, old, before, after, window, matrices)
         for _ in range(self.power):
-            rows, back, traced = jax.vjp(left_out, basis, has_aux=True)
+            rows, back, (traced, *_) = jax.vjp(left_out, basis, has_aux=True)
             # with some of what they were: rows that turn to the same direction would be lost to rounding
             turned = orthonormal(_unit(back(jax.tree.map(jnp.conj, rows))[0]) + 1e-3 * basis)
             # what traces tell but for rounding has no directions
             rounding = 100 * jnp.finfo(basis.dtype).eps
             some = _size(rows.values()) > rounding**2 * _size(traced.values())
             basis = jnp.where(jnp.reshape(some, (-1, 1, 1)), turned, basis)
-        return {BASIS: basis, **left_out(basis)[0]}
+        values, (_, start, factors) = left_out(basis)
+        values = {BASIS: basis, **values}
+        if not matrices:
+            return values, {}
+        # of what goes through the kernel, XLA drops the rest: nobody reads it
+        signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
+        carried, along = (_product("b...n,brn->b...r", a, old) for a in (start, signal))
+        lifted = [per.lift(a, window) for a in (start, basis, signal[:, None])]
+        grads = {}
+        for i, matrix in matrices.items():
+            (name, aval), slot = named(per)[i], matrix.slot
+            keys = [key for key, _ in parts_of(name, basis.shape[1])]
+            trace = None if slot is None else before[slot.key]
+            more = () if slot is None else (*courses[slot.key], *(found[slot.key] for found in lifted))
+            x, d = factors[i]
+            how = through(matrix, x, d, carried, along, *more)
+            new, trace, grad = step([jnp.squeeze(before[k], 2) for k in keys], trace, how)
+            values.update({k: jnp.expand_dims(v, 2) for k, v in zip(keys, new, strict=True)})
+            values.update({} if slot is None else {slot.key: trace})
+            grads[i] = grad.astype(aval.dtype)
+        return values, {} if signals is None else grads
+
+    def _in_kernel(
+        self, per: PerSample, values: Values, length: int, course: Callable[[Sequence[Slot]], Courses]
+    ) -> tuple[dict[int, Matrix], Courses]:
+        """The matrices whose rows are large, where there is a kernel for these, and how their traces go."""
+        size, names = values[BASIS].shape[1], named(per)
+        if self.power or not on_one_gpu() or size > _APART:
+            return {}, {}
+        found = {}
+        for i, matrix in per.matrices.items():
+            rows = [jnp.squeeze(values[key], 2) for key, _ in parts_of(names[i][0], size)]
+            trace = None if matrix.slot is None else values[matrix.slot.key]
+            if sum(v.nbytes for v in rows) >= _LARGE and fits(length, rows, trace):
+                found[i] = matrix
+        courses = course([m.slot for m in found.values() if m.slot is not None])
+        return {i: m for i, m in found.items() if m.slot is None or m.slot.key in courses}, courses
 
     def _left_out(
-        self, per: PerSample, old: Any, before: Values, after: Values, window: Window, basis: Any
+        self,
+        per: PerSample,
+        old: Any,
+        before: Values,
+        after: Values,
+        window: Window,
+        apart: Iterable[int],
+        basis: Any,
     ) -> tuple[Values, Any]:
-        """`basis (H (E + U V) + what the window adds - E')`: linear in the basis; and `basis E'`."""
-        start, added = per.pull(window, basis)
+        """`basis (H (E + U V) + what the window adds - E')`: linear in the basis.
+
+        And `basis E'`, `basis H`, and of the matrices in `apart` the factors of what the window adds.
+        """
+        start, added, factors = per.pull_apart(window, basis, apart)
         start = finite(start)
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
@@ -97,7 +159,7 @@ class Rank:
                 new = add_up(promoted(*terms))
                 new = new - _rows(of_new[i], rows, axis) if i in of_new else new
                 values[key] = new.astype(before[key].dtype)
-        return values, of_new
+        return values, (of_new, start, factors)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """What it gives each leaf of the parameters, of signals at the carried states."""
@@ -229,6 +291,7 @@ def parts_of(name: str, size: int) -> list[tuple[str, slice]]:
 
 
 _APART = 16
+_LARGE = 2**28  # bytes of the rows of a matrix: what XLA writes of less, a GPU finds in its cache
 
 
 def _rows(terms: Any, rows: slice, axis: int) -> Any:

@@ -49,6 +49,12 @@ class Rule(ABC):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         """The gradients of the parameters, of signals at the carried states before a window."""
 
+    def past_and_advance(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
+    ) -> tuple[Leaves, Values]:
+        """Both of them: a rule may have one pass over what it keeps do for the two."""
+        return self.past(executor, values, signals, window), self.advance(executor, values, window)
+
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
@@ -143,6 +149,13 @@ class TraceRule(Rule):
 
         return jax.lax.scan(body, values, record.steps)[0]
 
+    def course(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
+        """`P` and `d` of each trace that goes as `P trace + sum_t x[t] d[t]` over the steps in `record`.
+
+        `P` is (S, S, *at), `d` (S, time, *y).
+        """
+        return {}
+
     # -- as any rule -------------------------------------------------------------------------------
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -150,15 +163,32 @@ class TraceRule(Rule):
         return values if self.beside is None else {**values, **self.beside.start(executor)}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        return self._all_advanced(executor, values, None, window)[0]
+
+    def past_and_advance(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
+    ) -> tuple[Leaves, Values]:
+        after, known = self._all_advanced(executor, values, signals, window)
+        found = self.past(executor, values, signals, window)
+        return [known.get(i, a) for i, a in enumerate(found)], after
+
+    def _all_advanced(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
+    ) -> tuple[Values, dict[int, Any]]:
+        """The arrays after a window, and those gradients of signals at its start that come with them."""
         if self.beside is None:
-            return self._advanced(executor, values, window)
+            return self._advanced(executor, values, window), {}
         if (
             window.keep is not None
         ):  # samples that begin anew at its start have no past, and a window of their own
             values = self.forget(executor, values, ~window.keep[0])
             window = replace(window, keep=window.keep.at[0].set(True))
         after = self._advanced(executor, values, window)
-        return {**after, **self.beside.advance(executor, values, after, window)}
+        if not isinstance(self.beside, Rank):
+            return {**after, **self.beside.advance(executor, values, after, window)}, {}
+        course = lambda slots: self.course(slots, window.record)
+        more, known = self.beside.advance(executor, values, after, window, course, signals)
+        return {**after, **more}, known
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:

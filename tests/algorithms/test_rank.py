@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import braintrace
+from braintrace._executor import rows
+from braintrace._rules import rank as rank_file
 from braintrace._rules.rank import per_sample
 
 from ..oracle import Brute, bptt
@@ -329,3 +332,64 @@ def test_twenty_thousand_steps():
             gram = jnp.einsum("brn,bqn->brq", basis, basis)
             np.testing.assert_allclose(gram, np.broadcast_to(np.eye(3), gram.shape), atol=1e-3)
     assert float(jnp.max(jnp.abs(grads["w",]))) > 0
+
+
+# -- the kernel of a GPU -------------------------------------------------------------------------------------
+
+
+ONE_ANEW = np.arange(T)[:, None] % 3 == [2, 3]  # at the start of a window of two and in the middle of one
+
+
+@pytest.mark.parametrize(
+    ("cell", "inputs", "window", "options"),
+    [("GRU", 2, 3, {}), ("LSTM", 1, 2, {"trace_dtype": jnp.bfloat16}), ("GRU", 1, 2, {"reset": ONE_ANEW})],
+)
+def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, options, monkeypatch):
+    options, taken, results = dict(options), [], []
+    reset = options.pop("reset", None)
+    monkeypatch.setattr(rows, "_SHORTEST", 1)
+    monkeypatch.setattr(rows, "_BLOCK", (4, 2))  # that do not fill the last block
+    monkeypatch.setattr(rows, "_advance_plainly", partial(rows.advance, interpret=True))
+    monkeypatch.setattr(rank_file, "_LARGE", 1)
+    monkeypatch.setattr(rank_file, "step", lambda *args: taken.append(args) or rows.step(*args))
+    with jax.enable_x64(False), brainstate.environ.context(precision=32):
+        xs, ys = (jnp.asarray(a, jnp.float32) for a in data())
+        for there in (False, True):
+            monkeypatch.setattr(rank_file, "on_one_gpu", lambda there=there: there)
+            brainstate.random.seed(0)
+            with jax.numpy_rank_promotion("allow"):
+                net = getattr(braintrace.nn, f"{cell}Cell")(inputs, N)
+            learner = braintrace.compile(
+                net, braintrace.D_RTRL, xs[0, :, :inputs], batch_size=B, rank=RANK, window=window, **options
+            )
+            step = squared(learner)
+            grads = learner.etrace_grad(xs[..., :inputs], ys, step_fn=step, reduction="sum", reset=reset)
+            results.append({**grads, **{k: st.value for k, st in learner.traces.items()}})
+    narrow = "trace_dtype" in options
+    assert taken
+    assert agree(*results, 2e-2 if narrow else 2e-5), difference(*results)
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "states", "length"), [(2, (2, 33, 40), 1, 5), (1, (3, 32, 128), 0, 1)]
+)
+def test_the_kernel_of_rows(size, shape, states, length):
+    samples, width, out = shape
+    num, keys = size + states, iter(jax.random.split(jax.random.key(0), 16))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32)
+    kept = [normal(*shape) for _ in range(size)]
+    trace = normal(states, *shape) if states else None
+    of_trace = (normal(samples, num, states, out), normal(samples, states, out)) if states else ()
+    course = rows.Course(
+        normal(samples, width, length),
+        normal(samples, num, length, out),
+        normal(samples, size, size),
+        normal(samples, size),
+        *of_trace,
+    )
+    with jax.enable_x64(False):
+        kernel = jax.jit(partial(rows.advance, interpret=True))
+        found = jax.tree.leaves(kernel(kept, trace, course))
+    truth = jax.tree.leaves(rows._advance_plainly(kept, trace, course))
+    for a, b in zip(found, truth, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)

@@ -1,0 +1,252 @@
+"""A kernel for GPUs: the rows `V` that are kept beside the trace `E` of a matrix, in a single pass.
+
+For each sample, with sums over rows `r`, states `s` of the trace and steps `t`:
+
+    new[q]   = sum_r mix[q, r] V[r] + sum_s own[q, s] E[s] + sum_t x[t] d[q, t]
+    gradient = sum_r along[r] V[r] + sum_s g[s] E[s]
+
+`new` has the rows first and then the states: these have a place in `own` and `d` only. XLA would write the
+product over time and read it again, and copy some of what it should update in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .per_sample import Matrix
+from .slots import add_up, times
+from .weighted import ROWS, TIME
+
+_BLOCK = (16, 64)  # what a program holds of a row
+_WARPS, _STAGES = 2, 2
+_SHORTEST, _LONGEST = 16, 32  # a product over time: tensor cores take none that is shorter
+_PARTS = 4  # of the batch, so that there are enough programs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Course:
+    """What becomes of rows and states over a window, and of which of them the gradient is made."""
+
+    x: Any  # (B, I, T)
+    d: Any  # (B, R + S, T, O)
+    mix: Any  # (B, R, R)
+    along: Any  # (B, R)
+    own: Any = None  # (B, R + S, S, O); None: there is no trace
+    g: Any = None  # (B, S, O)
+
+
+def through(
+    matrix: Matrix,
+    x: Any,
+    d: Any,
+    mix: Any,
+    along: Any,
+    P: Any = None,
+    J: Any = None,
+    start: Any = None,
+    end: Any = None,
+    signal: Any = None,
+) -> Course:
+    """The course over a window whose rows of signals at its `end` are those at its `start`.
+
+    The trace goes as `P E + sum_t x[t] J[t]`, and the rows have `start E - end E'` added: what it takes with
+    it need not be written first. `P` is (S, S, *at), `J` (S, time, *y), the signals are (rows, S, *at).
+    """
+    slot = matrix.slot
+    if slot is None:
+        return Course(x, d, mix, along)
+    P = matrix.by_sample(P, ("new", "old", *slot.at), "new", "old")
+    J = matrix.by_sample(J, ("new", TIME, *slot.y), "new", TIME)
+    start, end, signal = (
+        matrix.by_sample(a, (ROWS, "state", *slot.at), ROWS, "state") for a in (start, end, signal)
+    )
+    each = range(P.shape[1])
+    start = start - add_up(end[:, :, s, None] * P[:, None, s] for s in each)
+    d = d - add_up(end[:, :, s, None] * J[:, None, s] for s in each)
+    own, d = jnp.concatenate([start, P], axis=1), jnp.concatenate([d, J], axis=1)
+    return Course(x, d, mix, along, own, signal[:, 0])
+
+
+def fits(length: int, rows: Sequence[Any], trace: Any = None) -> bool:
+    """Whether the kernel is for rows, (B, I, O) each, the trace, (S, B, I, O), and so many steps.
+
+    Of one step XLA writes no product, and many do not fit in the memory that a program shares.
+    """
+    arrays = [*rows, *([] if trace is None else [trace])]
+    width, out = rows[0].shape[1:]
+    return (
+        all(jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize <= 4 for a in arrays)
+        and len(rows) + (0 if trace is None else len(trace)) <= _MOST
+        and all(a.size < 2**31 for a in arrays)
+        and min(width, out) >= _SHORTEST
+        and 1 < length <= _LONGEST
+    )
+
+
+_MOST = 8  # rows and states: more do not fit in the registers
+
+
+def step(rows: Sequence[Any], trace: Any, course: Course) -> tuple[list[Any], Any, Any]:
+    """The rows and the trace after a window, and the gradient, (I, O)."""
+    return jax.lax.platform_dependent(  # type: ignore[no-any-return]
+        list(rows), trace, course, cuda=advance, default=_advance_plainly
+    )
+
+
+def _advance_plainly(rows: list[Any], trace: Any, course: Course) -> tuple[list[Any], Any, Any]:
+    wide = [v.astype(jnp.float32) for v in rows]
+    mine = [] if trace is None else [e.astype(jnp.float32) for e in trace]
+    each = lambda weights, arrays: [w[..., None, None] * a for w, a in zip(weights, arrays, strict=True)]
+    by_column = lambda weights, arrays: [w[:, None] * a for w, a in zip(weights, arrays, strict=True)]
+    new = []
+    for q in range(len(rows) + len(mine)):
+        terms = [jnp.einsum("bit,bto->bio", course.x, course.d[:, q])]
+        if q < len(rows):
+            terms += each(course.mix[:, q].T, wide)
+        if mine:
+            terms += by_column(jnp.moveaxis(course.own[:, q], 1, 0), mine)
+        new.append(add_up(terms))
+    terms = each(course.along.T, wide)
+    terms += by_column(jnp.moveaxis(course.g, 1, 0), mine) if mine else []
+    after = [a.astype(b.dtype) for a, b in zip(new, rows, strict=False)]
+    traces = jnp.stack(new[len(rows) :]).astype(trace.dtype) if mine else None
+    return after, traces, jnp.sum(add_up(terms), axis=0)
+
+
+def advance(
+    rows: list[Any], trace: Any, course: Course, *, interpret: bool = False
+) -> tuple[list[Any], Any, Any]:
+    """The same, by the kernel."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    samples, width, out = rows[0].shape
+    states, length = 0 if trace is None else len(trace), course.x.shape[-1]
+    i, o = (min(_power(n), most) for n, most in zip((width, out), _BLOCK, strict=True))
+    parts = min(samples & -samples, _PARTS)
+    some = samples // parts
+    shape = _Shape(len(rows), states, some, width, out)
+    options: dict[str, Any] = {"interpret": True}
+    if not interpret:
+        options = {"compiler_params": triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES)}
+
+    def spec(block: tuple[int, ...], *at: str) -> Any:
+        # of each axis: the sample, the row or the column of the block, or all of it
+        return pl.BlockSpec(block, lambda *ids: tuple(ids["iob".index(a)] if a else 0 for a in at))
+
+    def padded(a: Any, axis: int) -> Any:
+        pads = [(0, 0)] * a.ndim
+        pads[axis] = (0, steps - length)
+        return jnp.pad(a, pads)
+
+    steps = max(_power(length), _SHORTEST)
+    of_row, of_trace = spec((some, i, o), "b", "i", "o"), spec((states, some, i, o), "", "b", "i", "o")
+    large = [(v, of_row) for v in rows] + ([(trace, of_trace)] if states else [])
+    num = len(rows) + states
+    small = [
+        (padded(course.x, 2), spec((some, i, steps), "b", "i", "")),
+        (padded(course.d, 2), spec((some, num, steps, o), "b", "", "", "o")),
+        (course.mix, spec((some, len(rows), len(rows)), "b", "", "")),
+        (course.along, spec((some, len(rows)), "b", "")),
+    ]
+    if states:
+        small += [
+            (course.own, spec((some, num, states, o), "b", "", "", "o")),
+            (course.g, spec((some, states, o), "b", "", "o")),
+        ]
+    given = [(a.astype(jnp.float32), s) for a, s in small]
+    *after, grads = pl.pallas_call(
+        partial(_kernel, shape=shape, load=triton.load, store=triton.store),
+        grid=(-(-width // i), -(-out // o), parts),
+        in_specs=[s for _, s in (*large, *given)],
+        out_specs=[*(s for _, s in large), spec((1, i, o), "b", "i", "o")],
+        out_shape=[
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a, _ in large),
+            jax.ShapeDtypeStruct((parts, width, out), jnp.float32),
+        ],
+        input_output_aliases={k: k for k in range(len(large))},
+        **options,
+    )(*(a for a, _ in (*large, *given)))
+    return after[: len(rows)], after[-1] if states else None, jnp.sum(grads, axis=0)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The sizes that a program knows."""
+
+    rows: int
+    states: int
+    samples: int  # of its part of the batch
+    width: int
+    out: int
+
+
+def _kernel(*refs: Any, shape: _Shape, load: Any, store: Any) -> None:
+    from jax.experimental import pallas as pl
+
+    count = shape.rows + bool(shape.states)
+    old, (x, d, mix, along, *rest), new = refs[:count], refs[count : -count - 1], refs[-count - 1 : -1]
+    own, g = rest or (x, x)  # of no use without a trace
+    grads = refs[-1]
+    i, o = grads.shape[1:]
+
+    def inside(size: int, block: int, axis: int) -> Any:
+        """Where a block is inside the array; None: everywhere."""
+        if size % block == 0:
+            return None
+        return jnp.arange(block, dtype=jnp.int32) < size - pl.program_id(axis) * block
+
+    at_i, at_o = inside(shape.width, i, 0), inside(shape.out, o, 1)
+
+    def get(ref: Any, *masks: Any) -> Any:
+        """A block, with zeros outside of the array."""
+        mask = _all(masks, ref.shape)
+        return ref[...] if mask is None else load(ref, mask=mask, other=0)
+
+    def put(ref: Any, value: Any) -> None:
+        store(ref, value.astype(ref.dtype), mask=_all((at_i, at_o), value.shape))
+
+    number = [jnp.int32(n) for n in range(shape.rows + shape.states)]  # masked loads take no plain numbers
+
+    def one_sample(b: Any, total: Any) -> Any:
+        rows = [get(v.at[b], at_i, at_o).astype(jnp.float32) for v in old[: shape.rows]]
+        mine = [get(old[-1].at[number[s], b], at_i, at_o).astype(jnp.float32) for s in range(shape.states)]
+        inputs = get(x.at[b], at_i)
+        for q in range(shape.rows + shape.states):
+            now = jnp.dot(inputs, get(d.at[b, number[q]], None, at_o))
+            for r, v in enumerate(rows if q < shape.rows else []):
+                now = now + mix[b, q, r] * v
+            for s, e in enumerate(mine):
+                now = now + times(get(own.at[b, number[q], number[s]], at_o)[None], e)
+            put(new[q].at[b] if q < shape.rows else new[-1].at[number[q - shape.rows], b], now)
+        for r, v in enumerate(rows):
+            total = total + along[b, r] * v
+        for s, e in enumerate(mine):
+            total = total + times(get(g.at[b, number[s]], at_o)[None], e)
+        return total
+
+    total = jax.lax.fori_loop(0, shape.samples, one_sample, jnp.zeros((i, o), jnp.float32))
+    put(grads.at[number[0]], total)
+
+
+def _all(masks: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    """The masks of the axes of a block as one; None where there are none."""
+    given = [
+        jnp.broadcast_to(jnp.expand_dims(m, [a for a in range(len(shape)) if a != axis]), shape)
+        for axis, m in enumerate(masks)
+        if m is not None
+    ]
+    return reduce(operator.and_, given) if given else None
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << (size - 1).bit_length()
