@@ -214,12 +214,13 @@ def draw(found: Found, columns: dict[str, Column], path: Path, longer: int) -> i
         axes.plot(*zip(*(points[c] for c in line), strict=True), label=title, **style)
         labels.update({points[c]: _short(columns[c]) for c in line})
     for point, label in labels.items():
-        axes.annotate(label, point, (6, -11), textcoords="offset points", fontsize=8)
+        # one rank in two windows: their labels go to two sides
+        first = [p for p, other in labels.items() if other == label][0] == point
+        place = {"xytext": (6, -11)} if first or not label.startswith("rank") else _ABOVE
+        axes.annotate(label, point, textcoords="offset points", fontsize=8, **place)
     end = memory("BPTT", 1), 1.0
     axes.annotate("", end, points["BPTT"], arrowprops={"arrowstyle": "->", "color": "#000000", "lw": 1.2})
-    axes.annotate(
-        f"{longer} x the length", end, (-4, -13), textcoords="offset points", fontsize=8, ha="right"
-    )
+    axes.annotate(f"{longer} x the length", end, (-4, 4), textcoords="offset points", fontsize=8, ha="right")
     axes.plot(*end, "o", color="#000000", mfc="white")
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -231,6 +232,9 @@ def draw(found: Found, columns: dict[str, Column], path: Path, longer: int) -> i
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return len(whole)
+
+
+_ABOVE = {"xytext": (-6, 4), "ha": "right"}
 
 
 def _lines(columns: dict[str, Column]) -> list[tuple[str, list[str], dict[str, Any]]]:
