@@ -215,7 +215,7 @@ def draw(found: Found, columns: dict[str, Column], path: Path, longer: int) -> i
         labels.update({points[c]: _short(columns[c]) for c in line})
     for point, label in labels.items():
         # one rank in two windows: their labels go to two sides
-        first = [p for p, other in labels.items() if other == label][0] == point
+        first = next(p for p, other in labels.items() if other == label) == point
         place = {"xytext": (6, -11)} if first or not label.startswith("rank") else _ABOVE
         axes.annotate(label, point, textcoords="offset points", fontsize=8, **place)
     end = memory("BPTT", 1), 1.0
