@@ -185,6 +185,68 @@ def row_major(x: jax.Array) -> jax.Array:
     return result
 
 
+def mesh_of(*arrays: Any) -> Any:
+    """The mesh of devices over which an array may be spread, as its type says; None: each is on one device.
+
+    Axes along which a `shard_map` has taken the arrays apart already do not count.
+    """
+    for x in arrays:
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is not None and any(
+            n > 1 and t != jax.sharding.AxisType.Manual
+            for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        ):
+            return mesh
+    return None
+
+
+def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """The mesh of an array and, of each of its axes, the names of those of the mesh that it is spread over.
+
+    None: it is on one device, or nobody knows before XLA does. Shapes may say it, too.
+    """
+    found = x.sharding if isinstance(x, jax.Array) and not is_tracer(x) else None
+    if isinstance(x, jax.ShapeDtypeStruct):
+        found = x.sharding
+    if found is None and hasattr(x, "dtype") and is_tracer(x):
+        found = getattr(jax.typeof(x), "sharding", None)
+        if found is not None and jax.sharding.AxisType.Explicit not in found.mesh.axis_types:
+            return None
+    if not isinstance(found, jax.sharding.NamedSharding) or found.mesh.size == 1:
+        return None
+    return found.mesh, (*found.spec, *[None] * (len(x.shape) - len(found.spec)))
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of an array, and how it is spread over devices."""
+    found = sharding_of(x)
+    sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition(found[1]))
+    return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) -> jax.Array:
+    """Zeros that are spread over a mesh from the start."""
+    return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
+
+
+def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
+    """The same array, spread so; as it is where it is on no mesh, or where its axes are not XLA's to choose."""
+    auto = mesh_of(x)
+    names = [n for part in spec if part is not None for n in (part if isinstance(part, tuple) else (part,))]
+    types = {} if auto is None else dict(zip(auto.axis_names, auto.axis_types, strict=True))
+    if any(types.get(n) != jax.sharding.AxisType.Auto for n in names) or auto is None:
+        return x
+    now = _partition(spec)
+    set_mesh = jax.sharding.get_abstract_mesh()
+    where = now if not set_mesh.empty else jax.sharding.NamedSharding(mesh, now)
+    result: jax.Array = jax.lax.with_sharding_constraint(x, where)
+    return result
+
+
+def _partition(spec: Sequence[Any]) -> Any:
+    return jax.sharding.PartitionSpec(*spec)
+
+
 def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 

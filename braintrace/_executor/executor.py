@@ -19,6 +19,7 @@ from .._ops.letters import Letters
 from .jacobian import LocalGroup
 from .signals import differentiable_step, output, reads_old_states
 from .slots import Jacobian, Slot, States, find_slots, stack
+from .spread import Spread
 from .weighted import Weighted, as_weight, find_weighted, over_time
 from .weights import Effective, effective_weights, needs
 
@@ -60,6 +61,22 @@ class ETraceGraphExecutor:
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph, self.info = graph, graph.module_info
         self.per_sample: dict[Any, Any] = {}  # its samples, by how they were asked for
+        self.spread: Spread | None = None  # over devices; None: nobody has said
+
+    def spread_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
+        """From now on, spread arrays over devices as those are that a step is given, if they are."""
+        self.spread = Spread.find(self.info, params, args, rest) or self.spread
+
+    def like_params(self, grads: Leaves) -> Leaves:
+        """Gradients of the parameters, spread over devices as these are."""
+        at = self.spread
+        if at is None:
+            return grads
+        specs = [at.of_leaf(i) for i in range(len(grads))]
+        return [g if s is None or g is None else at.put(g, s) for g, s in zip(grads, specs, strict=True)]
+
+    def _laid_out(self, site: Site, operands: Leaves) -> Leaves:
+        return operands if self.spread is None else self.spread.inputs(site, self.slots, operands)
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -100,6 +117,7 @@ class ETraceGraphExecutor:
         """
 
         def at_site(site: Site, y: Any, operands: Leaves) -> tuple[Any, Leaves]:
+            operands = self._laid_out(site, operands)
             return output(site, y, operands), operands
 
         known, program = self._known(params, args, consts, rest), self.info.program
@@ -148,6 +166,7 @@ class ETraceGraphExecutor:
         def at_site(site: Site, more: Any, operands: Leaves) -> tuple[Any, Any]:
             if more is not None:
                 operands = _weights_fixed(site, operands)
+            operands = self._laid_out(site, operands)
             out = output(site, None, operands)
             out = out if more is None else out + more
             inputs = None if more is None else operands[: site.num_inputs]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler.errors import CompilationError
 from .._compiler.step import Path, Role, State, Step
 from .._online.arguments import split_static
@@ -24,8 +25,12 @@ class Tree:
     key: Any  # its structure, and the leaves that are not arrays
     rebuild: Callable[[Leaves], Any]
     paths: list[Path]  # of its arrays
-    shapes: list[tuple[int, ...]]
+    like: Leaves  # the shapes of its arrays, and how they were spread over devices
     numbers: bool  # whether those of Python are arrays
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [a.shape for a in self.like]
 
     @staticmethod
     def of(name: str, tree: Any, *, numbers: bool = True) -> Tree:
@@ -34,7 +39,12 @@ class Tree:
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
         paths = [(name, *map(_key, _unboxed(p))) for p in kept]
         return Tree(
-            name, key, lambda leaves: rebuild(leaves)[0][0], paths, list(map(jnp.shape, data)), numbers
+            name,
+            key,
+            lambda leaves: rebuild(leaves)[0][0],
+            paths,
+            list(map(_compat.shape_of, data)),
+            numbers,
         )
 
     def with_none(self, leaves: Leaves) -> Any:

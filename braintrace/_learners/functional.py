@@ -114,7 +114,14 @@ class OnlineFunctions:
         windows = self.rule.windows or self.window is not None
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
         graph = remembering(self.graph) if chains else self.graph
-        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
+        executor = ETraceGraphExecutor(graph)
+        function = self.function
+        entries = zip(executor.info.entries, [*function.params.like, *function.carry.like], strict=True)
+        known = [(e.is_fixed, a) for e, a in entries]
+        executor.spread_like(
+            [a for k, a in known if k], function.x.like, [a for k, a in known if not k]
+        )
+        return Online(executor, self.rule, windows=windows)
 
     @property
     def report(self) -> CompilationReport:
@@ -233,7 +240,8 @@ class OnlineFunctions:
 
     def init(self, params: Any, carry: Any) -> Values:
         """What the rule keeps, at the start: a pytree of arrays."""
-        self._leaves(params, carry)  # of the right form
+        fixed, rest = self._split(self._leaves(params, carry))  # of the right form
+        self._online.executor.spread_like(fixed, self.function.x.like, rest)
         return self._online.initial_values()
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any) -> tuple[Any, Values, Any]:

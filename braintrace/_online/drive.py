@@ -60,7 +60,17 @@ class Drive:
         total = carry.total
         if self.together and not self.windows:
             total = self._with_traced(given, total, carry.traced)
-        return total, outs, self._leaves(given, carry.moving)
+        return self._like_params(total), outs, self._leaves(given, carry.moving)
+
+    def _like_params(self, total: Leaves) -> Leaves:
+        """The gradients, spread over devices as the parameters are."""
+        step = self.step
+        if step.node is None or step.params is None:
+            return total
+        at = dict(zip(self.wanted, total, strict=True))
+        found = step.online.executor.like_params([at.get(i) for i in step.params])
+        at.update({i: g for i, g in zip(step.params, found, strict=True) if g is not None})
+        return [at[i] for i in self.wanted]
 
     # -- parts that all share ----------------------------------------------------------------------
 
@@ -358,7 +368,7 @@ class Drive:
     def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
         """The leaves that move after a window, with those of the rule."""
         online = self.step.online
-        after = online.rule.advance(online.executor, values, window)
+        after = online.advance(values, window)
         number = {i: after[k] for k, i in self.step.traces.items()}
         return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
 

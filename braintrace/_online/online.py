@@ -23,6 +23,7 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local, pull_back
 from .._executor.slots import Slot, states
+from .._executor.spread import Spec
 from .._executor.window import Record, Signals, Window
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
@@ -51,8 +52,30 @@ class Online:
         return self.rule
 
     def initial_values(self) -> Values:
-        """The rule's arrays at the start."""
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.initial_shapes)  # type: ignore[no-any-return]
+        """The rule's arrays at the start, spread over devices as the executor has it."""
+        at, specs = self.executor.spread, self._spread
+        return {
+            k: jnp.zeros(s.shape, s.dtype)
+            if at is None or k not in specs
+            else at.zeros(s.shape, s.dtype, specs[k])
+            for k, s in self.initial_shapes.items()
+        }
+
+    @property
+    def _spread(self) -> dict[str, Spec]:
+        at = self.executor.spread
+        return {} if at is None else self.rule.spread(self.executor, self.initial_shapes)
+
+    def laid_out(self, values: Values) -> Values:
+        """What the rule keeps, each array spread over devices as at the start."""
+        at, specs = self.executor.spread, self._spread
+        if at is None:
+            return values
+        return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
+
+    def advance(self, values: Values, window: Window) -> Values:
+        """What the rule keeps after a window of steps."""
+        return self.laid_out(self.rule.advance(self.executor, values, window))
 
     @property
     def initial_names(self) -> list[str]:
@@ -91,7 +114,7 @@ class Online:
         def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, env, operands = self.executor.forward(params, args, consts, rest)
             local = self.executor.jacobians(env, operands)
-            return outs, new, rule.update(self.slots, values, local), local
+            return outs, new, self.laid_out(rule.update(self.slots, values, local)), local
 
         @jax.custom_vjp
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
@@ -128,7 +151,7 @@ class Online:
                 for key, value in rule.gradient(self.slots, before, old_signals, local).items():
                     grads[key] = grads[key] + value
             dparams = _add(dparams, self.executor.to_parameters(params, consts, grads))
-            return dparams, dargs, dconsts, None, None
+            return self.executor.like_params(dparams), dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
         return step(params, args, consts, rest, values)  # type: ignore[no-any-return]
@@ -169,7 +192,7 @@ class Online:
         @jax.custom_vjp
         def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, taken = run(params, args, consts, rest)
-            return outs, new, self.rule.advance(self.executor, values, window(params, args, consts, taken))
+            return outs, new, self.advance(values, window(params, args, consts, taken))
 
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
@@ -182,7 +205,7 @@ class Online:
             new = _like(results[num:], rest)
             # on the way back a rule asks about the window's start alone
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
-            return (results[:num], new, self.rule.advance(self.executor, values, steps)), (
+            return (results[:num], new, self.advance(values, steps)), (
                 pull,
                 values,
                 params,
@@ -194,7 +217,7 @@ class Online:
             outs, new, _ = cotangents
             dparams, dargs, dconsts, start = pull([*outs, *_flat(new)])
             past = self.rule.past(self.executor, values, start, Window(self.executor, 1, params, *first))
-            return _add(dparams, past), dargs, dconsts, None, None
+            return self.executor.like_params(_add(dparams, past)), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
         return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
@@ -237,7 +260,7 @@ class Online:
                 g = states(record.signals[slot.group.index], 1)
                 twice = over_time(slot, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
-        return values, grads
+        return self.laid_out(values), grads
 
     def no_gradients(self, params: Leaves, consts: Leaves) -> Gradients:
         """Zeros to add the gradients of effective weights to."""

@@ -32,6 +32,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.linear import Linear
 from .._executor.per_sample import PerSample
 from .._executor.slots import add_up, promoted, weigh
+from .._executor.spread import Spec
 from .._executor.weighted import row_axis
 from .._executor.window import Window, unroll, where_rows
 
@@ -61,6 +62,18 @@ class Rank:
                 shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
                 values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
         return values
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """Over devices: samples as the states', parameters as these."""
+        per, at = self._per_sample(executor), executor.spread
+        assert at is not None
+        lead = at.samples(per.samples.axis)
+        found: dict[str, Spec] = {BASIS: (lead, None, None)}
+        for i, (name, aval) in _names(per).items():
+            spec = list(at.of_leaf(i) or [None] * aval.ndim)
+            spec.insert(row_axis(aval.ndim), None)
+            found |= {key: (lead, *spec) for key, _ in _parts(name, shapes[BASIS].shape[1])}
+        return found
 
     def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
         """What is kept beside the traces, which are `before` the window and `after` it."""

@@ -21,6 +21,7 @@ from .._compiler.exactness import RuleKind
 from .._compiler.slices import has_while
 from .._compiler.step import name_of
 from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
+from .._executor.spread import Spec
 from .._executor.window import Window, where_rows
 from .rule import Rule, Values
 
@@ -39,6 +40,15 @@ class RTRL(Rule):
             name: jnp.zeros((size, *_real_shape(a)), _real_type(a.dtype, *types))
             for name, a in _named_params(executor).items()
         }
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        at = executor.spread
+        assert at is not None
+        live = [k and is_inexact(v.aval) for v, k in zip(_fixed(executor), _learned(executor), strict=True)]
+        specs = [at.of_leaf(i) for i, k in enumerate(live) if k]
+        lacking = [len(s.shape) - len(spec or ()) for s, spec in zip(shapes.values(), specs, strict=True)]
+        pairs = zip(shapes, specs, lacking, strict=True)  # numbers, and the parts of complex ones, in front
+        return {name: (*[None] * n, *spec) for name, spec, n in pairs if spec is not None}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         learned = _learned(executor)
@@ -88,6 +98,10 @@ class RTRL(Rule):
 
 def _carried(executor: ETraceGraphExecutor) -> list[Any]:
     return [v for e in executor.info.carried for v in e.invars]
+
+
+def _fixed(executor: ETraceGraphExecutor) -> list[Any]:
+    return [v for e in executor.info.fixed for v in e.invars]
 
 
 def _learned(executor: ETraceGraphExecutor) -> list[bool]:

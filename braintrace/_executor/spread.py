@@ -1,0 +1,210 @@
+"""How arrays are spread over the devices of a mesh: what a rule keeps inherits it by letters.
+
+The letters of a weight have it from the weight, all others from the hidden states, and these, where nothing
+says how they are spread, from the inputs of the step. It is a promise about where numbers are, never about
+what they are: with another layout a program is slower, not wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compiler.groups import HiddenGroup
+from .._compiler.module_info import ModuleInfo
+from .._compiler.program import Site, Var
+from .._compiler.relation import HiddenParamOpRelation
+from .._compiler.samples import counting
+from .._ops.letters import Layout, Letters
+from .slots import Slot
+
+Spec = tuple[Any, ...]  # of each axis of an array: None, or the axes of the mesh that it is spread over
+Names = dict[str, Any]  # the same of letters
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How the arrays of a compiled step are spread."""
+
+    info: ModuleInfo
+    mesh: Any
+    specs: dict[Var, Spec]  # of those that a step is given
+    _names: dict[str, Names] = field(default_factory=dict)  # found once
+
+    @staticmethod
+    def find(info: ModuleInfo, params: Sequence[Any], args: Sequence[Any], rest: Any) -> Spread | None:
+        """As the arrays that a step is given are; None: all are on one device, or nobody knows."""
+        fixed = [v for e in info.fixed for v in e.invars]
+        carried = [v for e in info.carried for v in e.invars]
+        variables = [*fixed, *info.arg_invars, *carried]
+        arrays = [*params, *args, *jax.tree.leaves(rest)]
+        pairs = zip(variables, map(_compat.sharding_of, arrays), strict=True)
+        found = {v: s for v, s in pairs if s is not None}
+        if not found:
+            return None
+        mesh = next(mesh for mesh, _ in found.values())
+        return Spread(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+
+    @property
+    def key(self) -> Any:
+        """What programs go by."""
+        inputs = self.info.program.inputs
+        return self.mesh, tuple(self.specs.get(v) for v in inputs)
+
+    # -- what is known of letters ------------------------------------------------------------------
+
+    def names(self, slot: Slot) -> Names:
+        """Of each letter of a trace."""
+        if slot.key not in self._names:
+            self._names[slot.key] = self._find_names(slot)
+        return self._names[slot.key]
+
+    def _find_names(self, slot: Slot) -> Names:
+        found = dict(self._of_weight(slot.relation, slot.name, slot.layout))
+        for axis, name in enumerate(self.of_group(slot.group)):
+            letter = None if name is None else _letter_of(slot, axis)
+            if letter is not None and found.get(letter) is None and not _used(found.values(), name):
+                found[letter] = name
+        return found
+
+    def of_group(self, group: HiddenGroup) -> Spec:
+        """Of each axis of a group's positions: from its states, else from the step's inputs."""
+        result: list[Any] = [None] * len(group.varshape)
+        for h in group.hidden:
+            spec = self.specs.get(h.invar)
+            kept = () if spec is None else [n for a, n in enumerate(spec) if a != h.axis]
+            result = [a if a is not None else b for a, b in zip(result, kept or result, strict=True)]
+        for v in self.info.arg_invars:  # a batch that states were not laid out for
+            spec = self.specs.get(v)
+            if spec and result and result[0] is None and v.aval.shape[0] == group.varshape[0]:
+                result[0] = None if _used(result, spec[0]) else spec[0]
+        return tuple(result)
+
+    def _of_weight(self, relation: HiddenParamOpRelation, name: str, layout: Layout) -> Names:
+        """Of each letter of an effective weight that has the shape of its parameter."""
+        leaves = relation.trainable_leaves.get(name, ())
+        variables = [v for v, leaf in self.info.invar_to_leaf.items() if leaf in leaves]
+        atom = relation.site.weights.get(name)
+        if len(variables) != 1 or atom is None or relation.varying:
+            return {}
+        spec = self.specs.get(variables[0])
+        if spec is None or variables[0].aval.shape != atom.aval.shape:
+            return {}
+        found = {}
+        for axis, part in enumerate(spec):
+            if part is not None:
+                letter = _counted(lambda w: layout.view_w(w), atom.aval.shape, axis, layout.w)
+                if letter is not None:
+                    found[letter] = part
+        return found
+
+    # -- arrays ------------------------------------------------------------------------------------
+
+    def of_trace(self, slot: Slot) -> Spec:
+        """Of the trace of a weight: states, then its letters."""
+        names = self.names(slot)
+        return (None, *(names.get(a) for a in slot.letters))
+
+    def of_instant(self, slot: Slot) -> Spec:
+        """Of an array with states and then the positions where `J` is."""
+        if slot.positions.on_hidden or slot.site_shape == slot.group.varshape:
+            return (None, *self.of_group(slot.group))
+        if slot.layout.y_is_viewed:
+            return (None, *_first_axis(self.of_group(slot.group), slot.group.varshape, slot.site_shape))
+        names = self.names(slot)
+        return (None, *(names.get(a) for a in slot.layout.y))
+
+    def of_input(self, slot: Slot, shape: tuple[int, ...]) -> Spec:
+        """Of an array like the first input of the op of a slot, or its factor."""
+        x = slot.layout.x
+        if x is not None and not slot.layout.x_is_viewed and len(x) == len(shape):
+            names = self.names(slot)
+            return tuple(names.get(a) for a in x)
+        return _first_axis(self.of_group(slot.group), slot.group.varshape, shape)
+
+    def of_leaf(self, number: int) -> Spec | None:
+        """Of a leaf of the parameters, by its number."""
+        variables = [v for e in self.info.fixed for v in e.invars]
+        return self.specs.get(variables[number])
+
+    def samples(self, axis: int | None) -> Any:
+        """The name of the axis of carried states along which samples lie."""
+        if axis is None:
+            return None
+        for e in self.info.carried:
+            for v in e.invars:
+                spec = self.specs.get(v)
+                if spec is not None and axis < len(spec) and spec[axis] is not None:
+                    return spec[axis]
+        return None
+
+    def inputs(self, site: Site, slots: Iterable[Slot], operands: list[Any]) -> list[Any]:
+        """The operands of a site, its input as the weight's columns need it: gathered once, for all that use it."""
+        mine = [t for t in slots if t.relation.site is site]
+        for slot in mine:
+            x = slot.layout.x
+            weight = self._of_weight(slot.relation, slot.name, slot.layout)
+            if x is None or slot.layout.x_is_viewed or not weight or len(x) != operands[0].ndim:
+                continue
+            return [self.put(operands[0], self.of_input(slot, operands[0].shape)), *operands[1:]]
+        return operands
+
+    def put(self, x: Any, spec: Spec) -> Any:
+        """An array, spread so."""
+        return _compat.spread_as(x, self.mesh, self.fitted(spec, x.shape))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
+        return _compat.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
+
+    def fitted(self, spec: Spec, shape: tuple[int, ...]) -> Spec:
+        """Without what does not divide an axis evenly, and each axis of the mesh once."""
+        result: list[Any] = []
+        for part, size in zip(spec, shape, strict=True):
+            ways = int(np.prod([self.mesh.shape[n] for n in _each(part)], dtype=int))
+            keeps = part is not None and size % ways == 0 and not _used(result, part)
+            result.append(part if keeps else None)
+        return tuple(result)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a.shape_tuple == b.shape_tuple)
+
+
+def _each(part: Any) -> tuple[str, ...]:
+    return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def _used(parts: Iterable[Any], part: Any) -> bool:
+    return not set(_each(part)).isdisjoint(n for p in parts for n in _each(p))
+
+
+def _letter_of(slot: Slot, axis: int) -> str | None:
+    """The letter of a trace along which an axis of the hidden positions lies."""
+    shape = slot.group.varshape
+    numbers = np.arange(1, shape[axis] + 1).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    numbers = np.broadcast_to(numbers, shape)
+    with jax.ensure_compile_time_eval():
+        inputs = slot.relation.site.no_inputs
+        seen = np.asarray(slot.lift(jnp.asarray(numbers, jnp.float32)[None], inputs, 1)[0])
+    # a place of the output that reaches no state has a zero there
+    return counting(seen.astype(int) - 1, slot.at, shape[axis])
+
+
+def _counted(view: Any, shape: tuple[int, ...], axis: int, letters: Letters) -> str | None:
+    """The letter along which an axis of what is viewed lies."""
+    numbers = np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    with jax.ensure_compile_time_eval():
+        seen = np.asarray(view(jnp.asarray(np.broadcast_to(numbers, shape))))
+    return counting(seen, letters, shape[axis])
+
+
+def _first_axis(spec: Spec, of: tuple[int, ...], shape: tuple[int, ...]) -> Spec:
+    """Of an array whose first axis is that of states of shape `of`, where they agree in length."""
+    same = bool(spec) and bool(shape) and of[0] == shape[0]
+    return (spec[0] if same else None, *[None] * (len(shape) - 1)) if shape else ()
