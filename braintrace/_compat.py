@@ -6,8 +6,10 @@ The rest of the package reads jaxprs through these names only.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -63,12 +65,18 @@ def _primitive_of(example: Callable[[Any], Any]) -> Any:
     return found[0] if len(found) == 1 and found[0] not in vars(primitives).values() else None
 
 
+def _an_explicit_reshard(x: Any) -> Any:
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+
+
 # those for which `jax.extend` has no name
 optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier)
 split_p = _primitive_of(lambda x: jax.lax.split(x, [1]))
 stack_p = _primitive_of(lambda x: jax.lax.stack([x]))  # from 0.10 on, as the next two
 tile_p = _primitive_of(lambda x: jax.lax.tile(x, [2]))
 unstack_p = _primitive_of(lambda x: jax.lax.unstack(x))
+reshard_p = _primitive_of(_an_explicit_reshard)
 scatter_sub_p = _primitive_of(
     lambda x: jax.lax.scatter_sub(
         x, np.zeros((1, 1), np.int32), x, jax.lax.ScatterDimensionNumbers((), (0,), (0,))
@@ -217,11 +225,11 @@ def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
     return found.mesh, (*found.spec, *[None] * (len(x.shape) - len(found.spec)))
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape and type of an array, and how it is spread over devices."""
+def shape_of(x: Any, first: int = 0) -> jax.ShapeDtypeStruct:
+    """The shape and type of an array from its axis `first` on, and how it is spread over devices."""
     found = sharding_of(x)
-    sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition(found[1]))
-    return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding)
+    sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition(found[1][first:]))
+    return jax.ShapeDtypeStruct(np.shape(x)[first:], jax.numpy.result_type(x), sharding=sharding)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) -> jax.Array:
@@ -230,7 +238,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) ->
 
 
 def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
-    """The same array, spread so; as it is where it is on no mesh, or where its axes are not XLA's to choose."""
+    """The same array, spread so; as it is where it is on no mesh, or where XLA has no choice."""
     auto = mesh_of(x)
     names = [n for part in spec if part is not None for n in (part if isinstance(part, tuple) else (part,))]
     types = {} if auto is None else dict(zip(auto.axis_names, auto.axis_types, strict=True))
@@ -245,6 +253,148 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
 
 def _partition(spec: Sequence[Any]) -> Any:
     return jax.sharding.PartitionSpec(*spec)
+
+
+def explicit_mesh(*arrays: Any) -> Any:
+    """The mesh with axes of type Explicit that an array is on, or that is set; None: there is none."""
+    meshes = [getattr(getattr(_type_of(x), "sharding", None), "mesh", None) for x in arrays]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
+            return getattr(mesh, "abstract_mesh", mesh)
+    return None
+
+
+def _type_of(x: Any) -> Any:
+    return x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x)
+
+
+def explicit_mesh_of(x: Any) -> Any:
+    """The mesh with axes of type Explicit that an array is on."""
+    mesh = getattr(getattr(_type_of(x), "sharding", None), "mesh", None)
+    return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
+
+
+@contextmanager
+def no_types(*arrays: Any) -> Iterator[None]:
+    """In here there is no mesh, if it has axes of type Explicit: jaxprs say nothing of it."""
+    if explicit_mesh(*arrays) is None:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
+
+
+def traced(trace: Callable[..., Any], *args: Any) -> Any:
+    """`trace(*args)`; where types say how arrays are spread and an operation refuses it, without such types."""
+    leaves = [a for a in jax.tree.leaves(args) if hasattr(a, "dtype")]
+    if not any(map(explicit_mesh_of, leaves)):
+        return trace(*args)
+    try:
+        return trace(*args)
+    except Exception as typed:
+        try:
+            with no_types(*leaves):
+                return trace(*jax.tree.map(untyped, args))
+        except Exception:
+            raise typed from None
+
+
+def untyped(x: Any) -> Any:
+    """An array whose type says how it is spread, as its shape; anything else as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_typed(x) else x
+
+
+def _is_typed(x: Any) -> bool:
+    return hasattr(x, "dtype") and explicit_mesh_of(x) is not None
+
+
+def without_types(closed: Any) -> Any:
+    """The same jaxpr with types that say nothing of how arrays are spread, nor anything that asks for it.
+
+    Axes of type Explicit are XLA's to choose, then; what it must give back in which layout is known outside.
+    """
+    if explicit_mesh(*closed.in_avals, *closed.out_avals) is None:
+        return closed
+    with no_types(*closed.in_avals, *closed.out_avals):
+        return _untyped_jaxpr(closed)
+
+
+def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
+    jaxpr, consts = parts(closed)
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_on_no_mesh, consts), *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        return _on_no_mesh(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        vals = list(map(read, eqn.invars))
+        if eqn.primitive is primitives.jit_p:
+            outs = _evaluate_untyped(eqn.params["jaxpr"], *vals)
+        elif eqn.primitive is reshard_p:
+            outs = vals
+        else:
+            with at_line_of(eqn):
+                outs = bind(eqn.replace(params=_untyped_params(eqn)), *vals)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _on_no_mesh(x: Any) -> Any:
+    return x if is_tracer(x) or explicit_mesh_of(x) is None else np.asarray(x)
+
+
+def _untyped_params(eqn: JaxprEqn) -> dict[str, Any]:
+    def one(name: str, value: Any) -> Any:
+        if name in ("sharding", "out_sharding"):
+            return None
+        if isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
+            return tuple(map(_untyped_jaxpr, value))
+        if isinstance(value, ClosedJaxpr):
+            return _untyped_jaxpr(value)
+        return _untyped_jaxpr(ClosedJaxpr(value, ())).jaxpr if isinstance(value, Jaxpr) else value
+
+    return {k: one(k, v) for k, v in eqn.params.items()}
+
+
+def _untyped_jaxpr(closed: Any) -> Any:
+    shapes = [jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    return jax.make_jaxpr(partial(_evaluate_untyped, closed))(*shapes)
+
+
+def typed(function: Callable[..., Any], *operands: Any) -> Any:
+    """How the results of a function are spread, by their types; nothing says it where JAX refuses."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_typed_sharding(a)) for a in operands]
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = jax.eval_shape(function, *shapes)
+    except Exception:  # types of its own: ambiguous, or a layout that it asks for by itself
+        return None
+    return [None if _typed_sharding(a) is None else a.sharding.spec for a in found]
+
+
+def _typed_sharding(x: Any) -> Any:
+    return None if explicit_mesh_of(x) is None else _type_of(x).sharding
+
+
+def in_auto(
+    function: Callable[..., Any], operands: Sequence[Any], specs: Callable[[], Sequence[Any]]
+) -> list[Any]:
+    """`function(*operands)`, a list, with all axes of type Auto inside; `specs` are those of the results.
+
+    As it is where no operand has a type that says how it is spread.
+    """
+    mesh = next(filter(None, map(explicit_mesh_of, operands)), None)
+    if mesh is None:
+        return list(function(*operands))
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    parts = [_partition(()) if s is None else _partition(s) for s in specs()]
+    with jax.sharding.use_abstract_mesh(mesh):
+        return list(jax.sharding.auto_axes(function, out_sharding=parts)(*operands))
+
+
+def spec_of(x: Any) -> Any:
+    """Of each axis, the axes of the mesh that it is spread over, as an array's type says; None: nothing."""
+    return None if explicit_mesh_of(x) is None else tuple(_type_of(x).sharding.spec)
 
 
 def is_tracer(x: Any) -> bool:
@@ -273,11 +423,14 @@ def register_derived_rules(
     """
 
     def abstract(*avals: Any, **params: Any) -> Any:
-        operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+        operands = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=_typed_sharding(a))
+            for a in avals
+        ]
         out = jax.eval_shape(lambda *a: plain(*a, **params), *operands)
         if not isinstance(out, jax.ShapeDtypeStruct):
             raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
-        return jax.core.ShapedArray(out.shape, out.dtype, weak_type=out.weak_type)
+        return _with_sharding(jax.core.ShapedArray(out.shape, out.dtype, weak_type=out.weak_type), out)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
@@ -303,7 +456,7 @@ def register_derived_rules(
             return plain(*args, **params)
 
         avals = [operands[i].aval for i in linear]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_typed_sharding(a)) for a in avals]
         result: list[Any] = [None] * len(operands)
         if is_zero(ct):
             cts: Any = [ad.Zero(a) for a in avals]
@@ -324,6 +477,30 @@ def register_derived_rules(
     ad.primitive_transposes[prim] = transpose
     batching.primitive_batchers[prim] = batch
     mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
+
+
+def _with_sharding(aval: Any, like: Any) -> Any:
+    sharding = _typed_sharding(like)
+    return aval if sharding is None else aval.update(sharding=sharding)
+
+
+def spread_aval(aval: Any, mesh: Any, spec: Any) -> Any:
+    """An abstract value whose type says that it is spread so; `spec` None: over nothing."""
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    parts = [*(spec or ()), *[None] * (len(aval.shape) - len(spec or ()))]
+    return aval.update(sharding=jax.sharding.NamedSharding(mesh, _partition(parts)))
+
+
+def slice_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type of what an array has along its first axis."""
+    aval = without_axis(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_typed_sharding(aval))
+
+
+def without_axis(x: Any) -> Any:
+    """The type of an array without its first axis."""
+    spec, aval = spec_of(x), jax.core.ShapedArray(x.shape[1:], x.dtype)
+    return aval if spec is None else spread_aval(aval, explicit_mesh_of(x), spec[1:])
 
 
 def _aval(x: Any) -> Any:

@@ -65,7 +65,7 @@ class ETraceGraphExecutor:
 
     def spread_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
         """From now on, spread arrays over devices as those are that a step is given, if they are."""
-        self.spread = Spread.find(self.info, params, args, rest) or self.spread
+        self.spread = Spread.find(self, params, args, rest, self.spread)
 
     def like_params(self, grads: Leaves) -> Leaves:
         """Gradients of the parameters, spread over devices as these are."""

@@ -35,21 +35,40 @@ class Spread:
     info: ModuleInfo
     mesh: Any
     specs: dict[Var, Spec]  # of those that a step is given
-    _names: dict[str, Names] = field(default_factory=dict)  # found once
+    # of each slot, found once, outside of any derivative: the letters of its weight, and all of its trace
+    _names: dict[str, tuple[Names, Names]] = field(default_factory=dict)
+    _groups: dict[int, Spec] = field(default_factory=dict)
 
     @staticmethod
-    def find(info: ModuleInfo, params: Sequence[Any], args: Sequence[Any], rest: Any) -> Spread | None:
-        """As the arrays that a step is given are; None: all are on one device, or nobody knows."""
+    def find(
+        executor: Any, params: Sequence[Any], args: Sequence[Any], rest: Any, before: Spread | None
+    ) -> Spread | None:
+        """As the arrays that a step is given are; None: all are on one device.
+
+        It is as `before` where arrays are the same, or nobody knows how they are.
+        """
+        info: ModuleInfo = executor.info
         fixed = [v for e in info.fixed for v in e.invars]
         carried = [v for e in info.carried for v in e.invars]
         variables = [*fixed, *info.arg_invars, *carried]
         arrays = [*params, *args, *jax.tree.leaves(rest)]
         pairs = zip(variables, map(_compat.sharding_of, arrays), strict=True)
-        found = {v: s for v, s in pairs if s is not None}
+        # what a mesh holds as a whole is so by default, unless it is a parameter
+        found = {v: s for v, s in pairs if s is not None and (v in fixed or any(s[1]))}
+        if before is not None and found:  # of what is traced, as far as it was known
+            unknown = [v for v, a in zip(variables, arrays, strict=True) if _compat.is_tracer(a)]
+            known = {v: (before.mesh, before.specs[v]) for v in unknown if v in before.specs}
+            found = {**known, **found}
         if not found:
-            return None
+            return before if any(map(_compat.is_tracer, arrays)) else None
         mesh = next(mesh for mesh, _ in found.values())
-        return Spread(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+        spread = Spread(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+        if before is not None and spread.key == before.key:
+            return before
+        spread._names.update({t.key: spread._find_names(t) for t in executor.slots})
+        for slot in executor.slots:
+            spread._groups[slot.group.index] = spread._with_weight(slot)
+        return spread
 
     @property
     def key(self) -> Any:
@@ -61,20 +80,21 @@ class Spread:
 
     def names(self, slot: Slot) -> Names:
         """Of each letter of a trace."""
-        if slot.key not in self._names:
-            self._names[slot.key] = self._find_names(slot)
-        return self._names[slot.key]
+        return self._names[slot.key][1]
 
-    def _find_names(self, slot: Slot) -> Names:
-        found = dict(self._of_weight(slot.relation, slot.name, slot.layout))
+    def _find_names(self, slot: Slot) -> tuple[Names, Names]:
+        weight = self._of_weight(slot.relation, slot.name, slot.layout)
+        found = dict(weight)
         for axis, name in enumerate(self.of_group(slot.group)):
             letter = None if name is None else _letter_of(slot, axis)
             if letter is not None and found.get(letter) is None and not _used(found.values(), name):
                 found[letter] = name
-        return found
+        return weight, found
 
     def of_group(self, group: HiddenGroup) -> Spec:
-        """Of each axis of a group's positions: from its states, else from the step's inputs."""
+        """Of each axis of a group's positions: from its states, from the step's inputs, from weights."""
+        if group.index in self._groups:
+            return self._groups[group.index]
         result: list[Any] = [None] * len(group.varshape)
         for h in group.hidden:
             spec = self.specs.get(h.invar)
@@ -84,6 +104,16 @@ class Spread:
             spec = self.specs.get(v)
             if spec and result and result[0] is None and v.aval.shape[0] == group.varshape[0]:
                 result[0] = None if _used(result, spec[0]) else spec[0]
+        return tuple(result)
+
+    def _with_weight(self, slot: Slot) -> Spec:
+        """Of the positions of a slot's group, with what its weight says of axes that nothing else does."""
+        result = list(self.of_group(slot.group))
+        weight = self._names[slot.key][0]
+        for axis, name in enumerate(result):
+            letter = _letter_of(slot, axis) if name is None and weight else None
+            new = weight.get(letter) if letter is not None else None
+            result[axis] = name if new is None or _used(result, new) else new
         return tuple(result)
 
     def _of_weight(self, relation: HiddenParamOpRelation, name: str, layout: Layout) -> Names:
@@ -99,7 +129,7 @@ class Spread:
         found = {}
         for axis, part in enumerate(spec):
             if part is not None:
-                letter = _counted(lambda w: layout.view_w(w), atom.aval.shape, axis, layout.w)
+                letter = _counted(layout.view_w, atom.aval.shape, axis, layout.w)
                 if letter is not None:
                     found[letter] = part
         return found
@@ -113,12 +143,12 @@ class Spread:
 
     def of_instant(self, slot: Slot) -> Spec:
         """Of an array with states and then the positions where `J` is."""
+        if not slot.positions.on_hidden and not slot.layout.y_is_viewed:
+            names = self.names(slot)
+            return (None, *(names.get(a) for a in slot.layout.y))
         if slot.positions.on_hidden or slot.site_shape == slot.group.varshape:
             return (None, *self.of_group(slot.group))
-        if slot.layout.y_is_viewed:
-            return (None, *_first_axis(self.of_group(slot.group), slot.group.varshape, slot.site_shape))
-        names = self.names(slot)
-        return (None, *(names.get(a) for a in slot.layout.y))
+        return (None, *_first_axis(self.of_group(slot.group), slot.group.varshape, slot.site_shape))
 
     def of_input(self, slot: Slot, shape: tuple[int, ...]) -> Spec:
         """Of an array like the first input of the op of a slot, or its factor."""
@@ -127,6 +157,18 @@ class Spread:
             names = self.names(slot)
             return tuple(names.get(a) for a in x)
         return _first_axis(self.of_group(slot.group), slot.group.varshape, shape)
+
+    def of_result(self, old: Var | None, shape: tuple[int, ...], groups: Sequence[HiddenGroup]) -> Spec:
+        """Of what a step returns: a new state as the old one (`old`), anything else by its samples."""
+        if old in self.specs:
+            return self.specs[old]  # type: ignore[index]
+        for group in groups:
+            if any(h.invar is old and h.axis is None for h in group.hidden):
+                return self.fitted(self.of_group(group), shape)
+        for group in groups:
+            if shape and shape[0] == group.varshape[0]:
+                return self.fitted(_first_axis(self.of_group(group), group.varshape, shape), shape)
+        return (None,) * len(shape)
 
     def of_leaf(self, number: int) -> Spec | None:
         """Of a leaf of the parameters, by its number."""
@@ -145,11 +187,11 @@ class Spread:
         return None
 
     def inputs(self, site: Site, slots: Iterable[Slot], operands: list[Any]) -> list[Any]:
-        """The operands of a site, its input as the weight's columns need it: gathered once, for all that use it."""
+        """The operands of a site, its input as the weight's columns need it: gathered once for all."""
         mine = [t for t in slots if t.relation.site is site]
         for slot in mine:
             x = slot.layout.x
-            weight = self._of_weight(slot.relation, slot.name, slot.layout)
+            weight = self._names[slot.key][0]
             if x is None or slot.layout.x_is_viewed or not weight or len(x) != operands[0].ndim:
                 continue
             return [self.put(operands[0], self.of_input(slot, operands[0].shape)), *operands[1:]]

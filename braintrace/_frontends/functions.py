@@ -142,7 +142,8 @@ def read_function(
         out_trees.append(tree)
         return [*y, *params, *new]
 
-    closed = jax.make_jaxpr(flat)(given[2], given[0], given[1])
+    closed = _compat.traced(jax.make_jaxpr(flat), given[2], given[0], given[1])
+    specs = tuple(map(_compat.spec_of, closed.out_avals))
     inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
     leaf = jax.tree.structure(0)
     states = [
@@ -154,7 +155,8 @@ def read_function(
         for p, a in zip(trees[1].paths, given[1], strict=True)
     ]
     step = Step(
-        closed_jaxpr=closed,
+        closed_jaxpr=_compat.without_types(closed),
+        specs=specs,
         num_args=len(given[2]),
         out_tree=out_trees[-1],
         states=tuple(states),

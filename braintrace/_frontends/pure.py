@@ -23,20 +23,23 @@ class Pure:
     states: tuple[brainstate.State, ...]
     trees: tuple[Any, ...]
     written: tuple[bool, ...]
+    specs: tuple[Any, ...]  # how what it returns and the new leaves are spread, as types say
 
     @staticmethod
     def trace(function: Callable[..., Any], *args: Any) -> Pure:
         """Trace `function(*args)` with abstract values of these shapes."""
         stateful = brainstate.transform.StatefulFunction(function, return_only_write=False)
         stateful.make_jaxpr(*args)
-        closed = stateful.get_jaxpr(*args)
+        typed = stateful.get_jaxpr(*args)
+        closed = _compat.without_types(typed)
         states = tuple(stateful.get_states(*args))
         trees: tuple[Any, ...] = tuple(jax.tree.structure(st.value) for st in states)
         jaxpr = _compat.parts(closed)[0]
         num = sum(t.num_leaves for t in trees)
         same = [a is b for a, b in zip(jaxpr.invars[-num:], jaxpr.outvars[-num:], strict=True)] if num else []
+        specs = tuple(map(_compat.spec_of, typed.out_avals))
         written = tuple(not all(part) for part in cut(same, trees))
-        return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written)
+        return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written, specs)
 
     @property
     def effects(self) -> Any:

@@ -26,7 +26,7 @@ from .._executor.executor import ETraceGraphExecutor
 from .._executor.window import where_rows
 from .._frontends.modules import traced_again
 from .._lines import warn_user
-from .._online.arguments import as_shape
+from .._online.arguments import as_shape, split_static
 from .._online.data import one_step, time_axes
 from .._online.drive import Drive
 from .._online.request import Request, check_chunk_size
@@ -74,6 +74,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._forms: list[Compiled] = []
         self._examples: dict[Key, Any] = {}  # what each was compiled with
         self._current: Key | None = None
+        self._inputs: list[Any] = []  # shapes of those compiled for, and how they were spread over devices
         self._traced_states: list[int] = []  # those of the model when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}
         self._seen: Seen | None = None
@@ -94,6 +95,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
             self._examples[key] = jax.tree.map(as_shape, (args, kwargs))
         self._current = key
+        self._inputs = [_compat.shape_of(a) for a in split_static(args, kwargs)[0]]
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
             self.traces = {}  # new states, which `vmap_new_states` around this call sees
@@ -127,6 +129,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             **vars(self),
             "_compiled": {},
             "_forms": [],
+            "_inputs": [],
             "_zeros": {},
             "_seen": None,
             "_driver": Driver(),

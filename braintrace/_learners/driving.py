@@ -14,6 +14,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler.step import show_path
 from .._frontends.pure import Pure, cut
 from .._online.drive import Drive, Given
@@ -41,7 +42,7 @@ class TracedStep:
     @staticmethod
     def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
         """Trace `function` on one step of the arrays."""
-        slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
+        slices = jax.tree.map(_compat.slice_of, arrays)
         strengthen(learner.model)
         pure = Pure.trace(function, *slices)
         first: dict[int, int] = {}
@@ -64,7 +65,7 @@ class TracedStep:
         for e in learner.graph.module_info.carried:
             at = first.get(id(found.get(e.path, e.state)))
             carried += [None if at is None else at + n for n in range(len(e.invars))]
-        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried, pure.specs), first)
 
     def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
         """The leaves of each state, if the step touches it."""
@@ -226,9 +227,7 @@ class Driver:
         function: Callable[[Drive, Given, Sequence], Any],
     ) -> Any:
         given = Given(list(traced.step.program.consts.values()), leaves, initial)
-        return self._programs.run(
-            function, drive, traced.pure.closed, given, self._reporting(traced, sequence)
-        )
+        return self._programs.run(function, drive, given, self._reporting(traced, sequence))
 
     def _reporting(self, traced: TracedStep, sequence: Sequence) -> Sequence:
         """The sequence, with states that are up to date whenever progress is reported."""

@@ -103,7 +103,8 @@ class OnlineFunctions:
     def graph(self) -> ETraceGraph:
         """What the compiler found: groups of hidden states, and the operations that feed them."""
         step = self.function.step
-        graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+        with _compat.no_types():
+            graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
@@ -111,17 +112,19 @@ class OnlineFunctions:
 
     @cached_property
     def _online(self) -> Online:
+        with _compat.no_types():
+            online = self._new_online()
+        function, info = self.function, online.info
+        pairs = list(zip(info.entries, [*function.params.like, *function.carry.like], strict=True))
+        fixed, rest = ([a for e, a in pairs if e.is_fixed is kept] for kept in (True, False))
+        online.executor.spread_like(fixed, function.x.like, rest)
+        return online
+
+    def _new_online(self) -> Online:
         windows = self.rule.windows or self.window is not None
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
         graph = remembering(self.graph) if chains else self.graph
-        executor = ETraceGraphExecutor(graph)
-        function = self.function
-        entries = zip(executor.info.entries, [*function.params.like, *function.carry.like], strict=True)
-        known = [(e.is_fixed, a) for e, a in entries]
-        executor.spread_like(
-            [a for k, a in known if k], function.x.like, [a for k, a in known if not k]
-        )
-        return Online(executor, self.rule, windows=windows)
+        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
 
     @property
     def report(self) -> CompilationReport:
@@ -232,21 +235,28 @@ class OnlineFunctions:
 
     def _plainly(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         """One step of the function as it is."""
-        outs = _compat.jaxpr_as_fun(self.function.step.closed_jaxpr)(*x, *leaves)
+        step = self.function.step
+        outs = _compat.in_auto(
+            _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
+        )
         num = len(outs) - len(leaves)
         return list(outs[:num]), list(outs[num:])
+
+    def _spread_like(self, leaves: Leaves, x: Leaves) -> None:
+        fixed, rest = self._split(leaves)
+        self._online.executor.spread_like(fixed, x, rest)
 
     # -- what users call ---------------------------------------------------------------------------
 
     def init(self, params: Any, carry: Any) -> Values:
         """What the rule keeps, at the start: a pytree of arrays."""
-        fixed, rest = self._split(self._leaves(params, carry))  # of the right form
-        self._online.executor.spread_like(fixed, self.function.x.like, rest)
+        self._spread_like(self._leaves(params, carry), self.function.x.like)
         return self._online.initial_values()
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient."""
         leaves = self._leaves(params, carry)
+        self._spread_like(leaves, self.function.x.same(x))
         outs, after, traces = self._call(leaves, traces, self.function.x.same(x))
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
@@ -291,7 +301,7 @@ class OnlineFunctions:
         begins, initial = self._begins(sequence)
         drive = replace(drive, wanted=tuple(sorted(kept)), begins=begins, forget=self._forget)
         given = Given(list(step.program.consts.values()), leaves, initial)
-        total, outs, after = self._programs.run(Drive.__call__, drive, closed, given, sequence)
+        total, outs, after = self._programs.run(Drive.__call__, drive, given, sequence)
         found = dict(zip(drive.wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in range(self._num_params)])
         losses, aux = jax.tree.unflatten(out_tree, outs)
@@ -308,7 +318,7 @@ class OnlineFunctions:
         step = self._user_step(closed)
         drive = self._drive(step, sequence, traces, chunk_size, None)
         given = Given(list(step.program.consts.values()), leaves, [])
-        outs, after = self._programs.run(Drive.evolve, drive, closed, given, sequence)
+        outs, after = self._programs.run(Drive.evolve, drive, given, sequence)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 
     def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
@@ -329,6 +339,8 @@ class OnlineFunctions:
     ) -> tuple[Any, Any, Leaves]:
         """A step and what is made of its output, as a jaxpr; the form of that; and all leaves."""
         leaves = [*self._leaves(params, carry), *jax.tree.leaves(traces)]
+        x = self.function.x.leaves(sequence.arrays[0])
+        self._spread_like(self._leaves(params, carry), [_compat.shape_of(a, 1) for a in x])
         num = len(leaves) - len(jax.tree.leaves(traces))
         tree = jax.tree.structure(traces)
         out_trees: list[Any] = []
@@ -342,7 +354,7 @@ class OnlineFunctions:
             out_trees.append(out_tree)
             return [*found, *after, *jax.tree.leaves(values)]
 
-        slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), sequence.arrays)
+        slices = jax.tree.map(_compat.slice_of, sequence.arrays)
         return jax.make_jaxpr(flat)(slices, leaves), out_trees[-1], leaves
 
     def _user_step(self, closed: Any) -> UserStep:

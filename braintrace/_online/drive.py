@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._executor.executor import Leaves, Local, is_inexact
 from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
@@ -60,7 +61,30 @@ class Drive:
         total = carry.total
         if self.together and not self.windows:
             total = self._with_traced(given, total, carry.traced)
-        return self._like_params(total), outs, self._leaves(given, carry.moving)
+        return self._like_params(total), outs, self._laid_out(self._leaves(given, carry.moving))
+
+    @property
+    def spread(self) -> Any:
+        """How arrays are spread over devices; None: nobody has said."""
+        at = None if self.step.node is None else self.step.online.executor.spread
+        return None if at is None else at.key
+
+    def specs(self, given: Given) -> tuple[Leaves, Leaves, Leaves]:
+        """How gradients, what every step returns and the leaves after the last are spread, as types say."""
+        before, num = list(map(_compat.spec_of, given.leaves)), len(self.step.outs)
+        outs = [None if s is None else (None, *s) for s in self.step.specs[:num]]
+        now = self.step.specs[num:]
+        after = [now[i] if i in self.step.moving else s for i, s in enumerate(before)]
+        return [before[i] for i in self.wanted], outs, after
+
+    def _laid_out(self, leaves: Leaves) -> Leaves:
+        """All leaves, with what the rule keeps spread over devices as at the start of all."""
+        step = self.step
+        if step.node is None:
+            return leaves
+        found = step.online.laid_out({k: leaves[i] for k, i in step.traces.items()})
+        number = {i: found[k] for k, i in step.traces.items()}
+        return [number.get(i, a) for i, a in enumerate(leaves)]
 
     def _like_params(self, total: Leaves) -> Leaves:
         """The gradients, spread over devices as the parameters are."""
@@ -391,7 +415,7 @@ class Drive:
             return moving, outs
 
         moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
-        return outs, self._leaves(given, moving)
+        return outs, self._laid_out(self._leaves(given, moving))
 
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
@@ -402,7 +426,7 @@ class Drive:
 
         start = given.moving(self.step)
         moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
-        return outs, self._leaves(given, moving)
+        return outs, self._laid_out(self._leaves(given, moving))
 
 
 @jax.tree_util.register_dataclass

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _compat
 from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
 from .._compiler.slices import needed
@@ -53,7 +54,7 @@ class Online:
 
     def initial_values(self) -> Values:
         """The rule's arrays at the start, spread over devices as the executor has it."""
-        at, specs = self.executor.spread, self._spread
+        at, specs = self.executor.spread, self.specs
         return {
             k: jnp.zeros(s.shape, s.dtype)
             if at is None or k not in specs
@@ -62,13 +63,28 @@ class Online:
         }
 
     @property
-    def _spread(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, Spec]:
+        """How what the rule keeps is spread over devices, as far as that is known."""
         at = self.executor.spread
         return {} if at is None else self.rule.spread(self.executor, self.initial_shapes)
 
+    @property
+    def result_specs(self) -> list[Any]:
+        """How outputs and carried leaves are spread over devices, where their types do not say it."""
+        at, info = self.executor.spread, self.info
+        olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
+        news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
+        known = (info.step.specs or ())[: len(info.out_atoms)]
+        found = [*known, *[None] * (len(news) - len(known))]
+        if at is None:
+            return found
+        groups = self.executor.graph.hidden_groups
+        each = zip(found, olds, news, strict=True)
+        return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
+
     def laid_out(self, values: Values) -> Values:
         """What the rule keeps, each array spread over devices as at the start."""
-        at, specs = self.executor.spread, self._spread
+        at, specs = self.executor.spread, self.specs
         if at is None:
             return values
         return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
@@ -85,7 +101,8 @@ class Online:
     @cached_property
     def initial_shapes(self) -> Any:
         """The shapes and types of what the rule keeps."""
-        return jax.eval_shape(lambda: self.rule.start(self.executor))
+        with _compat.no_types():
+            return jax.eval_shape(lambda: self.rule.start(self.executor))
 
     # -- calls -------------------------------------------------------------------------------------
 
