@@ -285,18 +285,15 @@ def no_types(*arrays: Any) -> Iterator[None]:
 
 
 def traced(trace: Callable[..., Any], *args: Any) -> Any:
-    """`trace(*args)`; where types say how arrays are spread and an operation refuses it, without such types."""
+    """`trace(*args)` with types that say nothing of how arrays are spread, if it can be."""
     leaves = [a for a in jax.tree.leaves(args) if hasattr(a, "dtype")]
-    if not any(map(explicit_mesh_of, leaves)):
+    if explicit_mesh(*leaves) is None:
         return trace(*args)
     try:
+        with no_types(*leaves):
+            return trace(*jax.tree.map(untyped, args))
+    except Exception:
         return trace(*args)
-    except Exception as typed:
-        try:
-            with no_types(*leaves):
-                return trace(*jax.tree.map(untyped, args))
-        except Exception:
-            raise typed from None
 
 
 def untyped(x: Any) -> Any:
@@ -313,10 +310,31 @@ def without_types(closed: Any) -> Any:
 
     Axes of type Explicit are XLA's to choose, then; what it must give back in which layout is known outside.
     """
-    if explicit_mesh(*closed.in_avals, *closed.out_avals) is None:
+    types = any(map(explicit_mesh_of, (*closed.in_avals, *closed.out_avals)))
+    if not types and not _asks_for_layouts(parts(closed)[0]):
         return closed
     with no_types(*closed.in_avals, *closed.out_avals):
         return _untyped_jaxpr(closed)
+
+
+def _asks_for_layouts(jaxpr: Any) -> bool:
+    return any(
+        _is_layout(eqn)
+        or any(_is_explicit(eqn.params.get(k)) for k in ("sharding", "out_sharding"))
+        or any(map(_asks_for_layouts, all_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_layout(eqn: JaxprEqn) -> bool:
+    """Whether an operation says how its operand is spread along axes of type Explicit, and nothing else."""
+    constrains = eqn.primitive is primitives.sharding_constraint_p and _is_explicit(eqn.params["sharding"])
+    return eqn.primitive is reshard_p or constrains
+
+
+def _is_explicit(sharding: Any) -> bool:
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
@@ -330,7 +348,7 @@ def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
         vals = list(map(read, eqn.invars))
         if eqn.primitive is primitives.jit_p:
             outs = _evaluate_untyped(eqn.params["jaxpr"], *vals)
-        elif eqn.primitive is reshard_p:
+        elif _is_layout(eqn):
             outs = vals
         else:
             with at_line_of(eqn):

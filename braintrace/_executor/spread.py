@@ -161,7 +161,7 @@ class Spread:
     def of_result(self, old: Var | None, shape: tuple[int, ...], groups: Sequence[HiddenGroup]) -> Spec:
         """Of what a step returns: a new state as the old one (`old`), anything else by its samples."""
         if old in self.specs:
-            return self.specs[old]  # type: ignore[index]
+            return self.specs[old]
         for group in groups:
             if any(h.invar is old and h.axis is None for h in group.hidden):
                 return self.fitted(self.of_group(group), shape)

@@ -57,7 +57,7 @@ def _run(
         return found
 
     def specs() -> list[Any]:
-        total, outs, after = drive.specs(given)
+        total, outs, after = drive.specs(given, sequence)
         return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
 
     found = _compat.in_auto(flat, leaves, specs)
