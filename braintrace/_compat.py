@@ -251,6 +251,16 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     return result
 
 
+def per_device(function: Callable[..., Any], mesh: Any, specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A function that each device runs on its parts of arrays, which are spread so."""
+    a_mesh = {} if not jax.sharding.get_abstract_mesh().empty else {"mesh": mesh}
+    parts = [tuple(map(_partition, s)) for s in (specs, out_specs)]
+    mapped: Callable[..., Any] = jax.shard_map(
+        function, in_specs=parts[0], out_specs=parts[1], check_vma=False, **a_mesh
+    )
+    return mapped
+
+
 def _partition(spec: Sequence[Any]) -> Any:
     return jax.sharding.PartitionSpec(*spec)
 
@@ -441,14 +451,11 @@ def register_derived_rules(
     """
 
     def abstract(*avals: Any, **params: Any) -> Any:
-        operands = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=_typed_sharding(a))
-            for a in avals
-        ]
-        out = jax.eval_shape(lambda *a: plain(*a, **params), *operands)
+        # as types say all there is: how the result is spread, and along which axes of a `shard_map` it varies
+        made, out = jax.make_jaxpr(lambda *a: plain(*a, **params), return_shape=True)(*avals)
         if not isinstance(out, jax.ShapeDtypeStruct):
             raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
-        return _with_sharding(jax.core.ShapedArray(out.shape, out.dtype, weak_type=out.weak_type), out)
+        return made.out_avals[0]
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
@@ -474,7 +481,7 @@ def register_derived_rules(
             return plain(*args, **params)
 
         avals = [operands[i].aval for i in linear]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_typed_sharding(a)) for a in avals]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, **_also(a)) for a in avals]
         result: list[Any] = [None] * len(operands)
         if is_zero(ct):
             cts: Any = [ad.Zero(a) for a in avals]
@@ -497,9 +504,24 @@ def register_derived_rules(
     mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
 
 
-def _with_sharding(aval: Any, like: Any) -> Any:
-    sharding = _typed_sharding(like)
-    return aval if sharding is None else aval.update(sharding=sharding)
+def _also(aval: Any) -> dict[str, Any]:
+    """What else a type says: how an array is spread, and along which axes of a `shard_map` it varies."""
+    found = {"sharding": _typed_sharding(aval)}
+    if hasattr(aval, "vma"):  # before 0.10
+        return {**found, "vma": aval.vma}
+    return (
+        {**found, "manual_axis_type": aval.manual_axis_type} if hasattr(aval, "manual_axis_type") else found
+    )
+
+
+def varies(*arrays: Any) -> bool:
+    """Whether types say along which axes of a `shard_map` an array varies."""
+    for x in arrays:
+        found = getattr(_type_of(x), "vma", None)
+        found = getattr(getattr(_type_of(x), "manual_axis_type", None), "varying", found)
+        if found:
+            return True
+    return False
 
 
 def spread_aval(aval: Any, mesh: Any, spec: Any) -> Any:

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import brainstate
@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import braintrace
 from braintrace import nn
+from braintrace._executor import fused
+from braintrace._rules import d_rtrl
 
 TIME, BATCH, IN, UNITS = 5, 8, 4, 8
 
@@ -238,3 +240,77 @@ def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
     assert found <= own(shape), (found, own(shape))
     if shape == (8, 1):
         assert found == {"all-reduce": 1}
+
+
+# -- shard_map -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [2, 1])
+def test_a_learner_inside_shard_map_learns_from_its_part(chunk):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, (xs, ys) = gru_params(), data()
+    carry = jnp.zeros((BATCH, UNITS))
+    whole = braintrace.online(gru, params, carry, xs[0])
+    expected = whole.grad(squared, params, carry, whole.init(params, carry), xs, ys, chunk_size=chunk)
+    part = braintrace.online(gru, params, carry[:1], xs[0, :1])
+
+    def local(params: Any, carry: Any, xs: Any, ys: Any) -> Any:
+        found = part.grad(squared, params, carry, part.init(params, carry), xs, ys, chunk_size=chunk)
+        return jax.lax.pmean(found[0], "data"), found[1][0]
+
+    specs = {"in_specs": (P(), P("data"), P(None, "data"), P(None, "data")), "out_specs": (P(), P("data"))}
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, **specs, check_vma=False))
+    grads, last = mapped(params, carry, xs, ys)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected[0])
+    np.testing.assert_allclose(last, expected[1][0], rtol=1e-9)
+    with pytest.raises(braintrace.NotSupportedError, match="check_vma=False"):
+        jax.shard_map(local, mesh=mesh, **specs)(params, carry, xs, ys)
+
+
+def test_a_marked_op_varies_as_what_it_computes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = data()[0][0], gru_params()["wz"]
+
+    def gradient(op: Any) -> Any:
+        total = lambda w, x: jax.lax.psum(jnp.sum(jnp.tanh(op(x, w)) ** 2), "data")
+        mapped = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.grad(mapped)(w, x)
+
+    np.testing.assert_allclose(gradient(braintrace.matmul), gradient(jnp.matmul), rtol=1e-12)
+
+
+def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(braintrace.matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = 0.9 * h + mapped(x, w)
+        return h, h
+
+    with pytest.raises(braintrace.NotSupportedError, match="inside `shard_map`"):
+        braintrace.online(step, gru_params()["wz"], jnp.zeros((BATCH, UNITS)), data()[0][0]).report  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_device_runs_the_kernel_on_its_part(kind, monkeypatch):
+    taken = []
+
+    def step_in_kernel(*args: Any) -> Any:
+        taken.append(args)
+        return fused.step(*args)
+
+    monkeypatch.setattr(fused, "_SHORTEST", 1)
+    monkeypatch.setattr(fused, "_advance_plainly", partial(fused.advance, interpret=True))
+    monkeypatch.setattr(d_rtrl, "step", step_in_kernel)
+    found = []
+    with jax.enable_x64(False):
+        for fuses in (False, True):
+            monkeypatch.setattr(d_rtrl.D_RTRL, "fuses", lambda *_, fuses=fuses: fuses)
+            given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
+            params, carry, xs, ys = given
+            net = braintrace.online(gru, params, carry, xs[0])
+            traces = net.init(params, carry)
+            found.append(net.grad(squared, params, carry, traces, xs, ys, chunk_size=1)[:2])
+    assert taken
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+    jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
