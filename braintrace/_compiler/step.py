@@ -64,4 +64,5 @@ class Step:
     arg_names: tuple[str, ...] = ()
     model: Any = None  # the front end's own object
     unmarked: Callable[[Sequence[Path]], str] = _no_advice  # what to use instead of what holds parameters
+    specs: tuple[Any, ...] | None = None  # how outputs and new leaves are spread, if types say it
     found: bool = False  # whether marks were set where parameters meet what is not made of them

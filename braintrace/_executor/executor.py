@@ -22,6 +22,7 @@ from .readings import find_readings, slopes
 from .recursion import Recursion
 from .signals import differentiable_step, output, reads_old_states
 from .slots import Jacobian, Slot, States, find_slots, stack
+from .spread import Spread
 from .weighted import Weighted, as_weight, find_weighted, over_time
 from .weights import Effective, effective_weights, needs
 
@@ -37,6 +38,7 @@ class Local:
     D: dict[int, Jacobian | None]  # of each group; None: no memory
     J: dict[tuple[int, int], States]  # of each (site, group)
     slopes: dict[int, list[States]] = field(default_factory=dict)  # of what is read of each group, if wanted
+    spread: Spread | None = None  # over devices; None: nobody has said
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -71,6 +73,22 @@ class ETraceGraphExecutor:
         )
         self.per_sample: dict[Any, Any] = {}  # its samples, by how they were asked for
         self.planned: dict[str, Any] = {}  # what others have found out about it, once
+        self.spread: Spread | None = None  # over devices; None: nobody has said
+
+    def spread_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
+        """From now on, spread arrays over devices as those are that a step is given, if they are."""
+        self.spread = Spread.find(self, params, args, rest, self.spread)
+
+    def like_params(self, grads: Leaves) -> Leaves:
+        """Gradients of the parameters, spread over devices as these are."""
+        at = self.spread
+        if at is None:
+            return grads
+        specs = [at.of_leaf(i) for i in range(len(grads))]
+        return [g if s is None or g is None else at.put(g, s) for g, s in zip(grads, specs, strict=True)]
+
+    def _laid_out(self, site: Site, operands: Leaves) -> Leaves:
+        return operands if self.spread is None else self.spread.inputs(site, self.slots, operands)
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -131,6 +149,7 @@ class ETraceGraphExecutor:
         """
 
         def at_site(site: Site, y: Any, operands: Leaves) -> tuple[Any, Leaves]:
+            operands = self._laid_out(site, operands)
             return output(site, y, operands), operands
 
         known, program = self._known(params, args, consts, rest), self.info.program
@@ -179,6 +198,7 @@ class ETraceGraphExecutor:
         def at_site(site: Site, more: Any, operands: Leaves) -> tuple[Any, Any]:
             if more is not None:
                 operands = _weights_fixed(site, operands)
+            operands = self._laid_out(site, operands)
             out = output(site, None, operands)
             out = out if more is None else out + more
             inputs = None if more is None else operands[: site.num_inputs]
@@ -222,7 +242,7 @@ class ETraceGraphExecutor:
         read = slopes(self.graph, self.readings, env) if self.wants_slopes else {}
         if self.recursion is not None:
             D, J = self.recursion.of(self, env, D, J, read)
-        return Local(inputs, self._weights(env), D, J, read)
+        return Local(inputs, self._weights(env), D, J, read, self.spread)
 
     @cached_property
     def made_of(self) -> set[Var]:

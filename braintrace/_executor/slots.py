@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import mesh_of
 from .._compiler.errors import NotSupportedError
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
@@ -186,7 +187,8 @@ class Slot:
         else:
             x, have = factor
             x, dy = promoted(x, dy)
-            x, have, dy, y = _joined(x, have, dy, y, w)
+            if mesh_of(x, dy) is None:  # time joined with a batch that is spread would have to be gathered
+                x, have, dy, y = _joined(x, have, dy, y, w)
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
             out = [a for a in w if a in number]
             ids = [[number[a] for a in letters] for letters in (have, y, out)]
@@ -338,6 +340,8 @@ class Slot:
 
 def weigh(g: Any, trace: Any) -> Any:
     """`sum_sm g[s, m] trace[s, m]`."""
+    if mesh_of(g, trace) is not None:  # one device after the other would have to send its part
+        return _sum_fused(g, trace)
     return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler.errors import CompilationError
 from .._compiler.step import Path, Role, State, Step
 from .._online.arguments import split_static
@@ -24,8 +25,12 @@ class Tree:
     key: Any  # its structure, and the leaves that are not arrays
     rebuild: Callable[[Leaves], Any]
     paths: list[Path]  # of its arrays
-    shapes: list[tuple[int, ...]]
+    like: Leaves  # the shapes of its arrays, and how they were spread over devices
     numbers: bool  # whether those of Python are arrays
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [a.shape for a in self.like]
 
     @staticmethod
     def of(name: str, tree: Any, *, numbers: bool = True) -> Tree:
@@ -34,7 +39,12 @@ class Tree:
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
         paths = [(name, *map(_key, _unboxed(p))) for p in kept]
         return Tree(
-            name, key, lambda leaves: rebuild(leaves)[0][0], paths, list(map(jnp.shape, data)), numbers
+            name,
+            key,
+            lambda leaves: rebuild(leaves)[0][0],
+            paths,
+            list(map(_compat.shape_of, data)),
+            numbers,
         )
 
     def with_none(self, leaves: Leaves) -> Any:
@@ -132,7 +142,8 @@ def read_function(
         out_trees.append(tree)
         return [*y, *params, *new]
 
-    closed = jax.make_jaxpr(flat)(given[2], given[0], given[1])
+    closed = _compat.traced(jax.make_jaxpr(flat), given[2], given[0], given[1])
+    specs = tuple(map(_compat.spec_of, closed.out_avals))
     inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
     leaf = jax.tree.structure(0)
     states = [
@@ -144,7 +155,8 @@ def read_function(
         for p, a in zip(trees[1].paths, given[1], strict=True)
     ]
     step = Step(
-        closed_jaxpr=closed,
+        closed_jaxpr=_compat.without_types(closed),
+        specs=specs,
         num_args=len(given[2]),
         out_tree=out_trees[-1],
         states=tuple(states),

@@ -31,6 +31,7 @@ from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
 from .._report.diagnostics import warn_of
+from .pure import traced_with
 from .unmarked import unmarked_layers
 
 Mark = Literal["ops", "auto"]
@@ -59,7 +60,8 @@ def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
     closed, out_tree, states = _trace(model, rebuild, data)
     paths = {id(st): _as_path(path) for path, st in model.states().items()}
     return Step(
-        closed_jaxpr=closed,
+        closed_jaxpr=_compat.without_types(closed),
+        specs=tuple(map(_compat.spec_of, closed.out_avals)),
         num_args=len(data),
         out_tree=out_tree,
         states=tuple(_state(paths.get(id(st)) or _outside(st, i), st) for i, st in enumerate(states)),
@@ -73,7 +75,7 @@ def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
 def traced_again(model: brainstate.nn.Module, args: Any, kwargs: Any) -> _compat.ClosedJaxpr:
     """The jaxpr of a call as the model is now."""
     data, rebuild, _ = split_static(args, kwargs)
-    closed: _compat.ClosedJaxpr = _trace(model, rebuild, data)[0]
+    closed: _compat.ClosedJaxpr = _compat.without_types(_trace(model, rebuild, data)[0])
     return closed
 
 
@@ -160,6 +162,14 @@ def _as_path(path: Any) -> Path:
 
 
 def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The jaxpr of a call, the form of what it returns, and the states that it touches."""
+    trace = partial(_trace_as_it_is, model, rebuild)
+    return traced_with(model.states().values(), trace, data)  # type: ignore[no-any-return]
+
+
+def _trace_as_it_is(
+    model: Any, rebuild: Callable[..., Any], data: list[Any]
+) -> tuple[Any, Any, tuple[Any, ...]]:
     def step(*data: Any) -> Any:
         args, kwargs = rebuild(data)
         return model(*args, **kwargs)

@@ -26,7 +26,7 @@ from .._executor.executor import ETraceGraphExecutor
 from .._executor.window import where_rows
 from .._frontends.modules import traced_again
 from .._lines import warn_user
-from .._online.arguments import as_shape
+from .._online.arguments import as_shape, split_static
 from .._online.data import one_step, time_axes
 from .._online.drive import Drive
 from .._online.request import Request, check_chunk_size
@@ -74,6 +74,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._forms: list[Compiled] = []
         self._examples: dict[Key, Any] = {}  # what each was compiled with
         self._current: Key | None = None
+        self._inputs: list[Any] = []  # shapes of those compiled for, and how they were spread over devices
         self._traced_states: list[int] = []  # those of the model when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}
         self._seen: Seen | None = None
@@ -92,9 +93,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         strengthen(self.model)
         key = self._key(args, kwargs)
         if key not in self._examples:
-            self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
+            with _compat.no_types():
+                self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
             self._examples[key] = jax.tree.map(as_shape, (args, kwargs))
         self._current = key
+        self._inputs = [_compat.shape_of(a) for a in split_static(args, kwargs)[0]]
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
             self.traces = {}  # new states, which `vmap_new_states` around this call sees
@@ -106,7 +109,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         key = self._key(args, {})
         compiled = self._compiled[key] = Compiled(graph, self._reduced)
         self._examples[key], self._current = (args, {}), key
+        self._inputs = [_compat.shape_of(a) for a in split_static(args, {})[0]]
         shapes = jax.eval_shape(lambda: self._initial_values(compiled))
+        shapes = shapes if compiled.online is None else compiled.online.spread_shapes
         self.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
         self.steps.value = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -128,6 +133,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             **vars(self),
             "_compiled": {},
             "_forms": [],
+            "_inputs": [],
             "_zeros": {},
             "_seen": None,
             "_driver": Driver(),

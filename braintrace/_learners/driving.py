@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler.step import show_path
-from .._frontends.pure import Pure, cut
+from .._frontends.pure import Pure, cut, traced_with
 from .._online.drive import Drive, Given
 from .._online.programs import Programs
 from .._online.request import Request
@@ -41,9 +43,9 @@ class TracedStep:
     @staticmethod
     def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
         """Trace `function` on one step of the arrays."""
-        slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arrays)
+        slices = jax.tree.map(_compat.slice_of, arrays)
         strengthen(learner.model)
-        pure = Pure.trace(function, *slices)
+        pure = traced_with(learner.states().values(), partial(Pure.trace, function), *slices)
         first: dict[int, int] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
@@ -139,6 +141,7 @@ class Driver:
         grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
         return grads, *_joined([outs for _, outs in found])
 
+    @_compat.no_types()
     def _steps(
         self,
         learner: ETraceAlgorithm,
@@ -206,6 +209,7 @@ class Driver:
         outs = [self._evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
         return _joined(outs)
 
+    @_compat.no_types()
     def _evolve(
         self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
     ) -> Any:
@@ -226,9 +230,7 @@ class Driver:
         function: Callable[[Drive, Given, Sequence], Any],
     ) -> Any:
         given = Given(list(traced.step.program.consts.values()), leaves, initial)
-        return self._programs.run(
-            function, drive, traced.pure.closed, given, self._reporting(traced, sequence)
-        )
+        return self._programs.run(function, drive, given, self._reporting(traced, sequence))
 
     def _reporting(self, traced: TracedStep, sequence: Sequence) -> Sequence:
         """The sequence, with states that are up to date whenever progress is reported."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 Leaves = list[Any]
 Loss = Callable[..., Any]
+Shape = Callable[[Any], Any]
 
 
 def online(
@@ -105,7 +106,8 @@ class OnlineFunctions:
     def graph(self) -> ETraceGraph:
         """What the compiler found: groups of hidden states, and the operations that feed them."""
         step = self.function.step
-        graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+        with _compat.no_types():
+            graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
@@ -113,6 +115,15 @@ class OnlineFunctions:
 
     @cached_property
     def _online(self) -> Online:
+        with _compat.no_types():
+            online = self._new_online()
+        function, info = self.function, online.info
+        pairs = list(zip(info.entries, [*function.params.like, *function.carry.like], strict=True))
+        fixed, rest = ([a for e, a in pairs if e.is_fixed is kept] for kept in (True, False))
+        online.executor.spread_like(fixed, function.x.like, rest)
+        return online
+
+    def _new_online(self) -> Online:
         windows = self.rule.windows or self.window is not None
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
         graph = with_filters(self.graph) if self.rule.kind(windows).filters else self.graph
@@ -173,12 +184,30 @@ class OnlineFunctions:
         window: int | None = None,
         rank: int = 0,
         across: str | None = None,
+        mesh: Any = None,
     ) -> Plan:
         """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import plan_functions
 
         sizes = None if chunk_sizes is None else list(chunk_sizes)
-        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank, across)
+        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank, across, mesh)
+
+    def laid_out(self, param: Shape, state: Shape, x: Shape) -> OnlineFunctions:
+        """The same for arrays that are spread over devices as these functions of shapes say."""
+        f = self.function
+        trees = [
+            replace(t, like=list(map(g, t.like)))
+            for t, g in zip((f.params, f.carry, f.x), (param, state, x), strict=True)
+        ]
+        function = replace(f, params=trees[0], carry=trees[1], x=trees[2])
+        other = replace(self, function=function, start=trees[1].like, _programs=Programs())
+        other.__dict__["graph"] = self.graph
+        return other
+
+    @property
+    def initial_shapes(self) -> Values:
+        """The shapes of what the rule keeps, and how it is spread over devices."""
+        return self._online.spread_shapes
 
     def compare(
         self,
@@ -250,15 +279,22 @@ class OnlineFunctions:
 
     def _plainly(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         """One step of the function as it is."""
-        outs = _compat.jaxpr_as_fun(self.function.step.closed_jaxpr)(*x, *leaves)
+        step = self.function.step
+        outs = _compat.in_auto(
+            _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
+        )
         num = len(outs) - len(leaves)
         return list(outs[:num]), list(outs[num:])
+
+    def _spread_like(self, leaves: Leaves, x: Leaves) -> None:
+        fixed, rest = self._split(leaves)
+        self._online.executor.spread_like(fixed, x, rest)
 
     # -- what users call ---------------------------------------------------------------------------
 
     def init(self, params: Any, carry: Any) -> Values:
         """What the rule keeps, at the start: a pytree of arrays."""
-        self._leaves(params, carry)  # of the right form
+        self._spread_like(self._leaves(params, carry), self.function.x.like)
         return self._online.initial_values()
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
@@ -267,11 +303,13 @@ class OnlineFunctions:
         `given` is what the rule's signal is made of: `modulator=`, `target=`.
         """
         leaves = self._leaves(params, carry)
+        self._spread_like(leaves, self.function.x.same(x))
         now = jax.tree.map(jnp.asarray, self._given(given))
         outs, after, traces = self._call(leaves, traces, self.function.x.same(x), now)
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
 
+    @_compat.no_types()
     def grad(
         self,
         loss: Loss,
@@ -316,13 +354,14 @@ class OnlineFunctions:
         begins, initial = self._begins(sequence)
         drive = replace(drive, wanted=tuple(sorted(kept)), begins=begins, forget=self._forget)
         begin = Given(list(step.program.consts.values()), leaves, initial)
-        total, outs, after = self._programs.run(Drive.__call__, drive, closed, begin, sequence)
+        total, outs, after = self._programs.run(Drive.__call__, drive, begin, sequence)
         found = dict(zip(drive.wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in range(self._num_params)])
         losses, aux = jax.tree.unflatten(out_tree, outs)
         grads = request.result(grads, losses, None)[0]
         return grads, self._after(after), (losses, aux)
 
+    @_compat.no_types()
     def evolve(
         self, params: Any, carry: Any, traces: Values, xs: Any, *, chunk_size: int | None = None
     ) -> tuple[Any, Values, Any]:
@@ -333,7 +372,7 @@ class OnlineFunctions:
         step = self._user_step(closed)
         drive = self._drive(step, sequence, traces, chunk_size, None)
         given = Given(list(step.program.consts.values()), leaves, [])
-        outs, after = self._programs.run(Drive.evolve, drive, closed, given, sequence)
+        outs, after = self._programs.run(Drive.evolve, drive, given, sequence)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 
     def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
@@ -355,6 +394,8 @@ class OnlineFunctions:
     ) -> tuple[Any, Any, Leaves]:
         """A step and what is made of its output, as a jaxpr; the form of that; and all leaves."""
         leaves = [*self._leaves(params, carry), *jax.tree.leaves(traces)]
+        x = self.function.x.leaves(sequence.arrays[0])
+        self._spread_like(self._leaves(params, carry), [_compat.shape_of(a, 1) for a in x])
         num = len(leaves) - len(jax.tree.leaves(traces))
         tree = jax.tree.structure(traces)
         out_trees: list[Any] = []
@@ -370,8 +411,8 @@ class OnlineFunctions:
             out_trees.append(out_tree)
             return [*found, *after, *jax.tree.leaves(values)]
 
-        slices = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), sequence.arrays)
-        return jax.make_jaxpr(flat)(slices, leaves), out_trees[-1], leaves
+        slices = jax.tree.map(_compat.slice_of, sequence.arrays)
+        return _compat.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
 
     def _user_step(self, closed: Any) -> UserStep:
         paths = [*self.function.params.paths, *self.function.carry.paths]

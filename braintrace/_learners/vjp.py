@@ -134,7 +134,15 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return compiled.online
 
     def _initial_values(self, compiled: Compiled) -> Values:
+        self._spread_like(compiled)
         return self._online(compiled).initial_values()
+
+    def _spread_like(self, compiled: Compiled) -> None:
+        """Spread arrays over devices as the states and inputs are."""
+        info = compiled.executor.info
+        known = self._inputs if len(self._inputs) == len(info.arg_invars) else [None] * len(info.arg_invars)
+        params, rest = self._read(info)
+        compiled.executor.spread_like(params, known, rest)
 
     def _forget(self, values: Values, rows: Any) -> Values:
         online = self._online(self._compiled_now())
@@ -241,6 +249,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             )
         params, rest = self._read(compiled.graph.module_info)
         online = self._online(compiled)
+        self._spread_like(compiled)
         self._compare_weights(online, consts)
         self._compare_masks()
         values = {**self._values(), **self._for_signal()}
@@ -259,6 +268,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if is_window:
             return Drive(step, size=sequence.pace, turns=self.rule.turns)
         values = self._values()
+        self._spread_like(self._compiled_now())
         if not self.rule.any_window and self._in_windows and self.vjp_method == "single-step":
             chunk_size = None  # a window is what changes numbers
         return choose(

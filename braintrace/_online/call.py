@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._compiler.errors import NotSupportedError
 from .._executor.executor import Leaves
 from .._rules.rule import Values
 from .online import Online
@@ -44,6 +45,33 @@ class Call:
         return replace(self, maps=(tuple(flags), *self.maps))
 
     def __call__(self, *leaves: Any) -> Leaves:
+        """Compute it; where types say how arrays are spread, by what they say of the results."""
+        return _compat.in_auto(self._compute, leaves, lambda: self.specs(leaves))
+
+    def specs(self, leaves: Sequence[Any]) -> list[Any]:
+        """How the results are spread, as their types say, given operands or their types."""
+        if self.maps:
+            flags, inner = self.maps[0], replace(self, maps=self.maps[1:])
+            one = [_compat.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
+            return [None if s is None else (None, *s) for s in inner.specs(one)]
+        params, args, consts, rest, values = self.operands(list(leaves))
+        kept = {k: _compat.spec_of(v) or self.online.specs.get(k) for k, v in values.items()}
+        lead = [] if self.stepped is None else [None]
+        if self.stepped is not None:
+            args = [_compat.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
+
+        def step(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Leaves:
+            outs, new, *_ = self.online.executor.forward(params, args, consts, rest)
+            return [*outs, *jax.tree.leaves(new)]
+
+        flat, tree = jax.tree.flatten((params, args, consts, rest))
+        found = _compat.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
+        num = len(self.online.info.out_atoms)
+        found = self.online.result_specs if found is None else found
+        outs = [s if s is None else (*lead, *s) for s in found[:num]]
+        return [*outs, *found[num:], *(kept[k] for k in sorted(kept))]
+
+    def _compute(self, *leaves: Any) -> Leaves:
         if self.maps:
             axes = tuple(0 if flag else None for flag in self.maps[0])
             return jax.vmap(replace(self, maps=self.maps[1:]), axes)(*leaves)
@@ -62,6 +90,17 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
+def refuse_varying(leaves: Leaves) -> None:
+    """Zeros that loops begin with vary along no axis, and what the loops make of them does."""
+    if _compat.varies(*leaves):
+        raise NotSupportedError(
+            "A learner was called inside a `shard_map` whose types say along which axes values vary. Pass "
+            "`check_vma=False` to `jax.shard_map`: gradients are then those of each device's own part, to be "
+            "added up with `jax.lax.psum`. Or leave `shard_map` out: a learner spreads over a mesh what its "
+            "parameters and inputs are spread over."
+        )
+
+
 def bind(
     online: Online,
     params: Leaves,
@@ -73,8 +112,16 @@ def bind(
 ) -> tuple[Leaves, list[Leaves], Values]:
     """Call a learner's functions: its outputs, the carried states, and what the rule keeps."""
     leaves, tree = jax.tree.flatten((params, args, consts, rest, values))
+    refuse_varying(leaves)
     call = Call(online, stepped, tree)
     return call.results(call_p.bind(*leaves, call=call))
+
+
+def _types(*avals: Any, call: Call) -> list[Any]:
+    shapes, mesh = _shapes(*avals, call=call), next(filter(None, map(_compat.explicit_mesh_of, avals)), None)
+    if mesh is None:
+        return shapes
+    return [_compat.spread_aval(a, mesh, s) for a, s in zip(shapes, call.specs(avals), strict=True)]
 
 
 def _shapes(*avals: Any, call: Call) -> list[Any]:
@@ -98,4 +145,4 @@ def _shapes(*avals: Any, call: Call) -> list[Any]:
     return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((rest, values)))]
 
 
-call_p = _compat.call_primitive("online_step", _shapes)
+call_p = _compat.call_primitive("online_step", _types)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._executor.executor import Leaves, Local, is_inexact
 from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
@@ -61,7 +62,43 @@ class Drive:
         total = carry.total
         if self.together and not self.windows:
             total = self._with_traced(given, total, carry.traced)
-        return total, outs, self._leaves(given, carry.moving)
+        return self._like_params(total), outs, self._laid_out(self._leaves(given, carry.moving))
+
+    @property
+    def spread(self) -> Any:
+        """How arrays are spread over devices; None: nobody has said."""
+        at = None if self.step.node is None else self.step.online.executor.spread
+        return None if at is None else at.key
+
+    def specs(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
+        """How gradients, what every step returns and the leaves after the last are spread, as types say."""
+        step, before = self.step, list(map(_compat.spec_of, given.leaves))
+        slices = [_compat.without_axis(a) for a in jax.tree.leaves(sequence.arrays)]
+        found = _compat.typed(_compat.jaxpr_as_fun(step.closed), *slices, *given.leaves)
+        num = len(step.outs)
+        found = [*[None] * num, *before] if found is None else found
+        outs = [None if s is None else (None, *s) for s in found[:num]]
+        after = [found[num + i] if i in step.moving else s for i, s in enumerate(before)]
+        return [before[i] for i in self.wanted], outs, after
+
+    def _laid_out(self, leaves: Leaves) -> Leaves:
+        """All leaves, with what the rule keeps spread over devices as at the start of all."""
+        step = self.step
+        if step.node is None:
+            return leaves
+        found = step.online.laid_out({k: leaves[i] for k, i in step.traces.items()})
+        number = {i: found[k] for k, i in step.traces.items()}
+        return [number.get(i, a) for i, a in enumerate(leaves)]
+
+    def _like_params(self, total: Leaves) -> Leaves:
+        """The gradients, spread over devices as the parameters are."""
+        step = self.step
+        if step.node is None or step.params is None:
+            return total
+        at = dict(zip(self.wanted, total, strict=True))
+        found = step.online.executor.like_params([at.get(i) for i in step.params])
+        at.update({i: g for i, g in zip(step.params, found, strict=True) if g is not None})
+        return [at[i] for i in self.wanted]
 
     # -- parts that all share ----------------------------------------------------------------------
 
@@ -398,7 +435,7 @@ class Drive:
     def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
         """The leaves that move after a window, with those of the rule."""
         online = self.step.online
-        return self._with(moving, {**values, **online.rule.advance(online.executor, values, window)})
+        return self._with(moving, {**values, **online.advance(values, window)})
 
     def _with(self, moving: Leaves, values: Values) -> Leaves:
         """The leaves that move, with those of the rule."""
@@ -424,7 +461,7 @@ class Drive:
             return moving, outs
 
         moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
-        return outs, self._leaves(given, moving)
+        return outs, self._laid_out(self._leaves(given, moving))
 
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
@@ -435,7 +472,7 @@ class Drive:
 
         start = given.moving(self.step)
         moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
-        return outs, self._leaves(given, moving)
+        return outs, self._laid_out(self._leaves(given, moving))
 
 
 @jax.tree_util.register_dataclass

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _compat
 from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local, is_inexact, pull_back
 from .._executor.slots import Slot, states
+from .._executor.spread import Spec
 from .._executor.window import Record, Signals, Window
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
@@ -74,15 +76,59 @@ class Online:
         return self.rule
 
     def initial_values(self) -> Values:
-        """The rule's arrays at the start."""
+        """The rule's arrays at the start, spread over devices as the executor has it."""
+        at, specs = self.executor.spread, self.specs
         lasting = self.rule.signal.start(self.executor)
-        zeros = {k: jnp.zeros(s.shape, s.dtype) for k, s in self.initial_shapes.items() if k not in lasting}
+        zeros = {
+            k: jnp.zeros(s.shape, s.dtype)
+            if at is None or k not in specs
+            else at.zeros(s.shape, s.dtype, specs[k])
+            for k, s in self.initial_shapes.items()
+            if k not in lasting
+        }
         return {**zeros, **lasting}
 
     @cached_property
     def lasting(self) -> list[str]:
         """The names of what outlasts a sequence: what the signal keeps."""
         return list(jax.eval_shape(lambda: self.rule.signal.start(self.executor)))
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """How what the rule keeps is spread over devices, as far as that is known."""
+        at = self.executor.spread
+        return {} if at is None else self.rule.spread(self.executor, self.initial_shapes)
+
+    @property
+    def result_specs(self) -> list[Any]:
+        """How outputs and carried leaves are spread over devices, where their types do not say it."""
+        at, info = self.executor.spread, self.info
+        olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
+        news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
+        known = (info.step.specs or ())[: len(info.out_atoms)]
+        found = [*known, *[None] * (len(news) - len(known))]
+        if at is None:
+            return found
+        groups = self.executor.graph.hidden_groups
+        each = zip(found, olds, news, strict=True)
+        return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
+
+    def laid_out(self, values: Values) -> Values:
+        """What the rule keeps, each array spread over devices as at the start."""
+        at, specs = self.executor.spread, self.specs
+        if at is None:
+            return values
+        return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
+
+    def advance(self, values: Values, window: Window) -> Values:
+        """What the rule keeps after a window of steps."""
+        return self.laid_out(self.rule.advance(self.executor, values, window))
+
+    @property
+    def spread_shapes(self) -> Values:
+        """The shapes and types of what the rule keeps, and how it is spread over devices."""
+        at, specs, shapes = self.executor.spread, self.specs, self.initial_shapes
+        return {k: s if at is None or k not in specs else at.shape(s, specs[k]) for k, s in shapes.items()}
 
     @property
     def initial_names(self) -> list[str]:
@@ -93,7 +139,8 @@ class Online:
     def initial_shapes(self) -> Any:
         """The shapes and types of what the rule keeps."""
         executor = self.executor
-        return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.signal.start(executor)})
+        with _compat.no_types():
+            return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.signal.start(executor)})
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -125,7 +172,8 @@ class Online:
             outs, new, env, operands = self.executor.forward(params, args, consts, rest)
             local = self.executor.jacobians(env, operands)
             values = rule.signal.prepared(self.executor, params, consts, values)
-            return outs, new, {**values, **rule.update(self.slots, values, local)}, local
+            after = self.laid_out({**values, **rule.update(self.slots, values, local)})
+            return outs, new, after, local
 
         @jax.custom_vjp
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
@@ -166,7 +214,7 @@ class Online:
                 for key, value in rule.gradient(self.slots, before, old_signals, local).items():
                     grads[key] = grads[key] + value
             dparams = _add(dparams, self.executor.to_parameters(params, consts, grads))
-            return dparams, dargs, dconsts, None, None
+            return self.executor.like_params(dparams), dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
         return step(params, args, consts, rest, values)  # type: ignore[no-any-return]
@@ -207,7 +255,7 @@ class Online:
         @jax.custom_vjp
         def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, taken = run(params, args, consts, rest)
-            return outs, new, self.rule.advance(self.executor, values, window(params, args, consts, taken))
+            return outs, new, self.advance(values, window(params, args, consts, taken))
 
         def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
@@ -220,7 +268,7 @@ class Online:
             new = _like(results[num:], rest)
             # on the way back a rule asks about the window's start alone
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
-            after = self.rule.advance(self.executor, values, steps)
+            after = self.advance(values, steps)
             estimated = self.at_end(values, new)
             return (results[:num], new, after), (pull, values, params, first, estimated)
 
@@ -232,7 +280,7 @@ class Online:
                 flat = [a if e is None else a + e for a, e in zip(flat, estimated, strict=True)]
             dparams, dargs, dconsts, start = pull([*outs, *flat])
             past = self.rule.past(self.executor, values, start, Window(self.executor, 1, params, *first))
-            return _add(dparams, past), dargs, dconsts, None, None
+            return self.executor.like_params(_add(dparams, past)), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
         return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
@@ -324,7 +372,7 @@ class Online:
         `back` are the back-propagated signals of the steps.
         """
         weights = self.executor.weights(params, consts)
-        record = replace(record, local=replace(record.local, weights=weights))
+        record = replace(record, local=replace(record.local, weights=weights, spread=self.executor.spread))
         assert record.signals is not None
         values, grads = self.trace_rule.chunk(self.slots, values, record, total, fresh=fresh, keep=keep)
         for slot in self.slots:
@@ -333,7 +381,7 @@ class Online:
                 g = states(back[slot.group.index], 1)
                 twice = over_time(slot, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
-        return values, grads
+        return self.laid_out(values), grads
 
     def no_gradients(self, params: Leaves, consts: Leaves) -> Gradients:
         """Zeros to add the gradients of effective weights to."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
+from .. import _compat
 from .._compiler.fingerprint import fingerprint
+from .call import refuse_varying
 from .drive import Drive, Given
 from .sequence import Sequence, is_traced
 
@@ -25,17 +27,40 @@ class Programs:
         self,
         function: Callable[[Drive, Given, Sequence], Any],
         drive: Drive,
-        closed: Any,
         given: Given,
         sequence: Sequence,
     ) -> Any:
-        """`function(drive, given, sequence)`, compiled; `closed` is the jaxpr of the step."""
+        """`function(drive, given, sequence)`, compiled."""
+        refuse_varying(jax.tree.leaves((given, sequence)))
         if is_traced((given, sequence)) or sequence.progress is not None:
-            return function(drive, given, sequence)
-        key = (function, fingerprint(closed), drive)
+            return _run(function, drive, given, sequence)
+        key = (function, fingerprint(drive.step.closed), drive, drive.spread)
         if key not in self._known:
-            self._known[key] = jax.jit(lambda given, sequence: function(drive, given, sequence))
+            self._known[key] = jax.jit(lambda given, sequence: _run(function, drive, given, sequence))
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         return self._known[key](given, sequence)
+
+
+def _run(
+    function: Callable[[Drive, Given, Sequence], Any],
+    drive: Drive,
+    given: Given,
+    sequence: Sequence,
+) -> Any:
+    """The function; where types say how arrays are spread, with results of such types."""
+    leaves, tree = jax.tree.flatten((given, sequence))
+    out_trees: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        found, out_tree = jax.tree.flatten(function(drive, *jax.tree.unflatten(tree, leaves)))
+        out_trees.append(out_tree)
+        return found
+
+    def specs() -> list[Any]:
+        total, outs, after = drive.specs(given, sequence)
+        return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
+
+    found = _compat.in_auto(flat, leaves, specs)
+    return jax.tree.unflatten(out_trees[-1], found)

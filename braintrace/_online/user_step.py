@@ -44,6 +44,7 @@ class UserStep:
         int | None, ...
     ]  # which leaf each of the model's carried leaves is; None: it is not touched
     has_effects: bool
+    closed: Any  # the jaxpr that it is of
 
     @staticmethod
     def read(
@@ -53,9 +54,10 @@ class UserStep:
         carried: Sequence[int | None],
     ) -> UserStep:
         """The program of a jaxpr `(slices, leaves) -> (loss and other outputs, new leaves)`."""
+        closed = _compat.without_types(closed)
         program = read_program(closed, marks=False)
-        num = len(program.inputs) - len(names)
-        return UserStep(program, num, tuple(names), traces, tuple(carried), bool(closed.effects))
+        num, effects = len(program.inputs) - len(names), bool(closed.effects)
+        return UserStep(program, num, tuple(names), traces, tuple(carried), effects, closed)
 
     @property
     def slices(self) -> tuple[Var, ...]:

@@ -74,6 +74,11 @@ class Layout:
         return tuple(a for a in self.y if a not in self.w) + self.w
 
     @property
+    def x_is_viewed(self) -> bool:
+        """Whether the letters `x` are not simply the axes of the first input."""
+        return self.term.x is not _first
+
+    @property
     def y_is_viewed(self) -> bool:
         """Whether the letters `y` are not simply the axes of the output."""
         return self.term.y is not _first

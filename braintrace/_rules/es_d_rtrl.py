@@ -21,6 +21,7 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import Local, is_inexact
 from .._executor.recursion import Recursion
 from .._executor.slots import Jacobian, Slot, States, add_up, promoted, states, times
+from .._executor.spread import Spec, Spread
 from .._executor.window import Record, Signals, unroll
 from .chunk import TIME, factors
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
@@ -70,6 +71,15 @@ class ES_D_RTRL(TraceRule):
                 values[_input_key(slot)] = jnp.zeros(now.shape, kept)
             values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
+
+    def spread_traces(self, slots: Sequence[Slot], at: Spread, shapes: Values) -> dict[str, Spec]:
+        found: dict[str, Spec] = {}
+        for slot in slots:
+            found[_count_key(slot)] = at.of_group(slot.group)[:1]
+            found[_state_key(slot)] = at.of_instant(slot)
+            if _input_key(slot) in shapes:
+                found[_input_key(slot)] = at.of_input(slot, shapes[_input_key(slot)].shape)
+        return found
 
     def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         result: Values = {}

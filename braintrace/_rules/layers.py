@@ -24,6 +24,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.memory import device_memory
 from .._executor.per_sample import PerSample
 from .._executor.slots import add_up, promoted
+from .._executor.spread import Spec
 from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
 from .rank import finite, mixed, per_sample, summed
@@ -87,6 +88,18 @@ class Layers:
             )
         names = [key for block in blocks for key, _ in block.keys.values()]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """Over devices: samples as the states', parameters as these."""
+        (per, blocks), at = self._of(executor), executor.spread
+        assert at is not None
+        lead, found = at.samples(per.samples.axis), {}
+        for block in blocks:
+            for i, (key, aval) in block.keys.items():
+                spec = list(at.of_leaf(i) or [None] * aval.ndim)
+                spec.insert(row_axis(aval.ndim), None)
+                found[key] = (lead, *spec)
+        return found
 
     def _of(self, executor: ETraceGraphExecutor) -> tuple[PerSample, list[_Block]]:
         found = executor.per_sample

@@ -34,6 +34,7 @@ from .._executor.linear import Linear
 from .._executor.per_sample import Matrix, PerSample
 from .._executor.rows import fits, step, through
 from .._executor.slots import Slot, add_up, promoted, weigh
+from .._executor.spread import Spec
 from .._executor.weighted import row_axis
 from .._executor.window import Window, unroll, where_rows
 
@@ -65,6 +66,18 @@ class Rank:
                 shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
                 values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
         return values
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """Over devices: samples as the states', parameters as these."""
+        per, at = self.per_sample(executor), executor.spread
+        assert at is not None
+        lead = at.samples(per.samples.axis)
+        found: dict[str, Spec] = {BASIS: (lead, None, None)}
+        for i, (name, aval) in named(per).items():
+            spec = list(at.of_leaf(i) or [None] * aval.ndim)
+            spec.insert(row_axis(aval.ndim), None)
+            found |= {key: (lead, *spec) for key, _ in parts_of(name, shapes[BASIS].shape[1])}
+        return found
 
     def advance(
         self,
@@ -121,7 +134,7 @@ class Rank:
     ) -> tuple[dict[int, Matrix], Courses]:
         """The matrices whose rows are large, where there is a kernel for these, and how their traces go."""
         size, names = values[BASIS].shape[1], named(per)
-        if self.power or not on_one_gpu() or size > _APART:
+        if self.power or not on_one_gpu(values[BASIS]) or size > _APART:
             return {}, {}
         found = {}
         for i, matrix in per.matrices.items():

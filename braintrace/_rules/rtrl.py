@@ -23,6 +23,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.linear import Linear
 from .._executor.per_sample import PerSample
 from .._executor.slots import promoted
+from .._executor.spread import Spec
 from .._executor.weighted import in_front
 from .._executor.window import Window, where_rows
 from .rule import Rule, Values
@@ -43,6 +44,16 @@ class RTRL(Rule):
                 name: jnp.zeros((*lead, *aval.shape), jnp.result_type(aval.dtype, per.dtype))
                 for name, aval in _names(per).values()
             }
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """Over devices: samples as the states', parameters as these."""
+        per, at = _per_sample(executor), executor.spread
+        assert at is not None
+        lead = at.samples(per.samples.axis)
+        return {
+            name: (lead, None, *(at.of_leaf(i) or [None] * aval.ndim))
+            for i, (name, aval) in _names(per).items()
+        }
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if not values:

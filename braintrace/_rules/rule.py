@@ -20,6 +20,7 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.recursion import Leak, Recursion
 from .._executor.slots import Slot
+from .._executor.spread import Spec, Spread
 from .._executor.window import Record, Signals, Window
 from .layers import Layers
 from .rank import Rank
@@ -58,6 +59,13 @@ class Rule(ABC):
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """How what it keeps, of these shapes, is spread over devices, as `executor.spread` has it.
+
+        What is not named, XLA lays out.
+        """
+        return {}
 
     @property
     def windows(self) -> bool:
@@ -120,6 +128,11 @@ class TraceRule(Rule):
             "method `reset(slots, values, keep)`, or reset all of them (`learner.reset_state()`)."
         )
 
+    def spread_traces(self, slots: Sequence[Slot], at: Spread, shapes: Values) -> dict[str, Spec]:
+        """How its arrays are spread over devices; those that are no traces by their letters, XLA lays out."""
+        by_letters = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
+        return {k: spec for k, spec in by_letters.items() if len(spec) == len(shapes[k].shape)}
+
     def chunk(
         self,
         slots: Sequence[Slot],
@@ -161,6 +174,12 @@ class TraceRule(Rule):
     def start(self, executor: ETraceGraphExecutor) -> Values:
         values = self.init(executor.slots, executor.example_local())
         return values if self.beside is None else {**values, **self.beside.start(executor)}
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        at = executor.spread
+        assert at is not None
+        found = self.spread_traces(executor.slots, at, shapes)
+        return found if self.beside is None else {**found, **self.beside.spread(executor, shapes)}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         return self._all_advanced(executor, values, None, window)[0]

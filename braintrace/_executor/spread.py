@@ -1,0 +1,260 @@
+"""How arrays are spread over the devices of a mesh: what a rule keeps inherits it by letters.
+
+The letters of a weight have it from the weight, all others from the hidden states, and these, where nothing
+says how they are spread, from the inputs of the step. It is a promise about where numbers are, never about
+what they are: with another layout a program is slower, not wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from .._compiler.groups import HiddenGroup
+from .._compiler.module_info import ModuleInfo
+from .._compiler.program import Site, Var
+from .._compiler.relation import HiddenParamOpRelation
+from .._compiler.samples import counting
+from .._ops.letters import Layout, Letters
+from .slots import Slot
+
+Spec = tuple[Any, ...]  # of each axis of an array: None, or the axes of the mesh that it is spread over
+Names = dict[str, Any]  # the same of letters
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How the arrays of a compiled step are spread."""
+
+    info: ModuleInfo
+    mesh: Any
+    specs: dict[Var, Spec]  # of those that a step is given
+    # of each slot, found once, outside of any derivative: the letters of its weight, and all of its trace
+    _names: dict[str, tuple[Names, Names]] = field(default_factory=dict)
+    _groups: dict[int, Spec] = field(default_factory=dict)
+
+    @staticmethod
+    def find(
+        executor: Any, params: Sequence[Any], args: Sequence[Any], rest: Any, before: Spread | None
+    ) -> Spread | None:
+        """As the arrays that a step is given are; None: all are on one device.
+
+        It is as `before` where arrays are the same, or nobody knows how they are.
+        """
+        info: ModuleInfo = executor.info
+        fixed = [v for e in info.fixed for v in e.invars]
+        carried = [v for e in info.carried for v in e.invars]
+        variables = [*fixed, *info.arg_invars, *carried]
+        arrays = [*params, *args, *jax.tree.leaves(rest)]
+        pairs = zip(variables, map(_compat.sharding_of, arrays), strict=True)
+        # what a mesh holds as a whole is so by default, unless it is a parameter
+        found = {v: s for v, s in pairs if s is not None and (v in fixed or any(s[1]))}
+        if before is not None and found:  # of what is traced, as far as it was known
+            unknown = [v for v, a in zip(variables, arrays, strict=True) if _compat.is_tracer(a)]
+            known = {v: (before.mesh, before.specs[v]) for v in unknown if v in before.specs}
+            found = {**known, **found}
+        if not found:
+            return before if any(map(_compat.is_tracer, arrays)) else None
+        mesh = next(mesh for mesh, _ in found.values())
+        spread = Spread(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+        if before is not None and spread.key == before.key:
+            return before
+        spread._names.update({t.key: spread._find_names(t) for t in executor.slots})
+        for slot in executor.slots:
+            spread._groups[slot.group.index] = spread._with_weight(slot)
+        return spread
+
+    @property
+    def key(self) -> Any:
+        """What programs go by."""
+        inputs = self.info.program.inputs
+        return self.mesh, tuple(self.specs.get(v) for v in inputs)
+
+    # -- what is known of letters ------------------------------------------------------------------
+
+    def names(self, slot: Slot) -> Names:
+        """Of each letter of a trace."""
+        return self._names[slot.key][1]
+
+    def _find_names(self, slot: Slot) -> tuple[Names, Names]:
+        weight = self._of_weight(slot.relation, slot.name, slot.layout)
+        found = dict(weight)
+        for axis, name in enumerate(self.of_group(slot.group)):
+            letter = None if name is None else _letter_of(slot, axis)
+            if letter is not None and found.get(letter) is None and not _used(found.values(), name):
+                found[letter] = name
+        return weight, found
+
+    def of_group(self, group: HiddenGroup) -> Spec:
+        """Of each axis of a group's positions: from its states, from the step's inputs, from weights."""
+        if group.index in self._groups:
+            return self._groups[group.index]
+        result: list[Any] = [None] * len(group.varshape)
+        for h in group.hidden:
+            spec = self.specs.get(h.invar)
+            kept = () if spec is None else [n for a, n in enumerate(spec) if a != h.axis]
+            result = [a if a is not None else b for a, b in zip(result, kept or result, strict=True)]
+        for v in self.info.arg_invars:  # a batch that states were not laid out for
+            spec = self.specs.get(v)
+            if spec and result and result[0] is None and v.aval.shape[0] == group.varshape[0]:
+                result[0] = None if _used(result, spec[0]) else spec[0]
+        return tuple(result)
+
+    def _with_weight(self, slot: Slot) -> Spec:
+        """Of the positions of a slot's group, with what its weight says of axes that nothing else does."""
+        result = list(self.of_group(slot.group))
+        weight = self._names[slot.key][0]
+        for axis, name in enumerate(result):
+            letter = _letter_of(slot, axis) if name is None and weight else None
+            new = weight.get(letter) if letter is not None else None
+            result[axis] = name if new is None or _used(result, new) else new
+        return tuple(result)
+
+    def _of_weight(self, relation: HiddenParamOpRelation, name: str, layout: Layout) -> Names:
+        """Of each letter of an effective weight that has the shape of its parameter."""
+        leaves = relation.trainable_leaves.get(name, ())
+        variables = [v for v, leaf in self.info.invar_to_leaf.items() if leaf in leaves]
+        atom = relation.site.weights.get(name)
+        if len(variables) != 1 or atom is None or relation.varying:
+            return {}
+        spec = self.specs.get(variables[0])
+        if spec is None or variables[0].aval.shape != atom.aval.shape:
+            return {}
+        found = {}
+        for axis, part in enumerate(spec):
+            if part is not None:
+                letter = _counted(layout.view_w, atom.aval.shape, axis, layout.w)
+                if letter is not None:
+                    found[letter] = part
+        return found
+
+    # -- arrays ------------------------------------------------------------------------------------
+
+    def of_trace(self, slot: Slot) -> Spec:
+        """Of the trace of a weight: states, then its letters."""
+        names = self.names(slot)
+        return (None, *(names.get(a) for a in slot.letters))
+
+    def of_instant(self, slot: Slot) -> Spec:
+        """Of an array with states and then the positions where `J` is."""
+        if not slot.positions.on_hidden and not slot.layout.y_is_viewed:
+            names = self.names(slot)
+            return (None, *(names.get(a) for a in slot.layout.y))
+        if slot.positions.on_hidden or slot.site_shape == slot.group.varshape:
+            return (None, *self.of_group(slot.group))
+        return (None, *_first_axis(self.of_group(slot.group), slot.group.varshape, slot.site_shape))
+
+    def of_input(self, slot: Slot, shape: tuple[int, ...]) -> Spec:
+        """Of an array like the first input of the op of a slot, or its factor."""
+        x = slot.layout.x
+        if x is not None and not slot.layout.x_is_viewed and len(x) == len(shape):
+            names = self.names(slot)
+            return tuple(names.get(a) for a in x)
+        return _first_axis(self.of_group(slot.group), slot.group.varshape, shape)
+
+    def of_result(self, old: Var | None, shape: tuple[int, ...], groups: Sequence[HiddenGroup]) -> Spec:
+        """Of what a step returns: a new state as the old one (`old`), anything else by its samples."""
+        if old in self.specs:
+            return self.specs[old]
+        for group in groups:
+            if any(h.invar is old and h.axis is None for h in group.hidden):
+                return self.fitted(self.of_group(group), shape)
+        for group in groups:
+            if shape and shape[0] == group.varshape[0]:
+                return self.fitted(_first_axis(self.of_group(group), group.varshape, shape), shape)
+        return (None,) * len(shape)
+
+    def of_leaf(self, number: int) -> Spec | None:
+        """Of a leaf of the parameters, by its number."""
+        variables = [v for e in self.info.fixed for v in e.invars]
+        return self.specs.get(variables[number])
+
+    def samples(self, axis: int | None) -> Any:
+        """The name of the axis of carried states along which samples lie."""
+        if axis is None:
+            return None
+        for e in self.info.carried:
+            for v in e.invars:
+                spec = self.specs.get(v)
+                if spec is not None and axis < len(spec) and spec[axis] is not None:
+                    return spec[axis]
+        return None
+
+    def inputs(self, site: Site, slots: Iterable[Slot], operands: list[Any]) -> list[Any]:
+        """The operands of a site, its input as the weight's columns need it: gathered once for all."""
+        mine = [t for t in slots if t.relation.site is site]
+        for slot in mine:
+            x = slot.layout.x
+            weight = self._names[slot.key][0]
+            if x is None or slot.layout.x_is_viewed or not weight or len(x) != operands[0].ndim:
+                continue
+            return [self.put(operands[0], self.of_input(slot, operands[0].shape)), *operands[1:]]
+        return operands
+
+    def put(self, x: Any, spec: Spec) -> Any:
+        """An array, spread so."""
+        return _compat.spread_as(x, self.mesh, self.fitted(spec, x.shape))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
+        return _compat.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
+
+    def shape(self, of: Any, spec: Spec) -> Any:
+        return _compat.spread_shape(of, self.mesh, self.fitted(spec, of.shape))
+
+    def ways(self, part: Any, size: int) -> int:
+        """Into how many parts an axis of so many numbers is cut; 0 if it cannot be, evenly."""
+        ways = int(np.prod([self.mesh.shape[n] for n in names_of(part)], dtype=int))
+        return ways if size % ways == 0 else 0
+
+    def fitted(self, spec: Spec, shape: tuple[int, ...]) -> Spec:
+        """Without what does not divide an axis evenly, and each axis of the mesh once."""
+        result: list[Any] = []
+        for part, size in zip(spec, shape, strict=True):
+            keeps = part is not None and self.ways(part, size) > 0 and not _used(result, part)
+            result.append(part if keeps else None)
+        return tuple(result)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a.shape_tuple == b.shape_tuple)
+
+
+def names_of(part: Any) -> tuple[str, ...]:
+    """The axes of a mesh that an axis of an array is spread over."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def _used(parts: Iterable[Any], part: Any) -> bool:
+    return not set(names_of(part)).isdisjoint(n for p in parts for n in names_of(p))
+
+
+def _letter_of(slot: Slot, axis: int) -> str | None:
+    """The letter of a trace along which an axis of the hidden positions lies."""
+    shape = slot.group.varshape
+    numbers = np.arange(1, shape[axis] + 1).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    numbers = np.broadcast_to(numbers, shape)
+    with jax.ensure_compile_time_eval():
+        inputs = slot.relation.site.no_inputs
+        seen = np.asarray(slot.lift(jnp.asarray(numbers, jnp.float32)[None], inputs, 1)[0])
+    # a place of the output that reaches no state has a zero there
+    return counting(seen.astype(int) - 1, slot.at, shape[axis])
+
+
+def _counted(view: Any, shape: tuple[int, ...], axis: int, letters: Letters) -> str | None:
+    """The letter along which an axis of what is viewed lies."""
+    numbers = np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    with jax.ensure_compile_time_eval():
+        seen = np.asarray(view(jnp.asarray(np.broadcast_to(numbers, shape))))
+    return counting(seen, letters, shape[axis])
+
+
+def _first_axis(spec: Spec, of: tuple[int, ...], shape: tuple[int, ...]) -> Spec:
+    """Of an array whose first axis is that of states of shape `of`, where they agree in length."""
+    same = bool(spec) and bool(shape) and of[0] == shape[0]
+    return (spec[0] if same else None, *[None] * (len(shape) - 1)) if shape else ()
