@@ -27,7 +27,7 @@ from braintrace._executor import fused
 from braintrace._report.sent import bytes_sent
 from braintrace._rules import d_rtrl
 
-TIME, BATCH, IN, UNITS = 5, 8, 4, 8
+TIME, BATCH, IN, UNITS = 4, 8, 4, 8
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
@@ -80,7 +80,7 @@ RULES = {
     "ES_D_RTRL": braintrace.rules.ES_D_RTRL(),
     "RTRL": braintrace.rules.RTRL(),
     "BPTT": None,
-    "rank": braintrace.rules.D_RTRL(rank=2),
+    "rank": braintrace.rules.D_RTRL(rank=1),
 }
 SHAPES = [(8, 1), (4, 2), (1, 8)]
 KINDS = [AxisType.Auto, AxisType.Explicit]
