@@ -154,7 +154,10 @@ def on_one(name: str, rule: str, chunk: int | None) -> Any:
     return jax.tree.map(np.asarray, learned(name, rule, chunk)[1])
 
 
-@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), TABLE)
+@pytest.mark.parametrize(
+    ("name", "rule", "shape", "kind", "chunk"),
+    [pytest.param(*row, marks=pytest.mark.slow if n % 3 else ()) for n, row in enumerate(TABLE)],
+)
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
     learner, grads, before = learned(name, rule, chunk, mesh_of(shape, kind))
     expected = on_one(name, rule, chunk)
