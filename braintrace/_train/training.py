@@ -10,6 +10,7 @@ from .._learners.base import ETraceAlgorithm
 from .checkpoint import Checkpoints
 from .data import Batches
 from .engine import Engine, Metric
+from .errors import telling_of_lost
 from .layout import Layout
 from .progress import Watch
 from .result import FitResult, Log, Row
@@ -91,11 +92,12 @@ def fit(
     checkpoints = Checkpoints(checkpoint_dir, keep) if checkpoint_dir is not None else None
     run = Run(engine, batches, eval_batches, schedule, checkpoints)
     try:
-        run.start(resume)
-        run.log = Log(metrics_file if speaks else None, run.batch)
-        watch = Watch(schedule.total(batches), progress and speaks)
-        with watch as run.watch, Interrupt(run.watch.say) as run.interrupt:
-            run.go()
+        with telling_of_lost(layout.processes if layout else 1, checkpoints):
+            run.start(resume)
+            run.log = Log(metrics_file if speaks else None, run.batch)
+            watch = Watch(schedule.total(batches), progress and speaks)
+            with watch as run.watch, Interrupt(run.watch.say) as run.interrupt:
+                run.go()
     finally:
         run.log.close()
         if checkpoints is not None:
