@@ -251,6 +251,16 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     return result
 
 
+def per_device(function: Callable[..., Any], mesh: Any, specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A function that each device runs on its parts of arrays, which are spread so."""
+    a_mesh = {} if not jax.sharding.get_abstract_mesh().empty else {"mesh": mesh}
+    parts = [tuple(map(_partition, s)) for s in (specs, out_specs)]
+    mapped: Callable[..., Any] = jax.shard_map(
+        function, in_specs=parts[0], out_specs=parts[1], check_vma=False, **a_mesh
+    )
+    return mapped
+
+
 def _partition(spec: Sequence[Any]) -> Any:
     return jax.sharding.PartitionSpec(*spec)
 
@@ -285,18 +295,15 @@ def no_types(*arrays: Any) -> Iterator[None]:
 
 
 def traced(trace: Callable[..., Any], *args: Any) -> Any:
-    """`trace(*args)`; where types say how arrays are spread and an operation refuses it, without such types."""
+    """`trace(*args)` with types that say nothing of how arrays are spread, if it can be."""
     leaves = [a for a in jax.tree.leaves(args) if hasattr(a, "dtype")]
-    if not any(map(explicit_mesh_of, leaves)):
+    if explicit_mesh(*leaves) is None:
         return trace(*args)
     try:
+        with no_types(*leaves):
+            return trace(*jax.tree.map(untyped, args))
+    except Exception:
         return trace(*args)
-    except Exception as typed:
-        try:
-            with no_types(*leaves):
-                return trace(*jax.tree.map(untyped, args))
-        except Exception:
-            raise typed from None
 
 
 def untyped(x: Any) -> Any:
@@ -313,10 +320,31 @@ def without_types(closed: Any) -> Any:
 
     Axes of type Explicit are XLA's to choose, then; what it must give back in which layout is known outside.
     """
-    if explicit_mesh(*closed.in_avals, *closed.out_avals) is None:
+    types = any(map(explicit_mesh_of, (*closed.in_avals, *closed.out_avals)))
+    if not types and not _asks_for_layouts(parts(closed)[0]):
         return closed
     with no_types(*closed.in_avals, *closed.out_avals):
         return _untyped_jaxpr(closed)
+
+
+def _asks_for_layouts(jaxpr: Any) -> bool:
+    return any(
+        _is_layout(eqn)
+        or any(_is_explicit(eqn.params.get(k)) for k in ("sharding", "out_sharding"))
+        or any(map(_asks_for_layouts, all_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_layout(eqn: JaxprEqn) -> bool:
+    """Whether an operation says how its operand is spread along axes of type Explicit, and nothing else."""
+    constrains = eqn.primitive is primitives.sharding_constraint_p and _is_explicit(eqn.params["sharding"])
+    return eqn.primitive is reshard_p or constrains
+
+
+def _is_explicit(sharding: Any) -> bool:
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
@@ -330,7 +358,7 @@ def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
         vals = list(map(read, eqn.invars))
         if eqn.primitive is primitives.jit_p:
             outs = _evaluate_untyped(eqn.params["jaxpr"], *vals)
-        elif eqn.primitive is reshard_p:
+        elif _is_layout(eqn):
             outs = vals
         else:
             with at_line_of(eqn):
@@ -423,14 +451,11 @@ def register_derived_rules(
     """
 
     def abstract(*avals: Any, **params: Any) -> Any:
-        operands = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=_typed_sharding(a))
-            for a in avals
-        ]
-        out = jax.eval_shape(lambda *a: plain(*a, **params), *operands)
+        # as types say all there is: how the result is spread, and along which axes of a `shard_map` it varies
+        made, out = jax.make_jaxpr(lambda *a: plain(*a, **params), return_shape=True)(*avals)
         if not isinstance(out, jax.ShapeDtypeStruct):
             raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
-        return _with_sharding(jax.core.ShapedArray(out.shape, out.dtype, weak_type=out.weak_type), out)
+        return made.out_avals[0]
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
@@ -456,7 +481,7 @@ def register_derived_rules(
             return plain(*args, **params)
 
         avals = [operands[i].aval for i in linear]
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_typed_sharding(a)) for a in avals]
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, **_also(a)) for a in avals]
         result: list[Any] = [None] * len(operands)
         if is_zero(ct):
             cts: Any = [ad.Zero(a) for a in avals]
@@ -479,9 +504,24 @@ def register_derived_rules(
     mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
 
 
-def _with_sharding(aval: Any, like: Any) -> Any:
-    sharding = _typed_sharding(like)
-    return aval if sharding is None else aval.update(sharding=sharding)
+def _also(aval: Any) -> dict[str, Any]:
+    """What else a type says: how an array is spread, and along which axes of a `shard_map` it varies."""
+    found = {"sharding": _typed_sharding(aval)}
+    if hasattr(aval, "vma"):  # before 0.10
+        return {**found, "vma": aval.vma}
+    return (
+        {**found, "manual_axis_type": aval.manual_axis_type} if hasattr(aval, "manual_axis_type") else found
+    )
+
+
+def varies(*arrays: Any) -> bool:
+    """Whether types say along which axes of a `shard_map` an array varies."""
+    for x in arrays:
+        found = getattr(_type_of(x), "vma", None)
+        found = getattr(getattr(_type_of(x), "manual_axis_type", None), "varying", found)
+        if found:
+            return True
+    return False
 
 
 def spread_aval(aval: Any, mesh: Any, spec: Any) -> Any:

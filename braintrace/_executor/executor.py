@@ -34,6 +34,7 @@ class Local:
     weights: Effective
     D: dict[int, Jacobian | None]  # of each group; None: no memory
     J: dict[tuple[int, int], States]  # of each (site, group)
+    spread: Spread | None = None  # over devices; None: nobody has said
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -207,7 +208,7 @@ class ETraceGraphExecutor:
             J.update({(i, k): v for i, v in found.items()})
         relations = self.graph.hidden_param_op_relations
         inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
-        return Local(inputs, self._weights(env), D, J)
+        return Local(inputs, self._weights(env), D, J, self.spread)
 
     @cached_property
     def made_of(self) -> set[Var]:

@@ -8,36 +8,55 @@ for a narrower type, and with several states it makes several passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._compat import mesh_of, per_device
 from .._ops.letters import Letters, align
 from .slots import Slot, add_up, times
+from .spread import Spread, names_of
 
 _LONGEST = (16, 128)  # the block of a trace that a program holds
 _SHORTEST = 32  # of the last axis: below, loads are narrow
 _TOGETHER = 2  # rows of the batch that are loaded before any is stored
 
 
-def on_one_gpu() -> bool:
-    """Whether there is one GPU: what is spread over several, XLA would gather for a kernel or a layout."""
-    return jax.default_backend() == "gpu" and jax.device_count() == 1
+def on_one_gpu(x: Any) -> bool:
+    """Whether an array is on a GPU as a whole: one that is spread, XLA would gather for a layout."""
+    return jax.default_backend() == "gpu" and mesh_of(x) is None
+
+
+def bytes_on_gpu(values: Iterable[Any]) -> int:
+    """How many bytes of some arrays a GPU holds, if there is one."""
+    if jax.default_backend() != "gpu":
+        return 0
+    meshes = [(v.nbytes, mesh_of(v)) for v in values]
+    return sum(n if mesh is None else n // mesh.size for n, mesh in meshes)
 
 
 _MOST_STATES = 8  # more are mostly a delay line, which is mostly zeros in `D`
 
 
-def fits(slot: Slot, value: Any) -> bool:
-    """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns."""
+def fits(slot: Slot, value: Any, at: Spread | None = None) -> bool:
+    """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns.
+
+    Of one that is spread over devices, it must be known how.
+    """
     w, x = slot.layout.w, slot.layout.x
+    if mesh_of(value) is not None and at is None:
+        return False
+    ways = (
+        1 if mesh_of(value) is None or at is None else max(1, at.ways(at.of_trace(slot)[-1], value.shape[-1]))
+    )
     if len(w) != 2 or x is None or slot.summed or set(slot.y) & {w[0]} or w[1] not in slot.y:
         return False
     return (
         {a for a in x if a in w or a in slot.y} == {*_lead(slot), w[0]}
-        and _block(value.shape[-1], _LONGEST[1]) >= _SHORTEST
+        and _block(value.shape[-1] // ways, _LONGEST[1]) >= _SHORTEST
         and jnp.issubdtype(value.dtype, jnp.floating)
         and value.dtype.itemsize <= 4
         and len(value) <= _MOST_STATES
@@ -49,29 +68,55 @@ def _lead(slot: Slot) -> Letters:
 
 
 def step(
-    slot: Slot, value: Any, D: Any, factor: tuple[Any, Letters], J: Any, g: Any, start: Any
+    slot: Slot,
+    value: Any,
+    D: Any,
+    factor: tuple[Any, Letters],
+    J: Any,
+    g: Any,
+    start: Any,
+    at: Spread | None = None,
 ) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight, added; `D`, `J` and `g` are lifted."""
+    """The trace after a step, and what it gives to the weight, added; `D`, `J` and `g` are lifted.
+
+    Where the trace is spread over devices, each runs the kernel on its part.
+    """
     rows, out = _lead(slot), (*_lead(slot), slot.letters[-1])
-    size, states = value.shape, value.shape[0]
     width = (*rows, slot.letters[-2])
 
-    def flat(q: Any, lead: int) -> Any:
+    def aligned(q: Any, lead: int) -> Any:
         names = tuple(f"lead {i}" for i in range(lead))
-        q = align(q.astype(jnp.float32), (*names, *slot.at), (*names, *out))
-        return q.reshape(*q.shape[:lead], -1, size[-1])
+        return align(q.astype(jnp.float32), (*names, *slot.at), (*names, *out))
+
+    def part(value: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
+        size = value.shape
+        flat = [q.reshape(*q.shape[:n], -1, size[-1]) for q, n in ((D, 2), (J, 1), (g, 1))]
+        whole = value.reshape(size[0], -1, *size[-2:])
+        given = (whole, flat[0], flat[1], x.reshape(-1, size[-2]), flat[2], start)
+        new, dw = jax.lax.platform_dependent(*given, cuda=advance, default=_advance_plainly)
+        return new.reshape(size), dw
 
     x, have = factor
     given = (
-        value.reshape(states, -1, *size[-2:]),
-        flat(D, 2),
-        flat(J, 1),
-        align(x.astype(jnp.float32), have, width).reshape(-1, size[-2]),
-        flat(g, 1),
+        value,
+        aligned(D, 2),
+        aligned(J, 1),
+        align(x.astype(jnp.float32), have, width),
+        aligned(g, 1),
         start,
     )
-    new, dw = jax.lax.platform_dependent(*given, cuda=advance, default=_advance_plainly)
-    return new.reshape(size), dw
+    if at is None or mesh_of(value) is None:
+        return part(*given)
+    _, *lead, i, o = at.fitted(at.of_trace(slot), value.shape)
+    summed = tuple(n for name in lead for n in names_of(name))
+    state = (None, *lead, o)
+
+    def of_device(value: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
+        new, dw = part(value, D, J, x, g, jnp.zeros_like(start))
+        return new, start + (jax.lax.psum(dw, summed) if summed else dw)
+
+    specs = ((None, *lead, i, o), (None, *state), state, (*lead, i), state, (i, o))
+    return per_device(of_device, at.mesh, specs, (specs[0], specs[5]))(*given)  # type: ignore[no-any-return]
 
 
 def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:

@@ -161,7 +161,7 @@ class Spread:
     def of_result(self, old: Var | None, shape: tuple[int, ...], groups: Sequence[HiddenGroup]) -> Spec:
         """Of what a step returns: a new state as the old one (`old`), anything else by its samples."""
         if old in self.specs:
-            return self.specs[old]  # type: ignore[index]
+            return self.specs[old]
         for group in groups:
             if any(h.invar is old and h.axis is None for h in group.hidden):
                 return self.fitted(self.of_group(group), shape)
@@ -204,12 +204,16 @@ class Spread:
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
         return _compat.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
 
+    def ways(self, part: Any, size: int) -> int:
+        """Into how many parts an axis of so many numbers is cut; 0 if it cannot be, evenly."""
+        ways = int(np.prod([self.mesh.shape[n] for n in names_of(part)], dtype=int))
+        return ways if size % ways == 0 else 0
+
     def fitted(self, spec: Spec, shape: tuple[int, ...]) -> Spec:
         """Without what does not divide an axis evenly, and each axis of the mesh once."""
         result: list[Any] = []
         for part, size in zip(spec, shape, strict=True):
-            ways = int(np.prod([self.mesh.shape[n] for n in _each(part)], dtype=int))
-            keeps = part is not None and size % ways == 0 and not _used(result, part)
+            keeps = part is not None and self.ways(part, size) > 0 and not _used(result, part)
             result.append(part if keeps else None)
         return tuple(result)
 
@@ -218,12 +222,13 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a.shape_tuple == b.shape_tuple)
 
 
-def _each(part: Any) -> tuple[str, ...]:
+def names_of(part: Any) -> tuple[str, ...]:
+    """The axes of a mesh that an axis of an array is spread over."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def _used(parts: Iterable[Any], part: Any) -> bool:
-    return not set(_each(part)).isdisjoint(n for p in parts for n in _each(p))
+    return not set(names_of(part)).isdisjoint(n for p in parts for n in names_of(p))
 
 
 def _letter_of(slot: Slot, axis: int) -> str | None:

@@ -40,7 +40,7 @@ class Record:
     def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
         """One step of such a scan."""
         inputs, D, J, signals, old, keep = step
-        return Local(inputs, self.local.weights, D, J), signals, old, keep
+        return Local(inputs, self.local.weights, D, J, self.local.spread), signals, old, keep
 
     def begun_anew(self) -> Record:
         """The same with samples that begin anew told by `D` and signals alone: nothing passes to them."""
@@ -97,7 +97,9 @@ class Window:
             return self.executor.local(self.params, args, consts, before, ys).arrays
 
         inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
-        return Record(Local(inputs, self.first.weights, D, J), self.length, keep=self.keep)
+        return Record(
+            Local(inputs, self.first.weights, D, J, self.executor.spread), self.length, keep=self.keep
+        )
 
     # -- the window as a linear map ----------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
 from .._report.diagnostics import warn_of
+from .pure import traced_with
 from .unmarked import unmarked_layers
 
 Mark = Literal["ops", "auto"]
@@ -162,24 +163,13 @@ def _as_path(path: Any) -> Path:
 
 def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """The jaxpr of a call, the form of what it returns, and the states that it touches."""
-    states = list(model.states().values())
-    before = [st.value for st in states]
-
-    def trace(values: list[Any], data: list[Any]) -> Any:
-        if values is before:
-            return _trace_as_it_is(model, rebuild, data)
-        for st, value in zip(states, values, strict=True):
-            st.restore_value(value)
-        try:
-            return _trace_as_it_is(model, rebuild, data)
-        finally:
-            for st, value in zip(states, before, strict=True):
-                st.restore_value(value)
-
-    return _compat.traced(trace, before, data)  # type: ignore[no-any-return]
+    trace = partial(_trace_as_it_is, model, rebuild)
+    return traced_with(model.states().values(), trace, data)  # type: ignore[no-any-return]
 
 
-def _trace_as_it_is(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+def _trace_as_it_is(
+    model: Any, rebuild: Callable[..., Any], data: list[Any]
+) -> tuple[Any, Any, tuple[Any, ...]]:
     def step(*data: Any) -> Any:
         args, kwargs = rebuild(data)
         return model(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,23 +23,20 @@ class Pure:
     states: tuple[brainstate.State, ...]
     trees: tuple[Any, ...]
     written: tuple[bool, ...]
-    specs: tuple[Any, ...]  # how what it returns and the new leaves are spread, as types say
 
     @staticmethod
     def trace(function: Callable[..., Any], *args: Any) -> Pure:
         """Trace `function(*args)` with abstract values of these shapes."""
         stateful = brainstate.transform.StatefulFunction(function, return_only_write=False)
         stateful.make_jaxpr(*args)
-        typed = stateful.get_jaxpr(*args)
-        closed = _compat.without_types(typed)
+        closed = _compat.without_types(stateful.get_jaxpr(*args))
         states = tuple(stateful.get_states(*args))
         trees: tuple[Any, ...] = tuple(jax.tree.structure(st.value) for st in states)
         jaxpr = _compat.parts(closed)[0]
         num = sum(t.num_leaves for t in trees)
         same = [a is b for a, b in zip(jaxpr.invars[-num:], jaxpr.outvars[-num:], strict=True)] if num else []
-        specs = tuple(map(_compat.spec_of, typed.out_avals))
         written = tuple(not all(part) for part in cut(same, trees))
-        return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written, specs)
+        return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written)
 
     @property
     def effects(self) -> Any:
@@ -62,6 +59,25 @@ class Pure:
         outs = _compat.jaxpr_as_fun(self.closed)(*flat)
         num = len(outs) - sum(t.num_leaves for t in self.trees)
         return jax.tree.unflatten(jax.tree.structure(self.shapes), outs[:num]), cut(outs[num:], self.trees)
+
+
+def traced_with(states: Iterable[brainstate.State], trace: Callable[..., Any], *args: Any) -> Any:
+    """`trace(*args)` with types of states and arguments that say nothing of how they are spread."""
+    states = list(states)
+    before = [st.value for st in states]
+
+    def at(values: list[Any], *args: Any) -> Any:
+        if values is before:
+            return trace(*args)
+        for st, value in zip(states, values, strict=True):
+            st.restore_value(value)
+        try:
+            return trace(*args)
+        finally:
+            for st, value in zip(states, before, strict=True):
+                st.restore_value(value)
+
+    return _compat.traced(at, before, *args)
 
 
 def cut(leaves: Leaves, trees: tuple[Any, ...]) -> list[Leaves]:

@@ -92,7 +92,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         strengthen(self.model)
         key = self._key(args, kwargs)
         if key not in self._examples:
-            self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
+            with _compat.no_types():
+                self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
             self._examples[key] = jax.tree.map(as_shape, (args, kwargs))
         self._current = key
         self._inputs = [_compat.shape_of(a) for a in split_static(args, kwargs)[0]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.step import show_path
-from .._frontends.pure import Pure, cut
+from .._frontends.pure import Pure, cut, traced_with
 from .._online.drive import Drive, Given
 from .._online.programs import Programs
 from .._online.request import Request
@@ -44,7 +45,7 @@ class TracedStep:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(_compat.slice_of, arrays)
         strengthen(learner.model)
-        pure = Pure.trace(function, *slices)
+        pure = traced_with(learner.states().values(), partial(Pure.trace, function), *slices)
         first: dict[int, int] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
@@ -65,7 +66,7 @@ class TracedStep:
         for e in learner.graph.module_info.carried:
             at = first.get(id(found.get(e.path, e.state)))
             carried += [None if at is None else at + n for n in range(len(e.invars))]
-        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried, pure.specs), first)
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
 
     def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
         """The leaves of each state, if the step touches it."""
@@ -140,6 +141,7 @@ class Driver:
         grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
         return grads, *_joined([outs for _, outs in found])
 
+    @_compat.no_types()
     def _steps(
         self,
         learner: ETraceAlgorithm,
@@ -207,6 +209,7 @@ class Driver:
         outs = [self._evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
         return _joined(outs)
 
+    @_compat.no_types()
     def _evolve(
         self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
     ) -> Any:

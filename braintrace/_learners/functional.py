@@ -261,6 +261,7 @@ class OnlineFunctions:
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
 
+    @_compat.no_types()
     def grad(
         self,
         loss: Loss,
@@ -308,6 +309,7 @@ class OnlineFunctions:
         grads = request.result(grads, losses, None)[0]
         return grads, self._after(after), (losses, aux)
 
+    @_compat.no_types()
     def evolve(
         self, params: Any, carry: Any, traces: Values, xs: Any, *, chunk_size: int | None = None
     ) -> tuple[Any, Values, Any]:
@@ -355,7 +357,7 @@ class OnlineFunctions:
             return [*found, *after, *jax.tree.leaves(values)]
 
         slices = jax.tree.map(_compat.slice_of, sequence.arrays)
-        return jax.make_jaxpr(flat)(slices, leaves), out_trees[-1], leaves
+        return _compat.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
 
     def _user_step(self, closed: Any) -> UserStep:
         paths = [*self.function.params.paths, *self.function.carry.paths]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._compiler.errors import NotSupportedError
 from .._executor.executor import Leaves
 from .._rules.rule import Values
 from .online import Online
@@ -81,6 +82,17 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
+def refuse_varying(leaves: Leaves) -> None:
+    """Zeros that loops begin with vary along no axis, and what the loops make of them does."""
+    if _compat.varies(*leaves):
+        raise NotSupportedError(
+            "A learner was called inside a `shard_map` whose types say along which axes values vary. Pass "
+            "`check_vma=False` to `jax.shard_map`: gradients are then those of each device's own part, to be "
+            "added up with `jax.lax.psum`. Or leave `shard_map` out: a learner spreads over a mesh what its "
+            "parameters and inputs are spread over."
+        )
+
+
 def bind(
     online: Online,
     params: Leaves,
@@ -92,6 +104,7 @@ def bind(
 ) -> tuple[Leaves, list[Leaves], Values]:
     """Call a learner's functions: its outputs, the carried states, and what the rule keeps."""
     leaves, tree = jax.tree.flatten((params, args, consts, rest, values))
+    refuse_varying(leaves)
     call = Call(online, stepped, tree)
     return call.results(call_p.bind(*leaves, call=call))
 

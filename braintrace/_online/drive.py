@@ -69,12 +69,15 @@ class Drive:
         at = None if self.step.node is None else self.step.online.executor.spread
         return None if at is None else at.key
 
-    def specs(self, given: Given) -> tuple[Leaves, Leaves, Leaves]:
+    def specs(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """How gradients, what every step returns and the leaves after the last are spread, as types say."""
-        before, num = list(map(_compat.spec_of, given.leaves)), len(self.step.outs)
-        outs = [None if s is None else (None, *s) for s in self.step.specs[:num]]
-        now = self.step.specs[num:]
-        after = [now[i] if i in self.step.moving else s for i, s in enumerate(before)]
+        step, before = self.step, list(map(_compat.spec_of, given.leaves))
+        slices = [_compat.without_axis(a) for a in jax.tree.leaves(sequence.arrays)]
+        found = _compat.typed(_compat.jaxpr_as_fun(step.closed), *slices, *given.leaves)
+        num = len(step.outs)
+        found = [*[None] * num, *before] if found is None else found
+        outs = [None if s is None else (None, *s) for s in found[:num]]
+        after = [found[num + i] if i in step.moving else s for i, s in enumerate(before)]
         return [before[i] for i in self.wanted], outs, after
 
     def _laid_out(self, leaves: Leaves) -> Leaves:

@@ -268,7 +268,7 @@ class Online:
     ) -> tuple[Values, Gradients]:
         """The traces after recorded steps, and the gradients of effective weights, added to `total`."""
         weights = self.executor.weights(params, consts)
-        record = replace(record, local=replace(record.local, weights=weights))
+        record = replace(record, local=replace(record.local, weights=weights, spread=self.executor.spread))
         assert record.signals is not None
         values, grads = self.trace_rule.chunk(self.slots, values, record, total, fresh=fresh, keep=keep)
         for slot in self.slots:

@@ -10,6 +10,7 @@ import jax
 
 from .. import _compat
 from .._compiler.fingerprint import fingerprint
+from .call import refuse_varying
 from .drive import Drive, Given
 from .sequence import Sequence, is_traced
 
@@ -30,6 +31,7 @@ class Programs:
         sequence: Sequence,
     ) -> Any:
         """`function(drive, given, sequence)`, compiled."""
+        refuse_varying(jax.tree.leaves((given, sequence)))
         if is_traced((given, sequence)) or sequence.progress is not None:
             return _run(function, drive, given, sequence)
         key = (function, fingerprint(drive.step.closed), drive, drive.spread)
@@ -57,7 +59,7 @@ def _run(
         return found
 
     def specs() -> list[Any]:
-        total, outs, after = drive.specs(given)
+        total, outs, after = drive.specs(given, sequence)
         return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
 
     found = _compat.in_auto(flat, leaves, specs)

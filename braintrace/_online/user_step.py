@@ -45,7 +45,6 @@ class UserStep:
     ]  # which leaf each of the model's carried leaves is; None: it is not touched
     has_effects: bool
     closed: Any  # the jaxpr that it is of
-    specs: tuple[Any, ...]  # how what it returns and the new leaves are spread, as types say
 
     @staticmethod
     def read(
@@ -53,14 +52,12 @@ class UserStep:
         names: Sequence[str],
         traces: dict[str, int],
         carried: Sequence[int | None],
-        specs: tuple[Any, ...] | None = None,
     ) -> UserStep:
         """The program of a jaxpr `(slices, leaves) -> (loss and other outputs, new leaves)`."""
-        specs = tuple(map(_compat.spec_of, closed.out_avals)) if specs is None else specs
         closed = _compat.without_types(closed)
         program = read_program(closed, marks=False)
         num, effects = len(program.inputs) - len(names), bool(closed.effects)
-        return UserStep(program, num, tuple(names), traces, tuple(carried), effects, closed, specs)
+        return UserStep(program, num, tuple(names), traces, tuple(carried), effects, closed)
 
     @property
     def slices(self) -> tuple[Var, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from .._compat import row_major
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
-from .._executor.fused import fits, on_one_gpu, step
+from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
 from .._executor.slots import Slot, add_up, promoted
 from .._executor.window import Record, Signals
 from .chunk import backward, chunk_gradient, chunk_traces, step_by_step
@@ -62,7 +62,7 @@ class D_RTRL(TraceRule):
 
     def fuses(self, values: Values) -> bool:
         """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
-        return on_one_gpu() and sum(v.nbytes for v in values.values()) >= _LARGE
+        return bytes_on_gpu(values.values()) >= _LARGE
 
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
         values = {}
@@ -78,10 +78,16 @@ class D_RTRL(TraceRule):
         for slot in slots:
             D, factor, J = _apart(*local.at(slot))
             old = values[slot.key]
-            if len(old) > 1 and D is not None and fits(slot, old) and self.fuses({slot.key: old}):
+            if (
+                len(old) > 1
+                and D is not None
+                and fits(slot, old, local.spread)
+                and self.fuses({slot.key: old})
+            ):
                 assert factor is not None
                 none = jnp.zeros(old.shape[-2:], jnp.float32)
-                result[slot.key], _ = step(slot, old, D, factor, J, jnp.zeros_like(D[0]), none)
+                nothing = jnp.zeros_like(D[0])
+                result[slot.key], _ = step(slot, old, D, factor, J, nothing, none, local.spread)
                 continue
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
@@ -135,7 +141,7 @@ class D_RTRL(TraceRule):
             for t in slots
             if record.local.D[t.group.index] is not None
             and total[t.relation.site.index, t.name].dtype == jnp.float32
-            and fits(t, values[t.key])
+            and fits(t, values[t.key], record.local.spread)
         ]
         others = [t for t in slots if t not in fused]
         after = dict(values)
@@ -150,7 +156,7 @@ class D_RTRL(TraceRule):
             assert factor is not None
             key = (slot.relation.site.index, slot.name)
             g = slot.lift(signals[slot.group.index], local.inputs[key[0]], 1)
-            after[slot.key], dw = step(slot, values[slot.key], D, factor, J, g, total[key])
+            after[slot.key], dw = step(slot, values[slot.key], D, factor, J, g, total[key], local.spread)
             total = {**total, key: dw}
         return after, total
 
@@ -164,4 +170,4 @@ def _apart(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
     if D is None or factor is None:
         return D, factor, J
     D, x, J = jax.lax.optimization_barrier((D, factor[0], J))
-    return D, (row_major(x) if on_one_gpu() else x, factor[1]), J
+    return D, (row_major(x) if on_one_gpu(x) else x, factor[1]), J

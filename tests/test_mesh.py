@@ -1,0 +1,316 @@
+"""Many devices: the numbers of one, laid out as inputs and weights are, and nothing sent that need not be."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import braintrace
+from braintrace import nn
+from braintrace._executor import fused
+from braintrace._rules import d_rtrl
+
+TIME, BATCH, IN, UNITS = 5, 8, 4, 8
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+
+def mesh_of(shape: tuple[int, int], kind: AxisType) -> Any:
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """`neuron([x, z] W)`, with the spikes `z` of the step before."""
+
+    def __init__(self, linear: Callable[[int, int], Any], neuron: Any) -> None:
+        super().__init__()
+        self.linear, self.neuron = linear(IN + UNITS, UNITS), neuron
+
+    def update(self, x: Any) -> Any:
+        return self.neuron(self.linear(jnp.concatenate([x, self.neuron.get_spike()], -1)))
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d((4, 2), UNITS, 3)
+        self.neuron = nn.LIF((4, UNITS))
+
+    def update(self, x: Any) -> Any:
+        return self.neuron(self.conv(x.reshape(-1, IN, 1) * jnp.ones((1, 1, 2), x.dtype)))
+
+
+def sparse(rows: int, columns: int) -> Any:
+    matrix = scipy.sparse.random(rows, columns, 0.5, format="csr", random_state=0)
+    return nn.SparseLinear(matrix)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "GRU": lambda: nn.GRUCell(IN, UNITS),
+    "LSTM": lambda: nn.LSTMCell(IN, UNITS),
+    "LIF": lambda: Recurrent(nn.Linear, nn.LIF(UNITS)),
+    "ALIF": lambda: Recurrent(nn.Linear, nn.ALIF(UNITS)),
+    "conv": Convolved,
+    "LoRA": lambda: Recurrent(lambda a, b: nn.LoRA(a, 2, b), nn.LIF(UNITS)),
+    "sparse": lambda: Recurrent(sparse, nn.LIF(UNITS)),
+    "two layers": lambda: nn.Sequential(nn.GRUCell(IN, UNITS), nn.ValinaRNNCell(UNITS, UNITS)),
+}
+RULES = {
+    "D_RTRL": braintrace.rules.D_RTRL(),
+    "ES_D_RTRL": braintrace.rules.ES_D_RTRL(),
+    "RTRL": braintrace.rules.RTRL(),
+    "BPTT": None,
+    "rank": braintrace.rules.D_RTRL(rank=2),
+}
+SHAPES = [(8, 1), (4, 2), (1, 8)]
+KINDS = [AxisType.Auto, AxisType.Explicit]
+CHUNKS = [None, 2, 1]
+
+# every model with every rule; shapes, types and chunks so that each pair is among them
+TABLE = [
+    (model, rule, SHAPES[(i + j) % 3], KINDS[(i // 2 + j // 2) % 2], CHUNKS[(j + i // 3) % 3])
+    for i, model in enumerate(MODELS)
+    for j, rule in enumerate(RULES)
+]
+
+
+def test_the_table_has_every_pair():
+    columns = [list(MODELS), list(RULES), SHAPES, KINDS, CHUNKS]
+    for a, b in itertools.combinations(range(5), 2):
+        pairs = set(itertools.product(columns[a], columns[b]))
+        assert {(row[a], row[b]) for row in TABLE} == pairs, (a, b)
+
+
+# -- the numbers of one device ---------------------------------------------------------------------
+
+
+def data() -> tuple[Any, Any]:
+    rng = np.random.RandomState(0)
+    return jnp.asarray(rng.normal(size=(TIME, BATCH, IN))), jnp.asarray(rng.normal(size=(TIME, BATCH)))
+
+
+def put(array: Any, mesh: Any, *spec: Any) -> Any:
+    """An array on a mesh; an axis that cannot be cut evenly stays whole."""
+    fits = [n if n and size % mesh.shape[n] == 0 else None for n, size in zip(spec, array.shape, strict=True)]
+    return jax.device_put(array, NamedSharding(mesh, P(*fits)))
+
+
+def learned(name: str, rule: str, chunk: int | None, mesh: Any = None) -> tuple[Any, Any, Any]:
+    """A learner after a sequence, its gradients, and how its traces were laid out before."""
+    brainstate.random.seed(0)
+    with brainstate.environ.context(dt=1.0 * u.ms), warnings.catch_warnings(action="ignore"):
+        with jax.numpy_rank_promotion("allow"):
+            model = MODELS[name]()
+        brainstate.nn.init_all_states(model, batch_size=BATCH)
+        xs, ys = data()
+        if mesh is not None:
+            xs, ys = put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
+            for st in model.states(brainstate.ParamState).values():
+                st.value = jax.tree.map(lambda a: put(a, mesh, *[None] * (a.ndim - 1), "model"), st.value)
+        explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+        with jax.set_mesh(mesh) if explicit else nullcontext():
+            return _learned(model, rule, chunk, xs, ys)
+
+
+def _learned(model: Any, rule: str, chunk: int | None, xs: Any, ys: Any) -> tuple[Any, Any, Any]:
+    if RULES[rule] is None:
+        learner = braintrace.BPTT(model)
+    else:
+        windows = {"window": chunk} if rule == "rank" else {}
+        learner = braintrace.ETraceVjpAlgorithm(model, RULES[rule], **windows)
+    learner.compile_graph(xs[0])
+    before = {k: st.value.sharding for k, st in learner.traces.items()}
+
+    def step(x: Any, y: Any) -> Any:
+        out = learner(x)
+        return jnp.mean((jnp.mean(out.reshape(BATCH, -1), 1) - y) ** 2)
+
+    size = None if rule == "rank" else chunk
+    return learner, learner.etrace_grad(xs, ys, step_fn=step, chunk_size=size), before
+
+
+@cache
+def on_one(name: str, rule: str, chunk: int | None) -> Any:
+    return jax.tree.map(np.asarray, learned(name, rule, chunk)[1])
+
+
+@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), TABLE)
+def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
+    learner, grads, before = learned(name, rule, chunk, mesh_of(shape, kind))
+    expected = on_one(name, rule, chunk)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
+    weights = learner.model.states(brainstate.ParamState)
+    for path, st in weights.items():  # gradients as weights
+        pairs = zip(jax.tree.leaves(grads[path]), jax.tree.leaves(st.value), strict=True)
+        assert all(g.sharding.is_equivalent_to(w.sharding, w.ndim) for g, w in pairs), path
+    for key, trace in learner.traces.items():  # where they were
+        assert trace.value.sharding.is_equivalent_to(before[key], trace.value.ndim), key
+    if rule == "D_RTRL":  # a part on each device
+        whole = {leaf.shape for st in weights.values() for leaf in jax.tree.leaves(st.value)}
+        cut = {s for s in whole if s[-1] % shape[1] == 0}
+        for key, trace in learner.traces.items():
+            size = trace.value.addressable_shards[0].data.size * shape[0]
+            assert size * shape[1] == trace.value.size or (cut != whole and size == trace.value.size), key
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+def gru(params: Any, h: Any, x: Any) -> tuple[Any, Any]:
+    p = params
+    z = jax.nn.sigmoid(x @ p["wz"] + h @ p["uz"] + p["bz"])
+    r = jax.nn.sigmoid(x @ p["wr"] + h @ p["ur"] + p["br"])
+    h = (1 - z) * h + z * jnp.tanh(x @ p["wc"] + (r * h) @ p["uc"] + p["bc"])
+    return h, jnp.tanh(h) @ p["out"]
+
+
+def gru_params() -> dict[str, Any]:
+    rng = np.random.RandomState(0)
+    shapes = {f"{kind}{gate}": s for gate in "zrc" for kind, s in (("w", (IN, UNITS)), ("u", (UNITS, UNITS)))}
+    shapes |= {f"b{gate}": (1, UNITS) for gate in "zrc"} | {"out": (UNITS, 1)}
+    return {k: jnp.asarray(0.5 * rng.normal(size=s)) for k, s in shapes.items()}
+
+
+def squared(y: Any, target: Any) -> Any:
+    return jnp.mean((y[:, 0] - target) ** 2)
+
+
+def gru_on(mesh: Any) -> tuple[Any, Any, Any, Any]:
+    """Parameters, carry and sequences; columns are spread over `model`, and the rows of the readout."""
+    given = gru_params()
+    params = {
+        k: put(a, mesh, *((None, "model") if k != "out" else ("model", None))) for k, a in given.items()
+    }
+    xs, ys = data()
+    carry = put(jnp.zeros((BATCH, UNITS)), mesh, "data", "model")
+    return params, carry, put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
+
+
+def sent(compiled: Any) -> Counter[str]:
+    """How many collectives of each kind a compiled program has."""
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return Counter(re.findall(rf" ({names})(?:-start)?\(", compiled.as_text()))
+
+
+@cache
+def own(shape: tuple[int, int]) -> Counter[str]:
+    """Those that the model has by itself, forwards and backwards."""
+    mesh = mesh_of(shape, AxisType.Auto)
+
+    def total(params: Any, carry: Any, xs: Any, ys: Any) -> Any:
+        def body(h: Any, now: Any) -> Any:
+            h, y = gru(params, h, now[0])
+            return h, squared(y, now[1])
+
+        return jnp.sum(jax.lax.scan(body, carry, (xs, ys))[1])
+
+    return sent(jax.jit(jax.grad(total)).lower(*gru_on(mesh)).compile())
+
+
+@pytest.mark.parametrize(
+    ("rule", "chunk", "shape"),
+    [*(("D_RTRL", 2, s) for s in SHAPES), ("D_RTRL", 1, (4, 2)), ("ES_D_RTRL", 2, (4, 2))],
+)
+def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
+    mesh = mesh_of(shape, AxisType.Auto)
+    params, carry, xs, ys = gru_on(mesh)
+    xs, ys = xs[:4], ys[:4]
+    net = braintrace.online(gru, params, carry, xs[0], rule=RULES[rule])
+    grad = jax.jit(lambda *given: net.grad(squared, *given, chunk_size=chunk))
+    found = sent(grad.lower(params, carry, net.init(params, carry), xs, ys).compile())
+    assert found <= own(shape), (found, own(shape))
+    if shape == (8, 1):
+        assert found == {"all-reduce": 1}
+
+
+# -- shard_map -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [2, 1])
+def test_a_learner_inside_shard_map_learns_from_its_part(chunk):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, (xs, ys) = gru_params(), data()
+    carry = jnp.zeros((BATCH, UNITS))
+    whole = braintrace.online(gru, params, carry, xs[0])
+    expected = whole.grad(squared, params, carry, whole.init(params, carry), xs, ys, chunk_size=chunk)
+    part = braintrace.online(gru, params, carry[:1], xs[0, :1])
+
+    def local(params: Any, carry: Any, xs: Any, ys: Any) -> Any:
+        found = part.grad(squared, params, carry, part.init(params, carry), xs, ys, chunk_size=chunk)
+        return jax.lax.pmean(found[0], "data"), found[1][0]
+
+    specs = {"in_specs": (P(), P("data"), P(None, "data"), P(None, "data")), "out_specs": (P(), P("data"))}
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, **specs, check_vma=False))
+    grads, last = mapped(params, carry, xs, ys)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected[0])
+    np.testing.assert_allclose(last, expected[1][0], rtol=1e-9)
+    with pytest.raises(braintrace.NotSupportedError, match="check_vma=False"):
+        jax.shard_map(local, mesh=mesh, **specs)(params, carry, xs, ys)
+
+
+def test_a_marked_op_varies_as_what_it_computes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = data()[0][0], gru_params()["wz"]
+
+    def gradient(op: Any) -> Any:
+        total = lambda w, x: jax.lax.psum(jnp.sum(jnp.tanh(op(x, w)) ** 2), "data")
+        mapped = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.grad(mapped)(w, x)
+
+    np.testing.assert_allclose(gradient(braintrace.matmul), gradient(jnp.matmul), rtol=1e-12)
+
+
+def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(braintrace.matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = 0.9 * h + mapped(x, w)
+        return h, h
+
+    with pytest.raises(braintrace.NotSupportedError, match="inside `shard_map`"):
+        braintrace.online(step, gru_params()["wz"], jnp.zeros((BATCH, UNITS)), data()[0][0]).report  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_device_runs_the_kernel_on_its_part(kind, monkeypatch):
+    taken = []
+
+    def step_in_kernel(*args: Any) -> Any:
+        taken.append(args)
+        return fused.step(*args)
+
+    monkeypatch.setattr(fused, "_SHORTEST", 1)
+    monkeypatch.setattr(fused, "_advance_plainly", partial(fused.advance, interpret=True))
+    monkeypatch.setattr(d_rtrl, "step", step_in_kernel)
+    found = []
+    with jax.enable_x64(False):
+        for fuses in (False, True):
+            monkeypatch.setattr(d_rtrl.D_RTRL, "fuses", lambda *_, fuses=fuses: fuses)
+            given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
+            params, carry, xs, ys = given
+            net = braintrace.online(gru, params, carry, xs[0])
+            traces = net.init(params, carry)
+            found.append(net.grad(squared, params, carry, traces, xs, ys, chunk_size=1)[:2])
+    assert taken
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+    jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
