@@ -30,7 +30,9 @@ if not told.endswith(b"\\0"):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("devices")
     add = group.add_argument
-    add("--devices", type=positive, metavar="N", help="spread batches over so many, of all processes together")
+    add(
+        "--devices", type=positive, metavar="N", help="spread batches over so many, of all processes together"
+    )
     add("--model-parallel", type=positive, metavar="M", help="of which so many share the columns of weights")
     add("--coordinator", metavar="HOST:PORT", help="several processes: where the first one listens")
     add("--processes", type=positive, metavar="N", help="how many there are")

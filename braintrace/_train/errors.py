@@ -57,7 +57,11 @@ def telling_of_lost(processes: int, checkpoints: Any) -> Iterator[None]:
         if processes == 1 or not _LOST.search(str(error)):
             raise
         saved = None if checkpoints is None else checkpoints.latest
-        where = "There is no checkpoint" if saved is None else f"The newest checkpoint is {checkpoints.path(saved)}"
+        where = (
+            "There is no checkpoint"
+            if saved is None
+            else f"The newest checkpoint is {checkpoints.path(saved)}"
+        )
         raise LostProcessError(
             f"Another of the {processes} processes of this run is gone ({str(error).splitlines()[0]}). {where}. "
             "Start all of them again with `resume=True` (`--resume`), on as many devices as are left."

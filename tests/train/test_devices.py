@@ -51,19 +51,20 @@ def mesh_of(*shape: int) -> Any:
 
 def run(mesh: Any, number: int = 4, **options: Any) -> tuple[Any, Any]:
     """The losses of a run whose traces go on from batch to batch, and its learner."""
-    brainstate.random.seed(0)
-    learner = braintrace.D_RTRL(Net())
-    result = braintrace.fit(
-        learner,
-        [batch(i) for i in range(9)],
-        lambda x, y: jnp.mean((learner(x) - y) ** 2),
-        optax.adam(0.01),
-        max_batches=number,
-        mesh=mesh,
-        reset=False,
-        progress=False,
-        **options,
-    )
+    with jax.enable_x64(True), brainstate.environ.context(precision=64):
+        brainstate.random.seed(0)
+        learner = braintrace.D_RTRL(Net())
+        result = braintrace.fit(
+            learner,
+            [batch(i) for i in range(9)],
+            lambda x, y: jnp.mean((learner(x) - y) ** 2),
+            optax.adam(0.01),
+            max_batches=number,
+            mesh=mesh,
+            reset=False,
+            progress=False,
+            **options,
+        )
     return result.curve()[1], learner
 
 
