@@ -15,7 +15,8 @@ from .errors import UsageError
 from .models import positive
 
 HEARTBEAT = 30  # seconds; a process that says nothing for so long is lost
-SEVERAL = ("coordinator", "processes", "process", "distributed")
+BY_HAND = ("coordinator", "processes", "process")
+SEVERAL = (*BY_HAND, "distributed")
 # Reads to the end of its input, which comes early if the process that writes dies: of a collective that never
 # ends JAX makes a crash, in which no Python runs any more.
 LAST_WORDS = """\
@@ -67,7 +68,7 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
 
 
 def leave(code: int) -> None:
-    """End a process that failed, if it is one of several: JAX would wait for the others, which wait for it."""
+    """End a process of several that failed: JAX would wait for the others, which wait for it."""
     import jax
 
     if jax.distributed.is_initialized():
@@ -79,9 +80,8 @@ def leave(code: int) -> None:
 def _mesh(devices: int | None, model: int) -> Any:
     import jax
 
-    if devices is not None and jax.config.jax_num_cpu_devices < 1 and not _are_counted():
-        with contextlib.suppress(RuntimeError):  # JAX has been used before: there are as many as there are
-            jax.config.update("jax_num_cpu_devices", devices)
+    if devices is not None and not jax.distributed.is_initialized():
+        _count_cpus(devices)
     found = jax.devices()
     number = devices or len(found)
     if number > len(found) or number % model:
@@ -94,41 +94,43 @@ def _mesh(devices: int | None, model: int) -> Any:
     return jax.make_mesh(shape, names, axis_types=kinds, devices=found[:number])
 
 
-def _are_counted() -> bool:
-    """Whether the user has said how many devices a CPU is."""
-    return "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+def _count_cpus(number: int) -> None:
+    """Have the CPU count as so many devices, unless the user or JAX has said already how many it is."""
+    import jax
+
+    counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.values["jax_num_cpu_devices"] < 1 and not counted:
+        with contextlib.suppress(RuntimeError):  # JAX has been used before
+            jax.config.update("jax_num_cpu_devices", number)
 
 
 def _join(typed: dict[str, Any]) -> None:
     """Find the other processes."""
     import jax
 
-    by_hand = [typed.get(name) for name in SEVERAL[:3]]
-    found = typed.get("distributed", False)
-    if found and any(v is not None for v in by_hand):
-        raise UsageError("--distributed finds out what --coordinator, --processes and --process say.")
-    if not found and any(v is None for v in by_hand):
+    wait = typed.get("heartbeat", HEARTBEAT)
+    if "distributed" in typed:
+        if any(name in typed for name in BY_HAND):
+            raise UsageError("--distributed finds out what --coordinator, --processes and --process say.")
+        try:
+            jax.distributed.initialize(heartbeat_timeout_seconds=wait)
+        except ValueError as error:  # nothing says which processes there are
+            raise UsageError(
+                f"--distributed: {error} Say it by --coordinator, --processes and --process."
+            ) from error
+        return
+    if any(name not in typed for name in BY_HAND):
         raise UsageError("Several processes need --coordinator HOST:PORT, --processes N and --process I.")
-    if not found:
-        coordinator, number, own = by_hand
-        if ":" not in str(coordinator):
-            raise UsageError(f"--coordinator is HOST:PORT, such as node0:1234, not {coordinator!r}.")
-        if not 0 <= own < number:
-            raise UsageError(f"--process counts from 0 to {number - 1}, and {own} is not among them.")
-        devices = typed.get("devices")
-        if devices is not None:
-            if devices % number:
-                raise UsageError(f"--devices {devices} cannot be shared evenly by --processes {number}.")
-            if jax.config.jax_num_cpu_devices < 1 and not _are_counted():
-                jax.config.update("jax_num_cpu_devices", devices // number)
-    try:
-        jax.distributed.initialize(
-            *by_hand, heartbeat_timeout_seconds=typed.get("heartbeat", HEARTBEAT), initialization_timeout=300
-        )
-    except ValueError as error:  # nothing says which processes there are
-        raise UsageError(
-            f"--distributed: {error} Say it by --coordinator, --processes and --process."
-        ) from error
+    where, number, own = (typed[name] for name in BY_HAND)
+    if ":" not in where:
+        raise UsageError(f"--coordinator is HOST:PORT, such as node0:1234, not {where!r}.")
+    if not 0 <= own < number:
+        raise UsageError(f"--process counts from 0 to {number - 1}, and {own} is not among them.")
+    if (devices := typed.get("devices")) is not None:
+        if devices % number:
+            raise UsageError(f"--devices {devices} cannot be shared evenly by --processes {number}.")
+        _count_cpus(devices // number)
+    jax.distributed.initialize(where, number, own, heartbeat_timeout_seconds=wait)
 
 
 @contextlib.contextmanager

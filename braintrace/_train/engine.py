@@ -115,7 +115,8 @@ class Engine:
                 self._lay_out(xs)
                 learner.compile_graph(*args, **kwargs)
         if self.layout is not None:
-            for state in (learner.steps, *learner.traces.values()):
+            kept: list[brainstate.State] = [learner.steps, *learner.traces.values()]
+            for state in kept:
                 state.value = self.layout.states(state.value, None)
         self._known[shapes] = (args, kwargs), learner.traces
         self._shapes = shapes

@@ -63,6 +63,7 @@ def telling_of_lost(processes: int, checkpoints: Any) -> Iterator[None]:
             else f"The newest checkpoint is {checkpoints.path(saved)}"
         )
         raise LostProcessError(
-            f"Another of the {processes} processes of this run is gone ({str(error).splitlines()[0]}). {where}. "
-            "Start all of them again with `resume=True` (`--resume`), on as many devices as are left."
+            f"Another of the {processes} processes of this run is gone ({str(error).splitlines()[0]}). "
+            f"{where}. Start all of them again with `resume=True` (`--resume`), on as many devices as are "
+            "left."
         ) from error

@@ -149,8 +149,8 @@ class Layout:
             return jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), host)
         except ValueError as error:
             raise ValueError(
-                f"This process has {host.shape[1] if spec else host.shape} sequences of a batch, which cannot "
-                f"be spread evenly over its {jax.local_device_count()} devices of the mesh "
+                f"This process has {host.shape[1]} sequences of a batch, which cannot be spread evenly "
+                f"over its {jax.local_device_count()} devices of the mesh "
                 f"{dict(self.mesh.shape)}. Give every process the same number of sequences, a multiple of "
                 f"that of its devices along {self.mesh.axis_names[0]!r}."
             ) from error

@@ -148,7 +148,8 @@ def test_a_process_is_killed_and_one_goes_on_alone(tmp_path):
     try:
         waited = time.monotonic() + 60
         while not (tmp_path / "run/checkpoints/4").exists():
-            assert time.monotonic() < waited and not any(p.poll() for p in both), both[0].communicate()[0]
+            assert time.monotonic() < waited
+            assert not any(p.poll() for p in both), both[0].communicate()[0]
             time.sleep(0.05)
         both[1].kill()
         told, _ = both[0].communicate(timeout=40)
