@@ -154,17 +154,17 @@ def train(
         fresh.write_text(json.dumps(settings, indent=1) + "\n")
         fresh.replace(out / "config.json")
     # every process makes whole batches, so that they are the same however many there are
-    place = Layout.of(mesh).whole if mesh is not None else lambda batch: batch
+    own = Layout.of(mesh).own if mesh is not None else lambda batch: batch
     every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
         learner,
-        lambda epoch: (place(task.batch(seed, epoch * EPOCH + i, size)) for i in range(EPOCH)),
+        lambda epoch: (own(task.batch(seed, epoch * EPOCH + i, size)) for i in range(EPOCH)),
         task.step(learner),
         make_optimizer(settings),
         max_batches=settings["steps"],
         update_every=every if every == "sequence" else int(every),
         metrics={name: task.metric},
-        eval_batches=lambda _: map(place, task.batches(seed, min(size, task.test_size), "test")),
+        eval_batches=lambda _: map(own, task.batches(seed, min(size, task.test_size), "test")),
         eval_every=settings["eval_every"],
         stop_when=(lambda row: task.reached(row[name])) if settings["to_target"] else None,
         checkpoint_dir=out / "checkpoints",

@@ -54,9 +54,21 @@ class Layout:
         """A batch of which each process has its rows, over all devices; global arrays stay as they are."""
         return self._batch(batch, batched, self._from_parts)
 
-    def whole(self, batch: Batch) -> Batch:
-        """A batch that all processes have as a whole, of which each puts its rows on its devices."""
-        return self._batch(batch, True, self._put)
+    def own(self, batch: Batch) -> Batch:
+        """Of a batch that every process has as a whole, what this one is to give `batch`: its rows.
+
+        All of it, as global arrays, where the devices cannot have equal parts.
+        """
+        size, first = size_of(batch[0]), self.mesh.axis_names[0]
+        if self.processes == 1:
+            return batch
+        if size % self.mesh.shape[first]:
+            return self._batch(batch, True, self._put)
+        parts = NamedSharding(self.mesh, P(first)).addressable_devices_indices_map((size,)).values()
+        rows = sorted({part[0].indices(size)[:2] for part in parts if part is not None})
+        pick = lambda a: np.concatenate([np.asarray(a)[:, i:j] for i, j in rows], 1)
+        own: Batch = jax.tree.map(lambda a: pick(a) if np.ndim(a) > 1 else a, batch)
+        return own
 
     def _batch(self, batch: Batch, batched: bool, put: Any) -> Batch:
         xs, ys, mask = batch
