@@ -33,7 +33,7 @@ needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight dev
 class Net(brainstate.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cell = braintrace.nn.ValinaRNNCell(IN, UNITS, activation="tanh")
+        self.cell = braintrace.nn.MinimalRNNCell(IN, UNITS)  # it leaks, so that traces have a past
         self.readout = braintrace.nn.Linear(UNITS, OUT)
 
     def update(self, x: Any) -> Any:
@@ -79,7 +79,7 @@ def test_curve_of_one_device(shape):
     losses, learner = run(mesh_of(*shape), eval_batches=[batch(100), batch(101, 3)])
     np.testing.assert_allclose(losses, on_one(), rtol=1e-12)
     columns = "model" if len(shape) > 1 else None
-    weight = learner.model.cell.W.weight.value["weight"]
+    weight = learner.model.cell.Wf.weight.value["weight"]
     assert weight.sharding.is_equivalent_to(NamedSharding(weight.sharding.mesh, P(None, columns)), 2)
     traces = [st.value for st in learner.traces.values()]
     assert traces
@@ -99,7 +99,7 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
 @needs_eight
 def test_parameters_stay_where_they_are_put():
     mesh, learner = mesh_of(4, 2), braintrace.D_RTRL(Net())
-    state = learner.model.cell.W.weight
+    state = learner.model.cell.Wf.weight
     rows = NamedSharding(mesh, P(None, None))
     state.value = jax.device_put(state.value, {"weight": rows, "bias": NamedSharding(mesh, P())})
     loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
