@@ -232,6 +232,34 @@ def shape_of(x: Any, first: int = 0) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x)[first:], jax.numpy.result_type(x), sharding=sharding)
 
 
+def spread_shape(x: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """The shape of an array that is spread so."""
+    sharding = jax.sharding.NamedSharding(mesh, _partition(spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def longer(x: Any, length: int) -> jax.ShapeDtypeStruct:
+    """The shape of so many arrays like this one, along a new first axis."""
+    found = sharding_of(x)
+    sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition((None, *found[1])))
+    return jax.ShapeDtypeStruct((length, *x.shape), x.dtype, sharding=sharding)
+
+
+def on_one_mesh(shapes: Any) -> Any:
+    """Shapes, all on the mesh that one of them is on, if any: those that do not say so, as a whole."""
+    found = next(filter(None, map(sharding_of, jax.tree.leaves(shapes))), None)
+    if found is None:
+        return shapes
+    return jax.tree.map(lambda a: a if sharding_of(a) else spread_shape(a, found[0], ()), shapes)
+
+
+def part_of(x: Any) -> tuple[int, ...]:
+    """The shape of what one device has of an array, or of a shape that says how it is spread."""
+    found = x.sharding if isinstance(x, jax.ShapeDtypeStruct | jax.Array) else None
+    spread = isinstance(found, jax.sharding.NamedSharding)
+    return tuple(found.shard_shape(x.shape)) if spread else tuple(x.shape)  # type: ignore[union-attr]
+
+
 def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     """Zeros that are spread over a mesh from the start."""
     return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
@@ -373,7 +401,7 @@ def _on_no_mesh(x: Any) -> Any:
 
 def _untyped_params(eqn: JaxprEqn) -> dict[str, Any]:
     def one(name: str, value: Any) -> Any:
-        if name in ("sharding", "out_sharding"):
+        if name in ("sharding", "out_sharding") and _is_explicit(value):
             return None
         if isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
             return tuple(map(_untyped_jaxpr, value))

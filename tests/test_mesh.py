@@ -24,9 +24,10 @@ from jax.sharding import PartitionSpec as P
 import braintrace
 from braintrace import nn
 from braintrace._executor import fused
+from braintrace._report.sent import bytes_sent
 from braintrace._rules import d_rtrl
 
-TIME, BATCH, IN, UNITS = 5, 8, 4, 8
+TIME, BATCH, IN, UNITS = 4, 8, 4, 8
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
@@ -79,7 +80,7 @@ RULES = {
     "ES_D_RTRL": braintrace.rules.ES_D_RTRL(),
     "RTRL": braintrace.rules.RTRL(),
     "BPTT": None,
-    "rank": braintrace.rules.D_RTRL(rank=2),
+    "rank": braintrace.rules.D_RTRL(rank=1),
 }
 SHAPES = [(8, 1), (4, 2), (1, 8)]
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -153,7 +154,10 @@ def on_one(name: str, rule: str, chunk: int | None) -> Any:
     return jax.tree.map(np.asarray, learned(name, rule, chunk)[1])
 
 
-@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), TABLE)
+@pytest.mark.parametrize(
+    ("name", "rule", "shape", "kind", "chunk"),
+    [pytest.param(*row, marks=pytest.mark.slow if n % 3 else ()) for n, row in enumerate(TABLE)],
+)
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
     learner, grads, before = learned(name, rule, chunk, mesh_of(shape, kind))
     expected = on_one(name, rule, chunk)
@@ -314,3 +318,50 @@ def test_each_device_runs_the_kernel_on_its_part(kind, monkeypatch):
     assert taken
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
     jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_plan_says_what_the_program_of_one_device_takes(shape):
+    mesh = mesh_of(shape, AxisType.Explicit)
+    params, carry, xs, ys = gru_on(mesh_of(shape, AxisType.Auto))
+    loss = lambda y, _: jnp.mean(y**2)
+    net = braintrace.online(gru, params, carry, xs[0])
+    traces = net.init(params, carry)
+    grad = jax.jit(lambda *given: net.grad(loss, *given, chunk_size=2))
+    compiled = grad.lower(params, carry, traces, xs[:4], ys[:4]).compile()
+    found = net.plan(4, rules=["D_RTRL"], chunk_sizes=[2], mesh=mesh)
+    (row,) = found.rows
+    parts = [a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(traces)]
+    assert row.trace_bytes == sum(parts)
+    assert found.parameter_bytes == sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(params))
+    assert found.mesh == {"data": shape[0], "model": shape[1]}
+    assert "sent per step" in str(found)
+    assert row.activation_bytes == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.1)
+    assert row.sent_per_chunk == 2 * row.sent_per_step > 0
+    if shape == (8, 1):  # a sum of gradients: of what the traces give, and of what the chunk does
+        once = sum(a.nbytes for a in params.values())
+        assert once < row.sent_per_chunk < 2 * once
+
+
+def test_what_is_sent_is_counted_as_often_as_it_is():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.ones((8, 4), jnp.float32), NamedSharding(mesh, P("data")))
+
+    def program(x: Any) -> Any:
+        body = lambda total, _: (total + jnp.sum(x * (1 + total[None]), 0), None)
+        return jax.lax.scan(body, jnp.zeros(4, jnp.float32), None, length=3)[0]
+
+    assert bytes_sent(jax.jit(program).lower(x).compile().as_text()) == 3 * 4 * 4
+
+
+def test_a_plan_of_a_module_has_an_eighth_of_its_traces_on_each_device():
+    def of(mesh: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"):
+            cell = nn.GRUCell(IN, UNITS)
+        x0 = jax.ShapeDtypeStruct((BATCH, IN), float)
+        return braintrace.plan(cell, x0, BATCH, 4, rules=["D_RTRL"], chunk_sizes=[2], mesh=mesh).row("D_RTRL")
+
+    assert 8 * of(mesh_of((4, 2), AxisType.Explicit)).trace_bytes == of(None).trace_bytes

@@ -204,6 +204,9 @@ class Spread:
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
         return _compat.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
 
+    def shape(self, of: Any, spec: Spec) -> Any:
+        return _compat.spread_shape(of, self.mesh, self.fitted(spec, of.shape))
+
     def ways(self, part: Any, size: int) -> int:
         """Into how many parts an axis of so many numbers is cut; 0 if it cannot be, evenly."""
         ways = int(np.prod([self.mesh.shape[n] for n in names_of(part)], dtype=int))

@@ -108,7 +108,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
         key = self._key(args, {})
         compiled = self._compiled[key] = Compiled(graph, self._reduced)
         self._examples[key], self._current = (args, {}), key
+        self._inputs = [_compat.shape_of(a) for a in split_static(args, {})[0]]
         shapes = jax.eval_shape(lambda: self._initial_values(compiled))
+        shapes = shapes if compiled.online is None else compiled.online.spread_shapes
         self.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
         self.steps.value = jax.ShapeDtypeStruct((), jnp.int32)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Leaves = list[Any]
 Loss = Callable[..., Any]
+Shape = Callable[[Any], Any]
 
 
 def online(
@@ -177,12 +178,30 @@ class OnlineFunctions:
         memory_budget: int | None = None,
         window: int | None = None,
         rank: int = 0,
+        mesh: Any = None,
     ) -> Plan:
         """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import plan_functions
 
         sizes = None if chunk_sizes is None else list(chunk_sizes)
-        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank)
+        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank, mesh)
+
+    def laid_out(self, param: Shape, state: Shape, x: Shape) -> OnlineFunctions:
+        """The same for arrays that are spread over devices as these functions of shapes say."""
+        f = self.function
+        trees = [
+            replace(t, like=list(map(g, t.like)))
+            for t, g in zip((f.params, f.carry, f.x), (param, state, x), strict=True)
+        ]
+        function = replace(f, params=trees[0], carry=trees[1], x=trees[2])
+        other = replace(self, function=function, start=trees[1].like, _programs=Programs())
+        other.__dict__["graph"] = self.graph
+        return other
+
+    @property
+    def initial_shapes(self) -> Values:
+        """The shapes of what the rule keeps, and how it is spread over devices."""
+        return self._online.spread_shapes
 
     def compare(
         self,

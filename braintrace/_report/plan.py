@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _rules
+from .._compat import longer, on_one_mesh, part_of
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
+from .._executor.spread import names_of
 from .._frontends.modules import extract_module_info
 from .._frontends.pure import Pure
 from .._learners import pickling
@@ -31,6 +33,7 @@ from .._learners.functional import OnlineFunctions
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._online.sequence import even_chunks
 from .flops import count_flops
+from .sent import bytes_sent
 from .tables import Table, show_bytes, show_count
 
 RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
@@ -57,6 +60,8 @@ class PlanRow:
     flops_per_step: float
     window: int | None = None
     rank: int = 0
+    sent_per_step: float = 0.0  # bytes that collectives hand to a device
+    sent_per_chunk: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -80,6 +85,7 @@ class Plan:
     rows: list[PlanRow]
     recommendation: str
     recommended: PlanRow | None
+    mesh: dict[str, int] | None = None  # its axes and their sizes; bytes are those of one device
 
     def row(self, rule: str, chunk_size: int | None = None, *, window: int | None = None) -> PlanRow:
         """One row; without a chunk size, that of the largest chunk."""
@@ -104,6 +110,7 @@ class Plan:
                 show_bytes(r.activation_bytes),
                 show_bytes(r.total_bytes),
                 show_count(r.flops_per_step),
+                *((show_bytes(int(r.sent_per_step)), show_bytes(int(r.sent_per_chunk))) if self.mesh else ()),
             )
             for r in self.rows
         ]
@@ -112,7 +119,19 @@ class Plan:
             f"{self.length} steps{batch}; parameters {show_bytes(self.parameter_bytes)}, states "
             f"{show_bytes(self.state_bytes)}"
         )
-        columns = ("rule", "steps at once", "gradient", "traces", "activations", "together", "flops per step")
+        if self.mesh:
+            axes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
+            title += f"; on each of {math.prod(self.mesh.values())} devices ({axes}), operations on all"
+        columns: tuple[str, ...] = (
+            "rule",
+            "steps at once",
+            "gradient",
+            "traces",
+            "activations",
+            "together",
+            "flops per step",
+        )
+        columns += ("sent per step", "per chunk") if self.mesh else ()
         return Table(title, columns, rows, [f"* {self.recommendation}"])
 
     def show(self) -> None:
@@ -137,6 +156,7 @@ def plan(
     memory_budget: int | None = None,
     window: int | None = None,
     rank: int = 0,
+    mesh: Any = None,
 ) -> Plan:
     """What each rule would cost on a sequence of `length` steps; the model is left as it is.
 
@@ -145,7 +165,10 @@ def plan(
     as they are.
     Chunks are of one step, of about the square root of the length and of all steps, unless given;
     `memory_budget` (bytes) is what the recommendation may use: the device's memory, or half of the machine's.
-    With a `window`, or a `rank`, there is a row of D_RTRL in windows, too.
+    With a `window`, or a `rank`, there is a row of D_RTRL in windows, too. With a `mesh` all bytes are those
+    of one of its devices: samples, the first axis of states and of `x0`, are spread over the first axis of
+    the mesh, units, the last axis of states and parameters, over the second; parameters that are on a mesh
+    stay as they are.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
@@ -156,6 +179,10 @@ def plan(
     """
     args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
     twin = _abstract_copy(model, batch_size)
+    layout = None if mesh is None else Layout.of(mesh)
+    if layout is not None:
+        args = jax.tree.map(layout.of_input, args)
+        _spread(twin, model, layout)
     graph = graph_from_info(extract_module_info(twin, *args))
 
     def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
@@ -166,7 +193,8 @@ def plan(
         return lambda size: _row_of_learner(rule, learner, args, length, size, dial)
 
     dial = Dial.of(window, rank)
-    return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size)
+    leaves = {e.path: jax.tree.leaves(e.state.value) for e in graph.module_info.entries}
+    return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size, layout, leaves)
 
 
 def plan_functions(
@@ -177,15 +205,69 @@ def plan_functions(
     memory_budget: int | None,
     window: int | None = None,
     rank: int = 0,
+    mesh: Any = None,
 ) -> Plan:
     """The same for pure functions."""
+    layout, leaves = None, None
+    if mesh is not None:
+        layout = Layout.of(mesh)
+        net = net.laid_out(layout.of_param, layout.of_state, layout.of_input)
+        known = [*net.function.params.like, *net.function.carry.like]
+        leaves = {e.path: [a] for e, a in zip(net.graph.module_info.entries, known, strict=True)}
 
     def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
         more = {"rank": rank} if dial and rank else {}
         other = net.with_rule(FUNCTIONS[rule](**more), dial.window if dial else None)
         return lambda size: _row_of_functions(rule, other, length, size, dial)
 
-    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, Dial.of(window, rank))
+    dial = Dial.of(window, rank)
+    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, None, layout, leaves)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How arrays are spread over a mesh where they do not say it."""
+
+    mesh: Any
+    samples: str
+    units: str | None
+
+    @staticmethod
+    def of(mesh: Any) -> Layout:
+        """Types of axes change no number, and XLA is asked for the rest."""
+        auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+        names = (*mesh.axis_names, None)
+        return Layout(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto), names[0], names[1])
+
+    def of_input(self, a: Any) -> Any:
+        return self._put(a, [self.samples, *[None] * (len(a.shape) - 1)][: len(a.shape)])
+
+    def of_state(self, a: Any) -> Any:
+        more = [None] * (len(a.shape) - 2)
+        return self._put(a, [self.samples, *more, self.units][: len(a.shape)])
+
+    def of_param(self, a: Any) -> Any:
+        given = getattr(a, "sharding", None)
+        if isinstance(given, jax.sharding.NamedSharding) and given.mesh.axis_names == self.mesh.axis_names:
+            return self._put(a, [*given.spec, *[None] * (len(a.shape) - len(given.spec))])
+        return self._put(a, [*[None] * (len(a.shape) - 1), self.units] if a.shape else [])
+
+    def _put(self, a: Any, names: Sequence[Any]) -> Any:
+        """A shape on the mesh; an axis that cannot be cut evenly stays whole."""
+        sizes = [math.prod(self.mesh.shape[n] for n in names_of(name)) for name in names]
+        spec = [n if size % ways == 0 else None for n, size, ways in zip(names, a.shape, sizes, strict=True)]
+        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+
+def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
+    """Give the states of a model of shapes a layout; parameters may have one in the model itself."""
+    given = model.states()
+    for path, state in twin.states().items():
+        if isinstance(state, brainstate.ParamState):
+            state.value = jax.tree.map(layout.of_param, given[path].value)
+        else:
+            state.value = jax.tree.map(layout.of_state, state.value)
 
 
 @dataclass(frozen=True)
@@ -210,6 +292,8 @@ def _plan(
     memory_budget: int | None,
     dial: Dial | None,
     batch_size: int | None = None,
+    layout: Layout | None = None,
+    leaves: dict[Any, list[Any]] | None = None,
 ) -> Plan:
     for rule in rules:
         if rule not in RULES:
@@ -224,16 +308,19 @@ def _plan(
         rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))
     budget = memory_of_device() if memory_budget is None else memory_budget
     best, words = _recommend(rows, length, budget)
-    states = [e for e in graph.module_info.entries if not e.is_param]
+    known = leaves or {e.path: [v.aval for v in e.invars] for e in graph.module_info.entries}
+    params = [a for e in graph.module_info.entries for a in known[e.path] if e.is_param]
+    states = [a for e in graph.module_info.entries for a in known[e.path] if not e.is_param]
     return Plan(
         batch_size=batch_size,
         length=length,
-        parameter_bytes=bytes_of(v.aval for e in graph.module_info.params for v in e.invars),
-        state_bytes=bytes_of(v.aval for e in states for v in e.invars),
+        parameter_bytes=bytes_of(params),
+        state_bytes=bytes_of(states),
         memory_budget=budget,
         rows=rows,
         recommendation=words,
         recommended=best,
+        mesh=None if layout is None else dict(layout.mesh.shape),
     )
 
 
@@ -272,7 +359,7 @@ def _row_of_learner(
         sequences = _longer(args, length)
         pure = Pure.trace(gradient, *sequences)
         traced = jax.jit(lambda values, *a: pure(values, *a)).trace(
-            jax.tree.map(_struct, pure.values()), *sequences
+            *on_one_mesh((jax.tree.map(_struct, pure.values()), *sequences))
         )
     values = [st.value for st in learner.traces.values()]
     exact = learner.report.exactness.exact
@@ -280,15 +367,16 @@ def _row_of_learner(
 
 
 def _row_of_functions(rule: str, net: OnlineFunctions, length: int, size: int, dial: Dial | None) -> PlanRow:
-    params, carry, x = net.function.shapes
+    params, carry, x = net.function.params.like, net.function.carry.like, net.function.x.like
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
         params, carry, xs = net.function.rebuild(params, carry, xs)
         return net.grad(_loss, params, carry, traces, xs, chunk_size=size)
 
     with warnings.catch_warnings(action="ignore"):
-        traces = jax.eval_shape(lambda *given: net.init(*net.function.rebuild(*given)[:2]), params, carry, x)
-        traced = jax.jit(gradient).trace(params, carry, _longer(x, length), traces)
+        traces = net.initial_shapes
+        given = on_one_mesh((params, carry, _longer(x, length), traces))
+        traced = jax.jit(gradient).trace(*given)
     exact = net.report.exactness.exact
     return _row(rule, size, length, exact, traces, traced.jaxpr, traced, dial)
 
@@ -299,7 +387,7 @@ def _loss(y: Any) -> Any:
 
 
 def _longer(args: Any, length: int) -> Any:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((length, *a.shape), a.dtype), args)
+    return jax.tree.map(lambda a: longer(a, length), args)
 
 
 def _row(
@@ -307,7 +395,9 @@ def _row(
 ) -> PlanRow:
     with warnings.catch_warnings(action="ignore"):
         quickly = _QUICKLY if jax.default_backend() == "cpu" else None
-        memory: Any = traced.lower().compile(compiler_options=quickly).memory_analysis()
+        compiled: Any = traced.lower().compile(compiler_options=quickly)
+        memory: Any = compiled.memory_analysis()
+    sent = bytes_sent(compiled.as_text()) if jax.device_count() > 1 else 0
     return PlanRow(
         rule=rule,
         chunk_size=size,
@@ -317,6 +407,8 @@ def _row(
         flops_per_step=count_flops(closed) / length,
         window=dial.window if dial else None,
         rank=dial.rank if dial else 0,
+        sent_per_step=sent / length,
+        sent_per_chunk=sent / math.ceil(length / size),
     )
 
 
@@ -367,7 +459,8 @@ def memory_of_device() -> int:
 
 
 def bytes_of(avals: Any) -> int:
-    return int(sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in avals))
+    """Of arrays or shapes; of those that are on a mesh, the part of one device."""
+    return int(sum(math.prod(part_of(a)) * jnp.dtype(a.dtype).itemsize for a in avals))
 
 
 def _struct(leaf: Any) -> Any:
