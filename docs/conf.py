@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from sphinx.util.inspect import stringify_signature
+
+jax.config.update("jax_num_cpu_devices", 8)  # for the page on many devices
 
 HERE = Path(__file__).parent
 MADE = HERE / "_build" / "made"  # what the code on the pages writes

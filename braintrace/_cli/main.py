@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from .._lines import raising_line
-from . import bench, compare, completion, inspection, tasks, train
+from . import bench, compare, completion, devices, inspection, tasks, train
 from .errors import UsageError
 
 ABOUT = """\
@@ -62,14 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         print("braintrace: interrupted", file=sys.stderr)
-        return 130
+        return _ended(130)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if given.debug:
+            traceback.print_exc()
+            _ended(1)
             raise
-        return _tell(error, given)
+        return _ended(_tell(error, given))
+
+
+def _ended(code: int) -> int:
+    """The exit code of a command that failed; a process that is one of several ends here."""
+    if "jax" in sys.modules:  # else none of them was found
+        devices.leave(code)
+    return code
 
 
 def _tell(error: Exception, given: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import dial, rules
+from . import devices, dial, rules
 from .errors import UsageError
 from .models import SPEC, positive
 
@@ -60,6 +60,9 @@ examples:
   braintrace train --task mackey_glass --update-every 1 --lr 1e-3       weights change at every time step
   braintrace train --task digits_rows --model my_mod:Net                your own model
   braintrace train --out runs/copying-gru-d_rtrl-0 --resume --steps 2000
+  braintrace train --task copying --devices 8 --model-parallel 2        batches over 4, columns over 2
+  braintrace train --task copying --coordinator node0:1234 --processes 2 --process 0    the first of two
+  srun braintrace train --task copying --distributed                    as many as SLURM started
 """
 
 
@@ -92,10 +95,16 @@ def add_to(commands: Any) -> None:
     add("--to-target", action="store_true", help="stop when the task's target is reached")
     add("--out", type=Path, metavar="FOLDER", help="where results go")
     add("--resume", action="store_true", help="go on where the run in --out stopped")
+    devices.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
+    with devices.mesh_of(given) as mesh:
+        return _run(given, mesh)
+
+
+def _run(given: argparse.Namespace, mesh: Any) -> int:
     from .models import find, time_step
     from .nets import make_net
 
@@ -109,19 +118,25 @@ def run(given: argparse.Namespace) -> int:
     own = settings["model"]
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
     with time_step():
-        result = train(settings, task, make, out, resume)
+        result = train(settings, task, make, out, resume, mesh)
     if result.interrupted:
         print(f"Interrupted after batch {result.batches}. Go on with: braintrace train --out {out} --resume")
         return 130
     return 0
 
 
-def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Path, resume: bool) -> Any:
+def train(
+    settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Path, resume: bool, mesh: Any = None
+) -> Any:
     """Train as the settings say, and write what there is to see."""
     import brainstate
+    import jax
     import jax.numpy as jnp
+    from jax.experimental import multihost_utils
 
     import braintrace
+
+    from .._train.layout import Layout
 
     size, seed = settings["batch_size"], settings["seed"]
     brainstate.random.seed(seed)
@@ -134,28 +149,34 @@ def train(settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Pat
     learner.show_graph()
     print(f"\n{task.name}: {task.description}. Target: {task.metric_name} {task.target:.3g}.\n")
 
-    out.mkdir(parents=True, exist_ok=True)
-    fresh = out / "config.json.new"  # so that a run that is killed leaves it whole
-    fresh.write_text(json.dumps(settings, indent=1) + "\n")
-    fresh.replace(out / "config.json")
+    multihost_utils.sync_global_devices("all have looked at what is there")
+    if jax.process_index() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        fresh = out / "config.json.new"  # so that a run that is killed leaves it whole
+        fresh.write_text(json.dumps(settings, indent=1) + "\n")
+        fresh.replace(out / "config.json")
+    # every process makes whole batches, so that they are the same however many there are
+    own = Layout.of(mesh).own if mesh is not None else lambda batch: batch
     every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
         learner,
-        lambda epoch: (task.batch(seed, epoch * EPOCH + i, size) for i in range(EPOCH)),
+        lambda epoch: (own(task.batch(seed, epoch * EPOCH + i, size)) for i in range(EPOCH)),
         _step(learner, task),
         make_optimizer(settings),
         max_batches=settings["steps"],
         update_every=every if every == "sequence" else int(every),
         metrics={name: task.metric},
-        eval_batches=lambda _: task.batches(seed, min(size, task.test_size), "test"),
+        eval_batches=lambda _: map(own, task.batches(seed, min(size, task.test_size), "test")),
         eval_every=settings["eval_every"],
         stop_when=(lambda row: task.reached(row[name])) if settings["to_target"] else None,
         checkpoint_dir=out / "checkpoints",
         checkpoint_every=settings["checkpoint_every"],
         metrics_file=out / "metrics.jsonl",
         resume=resume,
+        mesh=mesh,
     )
-    _write(result, learner, task, name, settings, out)
+    if jax.process_index() == 0:
+        _write(result, learner, task, name, settings, out)
     return result
 
 

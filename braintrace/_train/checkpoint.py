@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .engine import Engine
+from .layout import Layout
 
 # what a run writes beside its arrays, and cannot go on without
 NOTES = {"learner", "epoch", "index", "batch_size", "seconds", "reached"}
@@ -31,8 +33,9 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
+        handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "notes": ocp.JsonCheckpointHandler()}
         with _quiet():
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     @property
     def latest(self) -> int | None:
@@ -53,33 +56,56 @@ class Checkpoints:
             self._manager.wait_until_finished()
         return self.path(number)
 
-    def load(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arrays and the notes of a checkpoint."""
+    def _load_notes(self, number: int) -> dict[str, Any]:
+        with _quiet():
+            args = self._ocp.args.Composite(notes=self._ocp.args.JsonRestore())
+            notes: dict[str, Any] = self._manager.restore(number, args=args)["notes"]
+        if missing := NOTES - notes.keys():
+            raise KeyError(f"its notes have no {', '.join(sorted(missing))}")
+        return notes
+
+    def _load_arrays(self, number: int, like: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of a checkpoint, those of `like` onto the devices of these."""
         with _quiet():
             found = self._manager.item_metadata(number)["arrays"]
-            tree = getattr(found, "tree", found)
-            as_numpy = jax.tree.map(lambda _: self._ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            args = self._ocp.args.Composite(
-                arrays=self._ocp.args.PyTreeRestore(restore_args=as_numpy), notes=self._ocp.args.JsonRestore()
-            )
-            loaded = self._manager.restore(number, args=args)
-        return loaded["arrays"], loaded["notes"]
+            tree = {
+                name: {i: self._how(saved, like.get(name, {}).get(i)) for i, saved in parts.items()}
+                for name, parts in getattr(found, "tree", found).items()
+            }
+            arrays = self._ocp.args.PyTreeRestore(restore_args=tree)
+            loaded = self._manager.restore(number, args=self._ocp.args.Composite(arrays=arrays))
+        return loaded["arrays"]  # type: ignore[no-any-return]
 
-    def load_newest(self) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    def _how(self, saved: Any, like: Any) -> Any:
+        """How to read an array: each device its part, if it is to be spread as `like` is."""
+        if _is_spread(like) and tuple(saved.shape) == like.shape:
+            return self._ocp.ArrayRestoreArgs(sharding=like.sharding)
+        if saved.sharding is None:  # it was written from one device
+            return self._ocp.RestoreArgs(restore_type=np.ndarray)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return self._ocp.ArrayRestoreArgs(sharding=here)
+
+    def load_newest(
+        self, arrays_of: Callable[[int, dict[str, Any]], dict[str, Any]]
+    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
         """The newest one that can be read: its number, arrays and notes.
 
-        One that is damaged is said and set aside, so that another can be written in its place.
+        `arrays_of(number, notes)` are the arrays of a run that goes on from there, onto the devices of which
+        those of the checkpoint are read. One that is damaged is said and set aside, so that another can be
+        written in its place.
         """
         damaged: list[str] = []
         for number in sorted(self._manager.all_steps(), reverse=True):
             try:
-                arrays, notes = self.load(number)
-                missing = NOTES - notes.keys()
-                if missing:
-                    raise KeyError(f"its notes have no {', '.join(sorted(missing))}")
+                notes = self._load_notes(number)
             except Exception as error:  # whatever orbax makes of a file that is cut, or not there
-                reason = " ".join(str(error).split())[:200]
-                damaged.append(f"{self.path(number)} ({type(error).__name__}: {reason})")
+                damaged.append(self._told(number, error))
+                continue
+            like = arrays_of(number, notes)
+            try:
+                arrays = self._load_arrays(number, like)
+            except Exception as error:
+                damaged.append(self._told(number, error))
                 continue
             if damaged:
                 for later in [n for n in self._manager.all_steps() if n > number]:
@@ -94,10 +120,16 @@ class Checkpoints:
             "or start afresh with another `checkpoint_dir`."
         )
 
+    def _told(self, number: int, error: Exception) -> str:
+        reason = " ".join(str(error).split())[:200]
+        return f"{self.path(number)} ({type(error).__name__}: {reason})"
+
     def _set_aside(self, number: int) -> None:
         old = self.path(number)
         names = (self.folder / f"damaged-{number}{more}" for more in ("", *map("-{}".format, range(2, 1000))))
-        old.rename(next(p for p in names if not p.exists()))
+        if jax.process_index() == 0:
+            old.rename(next(p for p in names if not p.exists()))
+        multihost_utils.sync_global_devices(f"damaged {number}")
         with _quiet():
             self._manager.reload()
 
@@ -118,7 +150,10 @@ def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
         raise ValueError(
             f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`, this one has not."
         )
-    new = {name: _restored(st.value, arrays.get(name, {}), name, where) for name, st in targets.items()}
+    new = {
+        name: _restored(st.value, arrays.get(name, {}), name, where, engine.layout)
+        for name, st in targets.items()
+    }
     for name, state in targets.items():
         state.value = new[name]
 
@@ -140,10 +175,12 @@ def _saved(value: Any) -> dict[str, Any]:
     """The leaves of a value; a random key as its numbers."""
     leaves = jax.tree.leaves(value)
     raw = [jax.random.key_data(a) if _is_key(a) else a for a in leaves]
-    return {str(i): np.asarray(a) for i, a in enumerate(raw)}
+    # what is spread over devices is written by those that hold it
+    return {str(i): a if _is_spread(a) else np.asarray(a) for i, a in enumerate(raw)}
 
 
-def _restored(value: Any, saved: Any, name: str, where: Path) -> Any:
+def _restored(value: Any, saved: Any, name: str, where: Path, layout: Layout | None) -> Any:
+    """A value with the numbers that were saved, on the devices of its own."""
     leaves, tree = jax.tree.flatten(value)
     found = [saved[str(i)] for i in range(len(saved))]
     shapes = [np.shape(_saved([a])["0"]) for a in leaves]
@@ -156,7 +193,13 @@ def _restored(value: Any, saved: Any, name: str, where: Path) -> Any:
         jax.random.wrap_key_data(b, impl=jax.random.key_impl(a)) if _is_key(a) else jnp.asarray(b, a.dtype)
         for a, b in zip(leaves, found, strict=True)
     ]
+    if layout is not None:
+        new = [layout.as_before(b, a) for a, b in zip(leaves, new, strict=True)]
     return jax.tree.unflatten(tree, new)
+
+
+def _is_spread(array: Any) -> bool:
+    return isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
 
 
 def _is_key(array: Any) -> bool:

@@ -18,6 +18,7 @@ from .._learners.bptt import call_model
 from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
 from .data import Batch, size_of
+from .layout import Layout
 from .outside import warn_of_unlearned
 
 Metric = Callable[[Any, Any, Any], Any]
@@ -36,6 +37,7 @@ class Engine:
     metrics: Mapping[str, Metric]
     reset: bool
     batched: bool
+    layout: Layout | None = None  # over a mesh of devices
     opt_state: Any = field(init=False)
     _shapes: Any = None  # of the batch that the states are made for
     _known: dict[Any, Any] = field(default_factory=dict)  # by shapes: the learner's arguments and traces
@@ -45,7 +47,15 @@ class Engine:
         import optax
 
         self._optimizer = optax.with_extra_args_support(self.optimizer)
-        self.opt_state = brainstate.ShortTermState(self.optimizer.init(self.parameters()))
+        if self.layout is not None:
+            for state in self.named_parameters().values():
+                state.value = self.layout.parameters(state.value)
+        opt_state = self.optimizer.init(self.parameters())
+        if self.layout is not None:
+            opt_state = self.layout.like(opt_state, self.parameters())
+        self.opt_state = brainstate.ShortTermState(opt_state)
+        self._shardings = jax.tree.map(lambda a: getattr(a, "sharding", None), (self.parameters(), opt_state))
+        self._warned_of_whole = False
         self._train = brainstate.transform.jit(self._train_batch)
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
 
@@ -59,6 +69,18 @@ class Engine:
         return {".".join(map(str, path)): st for path, st in self.learner.param_states.items()}
 
     # -- states that fit a batch -------------------------------------------------------------------
+
+    def place(self, batch: Batch) -> Batch:
+        """A batch where it is to be computed with."""
+        return batch if self.layout is None else self.layout.batch(batch, self.batched)
+
+    def _lay_out(self, xs: Any) -> None:
+        """Spread the states of the model over the devices of the mesh."""
+        if self.layout is not None:
+            samples = size_of(xs) if self.batched else None
+            for state in (*self.learner.model.states().values(), brainstate.random.DEFAULT):
+                if not isinstance(state, brainstate.ParamState):
+                    state.value = self.layout.states(state.value, samples)
 
     def prepare(self, batch: Batch) -> None:
         """Give the states the shapes that a batch needs, and compile the learner for it, where needed."""
@@ -78,15 +100,24 @@ class Engine:
         with brainstate.environ.context(fit=True):
             if not learner.is_compiled:
                 brainstate.nn.init_all_states(model, **size)
+                self._lay_out(xs)
                 learner.compile_graph(*args, **kwargs)
             elif not learner.is_set_for(args, kwargs):
                 with brainstate.random.seed_context(0):  # so that a resumed run draws the same numbers
                     brainstate.nn.reset_all_states(model, **size)
+                self._lay_out(xs)
                 if known:
                     learner.traces = self._known[shapes][1]  # the states that this shape was compiled with
                     learner.set_for(args, kwargs)
                 else:
                     learner.compile_graph(*args, **kwargs)
+            elif self.layout is not None:  # compiled before the arrays were on the mesh
+                self._lay_out(xs)
+                learner.compile_graph(*args, **kwargs)
+        if self.layout is not None:
+            kept: list[brainstate.State] = [learner.steps, *learner.traces.values()]
+            for state in kept:
+                state.value = self.layout.states(state.value, None)
         self._known[shapes] = (args, kwargs), learner.traces
         self._shapes = shapes
 
@@ -105,6 +136,8 @@ class Engine:
     def train(self, batch: Batch) -> dict[str, Any]:
         """Learn from a batch: its loss and metrics, and of each step the loss and which gradients are bad."""
         self.prepare(batch)
+        if self.layout is not None and self.batched and not self._warned_of_whole:
+            self._warned_of_whole = self.layout.warn_of_whole(batch)
         with brainstate.environ.context(fit=True):
             found: dict[str, Any] = jax.device_get(self._train(*batch))
         if not self._looked_outside:
@@ -119,7 +152,11 @@ class Engine:
         size = self.update_every or sequence.length
         update = lambda c, arrays, mask, _: (c, self._update(arrays, mask))
         _, (losses, aux, bad) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
-        return {**self._scores(losses, aux, sequence), "losses": losses, "bad": bad}
+        return self._everywhere({**self._scores(losses, aux, sequence), "losses": losses, "bad": bad})
+
+    def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Scores that every process can read."""
+        return found if self.layout is None else self.layout.everywhere(found)
 
     def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
         """One update from some steps: their losses, what else `step_fn` returned, and what is not finite."""
@@ -144,9 +181,12 @@ class Engine:
         bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
         counts = ~bad.any() & jnp.isfinite(losses).all() & (mask != 0).any()
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(counts, x, y), a, b)
+        new, opt_state = choose((new, opt_state), (params, self.opt_state.value))
+        if self.layout is not None:
+            new, opt_state = self.layout.keep((new, opt_state), self._shardings)
         for name, state in self.named_parameters().items():
-            state.value = _with_units(choose(new[name], params[name]), state.value)
-        self.opt_state.value = choose(opt_state, self.opt_state.value)
+            state.value = _with_units(new[name], state.value)
+        self.opt_state.value = opt_state
         return losses, aux, jnp.broadcast_to(bad, (*losses.shape, bad.size))
 
     def _gradient_of_step(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
@@ -207,7 +247,7 @@ class Engine:
                 losses, aux = brainstate.transform.for_loop(self._step, *sequence.arrays)
         for state, value in kept.values():
             state.value = value
-        return self._scores(losses, aux, sequence)
+        return self._everywhere(self._scores(losses, aux, sequence))
 
 
 def _sequence(xs: Any, ys: Any, mask: Any) -> Sequence:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
 
 
 class DivergedError(ArithmeticError):
@@ -33,3 +38,32 @@ class DivergedError(ArithmeticError):
             f"The parameters are left as they were before that update. {saved}. Try a lower learning rate or "
             "`optax.chain(optax.clip_by_global_norm(1.0), optimizer)`."
         )
+
+
+class LostProcessError(RuntimeError):
+    """A process of the run is gone, so that the others cannot go on."""
+
+
+# what gloo, NCCL and JAX's own service say when nobody answers
+_LOST = re.compile(r"gloo|nccl|heartbeat|connection|coordination service|unavailable|deadline", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def telling_of_lost(processes: int, checkpoints: Any) -> Iterator[None]:
+    """Say of an error that another process is gone, if it is of that kind."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if processes == 1 or not _LOST.search(str(error)):
+            raise
+        saved = None if checkpoints is None else checkpoints.latest
+        where = (
+            "There is no checkpoint"
+            if saved is None
+            else f"The newest checkpoint is {checkpoints.path(saved)}"
+        )
+        raise LostProcessError(
+            f"Another of the {processes} processes of this run is gone ({str(error).splitlines()[0]}). "
+            f"{where}. Start all of them again with `resume=True` (`--resume`), on as many devices as are "
+            "left."
+        ) from error

@@ -81,19 +81,26 @@ class Run:
                 f"{where.parent} holds checkpoints of an earlier run. To continue that run pass "
                 "`resume=True`; to start afresh choose another `checkpoint_dir` or remove this one."
             )
-        latest, arrays, notes = self.checkpoints.load_newest()
+        latest, arrays, notes = self.checkpoints.load_newest(self._go_to)
         where = self.checkpoints.path(latest)
+        self.result = FitResult(
+            to_rows(arrays.pop("history", {})), to_rows(arrays.pop("evaluations", {})), checkpoint=where
+        )
+        self.result.reached = notes["reached"] and self.schedule.stop_when is not None
+        restore(self.engine, arrays, where)
+        self._compare(notes.get("settings", {}), where)
+
+    def _go_to(self, number: int, notes: dict[str, Any]) -> dict[str, Any]:
+        """Go to the batch after which a checkpoint was made; the arrays that are to have its values."""
+        assert self.checkpoints is not None
+        where = self.checkpoints.path(number)
         if notes["learner"] != type(self.engine.learner).__name__:
             raise ValueError(
                 f"The checkpoint {where} was made with {notes['learner']}, and this learner is "
                 f"{type(self.engine.learner).__name__}. Resume with the same rule, or start afresh elsewhere."
             )
-        self.epoch, self.index, self.batch = notes["epoch"], notes["index"], latest
+        self.epoch, self.index, self.batch = notes["epoch"], notes["index"], number
         self._trained, self.seconds = (self.epoch, self.index), notes["seconds"]
-        self.result = FitResult(
-            to_rows(arrays.pop("history", {})), to_rows(arrays.pop("evaluations", {})), checkpoint=where
-        )
-        self.result.reached = notes["reached"] and self.schedule.stop_when is not None
         self._left = read(self.batches, self.epoch)
         first = last = next(self._left, None)
         for _ in range(self.index - 1):
@@ -103,6 +110,7 @@ class Run:
                 f"The checkpoint {where} was made after batch {self.index} of epoch {self.epoch}, but "
                 "`batches` now gives fewer in that epoch."
             )
+        first, last = self.engine.place(first), self.engine.place(last)
         if (size := self._size(last)) != notes["batch_size"]:
             warn_user(
                 f"The checkpoint {where} was made with batches of {notes['batch_size']} sequences, and "
@@ -110,8 +118,7 @@ class Run:
                 "for the run that it would have been, give batches of the same size."
             )
         self.engine.prepare(first)
-        restore(self.engine, arrays, where)
-        self._compare(notes.get("settings", {}), where)
+        return collect(self.engine)
 
     def _compare(self, before: dict[str, Any], where: Path) -> None:
         """Say what is not as it was when the checkpoint was made."""
@@ -161,9 +168,10 @@ class Run:
 
     def _is_over(self) -> bool:
         epochs, batches = self.schedule.epochs, self.schedule.max_batches
-        self.result.interrupted = self.interrupt.asked
+        layout, asked = self.engine.layout, self.interrupt.asked
+        self.result.interrupted = asked if layout is None else layout.any_asks(asked)
         return (
-            self.interrupt.asked
+            self.result.interrupted
             or self.result.reached
             or (epochs is not None and self.epoch >= epochs)
             or (batches is not None and self.batch >= batches)
@@ -171,6 +179,7 @@ class Run:
 
     def _train(self, batch: Batch) -> None:
         began = time.perf_counter()
+        batch = self.engine.place(batch)
         found = self.engine.train(batch)
         passed = time.perf_counter() - began
         if not self.result.history:
@@ -214,7 +223,7 @@ class Run:
             return
         scores: list[Any] = []
         sizes: list[int] = []
-        for batch in read(self.eval_batches, 0):
+        for batch in map(self.engine.place, read(self.eval_batches, 0)):
             scores.append(self.engine.evaluate(batch))
             sizes.append(self._size(batch) or 1)
         if not scores:

@@ -10,6 +10,8 @@ from .._learners.base import ETraceAlgorithm
 from .checkpoint import Checkpoints
 from .data import Batches
 from .engine import Engine, Metric
+from .errors import telling_of_lost
+from .layout import Layout
 from .progress import Watch
 from .result import FitResult, Log, Row
 from .run import Interrupt, Run, Schedule
@@ -39,6 +41,7 @@ def fit(
     resume: bool = False,
     metrics_file: str | Path | None = None,
     progress: bool = True,
+    mesh: Any = None,
 ) -> FitResult:
     """Train a learner with an optimiser of optax, and return the history of the run.
 
@@ -58,8 +61,13 @@ def fit(
     `eval_batches` are evaluated every `eval_every` batches (None: after each epoch) and at the end;
     `stop_when(scores)` of an evaluation, or else of a batch, ends the run. Checkpoints go to
     `checkpoint_dir` every `checkpoint_every` batches, of which the last `keep` stay; with `resume` the run
-    goes on from the newest, bit for bit. Ctrl-C ends the run after the current batch and saves. A loss or
-    gradient that is not finite raises `DivergedError`.
+    goes on from the newest, bit for bit, or on another number of devices. Ctrl-C ends the run after the
+    current batch and saves. A loss or gradient that is not finite raises `DivergedError`.
+
+    With a `mesh` of `jax.make_mesh`, batches are spread over the devices along its first axis, and along an
+    axis 'model' the columns of weights that it divides; parameters that lie on the mesh already stay as they
+    are. States, traces and the optimiser follow. Where the mesh has devices of several processes, each of
+    them calls `fit` and gives its own sequences of a batch, or global arrays; the first one shows and logs.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, optax
     >>> learner = braintrace.D_RTRL(braintrace.nn.GRUCell(3, 4))
@@ -73,17 +81,23 @@ def fit(
     if window is not None or rank is not None:
         learner.take_windows(window, rank)
     every = None if update_every == "sequence" else update_every
-    engine = Engine(learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched)
+    layout = None if mesh is None else Layout.of(mesh)
+    speaks = layout is None or layout.speaks
+    engine = Engine(
+        learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched, layout
+    )
     if epochs is None and (max_batches is None or isinstance(batches, Iterator)):
         epochs = 1
     schedule = Schedule(epochs, max_batches, eval_every, checkpoint_every, stop_when)
     checkpoints = Checkpoints(checkpoint_dir, keep) if checkpoint_dir is not None else None
     run = Run(engine, batches, eval_batches, schedule, checkpoints)
     try:
-        run.start(resume)
-        run.log = Log(metrics_file, run.batch)
-        with Watch(schedule.total(batches), progress) as run.watch, Interrupt(run.watch.say) as run.interrupt:
-            run.go()
+        with telling_of_lost(layout.processes if layout else 1, checkpoints):
+            run.start(resume)
+            run.log = Log(metrics_file if speaks else None, run.batch)
+            watch = Watch(schedule.total(batches), progress and speaks)
+            with watch as run.watch, Interrupt(run.watch.say) as run.interrupt:
+                run.go()
     finally:
         run.log.close()
         if checkpoints is not None:

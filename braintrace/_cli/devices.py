@@ -1,0 +1,151 @@
+"""`--devices`, `--model-parallel` and several processes: the mesh that a run is spread over."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from .errors import UsageError
+from .models import positive
+
+HEARTBEAT = 30  # seconds; a process that says nothing for so long is lost
+BY_HAND = ("coordinator", "processes", "process")
+SEVERAL = (*BY_HAND, "distributed")
+# Reads to the end of its input, which comes early if the process that writes dies: of a collective that never
+# ends JAX makes a crash, in which no Python runs any more.
+LAST_WORDS = """\
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+told = sys.stdin.buffer.read()
+if not told.endswith(b"\\0"):
+    print(told.decode(), file=sys.stderr, flush=True)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("devices")
+    add = group.add_argument
+    add(
+        "--devices", type=positive, metavar="N", help="spread batches over so many, of all processes together"
+    )
+    add("--model-parallel", type=positive, metavar="M", help="of which so many share the columns of weights")
+    add("--coordinator", metavar="HOST:PORT", help="several processes: where the first one listens")
+    add("--processes", type=positive, metavar="N", help="how many there are")
+    add("--process", type=int, metavar="I", help="which of them this one is, from 0")
+    add("--distributed", action="store_true", help="several processes as SLURM, MPI or the like has them")
+    add(
+        "--heartbeat",
+        type=positive,
+        metavar="SECONDS",
+        help=f"a process that is silent for so long is lost (default: {HEARTBEAT})",
+    )
+
+
+@contextlib.contextmanager
+def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
+    """The mesh that was asked for, if any; of several processes only the first one prints in here."""
+    typed = vars(given)
+    devices, model = typed.get("devices"), typed.get("model_parallel", 1)
+    if devices is not None and devices % model:
+        raise UsageError(f"--model-parallel {model} does not divide --devices {devices}.")
+    if not any(name in typed for name in SEVERAL):
+        yield _mesh(devices, model) if devices or model > 1 else None
+        return
+    import jax
+
+    _join(typed)
+    with _last_words(), contextlib.ExitStack() as stack:
+        mesh = _mesh(devices, model)
+        if jax.process_index():
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield mesh
+
+
+def leave(code: int) -> None:
+    """End a process of several that failed: JAX would wait for the others, which wait for it."""
+    import jax
+
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _mesh(devices: int | None, model: int) -> Any:
+    import jax
+
+    if devices is not None and not jax.distributed.is_initialized():
+        _count_cpus(devices)
+    found = jax.devices()
+    number = devices or len(found)
+    if number > len(found) or number % model:
+        have = f"there are {len(found)}: {', '.join(map(str, found[:4]))}{' ...' if len(found) > 4 else ''}"
+        raise UsageError(f"--devices {number}, --model-parallel {model}: {have}.")
+    if number < len(found) and jax.process_count() > 1:
+        raise UsageError(f"Several processes use all of their {len(found)} devices, not {number}.")
+    shape, names = ((number // model, model), ("data", "model")) if model > 1 else ((number,), ("data",))
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=found[:number])
+
+
+def _count_cpus(number: int) -> None:
+    """Have the CPU count as so many devices, unless the user or JAX has said already how many it is."""
+    import jax
+
+    counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if jax.config.values["jax_num_cpu_devices"] < 1 and not counted:
+        with contextlib.suppress(RuntimeError):  # JAX has been used before
+            jax.config.update("jax_num_cpu_devices", number)
+
+
+def _join(typed: dict[str, Any]) -> None:
+    """Find the other processes."""
+    import jax
+
+    wait = typed.get("heartbeat", HEARTBEAT)
+    if "distributed" in typed:
+        if any(name in typed for name in BY_HAND):
+            raise UsageError("--distributed finds out what --coordinator, --processes and --process say.")
+        try:
+            jax.distributed.initialize(heartbeat_timeout_seconds=wait)
+        except ValueError as error:  # nothing says which processes there are
+            raise UsageError(
+                f"--distributed: {error} Say it by --coordinator, --processes and --process."
+            ) from error
+        return
+    if any(name not in typed for name in BY_HAND):
+        raise UsageError("Several processes need --coordinator HOST:PORT, --processes N and --process I.")
+    where, number, own = (typed[name] for name in BY_HAND)
+    if ":" not in where:
+        raise UsageError(f"--coordinator is HOST:PORT, such as node0:1234, not {where!r}.")
+    if not 0 <= own < number:
+        raise UsageError(f"--process counts from 0 to {number - 1}, and {own} is not among them.")
+    if (devices := typed.get("devices")) is not None:
+        if devices % number:
+            raise UsageError(f"--devices {devices} cannot be shared evenly by --processes {number}.")
+        _count_cpus(devices // number)
+    jax.distributed.initialize(where, number, own, heartbeat_timeout_seconds=wait)
+
+
+@contextlib.contextmanager
+def _last_words() -> Iterator[None]:
+    """Say how to go on, even if JAX ends this process because another one is lost."""
+    words = (
+        "braintrace train: this process was ended before its run was over, most likely because another one "
+        "was lost; what is above says which. Start all of them again with --resume, on as many devices as "
+        "are left: the run goes on from its newest checkpoint."
+    )
+    with subprocess.Popen([sys.executable, "-S", "-c", LAST_WORDS], stdin=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        other.stdin.write(words.encode())
+        other.stdin.flush()
+        try:
+            yield
+        finally:
+            other.stdin.write(b"\0")
