@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,11 +68,13 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
         yield mesh
 
 
-def leave(code: int) -> None:
+def leave(code: int, error: Exception | None = None) -> None:
     """End a process of several that failed: JAX would wait for the others, which wait for it."""
     import jax
 
     if jax.distributed.is_initialized():
+        if error is not None:
+            traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

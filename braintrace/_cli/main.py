@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,16 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         if given.debug:
-            traceback.print_exc()
-            _ended(1)
+            _ended(1, error)
             raise
         return _ended(_tell(error, given))
 
 
-def _ended(code: int) -> int:
+def _ended(code: int, error: Exception | None = None) -> int:
     """The exit code of a command that failed; a process that is one of several ends here."""
     if "jax" in sys.modules:  # else none of them was found
-        devices.leave(code)
+        devices.leave(code, error)
     return code
 
 

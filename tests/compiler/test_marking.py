@@ -49,6 +49,7 @@ EXCEPTIONS = {
     "plain_input_weight": "a weight without a mark is found",
     "recurrent_lora": "the same",
     "recurrent_sparse": "a sparse product is no operation of its own",
+    "ring": "the same",
     "plain_recurrent": "a recurrent weight without a mark is found, which closes the path through it",
     "weight_that_changes": "a weight times a state is found where it meets the state",
     "weight_of_input": "a weight times an input is found where it meets the input",
