@@ -45,12 +45,12 @@ def test_the_own_diagonal_is_that_of_the_whole_step(name):
     rest = [jax.tree.leaves(e.state.value) for e in info.entries if not e.is_fixed]
     args = (fixed, jax.tree.leaves(as_args(x)), list(info.program.consts.values()), rest)
 
-    def found() -> Any:
+    def found(*args: Any) -> Any:
         _, _, env, operands = executor.forward(*args)
         local = executor.jacobians(env, operands)
         return own_diagonals(executor, env, local.D, local.J)
 
-    for k, blocks in jax.jit(found)().items():
+    for k, blocks in jax.jit(found)(*args).items():
         wanted = Brute(model, x, graph).own_blocks(k, x)
         assert np.max(np.abs(wanted)) > 0
         assert np.max(np.abs(np.asarray(blocks).reshape(wanted.shape) - wanted)) < ROUND_OFF
