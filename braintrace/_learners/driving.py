@@ -24,6 +24,7 @@ from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence
 from .._online.user_step import UserStep
 from .._report.beside import warn_of_paths
+from .forms import NotCompiledError
 from .resets import initial_states, strengthen
 
 if TYPE_CHECKING:
@@ -132,12 +133,21 @@ class Driver:
         """`step_fn` takes so many steps at once, and one window with what is left."""
         if request.sequence.reset is not None:
             raise ValueError(
-                "`reset` needs a `step_fn` of one step; the learner's own `window` says how many go together."
+                f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
+                "to `step_fn`, and `reset` needs a `step_fn` of one step: leave `chunk_size` out; the "
+                "learner's own `window` says how many go together."
             )
         found = []
-        for sequence, length in _in_windows(request.sequence, size):
-            grads, *outs = self._steps(learner, request, sequence, step_fn, weights, None, keep, (length,))
-            found.append((grads, outs))
+        try:
+            for sequence, length in _in_windows(request.sequence, size):
+                parts = self._steps(learner, request, sequence, step_fn, weights, None, keep, (length,))
+                found.append((parts[0], parts[1:]))
+        except NotCompiledError as e:
+            raise ValueError(
+                f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
+                "to `step_fn`, which calls it as with one: leave `chunk_size` out and give the learner its "
+                "`window`, or wrap what `step_fn` is given in `MultiStepData` and return as many losses."
+            ) from e
         grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
         return grads, *_joined([outs for _, outs in found])
 
