@@ -172,20 +172,25 @@ class Slot:
         inputs: Sequence[Any],
         weight: Any,
         over: Letters = (),
+        parts: Parts | None = None,
     ) -> Any:
         """`x dy` summed to the letters of the weight: what a cotangent of `y` gives the weight.
 
         Letters in `over` stand before all else in `dy` and `inputs` (and in the factor): a sum over time.
+        With `parts`, these are summed apart, and stand in front.
         """
         view = self.layout.view_y
         for _ in over:
             view = jax.vmap(view)
         dy, y, w = view(dy, inputs), over + self.layout.y, self.layout.w
+        shape = self.layout.view_w(weight).shape
+        if parts is not None:
+            (dy, y), w, shape = parts.of(dy, y), (PARTS, *w), (parts.ways, *shape)
         if factor is None:
             summed = jnp.sum(dy, axis=tuple(i for i, a in enumerate(y) if a not in w))
             result = align(summed, tuple(a for a in y if a in w), w)
         else:
-            x, have = factor
+            x, have = factor if parts is None else parts.of(*factor)
             x, dy = promoted(x, dy)
             if mesh_of(x, dy) is None:  # time joined with a batch that is spread would have to be gathered
                 x, have, dy, y = _joined(x, have, dy, y, w)
@@ -193,7 +198,7 @@ class Slot:
             out = [a for a in w if a in number]
             ids = [[number[a] for a in letters] for letters in (have, y, out)]
             result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
-        return jnp.broadcast_to(result, self.layout.view_w(weight).shape)
+        return jnp.broadcast_to(result, shape)
 
     def _lift_broadcast(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
         head = q.shape[:lead]
@@ -269,9 +274,19 @@ class Slot:
             ]
         )
 
-    def contract(self, g: Any, trace: Any) -> Any:
-        """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at)."""
+    def contract(self, g: Any, trace: Any, parts: Parts | None = None) -> Any:
+        """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at).
+
+        With `parts`, these are summed apart, and stand in front.
+        """
         g, trace = promoted(_align_states(g, self.at, self.letters), trace)
+        if parts is None:
+            return self._contract(g, trace)
+        axis = 1 + self.letters.index(parts.letter)
+        g, trace = (parts.split(a, axis) for a in (g, trace))
+        return jax.vmap(self._contract, axis)(g, trace)
+
+    def _contract(self, g: Any, trace: Any) -> Any:
         lead = 1 + len(self.letters) - len(self.layout.w)
         num = self.group.num_state
         if g.size == trace.size:  # a bias: small, whatever the order of the sum
@@ -336,6 +351,28 @@ class Slot:
         struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
         dw = dw if jnp.iscomplexobj(weight) else dw.real
         return jax.linear_transpose(self.layout.view_w, struct)(dw.astype(weight.dtype))[0]
+
+
+PARTS = "parts"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a batch, one on each of some devices: a sum over the letter is first one over each."""
+
+    letter: str
+    ways: int
+
+    def of(self, array: Any, letters: Letters) -> tuple[Any, Letters]:
+        """An array with the parts as a letter of their own."""
+        if self.letter not in letters:
+            return array, letters
+        at = letters.index(self.letter)
+        return self.split(array, at), (*letters[:at], PARTS, *letters[at:])
+
+    def split(self, array: Any, axis: int) -> Any:
+        """An array whose axis is that of the parts and, after it, that of what each has."""
+        return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
 def weigh(g: Any, trace: Any) -> Any:

@@ -22,7 +22,7 @@ from .._compiler.program import Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
 from .._ops.letters import Layout, Letters
-from .slots import Slot
+from .slots import Parts, Slot
 
 Spec = tuple[Any, ...]  # of each axis of an array: None, or the axes of the mesh that it is spread over
 Names = dict[str, Any]  # the same of letters
@@ -169,6 +169,20 @@ class Spread:
             if shape and shape[0] == group.varshape[0]:
                 return self.fitted(_first_axis(self.of_group(group), group.varshape, shape), shape)
         return (None,) * len(shape)
+
+    def parts(self, slot: Slot, trace: Any) -> Parts | None:
+        """The parts of a batch that devices have of a trace; None: there are none, or they are not even."""
+        names = self.names(slot)
+        for letter, size in zip(slot.letters, trace.shape[1:], strict=True):
+            if letter not in slot.layout.w and letter in slot.layout.y and names.get(letter) is not None:
+                ways = self.ways(names[letter], size)
+                return Parts(letter, ways) if ways > 1 else None
+        return None
+
+    def added_up(self, slot: Slot, parts: Parts, dw: Any) -> Any:
+        """The gradient of a weight from those that each part gives: what is sent between devices."""
+        names = self.names(slot)
+        return jnp.sum(self.put(dw, (names[parts.letter], *(names.get(a) for a in slot.layout.w))), 0)
 
     def of_leaf(self, number: int) -> Spec | None:
         """Of a leaf of the parameters, by its number."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._executor.slots import Jacobian, Slot, States, add_up, dot, promoted, stack, states
+from .._executor.slots import Jacobian, Parts, Slot, States, add_up, dot, promoted, stack, states
 from .._executor.window import Record, unroll
 from .rule import Gradients, TraceRule, Values, add_to
 
@@ -119,20 +119,26 @@ def chunk_gradient(
         q, start = found[k].q, found[k].start
         assert q is not None
         assert start is not None
+        at = record.local.spread
+        # what each device has of the two is added before it is sent
+        parts = None if at is None or values is None else at.parts(slot, values[slot.key])
+        dw = over_time(slot, record, weight, q, parts)
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
-            add_to(grads, slot, slot.contract(lifted, values[slot.key]))
-        add_to(grads, slot, over_time(slot, record, weight, q))
+            dw = add_up(promoted(dw, slot.contract(lifted, values[slot.key], parts)))
+        if at is not None and parts is not None:
+            dw = at.added_up(slot, parts, dw)
+        add_to(grads, slot, dw)
     return grads
 
 
-def over_time(slot: Slot, record: Record, weight: Any, signal: States) -> Any:
-    """`sum_s x[s] (J[s] signal[s])`."""
+def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Parts | None = None) -> Any:
+    """`sum_s x[s] (J[s] signal[s])`; with `parts`, of each of them."""
     site = slot.relation.site.index
     inputs = record.local.inputs[site]
     J = record.local.J[site, slot.group.index]
     dy = slot.to_y(slot.pair(signal, J, 1), 1)
-    return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, TIME)
+    return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, TIME, parts)
 
 
 def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
