@@ -16,14 +16,14 @@ from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import needed
-from .._ops.letters import Letters
+from .._ops.letters import Layout, Letters
 from .jacobian import LocalGroup
 from .readings import find_readings, slopes
 from .recursion import Recursion
 from .signals import differentiable_step, output, reads_old_states
-from .slots import Jacobian, Slot, States, find_slots, stack
-from .spread import Spread
-from .weighted import Weighted, as_weight, find_weighted, over_time
+from .slots import PARTS, Jacobian, Parts, Slot, States, find_slots, stack
+from .spread import Apart, Spread, whole
+from .weighted import Weighted, as_weight, factors_over_time, find_weighted, product
 from .weights import Effective, effective_weights, needs
 
 Leaves = list[Any]
@@ -54,6 +54,17 @@ class Local:
             slot.factor(inputs),
             slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )
+
+    def parts(self, slot: Slot, trace: Any) -> Parts | None:
+        """The parts that devices have of a batch, along a trace."""
+        return None if self.spread is None else self.spread.parts(slot.layout, slot.letters, trace.shape[1:])
+
+    def apart(self, slot: Slot, parts: Parts | None, dw: Any) -> Any:
+        """A gradient that has been summed over each part."""
+        if self.spread is None or parts is None:
+            return dw
+        names = self.spread.names(slot)
+        return Apart(dw, self.spread, tuple(names.get(a) for a in slot.layout.w))
 
 
 class ETraceGraphExecutor:
@@ -298,11 +309,30 @@ class ETraceGraphExecutor:
     ) -> Leaves:
         """What cotangents of the outputs of weighted sites, at several steps, give the parameters."""
         terms = {
-            (w.site.index, name): over_time(layout, inputs[w.site.index], dys[w.site.index], layout.w)
+            (w.site.index, name): self._term(layout, inputs[w.site.index], dys[w.site.index])
             for w in self.weighted
             for name, layout in w.layouts.items()
         }
-        return self.pull_weights(params, consts, self.weighted, list(terms))(list(terms.values()))
+        back = self.pull_weights(params, consts, self.weighted, list(terms))
+        return self._all_apart(back, list(terms.values()))
+
+    def _term(self, layout: Layout, inputs: Leaves, dy: Any) -> Any:
+        """What a cotangent of every step gives a weight."""
+        factors, at = factors_over_time(layout, inputs, dy, rows=False), self.spread
+        dy, letters = factors[-1]
+        parts = None if at is None else at.parts(layout, letters, dy.shape)
+        if at is None or parts is None:
+            return product(factors, layout.w)
+        return Apart(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
+
+    def _all_apart(self, pull: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
+        """Gradients pulled back to the parameters: in parts, if all are."""
+        if self.spread is None or not given or not all(isinstance(g, Apart) for g in given):
+            return pull([whole(g) for g in given])
+        found = jax.vmap(pull)([g.parts for g in given])
+        return [
+            None if a is None else Apart(a, self.spread, self.spread.of_leaf(i)) for i, a in enumerate(found)
+        ]
 
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
         """Gradients of effective weights carried back to the parameters."""
@@ -313,8 +343,12 @@ class ETraceGraphExecutor:
             return [effective[site][name] for site, name in shown]
 
         values, pull = pull_back(weights, params)
-        cotangents = [t.unview(grads[k], v) for (k, t), v in zip(shown.items(), values, strict=True)]
-        return pull(cotangents)[0]  # type: ignore[no-any-return]
+
+        def back(grads: Leaves) -> Leaves:
+            pairs = zip(shown.values(), grads, values, strict=True)
+            return pull([t.unview(g, v) for t, g, v in pairs])[0]  # type: ignore[no-any-return]
+
+        return self._all_apart(back, [grads[k] for k in shown])
 
     def signals(
         self,

@@ -8,7 +8,8 @@ what they are: with another layout a program is slower, not wrong.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from .._compiler.program import Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
 from .._ops.letters import Layout, Letters
-from .slots import Parts, Slot
+from .slots import Parts, Slot, add_up, promoted
 
 Spec = tuple[Any, ...]  # of each axis of an array: None, or the axes of the mesh that it is spread over
 Names = dict[str, Any]  # the same of letters
@@ -170,19 +171,19 @@ class Spread:
                 return self.fitted(_first_axis(self.of_group(group), group.varshape, shape), shape)
         return (None,) * len(shape)
 
-    def parts(self, slot: Slot, trace: Any) -> Parts | None:
-        """The parts of a batch that devices have of a trace; None: there are none, or they are not even."""
-        names = self.names(slot)
-        for letter, size in zip(slot.letters, trace.shape[1:], strict=True):
-            if letter not in slot.layout.w and letter in slot.layout.y and names.get(letter) is not None:
-                ways = self.ways(names[letter], size)
-                return Parts(letter, ways) if ways > 1 else None
-        return None
+    @cached_property
+    def batch(self) -> Any:
+        """The axes of the mesh that the samples of a batch are spread over, if all groups agree on them."""
+        found = {spec[0] for spec in self._groups.values() if spec and spec[0] is not None}
+        return found.pop() if len(found) == 1 else None
 
-    def added_up(self, slot: Slot, parts: Parts, dw: Any) -> Any:
-        """The gradient of a weight from those that each part gives: what is sent between devices."""
-        names = self.names(slot)
-        return jnp.sum(self.put(dw, (names[parts.letter], *(names.get(a) for a in slot.layout.w))), 0)
+    def parts(self, layout: Layout, letters: Letters, shape: tuple[int, ...]) -> Parts | None:
+        """The parts of a batch that devices have of an array with these letters; None: nobody knows them."""
+        samples = next((a for a in layout.y if a not in layout.w), None)
+        if self.batch is None or samples not in letters:
+            return None
+        ways = self.ways(self.batch, shape[letters.index(samples)])
+        return Parts(samples, ways) if ways > 1 else None
 
     def of_leaf(self, number: int) -> Spec | None:
         """Of a leaf of the parameters, by its number."""
@@ -233,6 +234,35 @@ class Spread:
             keeps = part is not None and self.ways(part, size) > 0 and not _used(result, part)
             result.append(part if keeps else None)
         return tuple(result)
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """A gradient as the devices that share a batch have it, each its part: along the first axis."""
+
+    parts: Any
+    at: Spread
+    spec: Spec | None = None  # how what they are parts of is spread; None: nobody knows
+
+    @property
+    def whole(self) -> Any:
+        """The sum over the devices."""
+        spec = None if self.spec is None else (self.at.batch, *self.spec)
+        return jnp.sum(self.parts if spec is None else self.at.put(self.parts, spec), 0)
+
+
+def plus(a: Any, b: Any) -> Any:
+    """The sum of two gradients, apart as long as both are; None is nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, Apart) and isinstance(b, Apart):
+        return replace(a, parts=add_up(promoted(a.parts, b.parts)))
+    return whole(a) + whole(b)
+
+
+def whole(a: Any) -> Any:
+    """A gradient as such."""
+    return a.whole if isinstance(a, Apart) else a
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -86,7 +86,7 @@ class Window:
     @property
     def inputs_of_first(self) -> Local:
         """The inputs and weights of the sites at the first step, without Jacobians."""
-        return Local(self.first.inputs, self.first.weights, {}, {})
+        return Local(self.first.inputs, self.first.weights, {}, {}, spread=self.first.spread)
 
     @cached_property
     def record(self) -> Record:

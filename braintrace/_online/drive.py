@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._executor.executor import Leaves, Local, is_inexact
+from .._executor.spread import plus, whole
 from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
@@ -310,7 +311,7 @@ class Drive:
         for i, grad in zip(self.step.params or (), found, strict=True):
             if i in self.wanted and grad is not None:
                 at = self.wanted.index(i)
-                total[at] = total[at] + grad.astype(total[at].dtype)
+                total[at] = total[at] + whole(grad).astype(total[at].dtype)
         return total
 
     # -- in windows --------------------------------------------------------------------------------
@@ -341,20 +342,20 @@ class Drive:
             return Carry(total, carry.traced, moving), outs
         *taken, inputs = taken
         window = self._window(given, carry.moving, part, taken)
+        found: Leaves = [None] * len(window.params)
         if dys:
             found = step.online.executor.of_cotangents(window.params, window.first_consts, inputs, dys)
-            total = self._add_params(total, found)
         values = {k: now[i] for k, i in step.traces.items()}
         by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
         if self.keep and not self.fresh:
             rule, full = step.online.rule, self._at_carried(by_leaf)
             past, after = rule.past_and_advance(step.online.executor, values, full, window)
-            total, moving = self._add_params(total, past), self._with(moving, {**values, **after})
+            found, moving = list(map(plus, found, past)), self._with(moving, {**values, **after})
         elif self.keep:
             moving = self._advanced(window, values, moving)
         elif not self.fresh:
-            total = self._add_params(total, self._past(window, values, by_leaf))
-        return Carry(total, carry.traced, moving), outs
+            found = list(map(plus, found, self._past(window, values, by_leaf)))
+        return Carry(self._add_params(total, found), carry.traced, moving), outs
 
     def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
         """`<s, h[end]>`, with what the signal says of later losses; zero where it says nothing."""

@@ -25,7 +25,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local, is_inexact, pull_back
 from .._executor.slots import Slot, states
-from .._executor.spread import Spec
+from .._executor.spread import Spec, plus, whole
 from .._executor.window import Record, Signals, Window
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
@@ -442,7 +442,7 @@ def _like(flat: Leaves, lists: list[Leaves]) -> list[Leaves]:
 
 
 def _add(a: Leaves, b: Leaves) -> Leaves:
-    return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
+    return [whole(plus(x, y)) for x, y in zip(a, b, strict=True)]
 
 
 def _repeated(x: Any, length: int) -> Any:

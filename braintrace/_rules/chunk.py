@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.slots import Jacobian, Parts, Slot, States, add_up, dot, promoted, stack, states
+from .._executor.spread import plus, whole
 from .._executor.window import Record, unroll
 from .rule import Gradients, TraceRule, Values, add_to
 
@@ -119,16 +120,13 @@ def chunk_gradient(
         q, start = found[k].q, found[k].start
         assert q is not None
         assert start is not None
-        at = record.local.spread
-        # what each device has of the two is added before it is sent
-        parts = None if at is None or values is None else at.parts(slot, values[slot.key])
-        dw = over_time(slot, record, weight, q, parts)
+        parts = None if values is None else record.local.parts(slot, values[slot.key])
+        dw = record.local.apart(slot, parts, over_time(slot, record, weight, q, parts))
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
-            dw = add_up(promoted(dw, slot.contract(lifted, values[slot.key], parts)))
-        if at is not None and parts is not None:
-            dw = at.added_up(slot, parts, dw)
-        add_to(grads, slot, dw)
+            past = slot.contract(lifted, values[slot.key], parts)
+            dw = plus(dw, record.local.apart(slot, parts, past))
+        add_to(grads, slot, whole(dw))
     return grads
 
 

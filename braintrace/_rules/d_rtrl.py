@@ -19,6 +19,7 @@ from .._executor.executor import Local
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
 from .._executor.recursion import Recursion
 from .._executor.slots import Slot, add_up, promoted
+from .._executor.spread import whole
 from .._executor.window import Record, Signals
 from .bounds import Bound
 from .chunk import backward, chunk_gradient, chunk_traces, course, step_by_step
@@ -140,12 +141,18 @@ class D_RTRL(TraceRule):
         return result
 
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
+        return {k: whole(dw) for k, dw in self.gradient_apart(slots, values, signals, local).items()}
+
+    def gradient_apart(
+        self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
+    ) -> Gradients:
         grads: Gradients = {}
         for slot in slots:
             site = slot.relation.site.index
             g = slot.lift(signals[slot.group.index], local.inputs[site], 1)
             g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))  # as in `_apart`
-            add_to(grads, slot, slot.contract(g, values[slot.key]))
+            parts = local.parts(slot, values[slot.key])
+            add_to(grads, slot, local.apart(slot, parts, slot.contract(g, values[slot.key], parts)))
         return grads
 
     def chunk(

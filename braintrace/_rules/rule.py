@@ -20,7 +20,7 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.recursion import Leak, Recursion
 from .._executor.slots import Slot
-from .._executor.spread import Spec, Spread
+from .._executor.spread import Spec, Spread, plus
 from .._executor.window import Record, Signals, Window
 from .layers import Layers
 from .rank import Rank
@@ -48,7 +48,10 @@ class Rule(ABC):
 
     @abstractmethod
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
-        """The gradients of the parameters, of signals at the carried states before a window."""
+        """The gradients of the parameters, of signals at the carried states before a window.
+
+        Each as such or, where a batch is spread over devices, as these have it (`Apart`).
+        """
 
     def past_and_advance(
         self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
@@ -120,6 +123,12 @@ class TraceRule(Rule):
     @abstractmethod
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
         """The gradient of the step's loss, from the traces after the step."""
+
+    def gradient_apart(
+        self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
+    ) -> Gradients:
+        """The same, each as the devices have it that share a batch (`Apart`), where it can be."""
+        return self.gradient(slots, values, signals, local)
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
         """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
@@ -217,12 +226,12 @@ class TraceRule(Rule):
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         at_groups = executor.widened(executor.at_groups(signals))
-        grads = self.gradient(executor.slots, values, at_groups, window.inputs_of_first)
+        grads = self.gradient_apart(executor.slots, values, at_groups, window.inputs_of_first)
         found = executor.to_parameters(window.params, window.first_consts, grads)
         if self.beside is None:
             return found
         more = self.beside.past(executor, values, signals)
-        return [a if i not in more else more[i] if a is None else a + more[i] for i, a in enumerate(found)]
+        return [plus(a, more.get(i)) for i, a in enumerate(found)]
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = self.reset(executor.slots, values, ~rows)
@@ -239,7 +248,7 @@ def kind_of(rule: Rule) -> dict[str, Any]:
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:
     """Add what one trace gives to the gradient of its effective weight."""
     key = (slot.relation.site.index, slot.name)
-    grads[key] = grads[key] + value if key in grads else value
+    grads[key] = plus(grads.get(key), value)
 
 
 def add_all(total: Gradients, grads: Gradients) -> Gradients:
