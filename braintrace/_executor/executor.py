@@ -20,7 +20,7 @@ from .._ops.letters import Layout, Letters
 from .jacobian import LocalGroup
 from .readings import find_readings, slopes
 from .recursion import Recursion
-from .signals import differentiable_step, output, reads_old_states
+from .signals import Taken, differentiable_step, output, reads_old_states
 from .slots import PARTS, Jacobian, Parts, Slot, States, find_slots, stack
 from .spread import Apart, Spread, whole
 from .weighted import Weighted, as_weight, factors_over_time, find_weighted, product
@@ -98,8 +98,9 @@ class ETraceGraphExecutor:
         specs = [at.of_leaf(i) for i in range(len(grads))]
         return [g if s is None or g is None else at.put(g, s) for g, s in zip(grads, specs, strict=True)]
 
-    def _laid_out(self, site: Site, operands: Leaves) -> Leaves:
-        return operands if self.spread is None else self.spread.inputs(site, self.slots, operands)
+    def _sent(self, site: Site, operands: Leaves) -> Any:
+        """The first input of a site, where devices have to send it to each other; None: they have not."""
+        return None if self.spread is None else self.spread.sent(site, operands)
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -152,16 +153,17 @@ class ETraceGraphExecutor:
         args: Leaves,
         consts: Leaves,
         rest: list[Leaves],
-        ys: Mapping[int, Any] | None = None,
+        ys: Mapping[int, Taken] | None = None,
     ) -> tuple[Leaves, list[Leaves], dict[Var, Any], dict[int, Leaves]]:
         """The outputs, the new states, every value on the way, and the operands of each site.
 
-        `ys` are outputs of sites that are known already.
+        `ys` is what sites have had already.
         """
 
-        def at_site(site: Site, y: Any, operands: Leaves) -> tuple[Any, Leaves]:
-            operands = self._laid_out(site, operands)
-            return output(site, y, operands), operands
+        def at_site(site: Site, taken: Taken | None, operands: Leaves) -> tuple[Any, Leaves]:
+            x = self._sent(site, operands) if taken is None else taken.x
+            operands = operands if x is None else [x, *operands[1:]]
+            return output(site, taken, operands), operands
 
         known, program = self._known(params, args, consts, rest), self.info.program
         _, operands, env = run(program, [known[v] for v in program.inputs], at_site, ys, consts=known)
@@ -173,12 +175,12 @@ class ETraceGraphExecutor:
         args: Leaves,
         consts: Leaves,
         rest: list[Leaves],
-        ys: Mapping[int, Any],
+        ys: Mapping[int, Taken],
         added: Mapping[int, Any],
     ) -> list[Leaves]:
         """The new states with something added to the outputs of sites, whose weights are held fixed.
 
-        `ys` are outputs of sites that are known already.
+        `ys` is what sites have had already.
         """
 
         def at_site(site: Site, given: Any, operands: Leaves) -> tuple[Any, None]:
@@ -199,8 +201,8 @@ class ETraceGraphExecutor:
         consts: Leaves,
         rest: list[Leaves],
         added: Mapping[int, Any] | None = None,
-    ) -> tuple[Leaves, list[Leaves], dict[int, Any], dict[int, Leaves]]:
-        """The outputs, the new states, the outputs of the sites on the way to them, and inputs of sites.
+    ) -> tuple[Leaves, list[Leaves], dict[int, Taken], dict[int, Leaves]]:
+        """The outputs, the new states, what the sites on the way to them have had, and inputs of sites.
 
         The inputs are of those sites to whose outputs something is `added`; their weights are held fixed.
         """
@@ -209,11 +211,12 @@ class ETraceGraphExecutor:
         def at_site(site: Site, more: Any, operands: Leaves) -> tuple[Any, Any]:
             if more is not None:
                 operands = _weights_fixed(site, operands)
-            operands = self._laid_out(site, operands)
+            x = self._sent(site, operands)
+            operands = operands if x is None else [x, *operands[1:]]
             out = output(site, None, operands)
             out = out if more is None else out + more
             inputs = None if more is None else operands[: site.num_inputs]
-            return out, (out if site.index in kept else None, inputs)
+            return out, (Taken(out, x) if site.index in kept else None, inputs)
 
         known, program = self._known(params, args, consts, rest), self.info.program
         _, given, env = run(program, [known[v] for v in program.inputs], at_site, added, consts=known)
@@ -227,9 +230,9 @@ class ETraceGraphExecutor:
         return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
     def local(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Mapping[int, Any] | None
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Mapping[int, Taken] | None
     ) -> Local:
-        """The local Jacobians of a step; `ys` are outputs of sites that are known already."""
+        """The local Jacobians of a step; `ys` is what sites have had already."""
         _, _, env, operands = self.forward(params, args, consts, rest, ys)
         return self.jacobians(env, operands)
 
@@ -357,7 +360,7 @@ class ETraceGraphExecutor:
         consts: Leaves,
         rest: list[Leaves],
         deltas: tuple[Leaves, Leaves],
-        ys: Mapping[int, Any] | None = None,
+        ys: Mapping[int, Taken] | None = None,
         at_readings: Leaves = (),  # type: ignore[assignment]
     ) -> tuple[Leaves, list[Leaves]]:
         """The differentiable form of the step, with deltas added to new and old states: its results.

@@ -13,6 +13,7 @@ differentiated as it stands.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -57,12 +58,12 @@ def differentiable_step(
     known: Mapping[Var, Any],
     deltas: Sequence[Any],
     old_deltas: Sequence[Any],
-    ys: Mapping[int, Any],
+    ys: Mapping[int, Taken],
     more: Mapping[Var, tuple[int, Any]],
 ) -> tuple[list[Any], list[list[Any]]]:
     """The outputs, and the new leaves of each carried state, with `deltas` added to the hidden ones.
 
-    `old_deltas` may be empty where no output reads an old state; `ys` are outputs of sites known already;
+    `old_deltas` may be empty where no output reads an old state; `ys` is what sites have had already;
     `more` is added to other variables, for readers outside of a group, which is given by its number.
     """
     info = graph.module_info
@@ -81,11 +82,11 @@ def differentiable_step(
         return home[var], added[var]
 
     def rule(site: Site, world: World) -> Any:
-        def at_site(site: Site, y: Any, operands: list[Any]) -> tuple[Any, None]:
+        def at_site(site: Site, taken: Taken | None, operands: list[Any]) -> tuple[Any, None]:
             if (site.index, world) in traced:
                 n = site.num_inputs
                 operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-            return output(site, y, operands), None
+            return output(site, taken, operands), None
 
         return at_site
 
@@ -106,13 +107,37 @@ def differentiable_step(
     return [next(values) for _ in info.out_atoms], [[next(values) for _ in outs] for outs in states]
 
 
-def output(site: Site, y: Any, operands: list[Any]) -> Any:
-    """The output of a site; `y` if it is known, with the derivative of the op."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Taken:
+    """What a step has had at a site: the output and, where devices had to send it, the first input."""
+
+    y: Any
+    x: Any = None
+
+    def operands(self, operands: list[Any]) -> list[Any]:
+        """The operands of the site, with what is known of them."""
+        return operands if self.x is None else [_instead(operands[0], self.x), *operands[1:]]
+
+
+@jax.custom_jvp
+def _instead(x: Any, known: Any) -> Any:
+    """The value that is known, with the derivative of what it is the value of."""
+    return known
+
+
+@_instead.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
+def output(site: Site, taken: Taken | None, operands: list[Any]) -> Any:
+    """The output of a site; what it has been if that is known, with the derivative of the op."""
 
     def op(*operands: Any) -> Any:
         return site.primitive.bind(*operands, **site.params)
 
-    if y is None:
+    if taken is None:
         return op(*operands)
 
     @jax.custom_jvp
@@ -131,7 +156,7 @@ def output(site: Site, y: Any, operands: list[Any]) -> Any:
         return primals[0], jax.jvp(over_live, *given)[1] if live else jnp.zeros_like(primals[0])
 
     known.defjvp(tangent, symbolic_zeros=True)
-    return known(y, *operands)
+    return known(taken.y, *taken.operands(operands))
 
 
 def _is_zero(tangent: Any) -> bool:

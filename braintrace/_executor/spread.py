@@ -39,6 +39,7 @@ class Spread:
     # of each slot, found once, outside of any derivative: the letters of its weight, and all of its trace
     _names: dict[str, tuple[Names, Names]] = field(default_factory=dict)
     _groups: dict[int, Spec] = field(default_factory=dict)
+    _sent: dict[Var, Spec] = field(default_factory=dict)  # of what devices send, for columns of weights
 
     @staticmethod
     def find(
@@ -69,6 +70,7 @@ class Spread:
         spread._names.update({t.key: spread._find_names(t) for t in executor.slots})
         for slot in executor.slots:
             spread._groups[slot.group.index] = spread._with_weight(slot)
+        spread._find_sent(executor.slots)
         return spread
 
     @property
@@ -201,16 +203,20 @@ class Spread:
                     return spec[axis]
         return None
 
-    def inputs(self, site: Site, slots: Iterable[Slot], operands: list[Any]) -> list[Any]:
-        """The operands of a site, its input as the weight's columns need it: gathered once for all."""
-        mine = [t for t in slots if t.relation.site is site]
-        for slot in mine:
-            x = slot.layout.x
-            weight = self._names[slot.key][0]
-            if x is None or slot.layout.x_is_viewed or not weight or len(x) != operands[0].ndim:
+    def sent(self, site: Site, operands: Sequence[Any]) -> Any:
+        """The first input of a site as the columns of weights need it, gathered once for all; else None."""
+        x = site.inputs[0] if site.num_inputs else None
+        spec = self._sent.get(x) if isinstance(x, Var) else None
+        return None if spec is None else self.put(operands[0], spec)
+
+    def _find_sent(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            x, letters = slot.relation.site.inputs[0], slot.layout.x
+            if not isinstance(x, Var) or letters is None or slot.layout.x_is_viewed:
                 continue
-            return [self.put(operands[0], self.of_input(slot, operands[0].shape)), *operands[1:]]
-        return operands
+            fits = len(letters) == len(x.aval.shape) and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+            if fits and self._names[slot.key][0] and x not in self._sent:
+                self._sent[x] = self.of_input(slot, x.aval.shape)
 
     def put(self, x: Any, spec: Spec) -> Any:
         """An array, spread so."""

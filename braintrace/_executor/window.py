@@ -18,6 +18,7 @@ from .._compat import primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
 from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
+from .signals import Taken
 
 Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
 
@@ -66,7 +67,7 @@ class Window:
     args: Leaves
     consts: Leaves
     before: list[Leaves]  # the carried states before each step
-    ys: dict[int, Any]  # the outputs of sites that feed a state
+    ys: dict[int, Taken]  # what sites that feed a state have had
     keep: Any = None  # (time, batch): False where a sample begins anew before the step
 
     def _of_first(self, given: Any) -> Any:
