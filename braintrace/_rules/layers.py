@@ -58,7 +58,7 @@ class Layers:
             rows = jnp.eye(per.numbers, dtype=per.dtype)[block.numbers]
             rows = jnp.broadcast_to(rows, (per.samples.count, *rows.shape))
             start, added = per.pull(window, rows)
-            start = finite(start)
+            start = per.whole(finite(start))
             of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
             for i, (key, aval) in block.keys.items():
                 axis = 1 + row_axis(aval.ndim)
@@ -93,7 +93,7 @@ class Layers:
         """Over devices: samples as the states', parameters as these."""
         (per, blocks), at = self._of(executor), executor.spread
         assert at is not None
-        lead, found = at.samples(per.samples.axis), {}
+        lead, found = per.lead, {}
         for block in blocks:
             for i, (key, aval) in block.keys.items():
                 spec = list(at.of_leaf(i) or [None] * aval.ndim)
