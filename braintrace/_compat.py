@@ -265,6 +265,11 @@ def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) ->
     return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
+def place(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
+    """An array, spread over a mesh that it need not be on yet."""
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
+
+
 def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     """The same array, spread so; as it is where it is on no mesh, or where XLA has no choice."""
     auto = mesh_of(x)
@@ -276,6 +281,18 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     set_mesh = jax.sharding.get_abstract_mesh()
     where = now if not set_mesh.empty else jax.sharding.NamedSharding(mesh, now)
     result: jax.Array = jax.lax.with_sharding_constraint(x, where)
+    return result
+
+
+def on_mesh_of(x: jax.Array, *others: Any) -> jax.Array:
+    """The same array, of a type that says that it may be spread as others are: derivatives have it, too."""
+    mesh = mesh_of(*others)
+    if mesh is None or mesh_of(x) is not None:
+        return x
+    anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim
+    result: jax.Array = jax.lax.with_sharding_constraint(
+        x, jax.sharding.NamedSharding(mesh, _partition(anyhow))
+    )
     return result
 
 

@@ -64,7 +64,7 @@ class Local:
         if self.spread is None or parts is None:
             return dw
         names = self.spread.names(slot)
-        return Apart(dw, self.spread, tuple(names.get(a) for a in slot.layout.w))
+        return Apart(dw, self.spread, (self.spread.batch, *(names.get(a) for a in slot.layout.w)))
 
 
 class ETraceGraphExecutor:
@@ -332,9 +332,11 @@ class ETraceGraphExecutor:
         """Gradients pulled back to the parameters: in parts, if all are."""
         if self.spread is None or not given or not all(isinstance(g, Apart) for g in given):
             return pull([whole(g) for g in given])
-        found = jax.vmap(pull)([g.parts for g in given])
+        at, found = self.spread, jax.vmap(pull)([g.parts for g in given])
+        specs = [at.of_leaf(i) for i in range(len(found))]
         return [
-            None if a is None else Apart(a, self.spread, self.spread.of_leaf(i)) for i, a in enumerate(found)
+            None if a is None else Apart(a, at, None if s is None else (at.batch, *s))
+            for a, s in zip(found, specs, strict=True)
         ]
 
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:

@@ -67,7 +67,8 @@ class Linear:
             for c in self._consts
         ]
         ys = {self._sites[i].index: y for i, y in window.ys.items() if i in self._sites}
-        return replace(window, executor=self.executor, consts=consts, ys=ys)
+        inputs = {self._sites[i].index: x for i, x in window.inputs.items() if i in self._sites}
+        return replace(window, executor=self.executor, consts=consts, ys=ys, inputs=inputs)
 
 
 def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[Any] | None:

@@ -29,6 +29,7 @@ from .._ops.letters import Layout, Letters, align
 from .executor import Leaves
 from .linear import Linear
 from .slots import Slot, add_up, promoted, states
+from .spread import Apart
 from .weighted import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
 from .weights import effective_weights
 from .window import Window, each_step
@@ -85,12 +86,50 @@ class PerSample:
             at += size
         return found
 
+    @property
+    def lead(self) -> Any:
+        """How samples are spread over devices."""
+        at = self.executor.spread
+        return None if at is None else at.samples(self.samples.axis, self.samples.count)
+
+    def whole(self, array: Any) -> Any:
+        """An array of samples, each of them as a whole on the devices that have a part of it."""
+        at = self.executor.spread
+        return array if at is None else at.put(array, (self.lead, *[None] * (array.ndim - 1)))
+
+    def summed(self, leaf: int, array: Any, *axes: int) -> Any:
+        """The gradient of a leaf: an array summed over its samples, in front, and over other axes.
+
+        Where samples are spread over devices, it is as these have it.
+        """
+        at, lead = self.executor.spread, self.lead
+        ways = 0 if at is None or lead is None else at.ways(lead, len(array))
+        if at is None or ways < 2:
+            return jnp.sum(array, (0, *axes))
+        parts = jnp.sum(array.reshape(ways, -1, *array.shape[1:]), (1, *(1 + a for a in axes)))
+        spec = at.of_leaf(leaf)
+        return Apart(parts, at, None if spec is None else (lead, *spec))
+
+    def everywhere(self, array: Any) -> Any:
+        """An array that has no samples, as a whole on each device."""
+        at = self.executor.spread
+        return array if at is None else at.put(array, (None,) * array.ndim)
+
+    def _whole_at(self, site: Site, array: Any, lead: int) -> Any:
+        """The same of an array like the output of a site, with so many axes before it."""
+        at, axis = self.executor.spread, self.axis_at(site)
+        spec = [self.lead if a == axis else None for a in range(-lead, array.ndim - lead)]
+        return array if at is None else at.put(array, tuple(spec))
+
     def vectors(self, leaves: Leaves, *, dual: bool) -> Any:
-        """Tangents (`dual`: cotangents) of the carried leaves, as (samples, numbers)."""
+        """Tangents (`dual`: cotangents) of the carried leaves, as (samples, numbers).
+
+        Where units are spread over devices, each gets those of all: few numbers, that are asked for often.
+        """
         by_var = dict(zip(self._leaves, leaves, strict=True))
         parts = []
         for v in self.samples.carried:
-            one = _first(by_var[v], self.samples.axis)
+            one = self.whole(_first(by_var[v], self.samples.axis))
             each = [one.real, -one.imag if dual else one.imag] if jnp.iscomplexobj(one) else [one]
             parts += [a.astype(self.dtype).reshape(self.samples.count, -1) for a in each]
         return jnp.concatenate(parts, axis=1)
@@ -111,6 +150,14 @@ class PerSample:
             found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype) if v.inexact else None
             for v in self._leaves
         ]
+
+    def axis_at(self, site: Site) -> int | None:
+        """The axis of the output of a site along which samples lie."""
+        if self.samples.axis is None:
+            return None
+        numbers = self.samples.sites[site.index]
+        axis = counting(numbers, tuple(range(numbers.ndim)), self.samples.count)  # type: ignore[arg-type]
+        return None if axis is None else int(axis)
 
     def check_rows(self) -> None:
         """Refuse samples that begin anew one by one where they do not stand in front."""
@@ -211,16 +258,25 @@ class PerSample:
 
     # -- what rows of signals give -----------------------------------------------------------------
 
-    def pull(self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis) -> tuple[Any, Terms]:
+    def pull(
+        self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis, *, whole: bool = False
+    ) -> tuple[Any, Terms]:
         """Rows of signals at the window's end, (samples, rows, numbers), pulled back through it.
 
         Their signals at its start, and what the window gives each parameter, sample by sample; `axis` says
-        where rows stand among so many axes of a parameter.
+        where rows stand among so many axes of a parameter. `whole`: on each device, whatever parameters are
+        spread over.
         """
-        return self.pull_apart(window, rows, (), axis)[:2]
+        return self.pull_apart(window, rows, (), axis, whole=whole)[:2]
 
     def pull_apart(
-        self, window: Window, rows: Any, apart: Iterable[int], axis: Callable[[int], int] = row_axis
+        self,
+        window: Window,
+        rows: Any,
+        apart: Iterable[int],
+        axis: Callable[[int], int] = row_axis,
+        *,
+        whole: bool = False,
     ) -> tuple[Any, Terms, dict[int, tuple[Any, Any]]]:
         """The same, and what it gives some matrices as factors.
 
@@ -241,7 +297,10 @@ class PerSample:
             terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
         inputs = self._inputs(window)
+        if whole:  # a term has many more numbers than what it is made of: each device makes it
+            dys = {w.site.index: self._whole_at(w.site, dys[w.site.index], 2) for w in self.sites}
         terms = self._add(terms, window, self._weight_terms(inputs, dys, axis), axis)
+        terms = {i: self.whole(a) for i, a in terms.items()} if whole else terms
         return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in apart}
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
@@ -275,7 +334,8 @@ class PerSample:
             found = window.executor.forward(window.params, *step)[3]
             return {i: found[i][:n] for i, n in kept.items()}
 
-        return each_step(operands, steps)  # type: ignore[no-any-return]
+        found = {} if kept.keys() <= window.inputs.keys() else each_step(operands, steps)
+        return {**found, **{i: window.inputs[i] for i in kept if i in window.inputs}}
 
     def _weight_terms(
         self, inputs: dict[int, list[Any]], dys: dict[int, Any], axis: Callable[[int], int]

@@ -126,13 +126,15 @@ class Spread:
         atom = relation.site.weights.get(name)
         if len(variables) != 1 or atom is None or relation.varying:
             return {}
-        spec = self.specs.get(variables[0])
-        if spec is None or variables[0].aval.shape != atom.aval.shape:
-            return {}
+        same = variables[0].aval.shape == atom.aval.shape
+        return self.letters(self.specs.get(variables[0]), atom.aval.shape, layout) if same else {}
+
+    def letters(self, spec: Spec | None, shape: tuple[int, ...], layout: Layout) -> Names:
+        """Of each letter of a weight of this shape, which is spread so."""
         found = {}
-        for axis, part in enumerate(spec):
+        for axis, part in enumerate(spec or ()):
             if part is not None:
-                letter = _counted(layout.view_w, atom.aval.shape, axis, layout.w)
+                letter = _counted(layout.view_w, shape, axis, layout.w)
                 if letter is not None:
                     found[letter] = part
         return found
@@ -192,15 +194,15 @@ class Spread:
         variables = [v for e in self.info.fixed for v in e.invars]
         return self.specs.get(variables[number])
 
-    def samples(self, axis: int | None) -> Any:
-        """The name of the axis of carried states along which samples lie."""
+    def samples(self, axis: int | None, count: int) -> Any:
+        """How so many samples, along an axis of the carried states, are spread: as these, or as inputs."""
         if axis is None:
             return None
-        for e in self.info.carried:
-            for v in e.invars:
-                spec = self.specs.get(v)
-                if spec is not None and axis < len(spec) and spec[axis] is not None:
-                    return spec[axis]
+        states = [(v, axis) for e in self.info.carried for v in e.invars]
+        for v, at in (*states, *((v, 0) for v in self.info.arg_invars)):
+            spec = self.specs.get(v)
+            if spec is not None and at < len(spec) and v.aval.shape[at] == count and spec[at] is not None:
+                return spec[at]
         return None
 
     def sent(self, site: Site, operands: Sequence[Any]) -> Any:
@@ -221,6 +223,10 @@ class Spread:
     def put(self, x: Any, spec: Spec) -> Any:
         """An array, spread so."""
         return _compat.spread_as(x, self.mesh, self.fitted(spec, x.shape))
+
+    def place(self, x: Any, spec: Spec) -> Any:
+        """An array that is on no mesh yet, spread so."""
+        return _compat.place(x, self.mesh, self.fitted(spec, x.shape))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
         return _compat.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
@@ -248,20 +254,19 @@ class Apart:
 
     parts: Any
     at: Spread
-    spec: Spec | None = None  # how what they are parts of is spread; None: nobody knows
+    spec: Spec | None = None  # how they are spread; None: nobody knows
 
     @property
     def whole(self) -> Any:
         """The sum over the devices."""
-        spec = None if self.spec is None else (self.at.batch, *self.spec)
-        return jnp.sum(self.parts if spec is None else self.at.put(self.parts, spec), 0)
+        return jnp.sum(self.parts if self.spec is None else self.at.put(self.parts, self.spec), 0)
 
 
 def plus(a: Any, b: Any) -> Any:
     """The sum of two gradients, apart as long as both are; None is nothing."""
     if a is None or b is None:
         return b if a is None else a
-    if isinstance(a, Apart) and isinstance(b, Apart):
+    if isinstance(a, Apart) and isinstance(b, Apart) and a.parts.shape == b.parts.shape:
         return replace(a, parts=add_up(promoted(a.parts, b.parts)))
     return whole(a) + whole(b)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import primitives
+from .._compat import on_mesh_of, primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
 from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
@@ -69,6 +69,7 @@ class Window:
     before: list[Leaves]  # the carried states before each step
     ys: dict[int, Taken]  # what sites that feed a state have had
     keep: Any = None  # (time, batch): False where a sample begins anew before the step
+    inputs: dict[int, Leaves] = field(default_factory=dict)  # of those sites where they are known
 
     def _of_first(self, given: Any) -> Any:
         return jax.tree.map(lambda a: a[0], given)
@@ -82,7 +83,9 @@ class Window:
     def first(self) -> Local:
         """The local Jacobians of the first step."""
         args, consts, before, ys = self._of_first((self.args, self.consts, self.before, self.ys))
-        return self.executor.local(self.params, args, consts, before, ys)
+        local = self.executor.local(self.params, args, consts, before, ys)
+        known = self._of_first(self.inputs)
+        return replace(local, inputs={i: known.get(i, x) for i, x in local.inputs.items()})
 
     @property
     def inputs_of_first(self) -> Local:
@@ -98,6 +101,7 @@ class Window:
             return self.executor.local(self.params, args, consts, before, ys).arrays
 
         inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
+        inputs = {i: self.inputs.get(i, x) for i, x in inputs.items()}
         return Record(
             Local(inputs, self.first.weights, D, J, spread=self.executor.spread), self.length, keep=self.keep
         )
@@ -145,7 +149,8 @@ class Window:
         And, rows first, those of the outputs of `sites` at every step, and of the parameters in `others`, by
         number, as far as they do not act through the weights of these sites.
         """
-        zeros = [jnp.zeros(s.shape, s.output.aval.dtype) for s in sites]
+        like = [*self.params, *jax.tree.leaves(self.before)]
+        zeros = [on_mesh_of(jnp.zeros(s.shape, s.output.aval.dtype), *like) for s in sites]
         some = [self.params[i] for i in others]
 
         def body(carry: Any, step: Any) -> Any:
@@ -200,11 +205,10 @@ class Window:
             return body(carry, self)
 
         def at(carry: Any, step: Any) -> Any:
-            args, consts, before, ys, keep = jax.tree.map(lambda a: a[None], step)
-            one = Window(self.executor, 1, self.params, args, consts, before, ys, keep)
+            one = Window(self.executor, 1, self.params, *jax.tree.map(lambda a: a[None], step))
             return body(carry, one), None
 
-        steps = (self.args, self.consts, self.before, self.ys, self.keep)
+        steps = (self.args, self.consts, self.before, self.ys, self.keep, self.inputs)
         return jax.lax.scan(at, carry, steps)[0]
 
     def end(self, params: Leaves, start: list[Leaves]) -> list[Leaves]:

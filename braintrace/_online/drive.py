@@ -340,17 +340,18 @@ class Drive:
         total = add(carry.total, grads)
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
-        *taken, inputs = taken
         window = self._window(given, carry.moving, part, taken)
         found: Leaves = [None] * len(window.params)
         if dys:
-            found = step.online.executor.of_cotangents(window.params, window.first_consts, inputs, dys)
+            executor = step.online.executor
+            found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
         values = {k: now[i] for k, i in step.traces.items()}
         by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
         if self.keep and not self.fresh:
             rule, full = step.online.rule, self._at_carried(by_leaf)
             past, after = rule.past_and_advance(step.online.executor, values, full, window)
-            found, moving = list(map(plus, found, past)), self._with(moving, {**values, **after})
+            after = step.online.laid_out({**values, **after})
+            found, moving = list(map(plus, found, past)), self._with(moving, after)
         elif self.keep:
             moving = self._advanced(window, values, moving)
         elif not self.fresh:
@@ -417,8 +418,9 @@ class Drive:
         leaves = self._leaves(given, moving)
         params = [leaves[i] for i in self.step.params or ()]
         keep = None if part.reset is None else ~part.reset
-        args, consts, before, ys = taken
-        return Window(self.step.online.executor, len(part.mask), params, args, consts, before, ys, keep)
+        args, consts, before, ys, inputs = taken
+        executor = self.step.online.executor
+        return Window(executor, len(part.mask), params, args, consts, before, ys, keep, inputs)
 
     def _past(self, window: Window, values: Values, signals: dict[int, Any]) -> Leaves:
         """What came before the window, for signals at its start."""
@@ -467,7 +469,7 @@ class Drive:
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            after, (outs, (*taken, _, _)) = self._along(given, None, moving, now, {})
+            after, (outs, (*taken, _)) = self._along(given, None, moving, now, {})
             values = {k: self._leaves(given, moving)[i] for k, i in self.step.traces.items()}
             return self._advanced(self._window(given, moving, now, taken), values, after), outs
 

@@ -86,6 +86,8 @@ class Online:
             for k, s in self.initial_shapes.items()
             if k not in lasting
         }
+        if at is not None:
+            lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
         return {**zeros, **lasting}
 
     @cached_property
@@ -97,7 +99,15 @@ class Online:
     def specs(self) -> dict[str, Spec]:
         """How what the rule keeps is spread over devices, as far as that is known."""
         at = self.executor.spread
-        return {} if at is None else self.rule.spread(self.executor, self.initial_shapes)
+        if at is None:
+            return {}
+        shapes = self.initial_shapes
+        kept = {k: s for k, s in shapes.items() if k in self.lasting}
+        return {
+            **self.rule.spread(self.executor, shapes),
+            **{k: (None,) * len(s.shape) for k, s in kept.items()},
+            **self.rule.signal.spread(self.executor, kept),
+        }
 
     @property
     def result_specs(self) -> list[Any]:

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.provenance import provenance
-from .._compiler.samples import counting
 from .._compiler.site_weights import SiteWeights
 from .._compiler.step import show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
+from .._executor.spread import Spec
 from .._executor.weighted import Weighted, product
 from .._executor.window import Window, where_rows
 from .._ops.letters import Layout, Letters
@@ -87,6 +87,16 @@ class KF_RTRL(Rule):
             y = jnp.zeros((use.per.numbers, *site.shape), site.output.aval.dtype)
             values[use.key("A")] = jnp.zeros_like(use.by_sample(y))
         return values
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """Over devices: samples as the states', inputs and outputs of an op as its weight's letters."""
+        found: dict[str, Spec] = {COUNT: (None,)}
+        for use in self._uses(executor):
+            names, lead = use.names, use.per.lead
+            for name in use.layouts:
+                found[use.key(name)] = (lead, *(names.get(a) for a in use.input_letters(name)))
+            found[use.key("A")] = (lead, None, *use.of_output(names))
+        return {k: spec for k, spec in found.items() if len(spec) == len(shapes[k].shape)}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         uses = self._uses(executor)
@@ -157,20 +167,18 @@ class Use:
         return f"{self.weighted.site.index}:{'.'.join(self._paths[0])}:{name}"
 
     @cached_property
-    def _paths(self) -> list[Any]:
+    def _weights(self) -> SiteWeights:
         info = self.per.info
         origin = provenance(info.program, [v for e in info.params for v in e.invars])
-        return list(SiteWeights(info, self.weighted.site, origin).paths.values())
+        return SiteWeights(info, self.weighted.site, origin)
+
+    @cached_property
+    def _paths(self) -> list[Any]:
+        return list(self._weights.paths.values())
 
     @cached_property
     def _axis(self) -> int | None:
-        """The axis of the output along which samples lie."""
-        if self.per.samples.axis is None:
-            return None
-        site = self.weighted.site
-        numbers = self.per.samples.sites[site.index]
-        axis = counting(numbers, tuple(range(numbers.ndim)), self.per.samples.count)  # type: ignore[arg-type]
-        return None if axis is None else int(axis)
+        return self.per.axis_at(self.weighted.site)
 
     def check(self) -> None:
         """Refuse an op whose weight terms are sums of products."""
@@ -188,11 +196,37 @@ class Use:
                     "is no product. Take another rule: `UORO`, or `D_RTRL` with a `rank`."
                 )
 
-    def _letters(self, name: str) -> Letters:
+    def input_letters(self, name: str) -> Letters:
         """The letters of the input side, without that of samples."""
         layout = self.layouts[name]
         lone = self.per.letters[self.weighted.site.index, name]
         return tuple(a for a in layout.x or () if a != lone and a in layout.w)
+
+    def of_output(self, names: dict[str, Any]) -> Spec:
+        """How the output without its samples is spread: by its letters, or as states of the same shape."""
+        at, shape = self.per.executor.spread, self.weighted.site.shape
+        spec: Spec = (None,) * len(shape)
+        for layout in self.layouts.values():
+            if not layout.y_is_viewed and any(a in names for a in layout.y):
+                spec = tuple(names.get(a) for a in layout.y)
+        groups = [g for g in self.per.executor.graph.hidden_groups if g.varshape == shape]
+        if not any(spec) and groups and at is not None:
+            spec = at.of_group(groups[0])
+        return tuple(s for a, s in enumerate(spec) if a != self._axis)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """How letters are spread over devices: as those of its weights."""
+        found: dict[str, Any] = {}
+        at, number = self.per.executor.spread, [v for e in self.per.info.fixed for v in e.invars]
+        if at is None:
+            return found
+        for name, (inputs, _, _) in self._weights.found.items():
+            leaves, shape = list(inputs), self.weighted.site.weights[name].aval.shape
+            if len(leaves) == 1 and leaves[0].aval.shape == shape and name in self.layouts:
+                spec = at.of_leaf(number.index(leaves[0]))
+                found.update(at.letters(spec, shape, self.layouts[name]))
+        return found
 
     def input(self, name: str, inputs: list[Any]) -> Any:
         """The input side of a weight at one step: (samples, *letters)."""
@@ -220,7 +254,7 @@ class Use:
         """`u (x) dy`, summed over samples, with the letters of the weight."""
         layout = self.layouts[name]
         lone = self.per.letters[self.weighted.site.index, name]
-        have = self._letters(name)
+        have = self.input_letters(name)
         u, have = (u[0], have) if lone is None else (u, (lone, *have))
         return product([(u, have), (layout.view_y(dy, inputs), layout.y)], layout.w)
 

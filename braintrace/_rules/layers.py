@@ -24,7 +24,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.memory import device_memory
 from .._executor.per_sample import PerSample
 from .._executor.slots import add_up, promoted
-from .._executor.spread import Spec
+from .._executor.spread import Spec, plus
 from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
 from .rank import finite, mixed, per_sample, summed
@@ -58,7 +58,7 @@ class Layers:
             rows = jnp.eye(per.numbers, dtype=per.dtype)[block.numbers]
             rows = jnp.broadcast_to(rows, (per.samples.count, *rows.shape))
             start, added = per.pull(window, rows)
-            start = finite(start)
+            start = per.whole(finite(start))
             of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
             for i, (key, aval) in block.keys.items():
                 axis = 1 + row_axis(aval.ndim)
@@ -75,8 +75,8 @@ class Layers:
         for block in blocks:
             along = finite(per.vectors(signals, dual=True)[:, block.numbers])
             for i, (key, aval) in block.keys.items():
-                term = summed(*promoted(along, values[key]), axis=1 + row_axis(aval.ndim)).astype(aval.dtype)
-                found[i] = found[i] + term if i in found else term
+                term = summed(per, i, [(along, values[key])], 1 + row_axis(aval.ndim), aval.dtype)
+                found[i] = plus(found.get(i), term)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -93,7 +93,7 @@ class Layers:
         """Over devices: samples as the states', parameters as these."""
         (per, blocks), at = self._of(executor), executor.spread
         assert at is not None
-        lead, found = at.samples(per.samples.axis), {}
+        lead, found = per.lead, {}
         for block in blocks:
             for i, (key, aval) in block.keys.items():
                 spec = list(at.of_leaf(i) or [None] * aval.ndim)

@@ -21,6 +21,7 @@ from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.recursion import Recursion
 from .._executor.slots import Slot, add_up, promoted, states
+from .._executor.spread import Spec, Spread
 from .._executor.window import Signals
 from .es_d_rtrl import factor_of, input_of
 from .rule import Gradients, TraceRule, Values, add_to, kind_of
@@ -65,6 +66,19 @@ class Presynaptic(TraceRule):
             for name in self._kept:
                 values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
+
+    def spread_traces(self, slots: Sequence[Slot], at: Spread, shapes: Values) -> dict[str, Spec]:
+        found: dict[str, Spec] = {}
+        for slot in slots:
+            key, samples = _key(slot), at.of_group(slot.group)[:1]
+            for name in ("x", "z") if self.out else ("x",):
+                shape, gone = shapes[f"{key}:{name}"].shape, slot.layout.x is None
+                found[f"{key}:{name}"] = samples if gone else at.of_input(slot, shape)
+            if self.out:
+                found[_weight(slot)] = samples
+            for name in self._kept:
+                found[f"{key}:{name}->{slot.group.index}"] = at.of_instant(slot)
+        return found
 
     @property
     def _kept(self) -> str:

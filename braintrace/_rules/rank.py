@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import mesh_of
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import ETraceGraph
 from .._compiler.samples import find_samples
@@ -71,7 +72,7 @@ class Rank:
         """Over devices: samples as the states', parameters as these."""
         per, at = self.per_sample(executor), executor.spread
         assert at is not None
-        lead = at.samples(per.samples.axis)
+        lead = per.lead
         found: dict[str, Spec] = {BASIS: (lead, None, None)}
         for i, (name, aval) in named(per).items():
             spec = list(at.of_leaf(i) or [None] * aval.ndim)
@@ -94,9 +95,10 @@ class Rank:
         comes with it; `course` says how traces go over the window.
         """
         per = self.per_sample(executor)
-        old = _begun(before[BASIS])
+        old = per.whole(_begun(per.whole(before[BASIS])))
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
-        basis = orthonormal(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
+        basis = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)
+        basis = per.whole(orthonormal(per.whole(basis)))
         matrices, courses = self._in_kernel(per, before, window.length, course)
         left_out = partial(self._left_out, per, old, before, after, window, matrices)
         for _ in range(self.power):
@@ -160,7 +162,7 @@ class Rank:
         And `basis E'`, `basis H`, and of the matrices in `apart` the factors of what the window adds.
         """
         start, added, factors = per.pull_apart(window, basis, apart)
-        start = finite(start)
+        start = per.whole(finite(start))
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
         values = {}
@@ -177,13 +179,13 @@ class Rank:
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """What it gives each leaf of the parameters, of signals at the carried states."""
         per = self.per_sample(executor)
-        signal = finite(per.vectors(signals, dual=True))
-        along = _product("bn,brn->br", signal, values[BASIS])
+        signal = per.whole(finite(per.vectors(signals, dual=True)))
+        along = _product("bn,brn->br", signal, per.whole(values[BASIS]))
         found = {}
         for i, (name, aval) in named(per).items():
             axis, parts = 1 + row_axis(aval.ndim), parts_of(name, along.shape[1])
-            terms = [summed(*promoted(along[:, rows], values[key]), axis=axis) for key, rows in parts]
-            found[i] = add_up(terms).astype(aval.dtype)
+            pairs = [(along[:, rows], values[key]) for key, rows in parts]
+            found[i] = summed(per, i, pairs, axis, aval.dtype)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -316,13 +318,21 @@ def mixed(carried: Any, kept: Any, axis: int) -> Any:
     carried, kept = promoted(carried, kept)
     if carried.shape[1:] == (1, 1):
         return carried.reshape(-1, *[1] * (kept.ndim - 1)) * kept
-    rows = jnp.moveaxis(kept, axis, 1)
-    found = jnp.einsum("bqr,brp->bqp", carried, rows.reshape(*rows.shape[:2], -1))
-    return jnp.moveaxis(found.reshape(*found.shape[:2], *rows.shape[2:]), 1, axis)
+    # axes of a parameter stay apart: spread over devices, they would be gathered to be joined
+    found = jnp.einsum("bqr,br...->bq...", carried, jnp.moveaxis(kept, axis, 1))
+    return jnp.moveaxis(found, 1, axis)
 
 
-def summed(along: Any, kept: Any, *, axis: int) -> Any:
-    """`sum_br along[b, r] kept[b, .., r, ..]`."""
+def summed(per: PerSample, leaf: int, pairs: Sequence[tuple[Any, Any]], axis: int, dtype: Any) -> Any:
+    """The gradient of a leaf: `sum_br along[b, r] kept[b, .., r, ..]` over pairs of them, rows at `axis`."""
+    pairs = [tuple(promoted(*pair)) for pair in pairs]
+    if mesh_of(*(kept for _, kept in pairs)) is None:
+        return add_up(_summed(*pair, axis=axis) for pair in pairs).astype(dtype)
+    each = add_up(mixed(along[:, None], kept, axis) for along, kept in pairs)
+    return per.summed(leaf, each.astype(dtype), axis)
+
+
+def _summed(along: Any, kept: Any, *, axis: int) -> Any:
     if kept.shape[axis] > 1:
         return jnp.tensordot(along, kept, ((0, 1), (0, axis)))
     return weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])

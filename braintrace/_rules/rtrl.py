@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._compat import mesh_of, per_device
 from .._compiler.exactness import RuleKind
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of
@@ -49,7 +50,7 @@ class RTRL(Rule):
         """Over devices: samples as the states', parameters as these."""
         per, at = _per_sample(executor), executor.spread
         assert at is not None
-        lead = at.samples(per.samples.axis)
+        lead = per.lead
         return {
             name: (lead, None, *(at.of_leaf(i) or [None] * aval.ndim))
             for i, (name, aval) in _names(per).items()
@@ -65,7 +66,7 @@ class RTRL(Rule):
             jnp.eye(per.numbers, dtype=per.dtype), (per.samples.count, *[per.numbers] * 2)
         )
         H, added = per.pull(window, every, in_front)
-        carried = _carry(H, values)
+        carried = self._carry(executor, H, values)
         return {
             name: (carried[name] + added[i]).astype(values[name].dtype)
             for i, (name, _) in _names(per).items()
@@ -75,10 +76,22 @@ class RTRL(Rule):
         per = _per_sample(executor)
         found: Leaves = [None] * len(window.params)
         if values:
-            each = _carry(per.vectors(signals, dual=True)[:, None], values)
+            each = self._carry(executor, per.vectors(signals, dual=True)[:, None], values)
             for i, (name, aval) in _names(per).items():
-                found[i] = jnp.sum(each[name], axis=(0, 1)).astype(aval.dtype)
+                found[i] = per.summed(i, each[name].astype(aval.dtype), 1)
         return found
+
+    def _carry(self, executor: ETraceGraphExecutor, rows: Any, values: Values) -> Values:
+        """`rows @ P` for each sample; each device looks at its own part alone."""
+        at = executor.spread
+        if at is None or mesh_of(*values.values()) is None:
+            return _carry(rows, values)
+        keys, found = list(values), self.spread(executor, values)
+        specs = [at.fitted(found[k], values[k].shape) for k in keys]
+        lead = specs[0][0]
+        part = lambda rows, *kept: tuple(_carry(rows, dict(zip(keys, kept, strict=True))).values())
+        mapped = per_device(part, at.mesh, [(lead, None, None), *specs], specs)
+        return dict(zip(keys, mapped(rows, *values.values()), strict=True))
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         per = _per_sample(executor)
@@ -130,5 +143,4 @@ def _carry(rows: Any, values: Values) -> Values:
 def _product(rows: Any, kept: Any) -> Any:
     if jnp.iscomplexobj(kept):  # rows are real numbers
         return jax.lax.complex(_product(rows, kept.real), _product(rows, kept.imag))
-    rows, flat = promoted(rows, kept.reshape(*kept.shape[:2], -1))
-    return jnp.einsum("bqn,bnp->bqp", rows, flat).reshape(*rows.shape[:2], *kept.shape[2:])
+    return jnp.einsum("bqn,bn...->bq...", *promoted(rows, kept))

@@ -20,6 +20,7 @@ from .._compiler.samples import Samples
 from .._compiler.slices import plain_site
 from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
 from .._executor.jacobian import Known
+from .._executor.spread import Spec
 from .._executor.window import Signals
 
 Values = dict[str, Any]
@@ -41,6 +42,10 @@ class BackPropagated:
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays that it keeps; they outlast a sequence."""
+        return {}
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """How they are spread over devices, as `executor.spread` has it."""
         return {}
 
     def prepared(
@@ -99,6 +104,9 @@ class Feedback(BackPropagated):
                 values[f"readout:{o}->{k}.{i}"] = jnp.zeros((size, width), dtype)
                 values["readout:seen"] = jnp.zeros((), bool)
         return values
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        return _columns(executor, shapes)
 
     def prepared(
         self, executor: ETraceGraphExecutor, params: Leaves, consts: Leaves, values: Values
@@ -160,6 +168,9 @@ class TargetProjection(BackPropagated):
                         )
                 values[f"feedback:0->{k}.{i}"] = B.astype(group.dtype)
         return values
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        return _columns(executor, shapes)
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         rows = jnp.asarray(given["target"]).reshape(-1, _values_of(values, "feedback:")[0].shape[0])
@@ -306,6 +317,19 @@ def _rows(array: Any, samples: Samples) -> Any:
 
 def _values_of(values: Values, prefix: str) -> list[Any]:
     return [v for k, v in values.items() if k.startswith(prefix)]
+
+
+def _columns(executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    """Of matrices from outputs to units: columns as the units are spread, where these are one axis."""
+    at, samples = executor.spread, executor.samples
+    assert at is not None
+    found: dict[str, Spec] = {}
+    for group in executor.graph.hidden_groups:
+        axes = [a for a in range(len(group.varshape)) if a != samples.axis]
+        column = at.of_group(group)[axes[0]] if len(axes) == 1 else None
+        names = (f"->{group.index}.{i}" for i, _ in enumerate(executor.readings[group.index]))
+        found |= {k: (None, column) for name in names for k in shapes if k.endswith(name) and ":" in k}
+    return {k: spec for k, spec in found.items() if len(shapes[k].shape) == 2}
 
 
 def _projected(

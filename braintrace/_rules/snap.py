@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import mesh_of, per_device
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.influence import Reached, find_reached
@@ -28,6 +29,7 @@ from .._compiler.links import Array
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
 from .._executor.slots import promoted
+from .._executor.spread import Spec, names_of
 from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
 from .rank import finite, per_sample
@@ -87,6 +89,42 @@ class SnAp(Rule):
         count = pattern.per.samples.count
         return {b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), b.dtype) for b in pattern.blocks}
 
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """Over devices: samples as the states', and sets, or numbers in them, over what parameters are."""
+        pattern, at = self._pattern(executor), executor.spread
+        assert at is not None
+        lead = pattern.per.lead
+        parts = [p for i in pattern.offsets for p in at.of_leaf(i) or () if p is not None]
+        name = next((p for p in parts if set(names_of(p)).isdisjoint(names_of(lead))), None)
+
+        def of(shape: tuple[int, ...]) -> Spec:
+            by_sets = name is not None and at.ways(name, shape[1])
+            return at.fitted((lead, name, None, None) if by_sets else (lead, None, None, name), shape)
+
+        return {b.key: of(shapes[b.key].shape) for b in pattern.blocks}
+
+    def _advanced(self, executor: ETraceGraphExecutor, block: Block, old: Any, H: Any, terms: Any) -> Any:
+        at = executor.spread
+        if at is None or mesh_of(old) is None:
+            return block.advanced(old, H, terms)
+        spec = self.spread(executor, {block.key: old})[block.key]
+        specs = [spec, *[(spec[0], None, None)] * 2, *block.spread(spec)]
+        part = lambda old, H, terms, *arrays: (block.part(arrays).advanced(old, H, terms),)
+        return per_device(part, at.mesh, specs, [spec])(old, H, terms, *block.arrays)[0]
+
+    def _summed(self, executor: ETraceGraphExecutor, block: Block, signal: Any, kept: Any) -> Any:
+        at = executor.spread
+        if at is None or mesh_of(kept) is None:
+            return block.summed(signal, kept)
+        spec = self.spread(executor, {block.key: kept})[block.key]
+        lead, sets, _, places = spec
+        specs = [(lead, None), spec, *block.spread(spec)]
+        # what devices have is summed outside, with all else that is
+        part = lambda signal, kept, *arrays: (block.part(arrays).summed(signal, kept)[None],)
+        return jnp.sum(
+            per_device(part, at.mesh, specs, [(lead, sets, places)])(signal, kept, *block.arrays)[0], axis=0
+        )
+
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         pattern = self._pattern(executor)
 
@@ -94,14 +132,17 @@ class SnAp(Rule):
             if window.keep is not None:
                 values = self.forget(executor, values, ~window.keep[0])
             H, terms = pattern.jacobian(window), pattern.terms(window)
-            return {b.key: b.advanced(values[b.key], H, terms[b.dtype]) for b in pattern.blocks}
+            return {
+                b.key: self._advanced(executor, b, values[b.key], H, terms[b.dtype]) for b in pattern.blocks
+            }
 
         return window.one_by_one(step, values) if values else values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
-        signal = finite(pattern.per.vectors(signals, dual=True))
-        found = pattern.gradients({b.key: b.summed(signal, values[b.key]) for b in pattern.blocks})
+        signal = pattern.per.whole(finite(pattern.per.vectors(signals, dual=True)))
+        summed = {b.key: self._summed(executor, b, signal, values[b.key]) for b in pattern.blocks}
+        found = pattern.gradients(summed)
         return [found.get(i) for i in range(len(window.params))]
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -125,6 +166,21 @@ class Block:
     places: Array  # (sets, numbers of parameters), among all of that type
     now: Array | None  # where the step itself acts: (sets, carried numbers, numbers of parameters); None: all
     colours: Array  # of the rows
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.rows, self.places, self.colours, *([] if self.now is None else [self.now])]
+
+    def part(self, arrays: Sequence[Any]) -> Block:
+        """The same with parts of these."""
+        rows, places, colours, *now = arrays
+        return replace(self, rows=rows, places=places, colours=colours, now=now[0] if now else None)
+
+    def spread(self, spec: Spec) -> list[Spec]:
+        """How they are cut where what is kept, (samples, sets, carried, numbers), is spread so."""
+        _, sets, _, places = spec
+        found: list[Spec] = [(sets, None), (sets, places), (sets, None), (sets, None, places)]
+        return found[: len(self.arrays)]
 
     def advanced(self, old: Any, H: Any, terms: Any) -> Any:
         H = _padded(_padded(H, 1), 2)[:, self.rows[:, :, None], self.rows[:, None, :]]
@@ -187,23 +243,23 @@ class Pattern:
         """`H`, (samples, numbers, numbers)."""
         pulled = self.per.back(window, _rows(self.state_colours, self.per))
         found = pulled[:, self.state_colours]
-        return finite(jnp.where(self.moves[None], found, jnp.zeros_like(found)))
+        return self.per.whole(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
 
     def terms(self, window: Window) -> dict[Any, Any]:
         """`dh/dw`, rows of one colour together: by type, (samples, colours, numbers of parameters)."""
         rows = _rows(self.colours, self.per)
-        added = self.per.pull(window, rows)[1]
+        added = self.per.pull(window, rows, whole=True)[1]
         parts: dict[Any, list[Any]] = {}
         for i, (dtype, _, size) in self.offsets.items():
             shape = (self.per.samples.count, rows.shape[1], size)
             if i in added:
                 axis = 1 + row_axis(added[i].ndim - 2)
                 flat = jnp.moveaxis(added[i], axis, 1)
-                flat = flat.reshape(*flat.shape[:2], size)
+                flat = self.per.whole(self.per.whole(flat).reshape(*flat.shape[:2], size))
             parts.setdefault(dtype, []).append(
-                jnp.broadcast_to(flat, shape) if i in added else jnp.zeros(shape, dtype)
+                self.per.whole(jnp.broadcast_to(flat, shape) if i in added else jnp.zeros(shape, dtype))
             )
-        return {dtype: jnp.concatenate(found, 2) for dtype, found in parts.items()}
+        return {dtype: self.per.whole(jnp.concatenate(found, 2)) for dtype, found in parts.items()}
 
     def gradients(self, summed: dict[str, Any]) -> dict[int, Any]:
         """Of each leaf, what blocks give each of its numbers."""
@@ -213,11 +269,12 @@ class Pattern:
             size = max(start + n for d, start, n in self.offsets.values() if d == dtype)
             total = jnp.zeros((size + 1,), dtype)  # the last is of none
             for b in mine:
-                total = total.at[b.places.ravel()].set(summed[b.key].ravel().astype(dtype))
-            totals[dtype] = total
+                each = self.per.everywhere(summed[b.key])
+                total = total.at[b.places.ravel()].set(each.ravel().astype(dtype))
+            totals[dtype] = self.per.everywhere(total)
         leaves = [v for e in self.per.info.fixed for v in e.invars]
         return {
-            i: totals[dtype][start : start + n].reshape(leaves[i].aval.shape)
+            i: self.per.everywhere(totals[dtype][start : start + n].reshape(leaves[i].aval.shape))
             for i, (dtype, start, n) in self.offsets.items()
         }
 

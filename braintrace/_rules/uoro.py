@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.spread import Spec
 from .._executor.window import Window
 from .rank import BASIS, Rank, finite, named, parts_of
 from .rule import Rule, Values
@@ -65,10 +66,11 @@ class UORO(Rule):
         if window.keep is not None:  # samples that begin anew at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
             window = replace(window, keep=window.keep.at[0].set(True))
-        per, s = self._kept.per_sample(executor), values[BASIS]
+        per = self._kept.per_sample(executor)
+        s = per.whole(values[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
-        pushed = finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed))
-        nu = signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype)
+        pushed = per.whole(finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)))
+        nu = per.whole(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
         names = {i: key for i, (name, _) in named(per).items() for key, _ in parts_of(name, 1)}
         theta = {i: values[key] for i, key in names.items()}
@@ -87,6 +89,9 @@ class UORO(Rule):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         found = self._kept.past(executor, values, signals)
         return [found.get(i) for i in range(len(window.params))]
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        return {**self._kept.spread(executor, shapes), COUNT: (None,)}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}
