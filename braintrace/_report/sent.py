@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -17,13 +18,30 @@ _TURNS = re.compile(r'known_trip_count[^}]*"n":"(\d+)"')
 
 
 @dataclass
+class Sent:
+    """The collectives of a program, by kind: how often each is run, and the bytes handed to a device."""
+
+    runs: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Sent, times: int) -> None:
+        for mine, more in ((self.runs, other.runs), (self.bytes, other.bytes)):
+            mine.update({kind: times * n for kind, n in more.items()})
+
+
+@dataclass
 class _Computation:
-    sent: int = 0
+    sent: Sent = field(default_factory=Sent)
     called: list[tuple[str, int]] = field(default_factory=list)  # and how often
 
 
 def bytes_sent(text: str) -> int:
     """The bytes of what collectives hand to a device, in one run of a compiled program."""
+    return sum(collectives(text).bytes.values())
+
+
+def collectives(text: str) -> Sent:
+    """What one run of a compiled program sends."""
     found: dict[str, _Computation] = {}
     entry, now = "", _Computation()
     for line in text.splitlines():
@@ -34,19 +52,37 @@ def bytes_sent(text: str) -> int:
             continue
         sends = _COLLECTIVE.search(line)
         if sends:
-            sizes = [_bytes(a) for a in _ARRAY.finditer(sends["shape"])]
-            pairs = sends["start"] and sends["kind"] != "all-reduce"  # what goes in is shown as well
-            now.sent += max(sizes) if pairs else sum(sizes)
+            shape = sends["shape"]
+            if sends["start"] and (sends["kind"] != "all-reduce" or shape.startswith("((")):
+                shape = _elements(shape)[1]  # what goes in comes first
+            size = sum(map(_bytes, _ARRAY.finditer(shape)))
+            now.sent.add(Sent(Counter({sends["kind"]: 1}), Counter({sends["kind"]: size})), 1)
         turns = _TURNS.search(line)
         names = [*_CALLED.findall(line), *re.findall(r"[\w.\-]+", ",".join(_BRANCHES.findall(line)))]
         now.called += [(name, int(turns[1]) if turns else 1) for name in names]
 
     @cache
-    def total(name: str) -> int:
+    def total(name: str) -> Sent:
         one = found.get(name, _Computation())
-        return one.sent + sum(count * total(inner) for inner, count in one.called)
+        result = Sent()
+        result.add(one.sent, 1)
+        for inner, times in one.called:
+            result.add(total(inner), times)
+        return result
 
     return total(entry)
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple of shapes, which may be tuples."""
+    found, depth = [""], 0
+    for letter in shape.strip()[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def _bytes(array: re.Match[str]) -> int:
