@@ -33,10 +33,10 @@ ELEMENT_WISE = named(
     """abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type copy cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
-    logistic lt lt_to max min mul name ne neg nextafter not optimization_barrier or polygamma population_count
-    pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor zeta"""
+    log2 logistic lt lt_to max min mul name ne neg nextafter not one_minus_square optimization_barrier or
+    polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta"""
 )
 LAYOUT = named("broadcast_in_dim reshape squeeze transpose")
 COPIES = named("concatenate stack tile pad slice rev gather dynamic_slice dynamic_update_slice")
@@ -57,7 +57,7 @@ FLAT = named("ceil floor is_finite round sign stop_gradient")  # no derivative
 NOT_COMPLEX = named("cholesky conj")  # no complex derivative
 ARITHMETIC = named(  # take one operation for each element
     """abs add add_jaxvals and clamp convert_element_type div eq floor ge gt integer_pow le lt max min mul ne
-    neg not or rem round select_n sign square sub xor"""
+    neg not one_minus_square or rem round select_n sign square sub xor"""
 )
 
 # of linear operations, what they are linear in
