@@ -50,6 +50,7 @@ class Engine:
         if self.layout is not None:
             for state in self.named_parameters().values():
                 state.value = self.layout.parameters(state.value)
+            self.layout.warn_of_unused(self.parameters())
         opt_state = self.optimizer.init(self.parameters())
         if self.layout is not None:
             opt_state = self.layout.like(opt_state, self.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -83,16 +84,18 @@ def fit(
     every = None if update_every == "sequence" else update_every
     layout = None if mesh is None else Layout.of(mesh)
     speaks = layout is None or layout.speaks
-    engine = Engine(
-        learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched, layout
-    )
+    on_mesh = contextlib.nullcontext if layout is None else layout.set
+    with on_mesh():
+        engine = Engine(
+            learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched, layout
+        )
     if epochs is None and (max_batches is None or isinstance(batches, Iterator)):
         epochs = 1
     schedule = Schedule(epochs, max_batches, eval_every, checkpoint_every, stop_when)
     checkpoints = Checkpoints(checkpoint_dir, keep) if checkpoint_dir is not None else None
     run = Run(engine, batches, eval_batches, schedule, checkpoints)
     try:
-        with telling_of_lost(layout.processes if layout else 1, checkpoints):
+        with on_mesh(), telling_of_lost(layout.processes if layout else 1, checkpoints):
             run.start(resume)
             run.log = Log(metrics_file if speaks else None, run.batch)
             watch = Watch(schedule.total(batches), progress and speaks)
