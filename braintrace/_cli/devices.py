@@ -91,6 +91,15 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
         yield mesh
 
 
+def words_of(mesh: Any) -> str:
+    """How many devices there are, so that none is left out unseen."""
+    axes = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
+    found = mesh.devices.ravel()
+    processes = len({d.process_index for d in found})
+    several = f" of {processes} processes" if processes > 1 else ""
+    return f"On {found.size} devices{several} ({axes}), {found[0].device_kind}."
+
+
 def leave(code: int, error: Exception | None = None) -> None:
     """End a process of several that failed: JAX would wait for the others, which wait for it."""
     import jax
@@ -148,7 +157,8 @@ def _join(typed: dict[str, Any]) -> None:
                 jax.distributed.initialize(**options)
         except ValueError as error:  # nothing says which processes there are
             raise UsageError(
-                f"--distributed: {error} Say it by --coordinator, --processes and --process."
+                f"--distributed: nothing here says which processes there are ({error}) Start them with srun "
+                "or mpirun, or say it by --coordinator, --processes and --process."
             ) from error
         return
     if any(name not in typed for name in BY_HAND):

@@ -125,26 +125,18 @@ class Plan:
             )
             for r in self.rows
         ]
-        batch = "" if self.batch_size is None else f", batch of {self.batch_size}"
-        title = (
-            f"{self.length} steps{batch}; parameters {show_bytes(self.parameter_bytes)}, states "
-            f"{show_bytes(self.state_bytes)}"
-        )
+        what = f"{self.length} steps" + ("" if self.batch_size is None else f", batch of {self.batch_size}")
+        columns = ["rule", "steps at once", "gradient", "traces", "activations", "together", "flops per step"]
+        notes = [f"* {self.recommendation}"]
         if self.mesh:
             axes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
-            number = math.prod(self.mesh.values())
-            title += f"; bytes on each of {number} devices ({axes}), operations of all together"
-        columns: tuple[str, ...] = (
-            "rule",
-            "steps at once",
-            "gradient",
-            "traces",
-            "activations",
-            "together",
-            "flops per step",
-        )
-        columns += ("sent per step", "per chunk") if self.mesh else ()
-        notes = [f"* {self.recommendation}"]
+            what += f"; on each of {math.prod(self.mesh.values())} devices ({axes})"
+            columns[1], columns[6:] = "at once", ["flops", "sent per step", "per chunk"]
+            notes.append(
+                "Bytes are those of one device, sent by others to it; flops, those of all in a step."
+            )
+        parameters, states = show_bytes(self.parameter_bytes), show_bytes(self.state_bytes)
+        title = f"{what}; parameters {parameters}, states {states}"
         if not all(map(self.fits, self.rows)):
             where = " of a device" if self.mesh else ""
             notes.append(

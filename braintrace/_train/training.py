@@ -62,13 +62,14 @@ def fit(
     `eval_batches` are evaluated every `eval_every` batches (None: after each epoch) and at the end;
     `stop_when(scores)` of an evaluation, or else of a batch, ends the run. Checkpoints go to
     `checkpoint_dir` every `checkpoint_every` batches, of which the last `keep` stay; with `resume` the run
-    goes on from the newest, bit for bit, or on another number of devices. Ctrl-C ends the run after the
-    current batch and saves. A loss or gradient that is not finite raises `DivergedError`.
+    goes on from the newest, bit for bit, or on another number of devices. Ctrl-C or SIGTERM ends the run
+    after the current batch and saves. A loss or gradient that is not finite raises `DivergedError`.
 
     With a `mesh` of `jax.make_mesh`, batches are spread over the devices along its first axis, and along an
     axis 'model' the columns of weights that it divides; parameters that lie on the mesh already stay as they
     are. States, traces and the optimiser follow. Where the mesh has devices of several processes, each of
     them calls `fit` and gives its own sequences of a batch, or global arrays; the first one shows and logs.
+    `LostProcessError` says that another one is gone.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, optax
     >>> learner = braintrace.D_RTRL(braintrace.nn.GRUCell(3, 4))
