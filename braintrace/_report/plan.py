@@ -133,7 +133,7 @@ class Plan:
             what += f"; on each of {math.prod(self.mesh.values())} devices ({axes})"
             columns[1], columns[6:] = "at once", ["flops", "sent per step", "per chunk"]
             notes.append(
-                "Bytes are those of one device, sent by others to it; flops, those of all in a step."
+                "Bytes are of one device: what it holds, and what others send it. Flops: of all, in a step."
             )
         parameters, states = show_bytes(self.parameter_bytes), show_bytes(self.state_bytes)
         title = f"{what}; parameters {parameters}, states {states}"
