@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from ._train import Comparison as Comparison
     from ._train import DivergedError as DivergedError
     from ._train import FitResult as FitResult
+    from ._train import LostProcessError as LostProcessError
     from ._train import compare as compare
     from ._train import fit as fit
     from ._train import save_curves as save_curves
@@ -105,8 +106,8 @@ if TYPE_CHECKING:
 
 
 _LATER = (
-    *("fit", "FitResult", "DivergedError", "save_curves", "show_curves", "write_report"),
-    *("compare", "Comparison"),
+    *("fit", "FitResult", "DivergedError", "LostProcessError", "save_curves", "show_curves"),
+    *("write_report", "compare", "Comparison"),
 )
 
 

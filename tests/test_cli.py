@@ -280,11 +280,14 @@ def test_plan(capsys):
                 "2",
                 "--rank",
                 "1",
+                "--devices",
+                "2",
             ]
         )
         == 0
     )
     shown = capsys.readouterr().out
+    assert "on each of 2 devices (2 data)" in shown
     assert "D_RTRL" in shown
     assert "D_RTRL, windows of 2, rank 1" in shown
     assert "BPTT" in shown

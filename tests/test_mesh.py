@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import braintrace
 from braintrace import nn
 from braintrace._executor import fused
+from braintrace._frontends.pure import Pure
 from braintrace._report.sent import bytes_sent
 from braintrace._rules import d_rtrl
 
@@ -323,25 +325,37 @@ def test_each_device_runs_the_kernel_on_its_part(kind, monkeypatch):
 # -- plans -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_plan_says_what_the_program_of_one_device_takes(shape):
+PLANNED = [
+    *((s, "D_RTRL", 2, {}) for s in SHAPES),
+    ((4, 2), "ES_D_RTRL", 1, {}),
+    ((8, 1), "RTRL", 1, {}),
+    ((1, 8), "BPTT", 4, {}),
+    ((4, 2), "D_RTRL", 2, {"window": 2, "rank": 1}),
+]
+
+
+@pytest.mark.parametrize(("shape", "rule", "chunk", "dial"), PLANNED)
+def test_a_plan_says_what_the_program_of_one_device_takes(shape, rule, chunk, dial):
     mesh = mesh_of(shape, AxisType.Explicit)
     params, carry, xs, ys = gru_on(mesh_of(shape, AxisType.Auto))
     loss = lambda y, _: jnp.mean(y**2)
-    net = braintrace.online(gru, params, carry, xs[0])
+    rank = {"rank": dial["rank"]} if dial else {}
+    chosen = getattr(braintrace.rules, rule)(**rank)
+    net = braintrace.online(gru, params, carry, xs[0], rule=chosen, window=dial.get("window"))
     traces = net.init(params, carry)
-    grad = jax.jit(lambda *given: net.grad(loss, *given, chunk_size=2))
+    grad = jax.jit(lambda *given: net.grad(loss, *given, chunk_size=None if dial else chunk))
     compiled = grad.lower(params, carry, traces, xs[:4], ys[:4]).compile()
-    found = net.plan(4, rules=["D_RTRL"], chunk_sizes=[2], mesh=mesh)
-    (row,) = found.rows
+    found = net.plan(4, rules=[rule], chunk_sizes=[chunk], mesh=mesh, **dial)
+    row = found.row(rule, window=dial.get("window"))
+    assert row.chunk_size == chunk
     parts = [a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(traces)]
     assert row.trace_bytes == sum(parts)
     assert found.parameter_bytes == sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(params))
     assert found.mesh == {"data": shape[0], "model": shape[1]}
-    assert "sent per step" in str(found)
     assert row.activation_bytes == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.1)
-    assert row.sent_per_chunk == 2 * row.sent_per_step > 0
-    if shape == (8, 1):  # one sum of gradients
+    assert 4 * row.sent_per_step == pytest.approx(bytes_sent(compiled.as_text()), rel=0.1)
+    assert row.sent_per_chunk == chunk * row.sent_per_step > 0
+    if shape == (8, 1) and rule == "D_RTRL":  # one sum of gradients
         once = sum(a.nbytes for a in params.values())
         assert row.sent_per_chunk == pytest.approx(once, rel=0.05)
 
@@ -357,11 +371,34 @@ def test_what_is_sent_is_counted_as_often_as_it_is():
     assert bytes_sent(jax.jit(program).lower(x).compile().as_text()) == 3 * 4 * 4
 
 
-def test_a_plan_of_a_module_has_an_eighth_of_its_traces_on_each_device():
-    def of(mesh: Any) -> Any:
-        with jax.numpy_rank_promotion("allow"):
-            cell = nn.GRUCell(IN, UNITS)
-        x0 = jax.ShapeDtypeStruct((BATCH, IN), float)
-        return braintrace.plan(cell, x0, BATCH, 4, rules=["D_RTRL"], chunk_sizes=[2], mesh=mesh).row("D_RTRL")
+def test_a_plan_of_a_module_says_what_its_learner_takes_and_what_fits():
+    mesh = mesh_of((4, 2), AxisType.Auto)
+    with jax.numpy_rank_promotion("allow"):
+        cell = nn.GRUCell(IN, UNITS)
+    x0 = jax.ShapeDtypeStruct((BATCH, IN), float)
+    found = braintrace.plan(cell, x0, BATCH, TIME, rules=["D_RTRL"], chunk_sizes=[2], mesh=mesh)
+    (row,) = found.rows
+    brainstate.nn.init_all_states(cell, batch_size=BATCH)
+    for st in (*cell.states(brainstate.ParamState).values(), cell.h):
+        first = "data" if st is cell.h else None
+        names = lambda a, first=first: (first, "model") if a.ndim == 2 else ("model",)
+        st.value = jax.tree.map(lambda a, names=names: put(a, mesh, *names(a)), st.value)
+    learner, xs = braintrace.D_RTRL(cell), put(data()[0], mesh, None, "data", None)
+    learner.compile_graph(xs[0])
+    traces = [st.value for st in learner.traces.values()]
+    assert row.trace_bytes == sum(a.addressable_shards[0].data.nbytes for a in traces)
+    assert 8 * row.trace_bytes == sum(a.nbytes for a in traces)
 
-    assert 8 * of(mesh_of((4, 2), AxisType.Explicit)).trace_bytes == of(None).trace_bytes
+    loss = lambda x: jnp.mean(learner(x) ** 2)
+    pure = Pure.trace(lambda xs: learner.etrace_grad(xs, step_fn=loss, chunk_size=2), xs)
+    compiled = jax.jit(lambda values, xs: pure(values, xs)).lower(pure.values(), xs).compile()
+    assert row.activation_bytes == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.1)
+    assert TIME * row.sent_per_step == pytest.approx(bytes_sent(compiled.as_text()), rel=0.1)
+
+    assert 8 * found.memory_budget <= braintrace.plan(cell, x0, BATCH, 1, rules=[]).memory_budget
+    assert found.fits(row)
+    for words in ("on each of 8 devices (4 data x 2 model)", "sent per step"):
+        assert words in str(found)
+    less = replace(found, memory_budget=row.total_bytes)  # nothing is left for parameters
+    assert not less.fits(row)
+    assert "! With parameters and states more than the" in str(less)

@@ -16,26 +16,33 @@ from .errors import UsageError
 from .models import positive
 
 HEARTBEAT = 30  # seconds; a process that says nothing for so long is lost
+WAIT = 300  # seconds that all of them have to start
 BY_HAND = ("coordinator", "processes", "process")
 SEVERAL = (*BY_HAND, "distributed")
 # Reads to the end of its input, which comes early if the process that writes dies: of a collective that never
 # ends JAX makes a crash, in which no Python runs any more.
 LAST_WORDS = """\
 import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):  # they are for the process that writes
+    signal.signal(number, signal.SIG_IGN)
 told = sys.stdin.buffer.read()
 if not told.endswith(b"\\0"):
     print(told.decode(), file=sys.stderr, flush=True)
 """
+MISSING = (
+    "braintrace train: not all processes were there within {wait} s, so that this one was ended. Start all "
+    "of them, with the same address of the first ({where}), which each must be able to reach; or give them "
+    "more time with --wait."
+)
+LOST = (
+    "braintrace train: this process was ended before its run was over, most likely because another one was "
+    "lost; what is above says which. Start all of them again with --resume, on as many devices as are left: "
+    "the run goes on from its newest checkpoint."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("devices")
-    add = group.add_argument
-    add(
-        "--devices", type=positive, metavar="N", help="spread batches over so many, of all processes together"
-    )
-    add("--model-parallel", type=positive, metavar="M", help="of which so many share the columns of weights")
+    add = add_counts(parser).add_argument
     add("--coordinator", metavar="HOST:PORT", help="several processes: where the first one listens")
     add("--processes", type=positive, metavar="N", help="how many there are")
     add("--process", type=int, metavar="I", help="which of them this one is, from 0")
@@ -46,13 +53,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"a process that is silent for so long is lost (default: {HEARTBEAT})",
     )
+    add(
+        "--wait",
+        type=positive,
+        metavar="SECONDS",
+        help=f"how long to wait for the others to start (default: {WAIT})",
+    )
+
+
+def add_counts(parser: argparse.ArgumentParser) -> Any:
+    group = parser.add_argument_group("devices")
+    add = group.add_argument
+    add(
+        "--devices", type=positive, metavar="N", help="spread batches over so many, of all processes together"
+    )
+    add("--model-parallel", type=positive, metavar="M", help="of which so many share the columns of weights")
+    return group
 
 
 @contextlib.contextmanager
 def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
     """The mesh that was asked for, if any; of several processes only the first one prints in here."""
     typed = vars(given)
-    devices, model = typed.get("devices"), typed.get("model_parallel", 1)
+    devices, model = typed.get("devices"), typed.get("model_parallel") or 1
     if devices is not None and devices % model:
         raise UsageError(f"--model-parallel {model} does not divide --devices {devices}.")
     if not any(name in typed for name in SEVERAL):
@@ -61,11 +84,20 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
     import jax
 
     _join(typed)
-    with _last_words(), contextlib.ExitStack() as stack:
+    with _last_words(LOST), contextlib.ExitStack() as stack:
         mesh = _mesh(devices, model)
         if jax.process_index():
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield mesh
+
+
+def words_of(mesh: Any) -> str:
+    """How many devices there are, so that none is left out unseen."""
+    axes = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
+    found = mesh.devices.ravel()
+    processes = len({d.process_index for d in found})
+    several = f" of {processes} processes" if processes > 1 else ""
+    return f"On {found.size} devices{several} ({axes}), {found[0].device_kind}."
 
 
 def leave(code: int, error: Exception | None = None) -> None:
@@ -89,7 +121,8 @@ def _mesh(devices: int | None, model: int) -> Any:
     number = devices or len(found)
     if number > len(found) or number % model:
         have = f"there are {len(found)}: {', '.join(map(str, found[:4]))}{' ...' if len(found) > 4 else ''}"
-        raise UsageError(f"--devices {number}, --model-parallel {model}: {have}.")
+        cpus = "; how many a CPU is, JAX_NUM_CPU_DEVICES says" if found[0].platform == "cpu" else ""
+        raise UsageError(f"--devices {number}, --model-parallel {model}: {have}{cpus}.")
     if number < len(found) and jax.process_count() > 1:
         raise UsageError(f"Several processes use all of their {len(found)} devices, not {number}.")
     shape, names = ((number // model, model), ("data", "model")) if model > 1 else ((number,), ("data",))
@@ -111,15 +144,21 @@ def _join(typed: dict[str, Any]) -> None:
     """Find the other processes."""
     import jax
 
-    wait = typed.get("heartbeat", HEARTBEAT)
+    wait = typed.get("wait", WAIT)
+    options = {
+        "heartbeat_timeout_seconds": typed.get("heartbeat", HEARTBEAT),
+        "initialization_timeout": wait,
+    }
     if "distributed" in typed:
         if any(name in typed for name in BY_HAND):
             raise UsageError("--distributed finds out what --coordinator, --processes and --process say.")
         try:
-            jax.distributed.initialize(heartbeat_timeout_seconds=wait)
+            with _last_words(MISSING.format(wait=wait, where="the one that the cluster names")):
+                jax.distributed.initialize(**options)
         except ValueError as error:  # nothing says which processes there are
             raise UsageError(
-                f"--distributed: {error} Say it by --coordinator, --processes and --process."
+                f"--distributed: nothing here says which processes there are ({error}) Start them with srun "
+                "or mpirun, or say it by --coordinator, --processes and --process."
             ) from error
         return
     if any(name not in typed for name in BY_HAND):
@@ -133,17 +172,13 @@ def _join(typed: dict[str, Any]) -> None:
         if devices % number:
             raise UsageError(f"--devices {devices} cannot be shared evenly by --processes {number}.")
         _count_cpus(devices // number)
-    jax.distributed.initialize(where, number, own, heartbeat_timeout_seconds=wait)
+    with _last_words(MISSING.format(wait=wait, where=where)):
+        jax.distributed.initialize(where, number, own, **options)
 
 
 @contextlib.contextmanager
-def _last_words() -> Iterator[None]:
-    """Say how to go on, even if JAX ends this process because another one is lost."""
-    words = (
-        "braintrace train: this process was ended before its run was over, most likely because another one "
-        "was lost; what is above says which. Start all of them again with --resume, on as many devices as "
-        "are left: the run goes on from its newest checkpoint."
-    )
+def _last_words(words: str) -> Iterator[None]:
+    """Say how to go on, even if JAX ends this process because another one is not there."""
     with subprocess.Popen([sys.executable, "-S", "-c", LAST_WORDS], stdin=subprocess.PIPE) as other:
         assert other.stdin is not None
         other.stdin.write(words.encode())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import dial, functions, models, rules
+from . import devices, dial, functions, models, rules
 
 # what `braintrace.plan` knows, the usual ones first
 PLANNED = {n.lower(): n for n in ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT", "SnAp", "UORO", "KF_RTRL")}
@@ -45,6 +45,7 @@ What each rule and BPTT would need in memory and operations, before anything is 
 examples:
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000 --window 10
+  braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000 --devices 8 --model-parallel 2
 """
 
 
@@ -65,6 +66,7 @@ def add_to(commands: Any) -> None:
         dial.add_arguments(parser)
         parser.set_defaults(run=run, window=0, rank=0)
         if name == "plan":
+            devices.add_counts(parser)
             parser.add_argument(
                 "--rules",
                 nargs="+",
@@ -130,11 +132,11 @@ def show_plan(given: argparse.Namespace) -> int:
 
     more: dict[str, Any] = {"window": given.window or None, "rank": given.rank}
     more |= {"rules": [PLANNED[name] for name in given.rules]} if given.rules else {}
-    with models.build(given) as (model, inputs):
+    with devices.mesh_of(given) as mesh, models.build(given) as (model, inputs):
         if isinstance(model, functions.Functions):
-            model.net.plan(given.length, **more).show()
+            model.net.plan(given.length, mesh=mesh, **more).show()
         else:
-            plan(model, tuple(inputs), given.batch_size, given.length, **more).show()
+            plan(model, tuple(inputs), given.batch_size, given.length, mesh=mesh, **more).show()
     return 0
 
 

@@ -117,6 +117,8 @@ def _run(given: argparse.Namespace, mesh: Any) -> int:
     task = make_task(settings)
     own = settings["model"]
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
+    if mesh is not None:
+        print(devices.words_of(mesh))
     with time_step():
         result = train(settings, task, make, out, resume, mesh)
     if result.interrupted:

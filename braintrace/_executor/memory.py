@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 
-def device_memory() -> int:
-    """Bytes of the device, or half of the machine's."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+def device_memory(devices: Sequence[Any] = ()) -> int:
+    """Bytes of the device, or half of the machine's; `devices` of one machine share these."""
+    own = [d for d in devices if d.process_index == jax.process_index()] or jax.local_devices()[:1]
+    stats = own[0].memory_stats() or {}
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return int(stats.get("bytes_limit") or half // len(own))

@@ -102,6 +102,10 @@ class Plan:
             raise KeyError(f"No row for {rule} with chunks of {chunk_size}.")
         return max(found, key=lambda r: r.chunk_size)
 
+    def fits(self, row: PlanRow) -> bool:
+        """Whether it fits in `memory_budget`, with the parameters and states."""
+        return row.total_bytes + self.parameter_bytes + self.state_bytes <= self.memory_budget
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
         return asdict(self)
@@ -115,31 +119,30 @@ class Plan:
                 "exact" if r.exact else "approximate",
                 show_bytes(r.trace_bytes),
                 show_bytes(r.activation_bytes),
-                show_bytes(r.total_bytes),
+                show_bytes(r.total_bytes) + ("" if self.fits(r) else " !"),
                 show_count(r.flops_per_step),
                 *((show_bytes(int(r.sent_per_step)), show_bytes(int(r.sent_per_chunk))) if self.mesh else ()),
             )
             for r in self.rows
         ]
-        batch = "" if self.batch_size is None else f", batch of {self.batch_size}"
-        title = (
-            f"{self.length} steps{batch}; parameters {show_bytes(self.parameter_bytes)}, states "
-            f"{show_bytes(self.state_bytes)}"
-        )
+        what = f"{self.length} steps" + ("" if self.batch_size is None else f", batch of {self.batch_size}")
+        columns = ["rule", "steps at once", "gradient", "traces", "activations", "together", "flops per step"]
+        notes = [f"* {self.recommendation}"]
         if self.mesh:
             axes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
-            title += f"; on each of {math.prod(self.mesh.values())} devices ({axes}), operations on all"
-        columns: tuple[str, ...] = (
-            "rule",
-            "steps at once",
-            "gradient",
-            "traces",
-            "activations",
-            "together",
-            "flops per step",
-        )
-        columns += ("sent per step", "per chunk") if self.mesh else ()
-        return Table(title, columns, rows, [f"* {self.recommendation}"])
+            what += f"; on each of {math.prod(self.mesh.values())} devices ({axes})"
+            columns[1], columns[6:] = "at once", ["flops", "sent per step", "per chunk"]
+            notes.append(
+                "Bytes are of one device: what it holds, and what others send it. Flops: of all, in a step."
+            )
+        parameters, states = show_bytes(self.parameter_bytes), show_bytes(self.state_bytes)
+        title = f"{what}; parameters {parameters}, states {states}"
+        if not all(map(self.fits, self.rows)):
+            where = " of a device" if self.mesh else ""
+            notes.append(
+                f"! With parameters and states more than the {show_bytes(self.memory_budget)}{where}."
+            )
+        return Table(title, columns, rows, notes)
 
     def show(self) -> None:
         """Print the table, in colour where there is a terminal."""
@@ -172,11 +175,13 @@ def plan(
     `batch_size` the states are taken as `init_all_states(model, batch_size=batch_size)` would make them, else
     as they are.
     Chunks are of one step, of about the square root of the length and of all steps, unless given;
-    `memory_budget` (bytes) is what the recommendation may use: the device's memory, or half of the machine's.
+    `memory_budget` (bytes, of each device) is what the recommendation may use: the device's memory, or half
+    of the machine's, which the devices of a CPU share.
     With a `window`, a `rank` or `across='layers'`, there is a row of D_RTRL in windows, too. With a `mesh`
     all bytes are those of one of its devices: samples, the first axis of states and of `x0`, are spread over
-    the first axis of the mesh, units, the last axis of states and parameters, over the second; parameters
-    that are on a mesh stay as they are.
+    the first axis of the mesh, units, the last axis of states and parameters, over 'model' or else the
+    second; parameters that are on a mesh stay as they are. `sent_per_step` and `sent_per_chunk` are what a
+    device is handed by others.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
@@ -248,8 +253,9 @@ class Layout:
     def of(mesh: Any) -> Layout:
         """Types of axes change no number, and XLA is asked for the rest."""
         auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
-        names = (*mesh.axis_names, None)
-        return Layout(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto), names[0], names[1])
+        first, *others = mesh.axis_names
+        units = "model" if "model" in others else next(iter(others), None)
+        return Layout(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto), first, units)
 
     def of_input(self, a: Any) -> Any:
         return self._put(a, [self.samples, *[None] * (len(a.shape) - 1)][: len(a.shape)])
@@ -325,11 +331,13 @@ def _plan(
     rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
     if dial is not None and "D_RTRL" in rules:
         rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))
-    budget = device_memory() if memory_budget is None else memory_budget
-    best, words = _recommend(rows, length, budget)
+    devices = () if layout is None else tuple(layout.mesh.devices.flat)
+    budget = device_memory(devices) if memory_budget is None else memory_budget
     known = leaves or {e.path: [v.aval for v in e.invars] for e in graph.module_info.entries}
     params = [a for e in graph.module_info.entries for a in known[e.path] if e.is_param]
     states = [a for e in graph.module_info.entries for a in known[e.path] if not e.is_param]
+    always = bytes_of(params) + bytes_of(states)
+    best, words = _recommend(rows, length, budget, always, len(devices))
     return Plan(
         batch_size=batch_size,
         length=length,
@@ -416,7 +424,8 @@ def _row(
         quickly = _QUICKLY if jax.default_backend() == "cpu" else None
         compiled: Any = traced.lower().compile(compiler_options=quickly)
         memory: Any = compiled.memory_analysis()
-    sent = bytes_sent(compiled.as_text()) if jax.device_count() > 1 else 0
+    several = any(s.num_devices > 1 for s in jax.tree.leaves(compiled.input_shardings))
+    sent = bytes_sent(compiled.as_text()) if several else 0
     return PlanRow(
         rule=rule,
         chunk_size=size,
@@ -435,18 +444,24 @@ def _row(
 _ABOUT = 1.1  # more operations than this are not worth the memory that they save
 
 
-def _recommend(rows: list[PlanRow], length: int, budget: int) -> tuple[PlanRow | None, str]:
-    """The row to take and why: exact before approximate, little memory at about the fewest operations."""
+def _recommend(
+    rows: list[PlanRow], length: int, budget: int, always: int, devices: int
+) -> tuple[PlanRow | None, str]:
+    """The row to take and why: exact before approximate, little memory at about the fewest operations.
+
+    `always` are the bytes that any of them takes beside its own.
+    """
     online = [r for r in rows if r.rule != "BPTT"]
-    fits = [r for r in online if r.total_bytes <= budget]
+    fits = [r for r in online if r.total_bytes + always <= budget]
     if not online:
         return None, "No online rule was asked for."
     if not fits:
         least = min(online, key=lambda r: r.total_bytes)
         return None, (
-            f"Nothing fits in {show_bytes(budget)}: the least is {least.title} with "
-            f"{show_bytes(least.total_bytes)}. Take a smaller batch, or traces of less precision "
-            "(`trace_dtype=jnp.bfloat16`)."
+            f"Nothing fits in {show_bytes(budget)}{' of a device' if devices else ''}: the least is "
+            f"{least.title} with {show_bytes(least.total_bytes)}, beside {show_bytes(always)} of parameters "
+            f"and states. Take {'more devices, ' if devices else ''}a smaller batch, or traces of less "
+            "precision (`trace_dtype=jnp.bfloat16`)."
         )
     affordable = 8 * min(r.flops_per_step for r in rows)
     exact = [r for r in fits if r.exact and r.flops_per_step <= affordable]

@@ -3,6 +3,7 @@
 from .comparison import Comparison as Comparison
 from .curves import save_curves as save_curves
 from .errors import DivergedError as DivergedError
+from .errors import LostProcessError as LostProcessError
 from .measure import compare as compare
 from .report import write_report as write_report
 from .result import FitResult as FitResult

@@ -50,11 +50,13 @@ class Engine:
         if self.layout is not None:
             for state in self.named_parameters().values():
                 state.value = self.layout.parameters(state.value)
+            self.layout.warn_of_unused(self.parameters())
         opt_state = self.optimizer.init(self.parameters())
         if self.layout is not None:
             opt_state = self.layout.like(opt_state, self.parameters())
         self.opt_state = brainstate.ShortTermState(opt_state)
-        self._shardings = jax.tree.map(lambda a: getattr(a, "sharding", None), (self.parameters(), opt_state))
+        self._kept: dict[int, Any] = {}  # of states, by identity
+        self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
         self._train = brainstate.transform.jit(self._train_batch)
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
@@ -118,8 +120,15 @@ class Engine:
             kept: list[brainstate.State] = [learner.steps, *learner.traces.values()]
             for state in kept:
                 state.value = self.layout.states(state.value, None)
+            self._kept = {id(st): _shardings(st.value) for st in self._carried()}
         self._known[shapes] = (args, kwargs), learner.traces
         self._shapes = shapes
+
+    def _carried(self) -> list[brainstate.State]:
+        """What a batch hands on to the next one."""
+        learner = self.learner
+        own = [learner.steps, self.opt_state, *learner.traces.values()]
+        return [*own, *learner.hidden_states.values(), *learner.param_states.values()]
 
     def _arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
         """What `step_fn` calls the learner with."""
@@ -152,6 +161,9 @@ class Engine:
         size = self.update_every or sequence.length
         update = lambda c, arrays, mask, _: (c, self._update(arrays, mask))
         _, (losses, aux, bad) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
+        if self.layout is not None:  # XLA has its own mind about zeros and about what comes out of a loop
+            for state in self._carried():
+                state.value = self.layout.keep(state.value, self._kept[id(state)])
         return self._everywhere({**self._scores(losses, aux, sequence), "losses": losses, "bad": bad})
 
     def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -291,6 +303,10 @@ def _calling(learner: Any, function: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         object.__delattr__(learner, "update")
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda a: getattr(a, "sharding", None), tree)
 
 
 def _is_quantity(value: Any) -> bool:

@@ -41,7 +41,10 @@ class DivergedError(ArithmeticError):
 
 
 class LostProcessError(RuntimeError):
-    """A process of the run is gone, so that the others cannot go on."""
+    """A process of the run is gone, so that the others cannot go on; `resume=True` does, on what is left.
+
+    JAX may end a process that waits for a lost one before it can be raised.
+    """
 
 
 # what gloo, NCCL and JAX's own service say when nobody answers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,15 @@ class Layout:
             )
         # XLA finds the layouts of what is between arrays whose layout is said here
         return Layout(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim))
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """In here, a mesh that the user has set has the types of axes that arrays here have."""
+        if jax.sharding.get_abstract_mesh().empty:
+            yield
+            return
+        with jax.set_mesh(self.mesh):
+            yield
 
     @property
     def processes(self) -> int:
@@ -166,6 +177,20 @@ class Layout:
                 f"{dict(self.mesh.shape)}. Give every process the same number of sequences, a multiple of "
                 f"that of its devices along {self.mesh.axis_names[0]!r}."
             ) from error
+
+    def warn_of_unused(self, parameters: Any) -> None:
+        """Say which axes of the mesh nothing is spread along, so that their devices all do the same."""
+        specs = [a.sharding.spec for a in jax.tree.leaves(parameters) if self._has(a)]
+        used = {n for spec in specs for part in spec if part is not None for n in np.atleast_1d(part)}
+        used.add(self.mesh.axis_names[0])
+        for name, size in self.mesh.shape.items():
+            if size > 1 and name not in used:
+                warn_user(
+                    f"Nothing is spread along the axis {name!r} of the mesh {dict(self.mesh.shape)}, so that "
+                    f"{size} devices each do the same. Batches go along the first axis, and along one called "
+                    f"{MODEL!r} the columns of weights, where it divides them; or put parameters on the mesh "
+                    "in a way of your own."
+                )
 
     def warn_of_whole(self, batch: Batch) -> bool:
         """Whether a batch is one that every device works on as a whole; that is said."""

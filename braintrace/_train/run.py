@@ -263,16 +263,20 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a wish to stop, so that a batch is never left half done."""
+    """Turns the first Ctrl-C or SIGTERM into a wish to stop, so that a batch is never left half done.
+
+    SIGTERM is how a cluster says that time is up. JAX takes it away from a process that is one of several,
+    and does nothing by itself.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
         self._say = say
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+            self._before = {n: signal.signal(n, self._ask) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -282,5 +286,5 @@ class Interrupt:
         self._say("Stopping after this batch; press Ctrl-C again to stop at once.")
 
     def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)

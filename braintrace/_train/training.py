@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -61,13 +62,14 @@ def fit(
     `eval_batches` are evaluated every `eval_every` batches (None: after each epoch) and at the end;
     `stop_when(scores)` of an evaluation, or else of a batch, ends the run. Checkpoints go to
     `checkpoint_dir` every `checkpoint_every` batches, of which the last `keep` stay; with `resume` the run
-    goes on from the newest, bit for bit, or on another number of devices. Ctrl-C ends the run after the
-    current batch and saves. A loss or gradient that is not finite raises `DivergedError`.
+    goes on from the newest, bit for bit, or on another number of devices. Ctrl-C or SIGTERM ends the run
+    after the current batch and saves. A loss or gradient that is not finite raises `DivergedError`.
 
     With a `mesh` of `jax.make_mesh`, batches are spread over the devices along its first axis, and along an
     axis 'model' the columns of weights that it divides; parameters that lie on the mesh already stay as they
     are. States, traces and the optimiser follow. Where the mesh has devices of several processes, each of
     them calls `fit` and gives its own sequences of a batch, or global arrays; the first one shows and logs.
+    `LostProcessError` says that another one is gone.
 
     >>> import brainstate, braintrace, jax.numpy as jnp, optax
     >>> learner = braintrace.D_RTRL(braintrace.nn.GRUCell(3, 4))
@@ -83,16 +85,18 @@ def fit(
     every = None if update_every == "sequence" else update_every
     layout = None if mesh is None else Layout.of(mesh)
     speaks = layout is None or layout.speaks
-    engine = Engine(
-        learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched, layout
-    )
+    on_mesh = contextlib.nullcontext if layout is None else layout.set
+    with on_mesh():
+        engine = Engine(
+            learner, step_fn, optimizer, every, chunk_size, dict(metrics or {}), reset, batched, layout
+        )
     if epochs is None and (max_batches is None or isinstance(batches, Iterator)):
         epochs = 1
     schedule = Schedule(epochs, max_batches, eval_every, checkpoint_every, stop_when)
     checkpoints = Checkpoints(checkpoint_dir, keep) if checkpoint_dir is not None else None
     run = Run(engine, batches, eval_batches, schedule, checkpoints)
     try:
-        with telling_of_lost(layout.processes if layout else 1, checkpoints):
+        with on_mesh(), telling_of_lost(layout.processes if layout else 1, checkpoints):
             run.start(resume)
             run.log = Log(metrics_file if speaks else None, run.batch)
             watch = Watch(schedule.total(batches), progress and speaks)

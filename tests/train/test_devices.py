@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,22 +50,22 @@ def mesh_of(*shape: int) -> Any:
     return jax.make_mesh(shape, ("data", "model")[: len(shape)], devices=jax.devices()[: int(np.prod(shape))])
 
 
-def run(mesh: Any, number: int = 4, **options: Any) -> tuple[Any, Any]:
-    """The losses of a run whose traces go on from batch to batch, and its learner."""
+def run(mesh: Any, number: int = 4, is_set: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The losses of a run, whose traces go on from batch to batch, and its learner."""
+    options = {"batches": [batch(i) for i in range(9)], "reset": False, **options}
     with jax.enable_x64(True), brainstate.environ.context(precision=64):
         brainstate.random.seed(0)
         learner = braintrace.D_RTRL(Net())
-        result = braintrace.fit(
-            learner,
-            [batch(i) for i in range(9)],
-            lambda x, y: jnp.mean((learner(x) - y) ** 2),
-            optax.adam(0.01),
-            max_batches=number,
-            mesh=mesh,
-            reset=False,
-            progress=False,
-            **options,
-        )
+        with jax.set_mesh(mesh) if is_set else nullcontext():
+            result = braintrace.fit(
+                learner,
+                step_fn=lambda x, y: jnp.mean((learner(x) - y) ** 2),
+                optimizer=optax.adam(0.01),
+                max_batches=number,
+                mesh=mesh,
+                progress=False,
+                **options,
+            )
     return result.curve()[1], learner
 
 
@@ -81,17 +82,42 @@ def test_curve_of_one_device(shape):
     columns = "model" if len(shape) > 1 else None
     weight = learner.model.cell.Wf.weight.value["weight"]
     assert weight.sharding.is_equivalent_to(NamedSharding(weight.sharding.mesh, P(None, columns)), 2)
+    assert_spread(learner)
+
+
+def assert_spread(learner: Any) -> None:
+    """Not one device holds more than its part of a trace."""
     traces = [st.value for st in learner.traces.values()]
     assert traces
-    for trace in traces:  # not one device holds more than its part
+    for trace in traces:
         part = trace.addressable_shards[0].data.size
         assert part * 8 == trace.size, trace.sharding
 
 
 @needs_eight
+@pytest.mark.parametrize("update_every", ["sequence", 1])
+def test_a_second_batch_compiles_and_moves_nothing(update_every, caplog):
+    told = []
+
+    def batches(_: int) -> Any:
+        for i in range(3):
+            told.append(caplog.text.count("Compiling"))
+            yield batch(i)
+
+    mesh = mesh_of(4, 2)
+    options = {"batches": batches, "reset": True, "update_every": update_every}
+    with jax.log_compiles():
+        learner = run(mesh, 3, is_set=update_every == 1, **options)[1]
+    assert told[0] < told[1] == told[2] == caplog.text.count("Compiling")
+    assert_spread(learner)
+    readout = learner.model.readout.weight.value  # three columns cannot be cut
+    assert all(a.sharding.is_fully_replicated for a in readout.values())
+
+
+@needs_eight
 def test_checkpoints_fit_any_number_of_devices(tmp_path):
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "resume": True}
-    for number, mesh in enumerate([mesh_of(4, 2), None, mesh_of(8), mesh_of(2)], 1):
+    for number, mesh in enumerate([mesh_of(4, 2), None, mesh_of(8), mesh_of(2, 2)], 1):
         losses, _ = run(mesh, number, **options)
         np.testing.assert_allclose(losses, on_one()[:number], rtol=1e-12)
 
@@ -109,6 +135,13 @@ def test_parameters_stay_where_they_are_put():
     assert learner.model.readout.weight.value["weight"].sharding.is_fully_replicated  # 3 columns
 
 
+@needs_eight
+def test_says_along_which_axis_nothing_is_spread():
+    mesh = jax.make_mesh((4, 2), ("data", "more"))
+    with pytest.warns(UserWarning, match="Nothing is spread along the axis 'more'"):
+        np.testing.assert_allclose(run(mesh, 1)[0], on_one()[:1], rtol=1e-12)
+
+
 def test_a_mesh_begins_with_batches():
     learner = braintrace.D_RTRL(Net())
     for wrong, words in [(jax.make_mesh((1,), ("model",)), "Put another before it"), (8, "jax.make_mesh")]:
@@ -124,12 +157,38 @@ RUN = (
 ).split()
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+def start(folder: Path, *more: str, **env: Any) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **env}
     command = [sys.executable, "-m", "braintrace", *RUN, *more]
     return subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def under_slurm(number: int, port: int) -> dict[str, str]:
+    """What SLURM says to the process of this number of two, each with four devices."""
+    found = {"JOB_ID": 1, "STEP_NODELIST": "127.0.0.1", "NTASKS": 2, "PROCID": number, "LOCALID": number}
+    also = {"JAX_COORDINATOR_PORT": str(port), "JAX_NUM_CPU_DEVICES": "4"}
+    return {**{f"SLURM_{k}": str(v) for k, v in found.items()}, **also}
+
+
+def newest(folder: Path) -> int:
+    return max((int(p.name) for p in (folder / "checkpoints").glob("[0-9]*") if p.name.isdigit()), default=0)
+
+
+def wait_for(both: list[Any], folder: Path, number: int) -> None:
+    """Until there is a checkpoint so new."""
+    waited = time.monotonic() + 60
+    while newest(folder) < number:
+        assert time.monotonic() < waited
+        assert not any(p.poll() is not None for p in both), [p.communicate()[0] for p in both]
+        time.sleep(0.05)
 
 
 def curve_of(folder: Path) -> dict[Any, float]:
@@ -138,38 +197,51 @@ def curve_of(folder: Path) -> dict[Any, float]:
 
 
 @pytest.mark.slow
-def test_a_process_is_killed_and_one_goes_on_alone(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    several = f"--out run --devices 8 --coordinator 127.0.0.1:{port} --processes 2 --heartbeat 10".split()
-    several += ["--steps", "100000"]
-    both = [start(tmp_path, *several, "--process", str(i)) for i in range(2)]
+def test_processes_are_stopped_and_killed_and_one_goes_on_alone(tmp_path):
+    out, port = tmp_path / "run", free_port()
+    several = "--out run --devices 8 --heartbeat 10 --steps 100000".split()
+    by_hand = f"--coordinator 127.0.0.1:{port} --processes 2 --process".split()
+    first = [start(tmp_path, *several, "--distributed", **under_slurm(i, port)) for i in range(2)]
+    started = [*first]
     try:
-        waited = time.monotonic() + 60
-        while not (tmp_path / "run/checkpoints/4").exists():
-            assert time.monotonic() < waited
-            assert not any(p.poll() for p in both), both[0].communicate()[0]
-            time.sleep(0.05)
-        both[1].kill()
-        told, _ = both[0].communicate(timeout=40)
+        wait_for(first, out, 4)
+        first[1].terminate()  # a cluster's notice, to one of them
+        told, other = (p.communicate(timeout=40)[0] for p in first)
+        assert [p.returncode for p in first] == [130, 130], told + other
+        stopped = newest(out)
+        assert f"Interrupted after batch {stopped}. Go on with: braintrace train --out run --resume" in told
+
+        second = [start(tmp_path, *several, "--resume", *by_hand, str(i)) for i in range(2)]
+        started += second
+        wait_for(second, out, stopped + 2)
+        second[1].kill()
+        told, _ = second[0].communicate(timeout=40)
     finally:
-        for process in both:
+        for process in started:
             process.kill()
-    assert both[0].returncode not in (0, -9)
+    assert second[0].returncode not in (0, -9)
     assert "with --resume" in told or "`--resume`" in told, told
     assert "another" in told.lower(), told
-    assert "batch" not in both[1].communicate()[0]  # only the first one speaks
-    last = max(int(p.name) for p in (tmp_path / "run/checkpoints").iterdir() if p.name.isdigit())
-    steps = ["--steps", str(last + 4)]
+    assert "batch" not in second[1].communicate()[0]  # only the first one speaks
+    steps = ["--steps", str(newest(out) + 4)]
     alone = start(tmp_path, "--out", "run", "--resume", "--devices", "8", *steps)
     one = start(tmp_path, "--out", "one", *steps)
     for process in (alone, one):
         told, _ = process.communicate(timeout=60)
         assert process.returncode == 0, told
-    found, wanted = curve_of(tmp_path / "run"), curve_of(tmp_path / "one")
+    found, wanted = curve_of(out), curve_of(tmp_path / "one")
     assert found.keys() == wanted.keys()
     np.testing.assert_allclose(list(found.values()), [wanted[k] for k in found], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_in_vain_says_so(tmp_path):
+    where = f"127.0.0.1:{free_port()}"
+    alone = start(tmp_path, *f"--coordinator {where} --processes 2 --process 0 --wait 1".split())
+    told, _ = alone.communicate(timeout=60)
+    assert alone.returncode not in (0, 2)
+    assert "not all processes were there within 1 s" in told
+    assert where in told
 
 
 @pytest.mark.parametrize(

@@ -323,17 +323,18 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     assert sorted(int(p.name) for p in (killed / "checkpoints").iterdir() if p.is_dir()) == [25, 30, 35]
 
 
-def test_ctrl_c_saves(tmp_path):
+@pytest.mark.parametrize("number_of_signal", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves(number_of_signal, tmp_path):
     whole, _ = whole_run()
 
     def batches(number):
         for i, found in enumerate(epoch(number)):
             if (number, i) == (1, 2):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number_of_signal)
             yield found
 
     learner, loss = make(dropout=0.2)
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number_of_signal)
     stopped = braintrace.fit(
         learner,
         batches,
@@ -346,7 +347,7 @@ def test_ctrl_c_saves(tmp_path):
     )
     assert stopped.interrupted
     assert stopped.checkpoint == tmp_path / "c" / "13"
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number_of_signal) is handler
     assert without_time(stopped)[0] == without_time(whole)[0][:13]
 
 
