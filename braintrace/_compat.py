@@ -70,6 +70,12 @@ def _an_explicit_reshard(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
 
 
+def _a_shard_map(x: Any) -> Any:
+    mesh = jax.sharding.AbstractMesh((1,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
 # those for which `jax.extend` has no name
 optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier)
 split_p = _primitive_of(lambda x: jax.lax.split(x, [1]))
@@ -82,6 +88,7 @@ scatter_sub_p = _primitive_of(
         x, np.zeros((1, 1), np.int32), x, jax.lax.ScatterDimensionNumbers((), (0,), (0,))
     )
 )
+shard_map_p = _primitive_of(_a_shard_map)
 # before 0.9 it has none for these either
 name_p = getattr(primitives, "name_p", None) or _primitive_of(lambda x: checkpoint_name(x, ""))
 remat_p = getattr(primitives, "remat_p", None) or _primitive_of(jax.checkpoint(lambda x: x))
@@ -211,14 +218,16 @@ def mesh_of(*arrays: Any) -> Any:
 def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """The mesh of an array and, of each of its axes, the names of those of the mesh that it is spread over.
 
-    None: it is on one device, or nobody knows before XLA does. Shapes may say it, too.
+    None: it is on one device, or nobody knows before XLA does, or it is the part that a device has inside
+    `shard_map`. Shapes may say it, too.
     """
     found = x.sharding if isinstance(x, jax.Array) and not is_tracer(x) else None
     if isinstance(x, jax.ShapeDtypeStruct):
         found = x.sharding
     if found is None and hasattr(x, "dtype") and is_tracer(x):
         found = getattr(jax.typeof(x), "sharding", None)
-        if found is not None and jax.sharding.AxisType.Explicit not in found.mesh.axis_types:
+        types = () if found is None else found.mesh.axis_types
+        if jax.sharding.AxisType.Explicit not in types or jax.sharding.AxisType.Manual in types:
             return None
     if not isinstance(found, jax.sharding.NamedSharding) or found.mesh.size == 1:
         return None
@@ -270,6 +279,18 @@ def place(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
+def zero_of(arrays: Sequence[Any]) -> jax.Array | None:
+    """Zero; where `vmap` maps some of these arrays, one for each member, on the devices of that member.
+
+    What depends on nothing that is mapped would be on one device, for all members. None: nothing is traced.
+    """
+    traced = [a for a in arrays if is_tracer(a) and jax.numpy.issubdtype(a.dtype, jax.numpy.floating)]
+    # XLA lays out what it drops: a sum of nothing at all it drops before
+    nothing = [jax.numpy.where(False, a, 0) for a in traced if explicit_mesh_of(a) is None]
+    start = jax.numpy.zeros((), jax.numpy.float32)
+    return sum((jax.numpy.sum(a).astype(start.dtype) for a in nothing), start) if nothing else None
+
+
 def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     """The same array, spread so; as it is where it is on no mesh, or where XLA has no choice."""
     auto = mesh_of(x)
@@ -279,6 +300,8 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
         return x
     now = _partition(spec)
     set_mesh = jax.sharding.get_abstract_mesh()
+    if set_mesh.empty and mesh.axis_types != auto.axis_types:  # the mesh of another call
+        return x
     where = now if not set_mesh.empty else jax.sharding.NamedSharding(mesh, now)
     result: jax.Array = jax.lax.with_sharding_constraint(x, where)
     return result
@@ -420,6 +443,8 @@ def _untyped_params(eqn: JaxprEqn) -> dict[str, Any]:
     def one(name: str, value: Any) -> Any:
         if name in ("sharding", "out_sharding") and _is_explicit(value):
             return None
+        if eqn.primitive is shard_map_p:  # types inside are its own
+            return value
         if isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
             return tuple(map(_untyped_jaxpr, value))
         if isinstance(value, ClosedJaxpr):
@@ -456,13 +481,36 @@ def in_auto(
 
     As it is where no operand has a type that says how it is spread.
     """
-    mesh = next(filter(None, map(explicit_mesh_of, operands)), None)
-    if mesh is None:
+    found = [getattr(m, "abstract_mesh", m) for m in map(explicit_mesh_of, operands) if m is not None]
+    if not found:
         return list(function(*operands))
-    mesh = getattr(mesh, "abstract_mesh", mesh)
+    mesh = found[0]
+    others = [m for m in found if m.shape_tuple != mesh.shape_tuple]
+    if others:
+        raise ValueError(
+            f"The arrays of one call lie on two meshes, {dict(mesh.shape)} and {dict(others[0].shape)}. Put "
+            "them on one: `jax.device_put(array, NamedSharding(mesh, spec))`."
+        )
+    if jax.sharding.get_abstract_mesh().empty and not any(map(is_tracer, operands)):
+        return list(jax.jit(lambda *operands: in_auto(function, operands, specs))(*operands))
     parts = [_partition(()) if s is None else _partition(s) for s in specs()]
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     with jax.sharding.use_abstract_mesh(mesh):
-        return list(jax.sharding.auto_axes(function, out_sharding=parts)(*operands))
+        # a cotangent of what is on no mesh would keep the type Auto
+        operands = [x if explicit_mesh_of(x) else jax.sharding.reshard(x, _partition(())) for x in operands]
+        return list(jax.sharding.auto_axes(function, axes=axes, out_sharding=parts)(*operands))
+
+
+def in_auto_like(like: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, a pytree like `like`, and spread so by types, with all axes of type Auto inside."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
+    found = in_auto(flat, leaves, lambda: [spec_of(a) for a in jax.tree.leaves(like)])
+    return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
 def spec_of(x: Any) -> Any:

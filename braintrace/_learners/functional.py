@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -294,8 +294,9 @@ class OnlineFunctions:
 
     def init(self, params: Any, carry: Any) -> Values:
         """What the rule keeps, at the start: a pytree of arrays."""
-        self._spread_like(self._leaves(params, carry), self.function.x.like)
-        return self._online.initial_values()
+        leaves = self._leaves(params, carry)
+        self._spread_like(leaves, self.function.x.like)
+        return self._online.initial_values(leaves)
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient.
@@ -383,9 +384,15 @@ class OnlineFunctions:
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
-        for i in at:
-            now[i] = where_rows(rows, self.start[i], now[i])
-        return self.function.carry.rebuild(now), self._forget(traces, rows)
+        old, start = ([some[i] for i in at] for some in (now, self.start))
+
+        def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
+            return list(map(partial(where_rows, rows), start, old)), self._forget(traces, rows)
+
+        found, traces = _compat.in_auto_like((old, traces), begun, rows, start, old, traces)
+        for i, leaf in zip(at, found, strict=True):
+            now[i] = leaf
+        return self.function.carry.rebuild(now), traces
 
     # -- sequences ---------------------------------------------------------------------------------
 
