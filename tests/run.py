@@ -78,8 +78,10 @@ def by_d_rtrl(name: str) -> tuple[Any, dict[Any, Any]]:
 @cache
 def by_bptt(name: str) -> dict[Any, Any]:
     """The gradient of a model of the zoo through time."""
-    case = CASES[name]
-    return bptt(case.build(), sequence(case), forward=loops_forever(by_d_rtrl(name)[0]))
+    case, xs = CASES[name], sequence(CASES[name])
+    with warnings.catch_warnings(action="ignore"):
+        graph = braintrace.compile_etrace_graph(case.build(), *as_args(xs[0]))
+    return bptt(case.build(), xs, forward=loops_forever(graph))
 
 
 def loops_forever(graph: Any) -> bool:
