@@ -169,8 +169,11 @@ def bptt(model: Any, xs: list[Any], *, forward: bool = False, jit: Any = jax.jit
 
         return jnp.sum(jax.lax.scan(step, states, xs)[1])
 
-    stacked = jax.tree.map(lambda *a: np.stack(a), *xs)
-    return f.as_tree(jit((jax.jacfwd if forward else jax.grad)(total))(f.params, f.states, stacked))
+    return f.as_tree(jit((jax.jacfwd if forward else jax.grad)(total))(f.params, f.states, stack(xs)))
+
+
+def stack(xs: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *a: np.stack(a), *xs)
 
 
 def windows_of(xs: list[Any], size: int, *, rest_first: bool = True) -> list[list[Any]]:
@@ -212,9 +215,12 @@ class Brute:
                         keep = places[:, None] == m.map.ravel()[None]
                 self.sites[r.site.index, g.index] = keep
         self.traced = sorted({s for s, _ in self.sites})
-        self._jitted = jit(self._advance)
+        self._jitted = jit(self._advance, static_argnums=0)
+        self._with_signals = False
         self._window = jit(self._through_window)
         self._site_vjp = jit(self._pull_sites)
+        self._full = jit(self._whole_jacobian, static_argnums=0)
+        self._units = jit(self._at_units, static_argnums=(0, 1))
 
     def unravel(self, theta: Any) -> list[Any]:
         ends = np.cumsum([p.size for p in self.f.params])
@@ -222,8 +228,9 @@ class Brute:
             theta[end - p.size : end].reshape(p.shape) for end, p in zip(ends, self.f.params, strict=True)
         ]
 
-    def advance(self, states: Any, x: Any) -> Any:
-        return jax.tree.map(np.asarray, self._jitted(self.theta, states, x))
+    def advance(self, states: Any, x: Any, *, signals: bool = True) -> Any:
+        self._with_signals |= signals  # once they are there, one program does for all
+        return jax.tree.map(np.asarray, self._jitted(self._with_signals, self.theta, states, x))
 
     def _pinned(self, group: int, raw: Any, values: Any = None) -> dict[Any, Any]:
         members = self.groups[group][0]
@@ -241,8 +248,8 @@ class Brute:
             at += n
         return new
 
-    def _advance(self, theta: Any, states: Any, x: Any) -> dict[str, Any]:
-        """Everything that the definitions need of one step."""
+    def _advance(self, signals: bool, theta: Any, states: Any, x: Any) -> dict[str, Any]:
+        """Everything that the definitions need of one step; with windows, traces alone."""
         f, stop = self.f, jax.lax.stop_gradient
         params = self.unravel(theta)
         _, raw = f.step(params, states, x)
@@ -286,6 +293,9 @@ class Brute:
                 if self.sites[s, k] is not None:
                     J[s, k] = jnp.where(self.sites[s, k], J[s, k], 0)
 
+            if not signals:
+                continue
+
             def signal(delta: Any, k: int = k) -> Any:
                 """The loss with `delta` added to the states of group k, for all but their own coupling.
 
@@ -314,6 +324,16 @@ class Brute:
 
             g[k] = jax.grad(signal)(jnp.zeros_like(self._flat(k, raw)))
 
+        inputs = {s: _input_of(*seen[s]) for s in sites}
+        result = {
+            "states": raw,
+            "D": D,
+            "J": J,
+            "dy": jax.jacrev(lambda t: self._site_outputs(t, states, x))(theta) if sites else {},
+            "inputs": {s: v for s, v in inputs.items() if v is not None},
+        }
+        if not signals:
+            return result
         pinned = {v: w for k in range(len(self.groups)) for v, w in self._pinned(k, raw).items()}
 
         def of_old(flats: Any) -> Any:
@@ -327,17 +347,7 @@ class Brute:
         def within(theta: Any) -> Any:
             return loss(f.step(self.unravel(theta), states, x)[0])
 
-        inputs = {s: _input_of(*seen[s]) for s in sites}
-        return {
-            "states": raw,
-            "D": D,
-            "J": J,
-            "g": g,
-            "old": old,
-            "dy": jax.jacrev(lambda t: self._site_outputs(t, states, x))(theta) if sites else {},
-            "within": jax.grad(within)(theta),
-            "inputs": {s: v for s, v in inputs.items() if v is not None},
-        }
+        return {**result, "g": g, "old": old, "within": jax.grad(within)(theta)}
 
     def d_rtrl(self, xs: list[Any], window: int | None = None) -> dict[Any, Any]:
         """`sum_t <g[t], M[t]>` plus what the traces do not stand for; or in windows."""
@@ -345,10 +355,10 @@ class Brute:
         states, grad = self.f.states, np.zeros_like(self.theta)
         for chunk in windows_of(xs, window or 1):
             if window:
-                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
+                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, stack(chunk)))
                 grad = grad + own + sum(a @ M for a, M in zip(at_start, influence, strict=True))
             for x in chunk:
-                now = self.advance(states, x)
+                now = self.advance(states, x, signals=not window)
                 if not window:
                     grad = grad + now["within"]
                     for k, M in enumerate(influence):
@@ -379,17 +389,17 @@ class Brute:
         `axis` (None: there is one).
         """
         samples = self._samples(leaves, axis)
-        start = fixed_basis(len(samples[0]), rank)
+        start = np.asarray(fixed_basis(len(samples[0]), rank))
         U = [start for _ in samples]
-        V = [jnp.zeros((start.shape[1], self.theta.size)) for _ in samples]
-        influence = [jnp.zeros((len(p), self.theta.size)) for _, p in self.groups]
-        states, grad = self.f.states, jnp.zeros_like(self.theta)
-        flow = self.jit(partial(self._flow, leaves))
+        V = [np.zeros((start.shape[1], self.theta.size)) for _ in samples]
+        influence = [np.zeros((len(p), self.theta.size)) for _, p in self.groups]
+        states, grad = self.f.states, np.zeros_like(self.theta)
+        flow = self._flow_of(leaves)
         for chunk in windows_of(xs, window):
             E = self._of_leaves(influence, leaves)
-            own, signal, H, W = flow(self.theta, states, chunk)
+            own, signal, H, W, _ = flow(self.theta, states, chunk)
             for x in chunk:
-                now = self.advance(states, x)
+                now = self.advance(states, x, signals=False)
                 influence, states = self._influence(now, influence), now["states"]
             E_new = self._of_leaves(influence, leaves)
             grad = grad + own
@@ -415,22 +425,21 @@ class Brute:
 
     def snap(self, xs: list[Any], window: int, n: int, leaves: list[int]) -> dict[Any, Any]:
         """`P = M * (H P + W)` at every step; the pattern `M` from derivatives at random places."""
-        flow = self.jit(partial(self._flow, leaves))
+        flow = self._flow_of(leaves)
         rng, moves, mask = np.random.RandomState(5), False, False
         for _ in range(4):
             near = lambda a: a + 0.3 * rng.randn(*np.shape(a))
-            H, W = flow(near(self.theta), list(map(near, self.f.states)), [near(xs[0])])[2:]
-            moves, mask = moves | (np.asarray(H) != 0), mask | (np.asarray(W) != 0)
+            _, _, H, W, _ = flow(near(self.theta), list(map(near, self.f.states)), [near(xs[0])])
+            moves, mask = moves | (H != 0), mask | (W != 0)
         for _ in range(n - 1):
             mask = mask | (moves @ mask)
-        P, states, grad = jnp.zeros(mask.shape), self.f.states, jnp.zeros_like(self.theta)
+        P, states, grad = np.zeros(mask.shape), self.f.states, np.zeros_like(self.theta)
         for chunk in windows_of(xs, window):
-            own, signal, _, _ = flow(self.theta, states, chunk)
+            own, signal, *_ = flow(self.theta, states, chunk)
             grad = grad + own + signal @ P
             for x in chunk:
-                H, W = flow(self.theta, states, [x])[2:]
-                P = jnp.where(mask, H @ P + W, 0.0)
-                states = self.f.step(self.f.params, states, x)[1]
+                _, _, H, W, states = flow(self.theta, states, [x])
+                P = np.where(mask, H @ P + W, 0.0)
         return self.f.as_tree(self.unravel(grad))
 
     def uoro(
@@ -438,22 +447,21 @@ class Brute:
     ) -> dict[Any, Any]:
         """One random product `s theta^T` for each sample; samples as in `d_rtrl_rank`."""
         samples = self._samples(leaves, axis)
-        s = [jnp.zeros(len(i)) for i in samples]
-        theta = [jnp.zeros_like(self.theta) for _ in samples]
-        states, grad, norm = self.f.states, jnp.zeros_like(self.theta), jnp.linalg.norm
-        flow = self.jit(partial(self._flow, leaves))
+        s = [np.zeros(len(i)) for i in samples]
+        theta = [np.zeros_like(self.theta) for _ in samples]
+        states, grad, norm = self.f.states, np.zeros_like(self.theta), np.linalg.norm
+        flow = self._flow_of(leaves)
         for count, chunk in enumerate(windows_of(xs, window)):
-            own, signal, H, W = flow(self.theta, states, chunk)
-            grad, nus = grad + own, signs(key_at(key, count), (len(samples), 1, len(samples[0])), float)
+            own, signal, H, W, states = flow(self.theta, states, chunk)
+            nus = np.asarray(signs(key_at(key, count), (len(samples), 1, len(samples[0])), float))
+            grad = grad + own
             for b, i in enumerate(samples):
                 grad = grad + (signal[i] @ s[b]) * theta[b]
                 nu, pushed = nus[b, 0], H[i][:, i] @ s[b]
-                rho0 = jnp.sqrt(norm(theta[b]) / (norm(pushed) + eps)) + eps
-                rho1 = jnp.sqrt(norm(nu @ W[i]) / (norm(nu) + eps)) + eps
+                rho0 = np.sqrt(norm(theta[b]) / (norm(pushed) + eps)) + eps
+                rho1 = np.sqrt(norm(nu @ W[i]) / (norm(nu) + eps)) + eps
                 s[b] = rho0 * pushed + rho1 * nu
                 theta[b] = theta[b] / rho0 + nu @ W[i] / rho1
-            for x in chunk:
-                states = self.f.step(self.f.params, states, x)[1]
         return self.f.as_tree(self.unravel(grad))
 
     def kf_rtrl(
@@ -464,43 +472,46 @@ class Brute:
         Where there are several samples, they lie along the first axis of states and outputs of sites.
         """
         samples = self._samples(leaves, axis)
-        self.traced, norm = sites, jnp.linalg.norm
+        self.traced, norm = sites, np.linalg.norm
         u: dict[Any, Any] = {}  # of each site and sample: the input side, of the op and of a bias
         A: dict[Any, Any] = {}
-        states, grad = self.f.states, jnp.zeros_like(self.theta)
-        flow, instant = (self.jit(partial(f, leaves)) for f in (self._flow, self._instant))
+        states, grad = self.f.states, np.zeros_like(self.theta)
+        flow, instant = self._flow_of(leaves), self.jit(partial(self._instant, leaves))
         for count, x in enumerate(xs):
-            own, signal, H, _ = flow(self.theta, states, [x])
-            inputs, J, ones = instant(self.theta, states, x)
+            own, signal, H, _, after = flow(self.theta, states, [x])
+            inputs, J, ones = jax.tree.map(np.asarray, instant(self.theta, states, x))
             grad = grad + own
             step = key_at(key, count)
             for s in sites:
-                c = signs(jax.random.fold_in(step, s), (2, len(samples)), float)
+                c = np.asarray(signs(jax.random.fold_in(step, s), (2, len(samples)), float))
                 outs = np.arange(J[s].shape[1])
                 for b, i in enumerate(samples):
                     o = outs if axis is None else np.split(outs, len(samples))[b]
                     x_now = {k: v if axis is None else v[b] for k, v in inputs.get(s, {}).items()}
-                    new = [jnp.concatenate([v.ravel() for v in x_now.values()] or [jnp.zeros(0)])]
-                    new += [jnp.ones(int(ones[s]))]
-                    new_u, J_now = jnp.concatenate(new), J[s][i][:, o]
+                    new = [np.concatenate([v.ravel() for v in x_now.values()] or [np.zeros(0)])]
+                    new += [np.ones(int(ones[s]))]
+                    new_u, J_now = np.concatenate(new), J[s][i][:, o]
                     if (s, b) in u:
-                        dy = jnp.zeros(len(outs)).at[o].set(signal[i] @ A[s, b])
+                        dy = np.zeros(len(outs))
+                        dy[o] = signal[i] @ A[s, b]
                         x_bar = {}
                         for k, v in inputs.get(s, {}).items():
                             flat = u[s, b][: len(new[0])]
                             one = flat.reshape(x_now[k].shape)
-                            x_bar[s] = one if axis is None else jnp.zeros_like(v).at[b].set(one)
-                        dys = {t: dy if t == s else jnp.zeros(J[t].shape[1]) for t in sites}
+                            x_bar[s] = one if axis is None else np.zeros_like(v)
+                            if axis is not None:
+                                x_bar[s][b] = one
+                        dys = {t: dy if t == s else np.zeros(J[t].shape[1]) for t in sites}
                         scale = u[s, b][-1] if ones[s] else 1.0
-                        grad = grad + self._site_vjp(self.theta, states, x, x_bar, scale, dys)
+                        grad = grad + np.asarray(self._site_vjp(self.theta, states, x, x_bar, scale, dys))
                         pushed = H[i][:, i] @ A[s, b]
-                        p1 = jnp.sqrt(norm(pushed) / (norm(u[s, b]) + eps)) + eps
+                        p1 = np.sqrt(norm(pushed) / (norm(u[s, b]) + eps)) + eps
                     else:
-                        u[s, b], pushed, p1 = jnp.zeros_like(new_u), jnp.zeros_like(J_now), eps
-                    p2 = jnp.sqrt(norm(J_now) / (norm(new_u) + eps)) + eps
+                        u[s, b], pushed, p1 = np.zeros_like(new_u), np.zeros_like(J_now), eps
+                    p2 = np.sqrt(norm(J_now) / (norm(new_u) + eps)) + eps
                     u[s, b] = c[0, b] * p1 * u[s, b] + c[1, b] * p2 * new_u
                     A[s, b] = c[0, b] / p1 * pushed + c[1, b] / p2 * J_now
-            states = self.f.step(self.f.params, states, x)[1]
+            states = after
         return self.f.as_tree(self.unravel(grad))
 
     def _instant(self, leaves: list[int], theta: Any, states: Any, x: Any) -> tuple[Any, Any, Any]:
@@ -544,17 +555,17 @@ class Brute:
         names = ["".join(p) for p, n in zip(self.f.param_paths, counts, strict=True) for _ in range(n)]
         rows = ["".join(self.f.state_paths[i]) for i in leaves for _ in range(self.f.states[i].size)]
         kept = np.array([[row in above.get(name, ()) for name in names] for row in rows])
-        influence = [jnp.zeros((len(p), self.theta.size)) for _, p in self.groups]
-        Q, states, grad = jnp.zeros(kept.shape), self.f.states, jnp.zeros_like(self.theta)
-        flow = self.jit(partial(self._flow, leaves))
+        influence = [np.zeros((len(p), self.theta.size)) for _, p in self.groups]
+        Q, states, grad = np.zeros(kept.shape), self.f.states, np.zeros_like(self.theta)
+        flow = self._flow_of(leaves)
         for chunk in windows_of(xs, window):
             P = self._of_leaves(influence, leaves) + Q
-            own, signal, H, W = flow(self.theta, states, chunk)
+            own, signal, H, W, _ = flow(self.theta, states, chunk)
             for x in chunk:
-                now = self.advance(states, x)
+                now = self.advance(states, x, signals=False)
                 influence, states = self._influence(now, influence), now["states"]
             grad = grad + own + signal @ P
-            Q = jnp.where(kept, H @ P + W - self._of_leaves(influence, leaves), 0)
+            Q = np.where(kept, H @ P + W - self._of_leaves(influence, leaves), 0)
         return self.f.as_tree(self.unravel(grad))
 
     def _by_param(self, leaves: list[Any]) -> list[Any]:
@@ -563,30 +574,48 @@ class Brute:
     def _of_leaves(self, influence: list[Any], leaves: Sequence[int]) -> Any:
         """Influences by groups as those of some states, one after the other; zero where there is no trace."""
         sizes = {i: self.f.states[i].size for i in leaves}
-        found = {i: jnp.zeros((n, self.theta.size)) for i, n in sizes.items()}
+        found = {i: np.zeros((n, self.theta.size)) for i, n in sizes.items()}
         for (members, _), M in zip(self.groups, influence, strict=True):
             at = 0
             for i in members:
                 found[i] = M[at : at + sizes[i]]
                 at += sizes[i]
-        return jnp.concatenate(list(found.values()))
+        return np.concatenate(list(found.values()))
+
+    def _flow_of(self, leaves: Sequence[int]) -> Any:
+        flow = self.jit(partial(self._flow, leaves))
+        return lambda theta, states, xs: jax.tree.map(np.asarray, flow(theta, states, stack(xs)))
 
     def _flow(self, leaves: Sequence[int], theta: Any, states: Any, chunk: Any) -> tuple[Any, ...]:
-        """Of a window: dL/dtheta, dL/dh[start], d h[end]/d h[start] and d h[end]/d theta, along all paths."""
+        """Of a window: dL/dtheta, dL/dh[start], d h[end]/d h[start] and d h[end]/d theta, along all paths.
+
+        Then the states after it.
+        """
 
         def run(theta: Any, start: list[Any]) -> Any:
-            now, value = list(states), 0.0
+            now = list(states)
             for i, a in zip(leaves, start, strict=True):
                 now[i] = a
-            for x in chunk:
-                outs, now = self.f.step(self.unravel(theta), now, x)
-                value = value + loss(outs)
-            return jnp.concatenate([value[None], *(now[i].ravel() for i in leaves)])
+            now, value = self._run(theta, now, chunk)
+            return jnp.concatenate([value[None], *(now[i].ravel() for i in leaves)]), now
 
         start, shapes = ravel_pytree([states[i] for i in leaves])
-        of_theta, of_start = jax.jacrev(lambda t, s: run(t, shapes(s)), (0, 1))(theta, start)
+        jacobians = jax.jacrev(lambda t, s: run(t, shapes(s)), (0, 1), has_aux=True)
+        (of_theta, of_start), after = jacobians(theta, start)
         of_start = jnp.where(jnp.isfinite(of_start), of_start, 0)  # a slope at zero meets no influence
-        return of_theta[0], of_start[0], of_start[1:], of_theta[1:]
+        return of_theta[0], of_start[0], of_start[1:], of_theta[1:], after
+
+    def _run(self, theta: Any, states: Any, chunk: Any) -> tuple[list[Any], Any]:
+        """The states after a window, and its loss."""
+
+        def step(now: Any, x: Any) -> Any:
+            outs, now = self.f.step(self.unravel(theta), now, x)
+            return now, loss(outs)
+
+        if len(jax.tree.leaves(chunk)[0]) == 1:
+            return step(states, jax.tree.map(lambda a: a[0], chunk))
+        now, values = jax.lax.scan(step, states, chunk)
+        return now, jnp.sum(values)
 
     def es_d_rtrl(self, xs: list[Any], decay: float, window: int | None = None) -> dict[Any, Any]:
         f_bar: dict[Any, Any] = {}
@@ -602,12 +631,12 @@ class Brute:
 
         for chunk in windows_of(xs, window or 1):
             if window:
-                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, chunk))
+                own, at_start = jax.tree.map(np.asarray, self._window(self.theta, states, stack(chunk)))
                 grad = grad + own
                 if steps:
                     grad = grad + from_traces(at_start, states, chunk[0], steps)
             for x in chunk:
-                now = self.advance(states, x)
+                now = self.advance(states, x, signals=not window)
                 if not window and steps:
                     grad = grad + from_traces(now["old"], states, x, steps)
                 for key in self.sites:
@@ -707,21 +736,26 @@ class Brute:
 
     def at_units(self, units: Units, k: int, states: Any, new: Any, x: Any) -> tuple[Any, Any]:
         """dL/dz and dz/dh of what is read of a group."""
+        return jax.tree.map(np.asarray, self._units(units, k, states, new, x))
+
+    def _at_units(self, units: Units, k: int, states: Any, new: Any, x: Any) -> tuple[Any, Any]:
         params = dict(zip((p[-1] for p in self.f.param_paths), self.f.params, strict=True))
         by_name = lambda leaves: dict(zip((p[-1] for p in self.f.state_paths), leaves, strict=True))
-        flat = self._flat(k, new)
         read = lambda flat: units.read(by_name(self._unflat(k, flat, new))).ravel()
-        shape = units.read(by_name(new)).shape
-        value = lambda d: loss(units.outs(params, by_name(states), x, {k: d.reshape(shape)}))
-        return np.asarray(jax.grad(value)(jnp.zeros(read(flat).shape))), np.asarray(jax.jacrev(read)(flat))
+        z = units.read(by_name(new))
+        value = lambda d: loss(units.outs(params, by_name(states), x, {k: d}))
+        return jax.grad(value)(jnp.zeros_like(z)).ravel(), jax.jacrev(read)(self._flat(k, new))
 
     def _whole(self, k: int, states: Any, x: Any) -> Any:
+        return np.asarray(self._full(k, states, x))
+
+    def _whole_jacobian(self, k: int, states: Any, x: Any) -> Any:
         f = self.f
 
         def step(flat: Any) -> Any:
             return self._flat(k, f.step(f.params, self._unflat(k, flat, states), x)[1])
 
-        return np.asarray(self.jit(jax.jacrev(step))(self._flat(k, states)))
+        return jax.jacrev(step)(self._flat(k, states))
 
     def own_blocks(self, k: int, x: Any) -> Any:
         """`dh[t]/dh[t-1]` of a group along all paths, (new state, old state, position)."""
@@ -749,15 +783,12 @@ class Brute:
     def _pull_sites(self, theta: Any, states: Any, x: Any, x_bar: Any, ones: Any, dys: Any) -> Any:
         return jax.vjp(lambda t: self._site_outputs(t, states, x, x_bar, ones), theta)[1](dys)[0]
 
-    def _through_window(self, theta: Any, states: Any, chunk: list[Any]) -> tuple[Any, list[Any]]:
+    def _through_window(self, theta: Any, states: Any, chunk: Any) -> tuple[Any, list[Any]]:
         def total(theta: Any, flats: Any) -> Any:
-            now, value = states, 0.0
+            now = states
             for k, flat in enumerate(flats):
                 now = self._unflat(k, flat, now)
-            for x in chunk:
-                outs, now = self.f.step(self.unravel(theta), now, x)
-                value = value + loss(outs)
-            return value
+            return self._run(theta, now, chunk)[1]
 
         return jax.grad(total, (0, 1))(theta, [self._flat(k, states) for k in range(len(self.groups))])
 
@@ -765,13 +796,13 @@ class Brute:
 def _basis(columns: Any, start: Any) -> Any:
     """An orthonormal basis of some columns; a little of `start` stands in for those that are lost."""
     little = np.sqrt(np.finfo(np.float64).eps)
-    q, r = jnp.linalg.qr(_unit(columns) + little * start)
-    return q * jnp.sign(jnp.diag(r))[None]
+    q, r = np.linalg.qr(_unit(columns) + little * start)
+    return q * np.sign(np.diag(r))
 
 
 def _unit(columns: Any) -> Any:
-    length = jnp.linalg.norm(columns, axis=0, keepdims=True)
-    return columns / jnp.where(length == 0, 1, length)
+    length = np.linalg.norm(columns, axis=0)
+    return columns / np.where(length == 0, 1, length)
 
 
 def _input_of(eqn: Any, vals: Any) -> Any:

@@ -412,7 +412,7 @@ class PerSample:
         found: dict[tuple[int, str], Any] = {}
         for slot in self.executor.slots:
             pair = promoted(lifted[slot.key], traces[slot.key])
-            term = _contract(slot, self._slot_letter(slot), *pair)
+            term = _contract(slot, self._slot_letters[slot.key], *pair)
             key = (slot.relation.site.index, slot.name)
             found[key] = found[key] + term if key in found else term
         if not found:
@@ -420,8 +420,12 @@ class PerSample:
         relations = self.executor.graph.hidden_param_op_relations
         return self._to_parameters(window, relations, found)
 
+    @cached_property
+    def _slot_letters(self) -> dict[str, str | None]:
+        """Of each trace, the letter along which samples lie."""
+        return {t.key: self._slot_letter(t) for t in self.executor.slots}
+
     def _slot_letter(self, slot: Slot) -> str | None:
-        """The letter of a trace along which samples lie."""
         if self.samples.axis is None:
             return None
         numbers = np.broadcast_to(
@@ -441,8 +445,7 @@ class PerSample:
     @property
     def tells_traces(self) -> bool:
         """Whether every trace has an axis of samples."""
-        slots = self.executor.slots
-        return self.samples.axis is None or all(self._slot_letter(t) is not None for t in slots)
+        return self.samples.axis is None or None not in self._slot_letters.values()
 
 
 def _factors(matrix: Matrix, inputs: dict[int, list[Any]], dys: dict[int, Any]) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import brainstate
@@ -146,24 +146,45 @@ TARGETS = [np.random.RandomState(100 + t).randn(2, 3) for t in range(LENGTH)]
 MODULATORS = [np.random.RandomState(200 + t).randn(2) for t in range(LENGTH)]
 
 
-def feedback(learner, brute, xs):
-    """dL/dout of each step through the learner's own matrices."""
-    outs, states = [], brute.f.states
-    for x in xs:
+@cache
+def definition(net: str) -> tuple[Brute, list[Units], dict[Any, Any]]:
+    """Of a net: the definitions of all rules, where its units are, and its gradient through time."""
+    model = NETS[net]
+    brute = Brute(model.build(), XS[0], compile_etrace_graph(model.build(), XS[0]))
+    return brute, model.units, bptt(model.build(), XS)
+
+
+@cache
+def at_outputs(brute: Brute) -> list[Any]:
+    """dL/dout of each step."""
+
+    @jax.jit
+    def step(states, x):
         out, states = brute.f.step(brute.f.params, states, x)
-        outs.append(np.asarray(jax.grad(lambda o: loss([o]))(out[0])))
+        return jax.grad(lambda o: loss([o]))(out[0]), states
+
+    outs, states = [], brute.f.states
+    for x in XS:
+        out, states = step(states, x)
+        outs.append(np.asarray(out))
+    return outs
+
+
+def feedback(learner, brute):
+    """dL/dout of each step through the learner's own matrices."""
+    outs = at_outputs(brute)
     return lambda t, k, back: (outs[t] @ np.asarray(learner.traces[f"feedback:0->{k}.0"].value)).ravel()
 
 
-def back(learner, brute, xs):
+def back(learner, brute):
     return lambda t, k, signal: signal
 
 
-def projected(learner, brute, xs):
+def projected(learner, brute):
     return lambda t, k, _: (TARGETS[t] @ np.asarray(learner.traces[f"feedback:0->{k}.0"].value)).ravel()
 
 
-def modulated(learner, brute, xs):
+def modulated(learner, brute):
     """The number of a sample at each of its states."""
 
     def signal(t, k, _):
@@ -250,15 +271,15 @@ def test_rules_are_what_they_say(rule, net):
     make, *what, options = PUBLISHED.get(rule) or AVERAGES[rule]
     model = NETS[net]
     learner = compiled(make(model.build()), XS[0])
-    brute = Brute(model.build(), XS[0], compile_etrace_graph(model.build(), XS[0]))
+    brute, units, truth = definition(net)
     options = dict(options)
     if "one_layer_on" in options:
         one_layer_on = options.pop("one_layer_on")
         options["kappa" if what else "out"] = one_layer_on if net == "layers" else {}
     if what:
-        expected = brute.published(XS, model.units, what[0](learner, brute, XS), **options)
+        expected = brute.published(XS, units, what[0](learner, brute), **options)
     else:
-        expected = brute.presynaptic(XS, model.units, **options)
+        expected = brute.presynaptic(XS, units, **options)
     found = in_steps(learner)
     assert agree(expected, found, ROUND_OFF), difference(expected, found)
     after = {k: st.value for k, st in learner.traces.items()}
@@ -268,7 +289,7 @@ def test_rules_are_what_they_say(rule, net):
     now = {k: st.value for k, st in learner.traces.items()}
     assert agree(after, now, ROUND_OFF), difference(after, now)
     dropped = learner.report.exactness.weights
-    inexact = {k for k, d in difference(bptt(model.build(), XS), found).items() if not d < ROUND_OFF}
+    inexact = {k for k, d in difference(truth, found).items() if not d < ROUND_OFF}
     assert inexact <= set(dropped), (inexact, learner.report.exactness)
 
 
@@ -287,18 +308,19 @@ def test_e_prop_without_a_filter_is_d_rtrl_on_a_spiking_layer():
 
 
 def test_the_true_signal_as_modulator_is_d_rtrl():
-    model = NETS["leaky"].build()
-    brute = Brute(model, XS[0], compile_etrace_graph(model, XS[0]))
+    model, brute = NETS["leaky"].build(), definition("leaky")[0]
     learner, states, total = compiled(bt.ThreeFactor(model), XS[0]), brute.f.states, 0.0
     params = model.states(brainstate.ParamState)
     expected = in_steps(compiled(bt.D_RTRL(NETS["leaky"].build()), XS[0]))
+
+    @brainstate.transform.jit
+    def step(x, m):
+        return brainstate.transform.grad(lambda: loss([learner(x, modulator=m)]), params)()["w",]
+
     for x in XS:
         now = brute.advance(states, x)
         m, states = now["g"][0].reshape(2, 4), now["states"]
-        total = (
-            total
-            + brainstate.transform.grad(lambda x=x, m=m: loss([learner(x, modulator=m)]), params)()[("w",)]
-        )
+        total = total + np.asarray(step(x, m))
     assert np.max(np.abs(expected["w",] - total)) < ROUND_OFF
 
 
@@ -320,14 +342,13 @@ def test_a_modulator_is_one_number_or_stands():
 
 
 def test_dni_with_the_true_synthesizer_is_bptt():
-    model, truth = NETS["leaky"].build(), bptt(NETS["leaky"].build(), XS)
+    model, (brute, _, truth) = NETS["leaky"].build(), definition("leaky")
     learner = compiled(bt.DNI(model, window=2), XS[0])
     net = bt.SyntheticGradient(learner.group_signal_shapes())
     net.apply = lambda values, states: {0: values["at"]}
     net.param_values = lambda: {"at": jnp.asarray(future)}
     future = np.zeros((2, 4, 1))
     learner.attach_synthesizer(net)
-    brute = Brute(model, XS[0], compile_etrace_graph(model, XS[0]))
 
     def later(states, xs):
         def total(flat):
