@@ -25,7 +25,7 @@ import braintrace
 from braintrace import nn
 from braintrace._executor import fused
 from braintrace._report.sent import bytes_sent
-from braintrace._rules import d_rtrl
+from braintrace._rules import d_rtrl, rank
 
 TIME, BATCH, IN, UNITS = 4, 8, 4, 8
 
@@ -60,6 +60,19 @@ class Convolved(nn.Module):
         return self.neuron(self.conv(x.reshape(-1, IN, 1) * jnp.ones((1, 1, 2), x.dtype)))
 
 
+class Read(nn.Module):
+    """Two layers of spiking units, the first with recurrence, and a readout of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Recurrent(nn.Linear, nn.LIF(UNITS))
+        self.second, self.neuron = nn.Linear(UNITS, UNITS), nn.LIF(UNITS)
+        self.readout = nn.Linear(UNITS, 2)
+
+    def update(self, x: Any) -> Any:
+        return self.readout(self.neuron(self.second(self.first(2.0 * x))))
+
+
 def sparse(rows: int, columns: int) -> Any:
     matrix = scipy.sparse.random(rows, columns, 0.5, format="csr", random_state=0)
     return nn.SparseLinear(matrix)
@@ -82,6 +95,37 @@ RULES = {
     "BPTT": None,
     "rank": braintrace.rules.D_RTRL(rank=1),
 }
+# learners with more to keep, on one model: in windows, and by what their signal is made of
+WINDOWS: dict[str, Callable[[Any, int], Any]] = {
+    "windows": lambda m, k: braintrace.D_RTRL(m, window=k),
+    "rank in one": lambda m, k: braintrace.D_RTRL(m, rank=2, power=1, window=k),
+    "layers": lambda m, k: braintrace.D_RTRL(m, across="layers", window=k),
+    "SnAp": lambda m, k: braintrace.SnAp(m, 2, window=k),
+    "UORO": lambda m, k: braintrace.UORO(m, window=k),
+    "KF_RTRL": lambda m, k: braintrace.KF_RTRL(m, window=k),
+    "DNI": lambda m, k: synthetic(braintrace.DNI(m, window=k)),
+}
+SIGNALS: dict[str, Callable[[Any], Any]] = {
+    "EProp": lambda m: braintrace.EProp(m, "random", 0.6),
+    "EProp adaptive": lambda m: braintrace.EProp(m, "adaptive", 0.6, feedback_decay=0.1),
+    "RFLO": lambda m: braintrace.RFLO(m, 0.85),
+    "OSTLRecurrent": lambda m: braintrace.OSTLRecurrent(m),
+    "OSTLFeedforward": lambda m: braintrace.OSTLFeedforward(m, 0.9),
+    "OTTT": lambda m: braintrace.OTTT(m, leak=0.8),
+    "OTPE": lambda m: braintrace.OTPE(m, leak=0.8),
+    "OTPE approx": lambda m: braintrace.OTPE(m, "approx", leak=0.8),
+    "OSTTP": lambda m: braintrace.OSTTP(m, num_targets=3),
+    "S_TLLR": lambda m: braintrace.S_TLLR(m, 0.5, 0.7, 1.2, -0.4),
+    "ThreeFactor": lambda m: braintrace.ThreeFactor(m),
+}
+
+
+def synthetic(learner: Any) -> Any:
+    shapes = {0: (BATCH, UNITS, 1), 1: (BATCH, UNITS, 1)}
+    learner.attach_synthesizer(braintrace.SyntheticGradient(shapes, scale=0.1))
+    return learner
+
+
 SHAPES = [(8, 1), (4, 2), (1, 8)]
 KINDS = [AxisType.Auto, AxisType.Explicit]
 CHUNKS = [None, 2, 1]
@@ -120,7 +164,7 @@ def learned(name: str, rule: str, chunk: int | None, mesh: Any = None) -> tuple[
     brainstate.random.seed(0)
     with brainstate.environ.context(dt=1.0 * u.ms), warnings.catch_warnings(action="ignore"):
         with jax.numpy_rank_promotion("allow"):
-            model = MODELS[name]()
+            model = MODELS.get(name, Read)()
         brainstate.nn.init_all_states(model, batch_size=BATCH)
         xs, ys = data()
         if mesh is not None:
@@ -133,7 +177,11 @@ def learned(name: str, rule: str, chunk: int | None, mesh: Any = None) -> tuple[
 
 
 def _learned(model: Any, rule: str, chunk: int | None, xs: Any, ys: Any) -> tuple[Any, Any, Any]:
-    if RULES[rule] is None:
+    if rule in WINDOWS:
+        learner = WINDOWS[rule](model, chunk or TIME)
+    elif rule in SIGNALS:
+        learner = SIGNALS[rule](model)
+    elif RULES[rule] is None:
         learner = braintrace.BPTT(model)
     else:
         windows = {"window": chunk} if rule == "rank" else {}
@@ -142,11 +190,13 @@ def _learned(model: Any, rule: str, chunk: int | None, xs: Any, ys: Any) -> tupl
     before = {k: st.value.sharding for k, st in learner.traces.items()}
 
     def step(x: Any, y: Any) -> Any:
-        out = learner(x)
-        return jnp.mean((jnp.mean(out.reshape(BATCH, -1), 1) - y) ** 2)
+        given = {"OSTTP": {"target": x[:, :3]}, "ThreeFactor": {"modulator": y}}.get(rule, {})
+        out = learner(x, **given)
+        return jnp.mean((jnp.mean(out.reshape(BATCH, -1), 1) - y) ** 2), out
 
-    size = None if rule == "rank" else chunk
-    return learner, learner.etrace_grad(xs, ys, step_fn=step, chunk_size=size), before
+    size = None if rule == "rank" or rule in WINDOWS else chunk
+    grads, outs = learner.etrace_grad(xs, ys, step_fn=step, chunk_size=size, has_aux=True)
+    return (learner, outs), grads, before
 
 
 @cache
@@ -154,26 +204,60 @@ def on_one(name: str, rule: str, chunk: int | None) -> Any:
     return jax.tree.map(np.asarray, learned(name, rule, chunk)[1])
 
 
+def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
+    """A learner whose gradients and layouts are found to be as promised."""
+    (learner, outs), grads, before = learned(name, rule, chunk, mesh)
+    expected = on_one(name, rule, chunk)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
+    same = lambda a, sharding: a.sharding.is_equivalent_to(sharding, a.ndim)
+    for path, st in learner.model.states(brainstate.ParamState).items():  # gradients as weights
+        pairs = zip(jax.tree.leaves(grads[path]), jax.tree.leaves(st.value), strict=True)
+        assert all(same(g, w.sharding) for g, w in pairs), path
+    for key, trace in learner.traces.items():  # where they were
+        assert same(trace.value, before[key]), key
+        assert trace.value.sharding.device_set == set(mesh.devices.flat), key
+    for a in jax.tree.leaves([st.value for st in learner.model.states(brainstate.HiddenState).values()]):
+        assert a.sharding.spec[:1] == ("data",) or mesh.shape["data"] == 1, a.sharding  # by samples
+    assert outs.sharding.spec[1:2] == ("data",) or mesh.shape["data"] == 1, outs.sharding
+    return learner
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "shape", "kind", "chunk"),
     [pytest.param(*row, marks=pytest.mark.slow if n % 3 else ()) for n, row in enumerate(TABLE)],
 )
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
-    learner, grads, before = learned(name, rule, chunk, mesh_of(shape, kind))
-    expected = on_one(name, rule, chunk)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
+    learner = as_on_one(name, rule, chunk, mesh_of(shape, kind))
     weights = learner.model.states(brainstate.ParamState)
-    for path, st in weights.items():  # gradients as weights
-        pairs = zip(jax.tree.leaves(grads[path]), jax.tree.leaves(st.value), strict=True)
-        assert all(g.sharding.is_equivalent_to(w.sharding, w.ndim) for g, w in pairs), path
-    for key, trace in learner.traces.items():  # where they were
-        assert trace.value.sharding.is_equivalent_to(before[key], trace.value.ndim), key
     if rule == "D_RTRL":  # a part on each device
         whole = {leaf.shape for st in weights.values() for leaf in jax.tree.leaves(st.value)}
         cut = {s for s in whole if s[-1] % shape[1] == 0}
         for key, trace in learner.traces.items():
             size = trace.value.addressable_shards[0].data.size * shape[0]
             assert size * shape[1] == trace.value.size or (cut != whole and size == trace.value.size), key
+
+
+# each on both axes, and on one of them; types and chunks in turn
+ROWS = [
+    (rule, shape, KINDS[(i + j + i // 2) % 2], CHUNKS[(i + j) % 3])
+    for i, rule in enumerate([*WINDOWS, *SIGNALS])
+    for j, shape in enumerate([(4, 2), SHAPES[2 * (i % 2)]])
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "kind", "chunk"),
+    [pytest.param(*row, marks=pytest.mark.slow if n % 4 else ()) for n, row in enumerate(ROWS)],
+)
+def test_what_other_rules_keep_is_spread(rule, shape, kind, chunk, monkeypatch):
+    monkeypatch.setattr(rank, "_APART", 1 if rule == "rank in one" else rank._APART)
+    learner = as_on_one("read", rule, chunk, mesh_of(shape, kind))
+    for key, trace in learner.traces.items():
+        parts = trace.value.size // trace.value.addressable_shards[0].data.size
+        if ":" in key and key.split(":")[0] in ("feedback", "readout"):  # by units
+            assert parts == (shape[1] if trace.value.ndim else 1), key
+        elif BATCH in trace.value.shape[:2]:  # by samples, and maybe more
+            assert parts >= shape[0], key
 
 
 # -- what is sent ----------------------------------------------------------------------------------
