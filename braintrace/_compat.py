@@ -285,7 +285,7 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
 
 
 def all_on_mesh(arrays: Any) -> Any:
-    """Arrays, all of types that say that they may be spread, if one is: what is made of them has them, too."""
+    """Arrays, all of types that say that they may be spread, if one is: so has what is made of them."""
     leaves = [a for a in jax.tree.leaves(arrays) if hasattr(a, "dtype")]
     mesh = mesh_of(*leaves)
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import braintrace
 from braintrace import nn
-from braintrace._executor import fused
+from braintrace._executor import fused, rows
 from braintrace._report.sent import bytes_sent
 from braintrace._rules import d_rtrl, rank
 
@@ -34,6 +34,10 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 
 def mesh_of(shape: tuple[int, int], kind: AxisType) -> Any:
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
+
+
+def is_explicit(mesh: Any) -> bool:
+    return AxisType.Explicit in mesh.axis_types
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -171,8 +175,7 @@ def learned(name: str, rule: str, chunk: int | None, mesh: Any = None) -> tuple[
             xs, ys = put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
             for st in model.states(brainstate.ParamState).values():
                 st.value = jax.tree.map(lambda a: put(a, mesh, *[None] * (a.ndim - 1), "model"), st.value)
-        explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-        with jax.set_mesh(mesh) if explicit else nullcontext():
+        with jax.set_mesh(mesh) if mesh is not None and is_explicit(mesh) else nullcontext():
             return _learned(model, rule, chunk, xs, ys)
 
 
@@ -216,9 +219,12 @@ def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
     for key, trace in learner.traces.items():  # where they were
         assert same(trace.value, before[key]), key
         assert trace.value.sharding.device_set == set(mesh.devices.flat), key
-    for a in jax.tree.leaves([st.value for st in learner.model.states(brainstate.HiddenState).values()]):
-        assert a.sharding.spec[:1] == ("data",) or mesh.shape["data"] == 1, a.sharding  # by samples
-    assert outs.sharding.spec[1:2] == ("data",) or mesh.shape["data"] == 1, outs.sharding
+    states = jax.tree.leaves([st.value for st in learner.model.states(brainstate.HiddenState).values()])
+    # by samples; as they were given where types do not say it, as those inside of a synthesizer
+    as_given = [()] if mesh.shape["data"] == 1 or (rule == "DNI" and is_explicit(mesh)) else []
+    by_samples = lambda spec: spec[:1] == ("data",) or tuple(filter(None, spec[:1])) in as_given
+    assert all(by_samples(a.sharding.spec) for a in states), [a.sharding for a in states]
+    assert by_samples(outs.sharding.spec[1:]), outs.sharding
     return learner
 
 
@@ -271,9 +277,9 @@ def gru(params: Any, h: Any, x: Any) -> tuple[Any, Any]:
     return h, jnp.tanh(h) @ p["out"]
 
 
-def gru_params() -> dict[str, Any]:
-    rng = np.random.RandomState(0)
-    shapes = {f"{kind}{gate}": s for gate in "zrc" for kind, s in (("w", (IN, UNITS)), ("u", (UNITS, UNITS)))}
+def gru_params(width: int = IN) -> dict[str, Any]:
+    rng, rows = np.random.RandomState(0), {"w": width, "u": UNITS}
+    shapes = {f"{kind}{gate}": (n, UNITS) for gate in "zrc" for kind, n in rows.items()}
     shapes |= {f"b{gate}": (1, UNITS) for gate in "zrc"} | {"out": (UNITS, 1)}
     return {k: jnp.asarray(0.5 * rng.normal(size=s)) for k, s in shapes.items()}
 
@@ -282,13 +288,14 @@ def squared(y: Any, target: Any) -> Any:
     return jnp.mean((y[:, 0] - target) ** 2)
 
 
-def gru_on(mesh: Any) -> tuple[Any, Any, Any, Any]:
+def gru_on(mesh: Any, width: int = IN) -> tuple[Any, Any, Any, Any]:
     """Parameters, carry and sequences; columns are spread over `model`, and the rows of the readout."""
-    given = gru_params()
+    given = gru_params(width)
     params = {
         k: put(a, mesh, *((None, "model") if k != "out" else ("model", None))) for k, a in given.items()
     }
     xs, ys = data()
+    xs = jnp.tile(xs, (1, 1, width // IN))
     carry = put(jnp.zeros((BATCH, UNITS)), mesh, "data", "model")
     return params, carry, put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
 
@@ -328,6 +335,47 @@ def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
     assert found <= own(shape), (found, own(shape))
     if shape == (8, 1):
         assert found == {"all-reduce": 1}
+
+
+def in_windows(rule: Any, shape: tuple[int, int], width: int = IN) -> str:
+    """The compiled program of four steps in windows of two."""
+    params, carry, xs, ys = gru_on(mesh_of(shape, AxisType.Auto), width)
+    net = braintrace.online(gru, params, carry, xs[0], rule=rule, window=2)
+    size = {"chunk_size": 2} if rule.any_window else {}
+    grad = jax.jit(lambda *given: net.grad(squared, *given, **size))
+    return grad.lower(params, carry, net.init(params, carry), xs, ys).compile()
+
+
+rules = braintrace.rules
+KEPT = [rules.D_RTRL(), rules.D_RTRL(rank=2), rules.RTRL(), rules.SnAp(2), rules.UORO(), rules.KF_RTRL()]
+
+
+@pytest.mark.parametrize("rule", KEPT, ids=[*"wrRSUK"])
+def test_windows_send_their_gradients_once(rule):
+    """Beside them only the loss of every step, which is one number."""
+    text = in_windows(rule, (8, 1)).as_text()
+    found = re.findall(r" = (.*) (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    assert [kind for _, kind in found] == ["all-reduce"] * 2
+    assert sorted(shape.startswith("f64[] ") or shape == "f64[]" for shape, _ in found) == [False, True]
+
+
+@pytest.mark.parametrize(("shape", "width"), [((1, 8), IN), ((1, 8), 4 * IN), ((4, 2), IN), ((4, 2), 4 * IN)])
+def test_directions_are_sent_and_what_lies_along_them_is_not(shape, width):
+    """`r` directions go through the model as its own tangents and cotangents do, at every step.
+
+    That is two products with states forwards and three backwards. Once a window, devices that share a sample
+    get all of its units: of the pushed directions, of the pulled ones, of the signal at its start. What lies
+    along directions has a part in the sum of gradients over samples, and nothing else.
+    """
+    size, windows = 2, TIME // 2
+    plain, ranked = (in_windows(rules.D_RTRL(rank=n), shape, width) for n in (0, size))
+    more = sent(ranked)
+    more.subtract(sent(plain))
+    assert +more == {"all-gather": 2 + 3, "all-reduce": 2}
+    numbers = (TIME * 5 * size + windows * (2 * size + 1)) * UNITS * BATCH // shape[0]
+    weights = sum(a.size for k, a in gru_params(width).items() if k != "out") // shape[1]
+    summed = windows * weights if shape[0] > 1 else 0
+    assert bytes_sent(ranked.as_text()) - bytes_sent(plain.as_text()) == 8 * (numbers + summed)
 
 
 # -- shard_map -------------------------------------------------------------------------------------
@@ -380,28 +428,33 @@ def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_device_runs_the_kernel_on_its_part(kind, monkeypatch):
-    taken = []
+@pytest.mark.parametrize("size", [0, 2])
+def test_each_device_runs_the_kernel_on_its_part(size, kind, monkeypatch):
+    file, taken = rank if size else d_rtrl, []
+    kernel = rows if size else fused
 
     def step_in_kernel(*args: Any) -> Any:
         taken.append(args)
-        return fused.step(*args)
+        return kernel.step(*args)
 
-    monkeypatch.setattr(fused, "_SHORTEST", 1)
-    monkeypatch.setattr(fused, "_advance_plainly", partial(fused.advance, interpret=True))
-    monkeypatch.setattr(d_rtrl, "step", step_in_kernel)
+    monkeypatch.setattr(kernel, "_SHORTEST", 1)
+    monkeypatch.setattr(kernel, "_advance_plainly", partial(kernel.advance, interpret=True))
+    monkeypatch.setattr(rank, "_LARGE", 1)
+    monkeypatch.setattr(file, "step", step_in_kernel)
     found = []
     with jax.enable_x64(False):
         for fuses in (False, True):
             monkeypatch.setattr(d_rtrl.D_RTRL, "fuses", lambda *_, fuses=fuses: fuses)
+            monkeypatch.setattr(rank, "on_gpu", lambda fuses=fuses: fuses)
             given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
             params, carry, xs, ys = given
-            net = braintrace.online(gru, params, carry, xs[0])
-            traces = net.init(params, carry)
-            found.append(net.grad(squared, params, carry, traces, xs, ys, chunk_size=1)[:2])
-    assert taken
+            net = braintrace.online(gru, params, carry, xs[0], rule=rules.D_RTRL(rank=size))
+            how = {"window": 2} if size else {"chunk_size": 1}
+            found.append(net.grad(squared, params, carry, net.init(params, carry), xs, ys, **how)[:2])
+            assert bool(taken) == fuses
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
-    jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
+    same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
+    assert all(jax.tree.leaves(same)), same
 
 
 # -- plans -----------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ class PerSample:
 
     def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
         if mesh_of(*window.params) is not None:
-            # of each step: what is sent before a loop, and does not wait for others, may meet them in any order
+            # of this step: what is sent before a loop that sends may meet it in any order on CPU devices
             rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
         rows = self.whole(rows)
         cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)

@@ -341,7 +341,7 @@ class Drive:
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
         if step.online.executor.spread is not None:
-            # one after the other: devices that send in two loops at once may meet in any order
+            # one after the other: what is sent in two loops at once may meet in any order on CPU devices
             taken, signals = jax.lax.optimization_barrier((taken, signals))
         window = self._window(given, carry.moving, part, taken)
         if dys:
