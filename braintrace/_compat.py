@@ -290,7 +290,7 @@ def all_on_mesh(arrays: Any) -> Any:
     mesh = mesh_of(*leaves)
 
     def one(x: Any) -> Any:
-        if not is_tracer(x) or mesh_of(x) is not None or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if not is_tracer(x) or mesh_of(x) is not None or jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         anyhow = _partition([jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim)
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, anyhow))

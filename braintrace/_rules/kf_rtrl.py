@@ -219,7 +219,8 @@ class Use:
         """How letters are spread over devices: as those of its weights."""
         found: dict[str, Any] = {}
         at, number = self.per.executor.spread, [v for e in self.per.info.fixed for v in e.invars]
-        for name, (inputs, _, _) in self._weights.found.items() if at is not None else ():
+        assert at is not None
+        for name, (inputs, _, _) in self._weights.found.items():
             leaves, shape = list(inputs), self.weighted.site.weights[name].aval.shape
             if len(leaves) == 1 and leaves[0].aval.shape == shape and name in self.layouts:
                 spec = at.of_leaf(number.index(leaves[0]))

@@ -126,8 +126,8 @@ class Rank:
             more = () if slot is None else (*courses[slot.key], *(found[slot.key] for found in lifted))
             x, d = factors[i]
             how = through(matrix, x, d, carried, along, *more)
-            rows = [jnp.squeeze(before[k], 2) for k in keys]
-            new, trace, grad = step(rows, trace, how, executor.spread, specs[i])
+            old_rows = [jnp.squeeze(before[k], 2) for k in keys]
+            new, trace, grad = step(old_rows, trace, how, executor.spread, specs[i])
             values.update({k: jnp.expand_dims(v, 2) for k, v in zip(keys, new, strict=True)})
             values.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
@@ -153,10 +153,10 @@ class Rank:
         for i, matrix in per.matrices.items():
             rows = [jnp.squeeze(values[key], 2) for key, _ in parts_of(names[i][0], size)]
             trace = None if matrix.slot is None else values[matrix.slot.key]
-            ways = (1, 1, 1)
+            ways: Sequence[int] = (1, 1, 1)
             if spread and at is not None:
                 specs[i] = at.fitted((per.lead, *(at.of_leaf(i) or (None, None))), rows[0].shape)
-                ways = tuple(at.ways(p, n) for p, n in zip(specs[i], rows[0].shape, strict=True))
+                ways = [at.ways(p, n) for p, n in zip(specs[i], rows[0].shape, strict=True)]
             large = sum(v.nbytes for v in rows) // math.prod(ways) >= _LARGE
             if large and fits(length, rows, trace, ways):
                 found[i] = matrix
