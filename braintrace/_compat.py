@@ -307,16 +307,18 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     return result
 
 
-def on_mesh_of(x: jax.Array, *others: Any) -> jax.Array:
-    """The same array, of a type that says that it may be spread as others are: derivatives have it, too."""
-    mesh = mesh_of(*others)
-    if mesh is None or mesh_of(x) is not None:
-        return x
-    anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim
-    result: jax.Array = jax.lax.with_sharding_constraint(
-        x, jax.sharding.NamedSharding(mesh, _partition(anyhow))
-    )
-    return result
+def all_on_mesh(arrays: Any) -> Any:
+    """Arrays, all of types that say that they may be spread, if one is: so has what is made of them."""
+    leaves = [a for a in jax.tree.leaves(arrays) if hasattr(a, "dtype")]
+    mesh = mesh_of(*leaves)
+
+    def one(x: Any) -> Any:
+        if not is_tracer(x) or mesh_of(x) is not None or jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+            return x
+        anyhow = _partition([jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim)
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, anyhow))
+
+    return arrays if mesh is None else jax.tree.map(one, arrays)
 
 
 def per_device(function: Callable[..., Any], mesh: Any, specs: Any, out_specs: Any) -> Callable[..., Any]:

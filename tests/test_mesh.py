@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import braintrace
 from braintrace import nn
-from braintrace._executor import fused
+from braintrace._executor import fused, rows
 from braintrace._frontends.pure import Pure
 from braintrace._report.sent import bytes_sent
-from braintrace._rules import d_rtrl
+from braintrace._rules import d_rtrl, rank
 
 TIME, BATCH, IN, UNITS = 4, 8, 4, 8
 
@@ -36,6 +36,10 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 
 def mesh_of(shape: tuple[int, int], kind: AxisType) -> Any:
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
+
+
+def is_explicit(mesh: Any) -> bool:
+    return AxisType.Explicit in mesh.axis_types
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -62,6 +66,19 @@ class Convolved(nn.Module):
         return self.neuron(self.conv(x.reshape(-1, IN, 1) * jnp.ones((1, 1, 2), x.dtype)))
 
 
+class Read(nn.Module):
+    """Two layers of spiking units, the first with recurrence, and a readout of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Recurrent(nn.Linear, nn.LIF(UNITS))
+        self.second, self.neuron = nn.Linear(UNITS, UNITS), nn.LIF(UNITS)
+        self.readout = nn.Linear(UNITS, 2)
+
+    def update(self, x: Any) -> Any:
+        return self.readout(self.neuron(self.second(self.first(2.0 * x))))
+
+
 def sparse(rows: int, columns: int) -> Any:
     matrix = scipy.sparse.random(rows, columns, 0.5, format="csr", random_state=0)
     return nn.SparseLinear(matrix)
@@ -84,6 +101,37 @@ RULES = {
     "BPTT": None,
     "rank": braintrace.rules.D_RTRL(rank=1),
 }
+# learners with more to keep, on one model: in windows, and by what their signal is made of
+WINDOWS: dict[str, Callable[[Any, int], Any]] = {
+    "windows": lambda m, k: braintrace.D_RTRL(m, window=k),
+    "rank in one": lambda m, k: braintrace.D_RTRL(m, rank=2, power=1, window=k),
+    "layers": lambda m, k: braintrace.D_RTRL(m, across="layers", window=k),
+    "SnAp": lambda m, k: braintrace.SnAp(m, 2, window=k),
+    "UORO": lambda m, k: braintrace.UORO(m, window=k),
+    "KF_RTRL": lambda m, k: braintrace.KF_RTRL(m, window=k),
+    "DNI": lambda m, k: synthetic(braintrace.DNI(m, window=k)),
+}
+SIGNALS: dict[str, Callable[[Any], Any]] = {
+    "EProp": lambda m: braintrace.EProp(m, "random", 0.6),
+    "EProp adaptive": lambda m: braintrace.EProp(m, "adaptive", 0.6, feedback_decay=0.1),
+    "RFLO": lambda m: braintrace.RFLO(m, 0.85),
+    "OSTLRecurrent": lambda m: braintrace.OSTLRecurrent(m),
+    "OSTLFeedforward": lambda m: braintrace.OSTLFeedforward(m, 0.9),
+    "OTTT": lambda m: braintrace.OTTT(m, leak=0.8),
+    "OTPE": lambda m: braintrace.OTPE(m, leak=0.8),
+    "OTPE approx": lambda m: braintrace.OTPE(m, "approx", leak=0.8),
+    "OSTTP": lambda m: braintrace.OSTTP(m, num_targets=3),
+    "S_TLLR": lambda m: braintrace.S_TLLR(m, 0.5, 0.7, 1.2, -0.4),
+    "ThreeFactor": lambda m: braintrace.ThreeFactor(m),
+}
+
+
+def synthetic(learner: Any) -> Any:
+    shapes = {0: (BATCH, UNITS, 1), 1: (BATCH, UNITS, 1)}
+    learner.attach_synthesizer(braintrace.SyntheticGradient(shapes, scale=0.1))
+    return learner
+
+
 SHAPES = [(8, 1), (4, 2), (1, 8)]
 KINDS = [AxisType.Auto, AxisType.Explicit]
 CHUNKS = [None, 2, 1]
@@ -122,20 +170,23 @@ def learned(name: str, rule: str, chunk: int | None, mesh: Any = None) -> tuple[
     brainstate.random.seed(0)
     with brainstate.environ.context(dt=1.0 * u.ms), warnings.catch_warnings(action="ignore"):
         with jax.numpy_rank_promotion("allow"):
-            model = MODELS[name]()
+            model = MODELS.get(name, Read)()
         brainstate.nn.init_all_states(model, batch_size=BATCH)
         xs, ys = data()
         if mesh is not None:
             xs, ys = put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
             for st in model.states(brainstate.ParamState).values():
                 st.value = jax.tree.map(lambda a: put(a, mesh, *[None] * (a.ndim - 1), "model"), st.value)
-        explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
-        with jax.set_mesh(mesh) if explicit else nullcontext():
+        with jax.set_mesh(mesh) if mesh is not None and is_explicit(mesh) else nullcontext():
             return _learned(model, rule, chunk, xs, ys)
 
 
 def _learned(model: Any, rule: str, chunk: int | None, xs: Any, ys: Any) -> tuple[Any, Any, Any]:
-    if RULES[rule] is None:
+    if rule in WINDOWS:
+        learner = WINDOWS[rule](model, chunk or TIME)
+    elif rule in SIGNALS:
+        learner = SIGNALS[rule](model)
+    elif RULES[rule] is None:
         learner = braintrace.BPTT(model)
     else:
         windows = {"window": chunk} if rule == "rank" else {}
@@ -144,11 +195,13 @@ def _learned(model: Any, rule: str, chunk: int | None, xs: Any, ys: Any) -> tupl
     before = {k: st.value.sharding for k, st in learner.traces.items()}
 
     def step(x: Any, y: Any) -> Any:
-        out = learner(x)
-        return jnp.mean((jnp.mean(out.reshape(BATCH, -1), 1) - y) ** 2)
+        given = {"OSTTP": {"target": x[:, :3]}, "ThreeFactor": {"modulator": y}}.get(rule, {})
+        out = learner(x, **given)
+        return jnp.mean((jnp.mean(out.reshape(BATCH, -1), 1) - y) ** 2), out
 
-    size = None if rule == "rank" else chunk
-    return learner, learner.etrace_grad(xs, ys, step_fn=step, chunk_size=size), before
+    size = None if rule == "rank" or rule in WINDOWS else chunk
+    grads, outs = learner.etrace_grad(xs, ys, step_fn=step, chunk_size=size, has_aux=True)
+    return (learner, outs), grads, before
 
 
 @cache
@@ -156,26 +209,63 @@ def on_one(name: str, rule: str, chunk: int | None) -> Any:
     return jax.tree.map(np.asarray, learned(name, rule, chunk)[1])
 
 
+def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
+    """A learner whose gradients and layouts are found to be as promised."""
+    (learner, outs), grads, before = learned(name, rule, chunk, mesh)
+    expected = on_one(name, rule, chunk)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
+    same = lambda a, sharding: a.sharding.is_equivalent_to(sharding, a.ndim)
+    for path, st in learner.model.states(brainstate.ParamState).items():  # gradients as weights
+        pairs = zip(jax.tree.leaves(grads[path]), jax.tree.leaves(st.value), strict=True)
+        assert all(same(g, w.sharding) for g, w in pairs), path
+    for key, trace in learner.traces.items():  # where they were
+        assert same(trace.value, before[key]), key
+        assert trace.value.sharding.device_set == set(mesh.devices.flat), key
+    states = jax.tree.leaves([st.value for st in learner.model.states(brainstate.HiddenState).values()])
+    # by samples; as they were given where types do not say it, as those inside of a synthesizer
+    as_given = [()] if mesh.shape["data"] == 1 or (rule == "DNI" and is_explicit(mesh)) else []
+    by_samples = lambda spec: spec[:1] == ("data",) or tuple(filter(None, spec[:1])) in as_given
+    assert all(by_samples(a.sharding.spec) for a in states), [a.sharding for a in states]
+    assert by_samples(outs.sharding.spec[1:]), outs.sharding
+    return learner
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "shape", "kind", "chunk"),
     [pytest.param(*row, marks=pytest.mark.slow if n % 3 else ()) for n, row in enumerate(TABLE)],
 )
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
-    learner, grads, before = learned(name, rule, chunk, mesh_of(shape, kind))
-    expected = on_one(name, rule, chunk)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
+    learner = as_on_one(name, rule, chunk, mesh_of(shape, kind))
     weights = learner.model.states(brainstate.ParamState)
-    for path, st in weights.items():  # gradients as weights
-        pairs = zip(jax.tree.leaves(grads[path]), jax.tree.leaves(st.value), strict=True)
-        assert all(g.sharding.is_equivalent_to(w.sharding, w.ndim) for g, w in pairs), path
-    for key, trace in learner.traces.items():  # where they were
-        assert trace.value.sharding.is_equivalent_to(before[key], trace.value.ndim), key
     if rule == "D_RTRL":  # a part on each device
         whole = {leaf.shape for st in weights.values() for leaf in jax.tree.leaves(st.value)}
         cut = {s for s in whole if s[-1] % shape[1] == 0}
         for key, trace in learner.traces.items():
             size = trace.value.addressable_shards[0].data.size * shape[0]
             assert size * shape[1] == trace.value.size or (cut != whole and size == trace.value.size), key
+
+
+# each on both axes, and on one of them; types and chunks in turn
+ROWS = [
+    (rule, shape, KINDS[(i + j + i // 2) % 2], CHUNKS[(i + j) % 3])
+    for i, rule in enumerate([*WINDOWS, *SIGNALS])
+    for j, shape in enumerate([(4, 2), SHAPES[2 * (i % 2)]])
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "kind", "chunk"),
+    [pytest.param(*row, marks=pytest.mark.slow if n % 4 else ()) for n, row in enumerate(ROWS)],
+)
+def test_what_other_rules_keep_is_spread(rule, shape, kind, chunk, monkeypatch):
+    monkeypatch.setattr(rank, "_APART", 1 if rule == "rank in one" else rank._APART)
+    learner = as_on_one("read", rule, chunk, mesh_of(shape, kind))
+    for key, trace in learner.traces.items():
+        parts = trace.value.size // trace.value.addressable_shards[0].data.size
+        if ":" in key and key.split(":")[0] in ("feedback", "readout"):  # by units
+            assert parts == (shape[1] if trace.value.ndim else 1), key
+        elif BATCH in trace.value.shape[:2]:  # by samples, and maybe more
+            assert parts >= shape[0], key
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -189,9 +279,9 @@ def gru(params: Any, h: Any, x: Any) -> tuple[Any, Any]:
     return h, jnp.tanh(h) @ p["out"]
 
 
-def gru_params() -> dict[str, Any]:
-    rng = np.random.RandomState(0)
-    shapes = {f"{kind}{gate}": s for gate in "zrc" for kind, s in (("w", (IN, UNITS)), ("u", (UNITS, UNITS)))}
+def gru_params(width: int = IN) -> dict[str, Any]:
+    rng, rows = np.random.RandomState(0), {"w": width, "u": UNITS}
+    shapes = {f"{kind}{gate}": (n, UNITS) for gate in "zrc" for kind, n in rows.items()}
     shapes |= {f"b{gate}": (1, UNITS) for gate in "zrc"} | {"out": (UNITS, 1)}
     return {k: jnp.asarray(0.5 * rng.normal(size=s)) for k, s in shapes.items()}
 
@@ -200,13 +290,14 @@ def squared(y: Any, target: Any) -> Any:
     return jnp.mean((y[:, 0] - target) ** 2)
 
 
-def gru_on(mesh: Any) -> tuple[Any, Any, Any, Any]:
+def gru_on(mesh: Any, width: int = IN) -> tuple[Any, Any, Any, Any]:
     """Parameters, carry and sequences; columns are spread over `model`, and the rows of the readout."""
-    given = gru_params()
+    given = gru_params(width)
     params = {
         k: put(a, mesh, *((None, "model") if k != "out" else ("model", None))) for k, a in given.items()
     }
     xs, ys = data()
+    xs = jnp.tile(xs, (1, 1, width // IN))
     carry = put(jnp.zeros((BATCH, UNITS)), mesh, "data", "model")
     return params, carry, put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
 
@@ -246,6 +337,45 @@ def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
     assert found <= own(shape), (found, own(shape))
     if shape == (8, 1):
         assert found == {"all-reduce": 1}
+
+
+def in_windows(rule: Any, shape: tuple[int, int], width: int = IN) -> str:
+    """The compiled program of four steps in windows of two."""
+    params, carry, xs, ys = gru_on(mesh_of(shape, AxisType.Auto), width)
+    net = braintrace.online(gru, params, carry, xs[0], rule=rule, window=2)
+    size = {"chunk_size": 2} if rule.any_window else {}
+    grad = jax.jit(lambda *given: net.grad(squared, *given, **size))
+    return grad.lower(params, carry, net.init(params, carry), xs, ys).compile()
+
+
+rules = braintrace.rules
+KEPT = [rules.D_RTRL(), rules.D_RTRL(rank=2), rules.RTRL(), rules.SnAp(2), rules.UORO(), rules.KF_RTRL()]
+
+
+@pytest.mark.parametrize("rule", KEPT, ids=[*"wrRSUK"])
+def test_windows_send_their_gradients_once(rule):
+    """Beside them only the loss of every step, which is one number."""
+    text = in_windows(rule, (8, 1)).as_text()
+    found = re.findall(r" = (.*) (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    assert [kind for _, kind in found] == ["all-reduce"] * 2
+    assert sorted(shape.startswith("f64[] ") or shape == "f64[]" for shape, _ in found) == [False, True]
+
+
+@pytest.mark.parametrize(("shape", "width"), [((1, 8), IN), ((1, 8), 4 * IN), ((4, 2), IN), ((4, 2), 4 * IN)])
+def test_directions_are_sent_and_what_lies_along_them_is_not(shape, width):
+    """`r` directions go through the model as its own tangents and cotangents do, at every step.
+
+    That is two products with states forwards and three backwards. Once a window, devices that share a sample
+    get all of its units: of the pushed directions, of the pulled ones, of the signal at its start. What lies
+    along directions is added to the gradients of each device before these are summed: nothing more is sent.
+    """
+    size, windows = 2, TIME // 2
+    plain, ranked = (in_windows(rules.D_RTRL(rank=n), shape, width) for n in (0, size))
+    more = sent(ranked)
+    more.subtract(sent(plain))
+    assert +more == {"all-gather": 2 + 3, "all-reduce": 2}
+    numbers = (TIME * 5 * size + windows * (2 * size + 1)) * UNITS * BATCH // shape[0]
+    assert bytes_sent(ranked.as_text()) - bytes_sent(plain.as_text()) == 8 * numbers
 
 
 # -- shard_map -------------------------------------------------------------------------------------
@@ -298,28 +428,33 @@ def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_device_runs_the_kernel_on_its_part(kind, monkeypatch):
-    taken = []
+@pytest.mark.parametrize("size", [0, 2])
+def test_each_device_runs_the_kernel_on_its_part(size, kind, monkeypatch):
+    file, taken = rank if size else d_rtrl, []
+    kernel = rows if size else fused
 
     def step_in_kernel(*args: Any) -> Any:
         taken.append(args)
-        return fused.step(*args)
+        return kernel.step(*args)
 
-    monkeypatch.setattr(fused, "_SHORTEST", 1)
-    monkeypatch.setattr(fused, "_advance_plainly", partial(fused.advance, interpret=True))
-    monkeypatch.setattr(d_rtrl, "step", step_in_kernel)
+    monkeypatch.setattr(kernel, "_SHORTEST", 1)
+    monkeypatch.setattr(kernel, "_advance_plainly", partial(kernel.advance, interpret=True))
+    monkeypatch.setattr(rank, "_LARGE", 1)
+    monkeypatch.setattr(file, "step", step_in_kernel)
     found = []
     with jax.enable_x64(False):
         for fuses in (False, True):
             monkeypatch.setattr(d_rtrl.D_RTRL, "fuses", lambda *_, fuses=fuses: fuses)
+            monkeypatch.setattr(rank, "on_gpu", lambda fuses=fuses: fuses)
             given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
             params, carry, xs, ys = given
-            net = braintrace.online(gru, params, carry, xs[0])
-            traces = net.init(params, carry)
-            found.append(net.grad(squared, params, carry, traces, xs, ys, chunk_size=1)[:2])
-    assert taken
+            net = braintrace.online(gru, params, carry, xs[0], rule=rules.D_RTRL(rank=size))
+            how = {"window": 2} if size else {"chunk_size": 1}
+            found.append(net.grad(squared, params, carry, net.init(params, carry), xs, ys, **how)[:2])
+            assert bool(taken) == fuses
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
-    jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
+    same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
+    assert all(jax.tree.leaves(same)), same
 
 
 # -- plans -----------------------------------------------------------------------------------------

@@ -25,9 +25,13 @@ _SHORTEST = 32  # of the last axis: below, loads are narrow
 _TOGETHER = 2  # rows of the batch that are loaded before any is stored
 
 
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
 def on_one_gpu(x: Any) -> bool:
     """Whether an array is on a GPU as a whole: one that is spread, XLA would gather for a layout."""
-    return jax.default_backend() == "gpu" and mesh_of(x) is None
+    return on_gpu() and mesh_of(x) is None
 
 
 def bytes_on_gpu(values: Iterable[Any]) -> int:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import Literal
+from .._compat import Literal, all_on_mesh, mesh_of
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
 from .._compiler.own_rules import PullBack
@@ -142,7 +142,7 @@ class PerSample:
             size = v.aval.size // self.samples.count
             each = []
             for _ in range(_parts(v)):
-                each.append(vectors[:, at : at + size].reshape(shape))
+                each.append(self.whole(vectors[:, at : at + size].reshape(shape)))
                 at += size
             one = each[0] if len(each) == 1 else jax.lax.complex(each[0], -each[1] if dual else each[1])
             found[v] = _back(one, self.samples.axis).astype(v.aval.dtype)
@@ -318,6 +318,10 @@ class PerSample:
         return self._pulled(self.linear.window(window), rows, (), ())[0]
 
     def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
+        if mesh_of(*window.params) is not None:
+            # of this step: what is sent before a loop that sends may meet it in any order on CPU devices
+            rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
+        rows = self.whole(rows)
         cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
         pulled, dys, dparams = window.pull(cotangents, sites, others)
         return jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled), dys, dparams

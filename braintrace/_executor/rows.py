@@ -11,17 +11,20 @@ product over time and read it again, and copy some of what it should update in p
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._compat import mesh_of, per_device
 from .per_sample import Matrix
 from .slots import add_up, times
+from .spread import Spec, Spread
 from .weighted import ROWS, TIME
 
 _BLOCK = (16, 64)  # what a program holds of a row
@@ -75,17 +78,18 @@ def through(
     return Course(x, d, mix, along, own, signal[:, 0])
 
 
-def fits(length: int, rows: Sequence[Any], trace: Any = None) -> bool:
+def fits(length: int, rows: Sequence[Any], trace: Any = None, ways: Sequence[int] = (1, 1, 1)) -> bool:
     """Whether the kernel is for rows, (B, I, O) each, the trace, (S, B, I, O), and so many steps.
 
-    Of one step XLA writes no product, and many do not fit in the memory that a program shares.
+    Of one step XLA writes no product, and many do not fit in the memory that a program shares. `ways`: into
+    how many parts devices cut B, I and O.
     """
     arrays = [*rows, *([] if trace is None else [trace])]
-    width, out = rows[0].shape[1:]
+    width, out = (n // ways for n, ways in zip(rows[0].shape[1:], ways[1:], strict=True))
     return (
         all(jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize <= 4 for a in arrays)
         and len(rows) + (0 if trace is None else len(trace)) <= _MOST
-        and all(a.size < 2**31 for a in arrays)
+        and all(a.size // math.prod(ways) < 2**31 for a in arrays)
         and min(width, out) >= _SHORTEST
         and 1 < length <= _LONGEST
     )
@@ -94,10 +98,36 @@ def fits(length: int, rows: Sequence[Any], trace: Any = None) -> bool:
 _MOST = 8  # rows and states: more do not fit in the registers
 
 
-def step(rows: Sequence[Any], trace: Any, course: Course) -> tuple[list[Any], Any, Any]:
-    """The rows and the trace after a window, and the gradient, (I, O)."""
+def step(
+    rows: Sequence[Any], trace: Any, course: Course, at: Spread | None = None, spec: Spec = ()
+) -> tuple[list[Any], Any, Any]:
+    """The rows and the trace after a window, and the gradient, (I, O).
+
+    Where rows are spread over devices, as `spec` has it, each runs the kernel on its part.
+    """
+    if at is None or mesh_of(*rows) is None:
+        return _step(list(rows), trace, course)
+    b, i, o = spec
+    specs = Course(
+        *((b, i, None), (b, None, None, o), (b, None, None), (b, None)), (b, None, None, o), (b, None, o)
+    )
+    kept = [spec] * len(rows) + ([] if trace is None else [(None, *spec)])
+    given, tree = jax.tree.flatten((list(rows), trace, course))
+    names = [f.name for f in fields(Course) if getattr(course, f.name) is not None]
+
+    def part(*arrays: Any) -> tuple[Any, ...]:
+        after, traces, grad = _step(*jax.tree.unflatten(tree, arrays))
+        return (*after, *([] if trace is None else [traces]), grad[None])
+
+    # what devices have of the gradient is summed outside, with all else that is
+    mapped = per_device(part, at.mesh, [*kept, *(getattr(specs, n) for n in names)], [*kept, spec])
+    *after, grads = mapped(*given)
+    return after[: len(rows)], None if trace is None else after[-1], jnp.sum(grads, axis=0)
+
+
+def _step(rows: list[Any], trace: Any, course: Course) -> tuple[list[Any], Any, Any]:
     return jax.lax.platform_dependent(  # type: ignore[no-any-return]
-        list(rows), trace, course, cuda=advance, default=_advance_plainly
+        rows, trace, course, cuda=advance, default=_advance_plainly
     )
 
 

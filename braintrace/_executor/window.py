@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import on_mesh_of, primitives
+from .._compat import all_on_mesh, primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
 from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
@@ -149,8 +149,8 @@ class Window:
         And, rows first, those of the outputs of `sites` at every step, and of the parameters in `others`, by
         number, as far as they do not act through the weights of these sites.
         """
-        like = [*self.params, *jax.tree.leaves(self.before)]
-        zeros = [on_mesh_of(jnp.zeros(s.shape, s.output.aval.dtype), *like) for s in sites]
+        zeros = [jnp.zeros(s.shape, s.output.aval.dtype) for s in sites]
+        zeros, _ = all_on_mesh((zeros, self.params))
         some = [self.params[i] for i in others]
 
         def body(carry: Any, step: Any) -> Any:

@@ -139,10 +139,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _spread_like(self, compiled: Compiled) -> None:
         """Spread arrays over devices as the states and inputs are."""
-        info = compiled.executor.info
+        executor = self._online(compiled).executor
+        info = executor.info
         known = self._inputs if len(self._inputs) == len(info.arg_invars) else [None] * len(info.arg_invars)
         params, rest = self._read(info)
-        compiled.executor.spread_like(params, known, rest)
+        executor.spread_like(params, known, rest)
 
     def _forget(self, values: Values, rows: Any) -> Values:
         online = self._online(self._compiled_now())

@@ -45,6 +45,7 @@ class Drive:
 
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
+        given, sequence = _compat.all_on_mesh((given, sequence))
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
@@ -340,6 +341,9 @@ class Drive:
         total = add(carry.total, grads)
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
+        if step.online.executor.spread is not None:
+            # one after the other: what is sent in two loops at once may meet in any order on CPU devices
+            taken, signals = jax.lax.optimization_barrier((taken, signals))
         window = self._window(given, carry.moving, part, taken)
         found: Leaves = [None] * len(window.params)
         if dys:

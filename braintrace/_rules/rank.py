@@ -15,6 +15,7 @@ are strong, `U' = orthonormal(R Rᵀ U')`. With as many directions as numbers ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,7 +31,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.fused import on_one_gpu
+from .._executor.fused import on_gpu
 from .._executor.linear import Linear
 from .._executor.per_sample import Matrix, PerSample
 from .._executor.rows import fits, step, through
@@ -99,7 +100,7 @@ class Rank:
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
         basis = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)
         basis = per.whole(orthonormal(per.whole(basis)))
-        matrices, courses = self._in_kernel(per, before, window.length, course)
+        matrices, specs, courses = self._in_kernel(executor, per, before, window.length, course)
         left_out = partial(self._left_out, per, old, before, after, window, matrices)
         for _ in range(self.power):
             rows, back, (traced, *_) = jax.vjp(left_out, basis, has_aux=True)
@@ -125,27 +126,43 @@ class Rank:
             more = () if slot is None else (*courses[slot.key], *(found[slot.key] for found in lifted))
             x, d = factors[i]
             how = through(matrix, x, d, carried, along, *more)
-            new, trace, grad = step([jnp.squeeze(before[k], 2) for k in keys], trace, how)
+            old_rows = [jnp.squeeze(before[k], 2) for k in keys]
+            new, trace, grad = step(old_rows, trace, how, executor.spread, specs[i])
             values.update({k: jnp.expand_dims(v, 2) for k, v in zip(keys, new, strict=True)})
             values.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads
 
     def _in_kernel(
-        self, per: PerSample, values: Values, length: int, course: Callable[[Sequence[Slot]], Courses]
-    ) -> tuple[dict[int, Matrix], Courses]:
-        """The matrices whose rows are large, where there is a kernel for these, and how their traces go."""
-        size, names = values[BASIS].shape[1], named(per)
-        if self.power or not on_one_gpu(values[BASIS]) or size > _APART:
-            return {}, {}
-        found = {}
+        self,
+        executor: ETraceGraphExecutor,
+        per: PerSample,
+        values: Values,
+        length: int,
+        course: Callable[[Sequence[Slot]], Courses],
+    ) -> tuple[dict[int, Matrix], dict[int, Spec], Courses]:
+        """The matrices whose rows are large, where there is a kernel for these.
+
+        And how they are spread over devices, and how their traces go.
+        """
+        size, names, at = values[BASIS].shape[1], named(per), executor.spread
+        spread = mesh_of(*values.values()) is not None
+        if self.power or not on_gpu() or size > _APART or (spread and at is None):
+            return {}, {}, {}
+        found, specs = {}, dict[int, Spec]()
         for i, matrix in per.matrices.items():
             rows = [jnp.squeeze(values[key], 2) for key, _ in parts_of(names[i][0], size)]
             trace = None if matrix.slot is None else values[matrix.slot.key]
-            if sum(v.nbytes for v in rows) >= _LARGE and fits(length, rows, trace):
+            ways: Sequence[int] = (1, 1, 1)
+            if spread and at is not None:
+                specs[i] = at.fitted((per.lead, *(at.of_leaf(i) or (None, None))), rows[0].shape)
+                ways = [at.ways(p, n) for p, n in zip(specs[i], rows[0].shape, strict=True)]
+            large = sum(v.nbytes for v in rows) // math.prod(ways) >= _LARGE
+            if large and fits(length, rows, trace, ways):
                 found[i] = matrix
         courses = course([m.slot for m in found.values() if m.slot is not None])
-        return {i: m for i, m in found.items() if m.slot is None or m.slot.key in courses}, courses
+        known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in courses}
+        return known, {i: specs.get(i, ()) for i in known}, courses
 
     def _left_out(
         self,

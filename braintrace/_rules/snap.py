@@ -101,7 +101,7 @@ class SnAp(Rule):
             by_sets = name is not None and at.ways(name, shape[1])
             return at.fitted((lead, name, None, None) if by_sets else (lead, None, None, name), shape)
 
-        return {b.key: of(shapes[b.key].shape) for b in pattern.blocks}
+        return {k: of(a.shape) for k, a in shapes.items()}
 
     def _advanced(self, executor: ETraceGraphExecutor, block: Block, old: Any, H: Any, terms: Any) -> Any:
         at = executor.spread

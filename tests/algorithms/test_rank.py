@@ -357,7 +357,7 @@ def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, optio
     with jax.enable_x64(False), brainstate.environ.context(precision=32):
         xs, ys = (jnp.asarray(a, jnp.float32) for a in data())
         for there in (False, True):
-            monkeypatch.setattr(rank_file, "on_one_gpu", lambda _, there=there: there)
+            monkeypatch.setattr(rank_file, "on_gpu", lambda there=there: there)
             brainstate.random.seed(0)
             with jax.numpy_rank_promotion("allow"):
                 net = getattr(braintrace.nn, f"{cell}Cell")(inputs, N)
