@@ -222,9 +222,7 @@ def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
         assert same(trace.value, before[key]), key
         assert trace.value.sharding.device_set == set(mesh.devices.flat), key
     states = jax.tree.leaves([st.value for st in learner.model.states(brainstate.HiddenState).values()])
-    # by samples; as they were given where types do not say it, as those inside of a synthesizer
-    as_given = [()] if mesh.shape["data"] == 1 or (rule == "DNI" and is_explicit(mesh)) else []
-    by_samples = lambda spec: spec[:1] == ("data",) or tuple(filter(None, spec[:1])) in as_given
+    by_samples = lambda spec: spec[:1] == ("data",) or mesh.shape["data"] == 1
     assert all(by_samples(a.sharding.spec) for a in states), [a.sharding for a in states]
     assert by_samples(outs.sharding.spec[1:]), outs.sharding
     return learner

@@ -79,8 +79,11 @@ class Drive:
         found = _compat.typed(_compat.jaxpr_as_fun(step.closed), *slices, *given.leaves)
         num = len(step.outs)
         found = [*[None] * num, *before] if found is None else found
+        shapes = [*(a.aval.shape for a in step.outs), *(a.shape for a in given.leaves)]
+        found = [_by_samples(s, shape, slices) for s, shape in zip(found, shapes, strict=True)]
         outs = [None if s is None else (None, *s) for s in found[:num]]
-        after = [found[num + i] if i in step.moving else s for i, s in enumerate(before)]
+        moving = {*step.moving} - {*step.traces.values()}
+        after = [found[num + i] if i in moving else s for i, s in enumerate(before)]
         return [before[i] for i in self.wanted], outs, after
 
     def _laid_out(self, leaves: Leaves) -> Leaves:
@@ -480,6 +483,17 @@ class Drive:
         start = given.moving(self.step)
         moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
         return outs, self._laid_out(self._leaves(given, moving))
+
+
+def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:
+    """How an array is spread; as the samples of what a step is given, where nothing says that it is."""
+    if not shape or any(spec or ()):
+        return spec
+    for a in slices:
+        given = _compat.spec_of(a)
+        if given and given[0] is not None and a.shape[0] == shape[0]:
+            return (given[0], *[None] * (len(shape) - 1))
+    return spec
 
 
 @jax.tree_util.register_dataclass
