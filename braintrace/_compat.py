@@ -270,6 +270,17 @@ def place(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
+def zero_of(arrays: Sequence[Any]) -> jax.Array | None:
+    """Zero; where `vmap` maps some of these arrays, one for each member, on the devices of that member.
+
+    What depends on nothing that is mapped would be on one device, for all members. None: nothing is traced.
+    """
+    traced = [a for a in arrays if is_tracer(a) and jax.numpy.issubdtype(a.dtype, jax.numpy.floating)]
+    # XLA lays out what it drops: a sum of nothing at all it drops before
+    nothing = [jax.numpy.where(False, a, 0) for a in traced if explicit_mesh_of(a) is None]
+    return sum(jax.numpy.sum(a).astype(jax.numpy.float32) for a in nothing) if nothing else None
+
+
 def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     """The same array, spread so; as it is where it is on no mesh, or where XLA has no choice."""
     auto = mesh_of(x)
@@ -279,6 +290,8 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
         return x
     now = _partition(spec)
     set_mesh = jax.sharding.get_abstract_mesh()
+    if set_mesh.empty and mesh.axis_types != auto.axis_types:  # the mesh of another call
+        return x
     where = now if not set_mesh.empty else jax.sharding.NamedSharding(mesh, now)
     result: jax.Array = jax.lax.with_sharding_constraint(x, where)
     return result
@@ -462,6 +475,8 @@ def in_auto(
     mesh = getattr(mesh, "abstract_mesh", mesh)
     parts = [_partition(()) if s is None else _partition(s) for s in specs()]
     with jax.sharding.use_abstract_mesh(mesh):
+        # a cotangent of what is on no mesh would keep the type Auto
+        operands = [x if explicit_mesh_of(x) else jax.sharding.reshard(x, _partition(())) for x in operands]
         return list(jax.sharding.auto_axes(function, out_sharding=parts)(*operands))
 
 

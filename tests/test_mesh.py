@@ -402,3 +402,124 @@ def test_a_plan_of_a_module_says_what_its_learner_takes_and_what_fits():
     less = replace(found, memory_budget=row.total_bytes)  # nothing is left for parameters
     assert not less.fits(row)
     assert "! With parameters and states more than the" in str(less)
+
+
+    assert 8 * of(mesh_of((4, 2), AxisType.Explicit)).trace_bytes == of(None).trace_bytes
+
+
+# -- ensembles -------------------------------------------------------------------------------------
+
+MEMBERS = 8
+
+
+def under(mesh: Any) -> Any:
+    return jax.set_mesh(mesh) if AxisType.Explicit in mesh.axis_types else nullcontext()
+
+
+def same(found: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)
+
+
+def stacked() -> tuple[Any, Any]:
+    """Parameters and carries of all members."""
+    params = jax.tree.map(lambda a: jnp.stack([a * (1 + 0.1 * i) for i in range(MEMBERS)]), gru_params())
+    return params, jnp.zeros((MEMBERS, BATCH, UNITS))
+
+
+def of_member(net: Any, how: Any) -> Callable[..., Any]:
+    """Gradients and traces of one member, from traces of zero; in chunks of so many steps, or step by step."""
+
+    def one_step(params: Any, carry: Any, traces: Any, x: Any, y: Any) -> Any:
+        _, traces, out = net.step(params, carry, traces, x)
+        return squared(out, y), traces
+
+    def run(params: Any, carry: Any, traces: Any, xs: Any, ys: Any) -> Any:
+        if how == "step":
+            return jax.grad(one_step, has_aux=True)(params, carry, traces, xs[0], ys[0])
+        grads, (_, traces), _ = net.grad(squared, params, carry, traces, xs, ys, chunk_size=how)
+        return grads, traces
+
+    return run
+
+
+@cache
+def alone(how: Any, window: int | None) -> Any:
+    """What each member has by itself on one device."""
+    (params, carry), (xs, ys) = stacked(), data()
+    first = lambda i: jax.tree.map(lambda a: a[i], (params, carry))
+    net = braintrace.online(gru, *first(0), xs[0], window=window)
+    run = jax.jit(of_member(net, how))
+    each = [run(*first(i), net.init(*first(i)), xs, ys) for i in range(MEMBERS)]
+    return jax.tree.map(lambda *parts: np.stack(parts), *each)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "how", "window", "name"),
+    [
+        ((8, 1), AxisType.Auto, "step", None, None),
+        ((8, 1), AxisType.Auto, 1, None, "members"),
+        ((8, 1), AxisType.Auto, 2, None, None),
+        ((8, 1), AxisType.Explicit, 2, None, None),
+        pytest.param(
+            *((8, 1), AxisType.Explicit, "step", None, None),
+            marks=pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="there, `reshard` back gathers"),
+        ),
+        ((8, 1), AxisType.Explicit, None, 2, None),
+        ((4, 2), AxisType.Auto, 2, None, "members"),
+        ((4, 2), AxisType.Auto, None, 2, None),
+        ((4, 2), AxisType.Explicit, 1, None, None),
+    ],
+)
+def test_members_of_an_ensemble_send_each_other_nothing(shape, kind, how, window, name):
+    mesh = jax.make_mesh(shape, ("members", "data"), axis_types=(kind, kind))
+    spread = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+    (params, carry), (xs, ys) = stacked(), data()
+    net = braintrace.online(gru, gru_params(), spread(carry[0], "data"), xs[0], window=window)
+    params, carry = spread(params, "members"), spread(carry, "members", "data")
+    xs, ys = spread((xs, ys), None, "data")
+    with under(mesh):
+        traces = jax.vmap(net.init, spmd_axis_name=name)(params, carry)
+        run = jax.jit(jax.vmap(of_member(net, how), (0, 0, 0, None, None), spmd_axis_name=name))
+        found = run(params, carry, traces, xs, ys)
+        sends = sent(run.lower(params, carry, traces, xs, ys).compile())
+    same(found, alone(how, window))
+    assert sends == ({} if shape == (8, 1) else {"all-reduce": 1})  # of the gradients of a member
+    for leaf in jax.tree.leaves((found[0], params)):
+        assert leaf.sharding.spec[0] == "members", leaf.sharding
+        assert leaf.addressable_shards[0].data.size * shape[0] == leaf.size
+    for leaf in jax.tree.leaves((found[1], traces)):
+        assert leaf.addressable_shards[0].data.size * 8 == leaf.size, leaf.sharding
+        assert leaf.sharding.spec[0] == "members"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_of_a_mapped_learner_send_each_other_nothing(kind):
+    mesh = jax.make_mesh((8,), ("members",), axis_types=(kind,))
+    xs, ys = data()
+    learners = []
+
+    def make() -> None:
+        with jax.numpy_rank_promotion("allow"):
+            model = nn.GRUCell(IN, UNITS)
+        brainstate.nn.init_all_states(model, batch_size=BATCH)
+        learners.append(braintrace.D_RTRL(model))
+        learners[-1].compile_graph(xs[0])
+
+    brainstate.random.seed(0)
+    brainstate.transform.vmap_new_states(make, axis_size=MEMBERS)()
+    learner = learners[-1]
+    states = learner.states()
+    step = lambda x, y: jnp.mean((jnp.mean(learner(x), 1) - y) ** 2)
+    mapped = partial(brainstate.transform.vmap, in_states=states, out_states=states, axis_size=MEMBERS)
+    run = brainstate.transform.jit(mapped(lambda: learner.etrace_grad(xs, ys, step_fn=step, chunk_size=2)))
+    start = {k: st.value for k, st in states.items()}
+    expected = run()
+    for k, st in states.items():
+        st.value = jax.device_put(start[k], NamedSharding(mesh, P("members")))
+    with under(mesh):
+        mapped(learner.init_etrace_state)()
+        same(run(), expected)
+        assert not sent(run.compile())
+    for trace in learner.traces.values():
+        assert trace.value.sharding.spec[0] == "members"
+        assert trace.value.addressable_shards[0].data.shape == (1, *trace.value.shape[1:])

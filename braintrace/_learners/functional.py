@@ -294,8 +294,9 @@ class OnlineFunctions:
 
     def init(self, params: Any, carry: Any) -> Values:
         """What the rule keeps, at the start: a pytree of arrays."""
-        self._spread_like(self._leaves(params, carry), self.function.x.like)
-        return self._online.initial_values()
+        leaves = self._leaves(params, carry)
+        self._spread_like(leaves, self.function.x.like)
+        return self._online.initial_values(leaves)
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient.

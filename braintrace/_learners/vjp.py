@@ -135,7 +135,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _initial_values(self, compiled: Compiled) -> Values:
         self._spread_like(compiled)
-        return self._online(compiled).initial_values()
+        return self._online(compiled).initial_values(jax.tree.leaves(self._read(compiled.executor.info)))
 
     def _spread_like(self, compiled: Compiled) -> None:
         """Spread arrays over devices as the states and inputs are."""

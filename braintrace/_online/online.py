@@ -75,8 +75,11 @@ class Online:
         assert isinstance(self.rule, TraceRule)
         return self.rule
 
-    def initial_values(self) -> Values:
-        """The rule's arrays at the start, spread over devices as the executor has it."""
+    def initial_values(self, among: Leaves = ()) -> Values:
+        """The rule's arrays at the start, spread over devices as the executor has it.
+
+        Where `vmap` maps arrays that are `among` a step's, they are so, too.
+        """
         at, specs = self.executor.spread, self.specs
         lasting = self.rule.signal.start(self.executor)
         zeros = {
@@ -88,6 +91,10 @@ class Online:
         }
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
+        zero = _compat.zero_of(among)
+        if zero is not None:
+            added = {k: v + zero.astype(v.dtype) for k, v in zeros.items() if is_inexact(v)}
+            zeros = {**zeros, **self.laid_out(added)}
         return {**zeros, **lasting}
 
     @cached_property
