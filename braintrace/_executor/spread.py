@@ -86,10 +86,14 @@ class Spread:
         return self._names[slot.key][1]
 
     def _find_names(self, slot: Slot) -> tuple[Names, Names]:
+        axes = [a for a, name in enumerate(self.of_group(slot.group)) if name is not None]
+        states = {_letter_of(slot, a): self.of_group(slot.group)[a] for a in axes}
+        # a weight that is spread over the devices of a batch is gathered where it is used: the batch is not
+        samples = [name for letter, name in states.items() if letter is None or letter not in slot.layout.w]
         weight = self._of_weight(slot.relation, slot.name, slot.layout)
+        weight = {a: name for a, name in weight.items() if not _used(samples, name)}
         found = dict(weight)
-        for axis, name in enumerate(self.of_group(slot.group)):
-            letter = None if name is None else _letter_of(slot, axis)
+        for letter, name in states.items():
             if letter is not None and found.get(letter) is None and not _used(found.values(), name):
                 found[letter] = name
         return weight, found
