@@ -70,6 +70,12 @@ def _an_explicit_reshard(x: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
 
 
+def _a_shard_map(x: Any) -> Any:
+    mesh = jax.sharding.AbstractMesh((1,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
 # those for which `jax.extend` has no name
 optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier)
 split_p = _primitive_of(lambda x: jax.lax.split(x, [1]))
@@ -82,6 +88,7 @@ scatter_sub_p = _primitive_of(
         x, np.zeros((1, 1), np.int32), x, jax.lax.ScatterDimensionNumbers((), (0,), (0,))
     )
 )
+shard_map_p = _primitive_of(_a_shard_map)
 # before 0.9 it has none for these either
 name_p = getattr(primitives, "name_p", None) or _primitive_of(lambda x: checkpoint_name(x, ""))
 remat_p = getattr(primitives, "remat_p", None) or _primitive_of(jax.checkpoint(lambda x: x))
@@ -211,14 +218,16 @@ def mesh_of(*arrays: Any) -> Any:
 def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """The mesh of an array and, of each of its axes, the names of those of the mesh that it is spread over.
 
-    None: it is on one device, or nobody knows before XLA does. Shapes may say it, too.
+    None: it is on one device, or nobody knows before XLA does, or it is the part that a device has inside
+    `shard_map`. Shapes may say it, too.
     """
     found = x.sharding if isinstance(x, jax.Array) and not is_tracer(x) else None
     if isinstance(x, jax.ShapeDtypeStruct):
         found = x.sharding
     if found is None and hasattr(x, "dtype") and is_tracer(x):
         found = getattr(jax.typeof(x), "sharding", None)
-        if found is not None and jax.sharding.AxisType.Explicit not in found.mesh.axis_types:
+        types = () if found is None else found.mesh.axis_types
+        if jax.sharding.AxisType.Explicit not in types or jax.sharding.AxisType.Manual in types:
             return None
     if not isinstance(found, jax.sharding.NamedSharding) or found.mesh.size == 1:
         return None
@@ -433,6 +442,8 @@ def _untyped_params(eqn: JaxprEqn) -> dict[str, Any]:
     def one(name: str, value: Any) -> Any:
         if name in ("sharding", "out_sharding") and _is_explicit(value):
             return None
+        if eqn.primitive is shard_map_p:  # types inside are its own
+            return value
         if isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr):
             return tuple(map(_untyped_jaxpr, value))
         if isinstance(value, ClosedJaxpr):
@@ -469,15 +480,36 @@ def in_auto(
 
     As it is where no operand has a type that says how it is spread.
     """
-    mesh = next(filter(None, map(explicit_mesh_of, operands)), None)
-    if mesh is None:
+    found = [getattr(m, "abstract_mesh", m) for m in map(explicit_mesh_of, operands) if m is not None]
+    if not found:
         return list(function(*operands))
-    mesh = getattr(mesh, "abstract_mesh", mesh)
+    mesh = found[0]
+    others = [m for m in found if m.shape_tuple != mesh.shape_tuple]
+    if others:
+        raise ValueError(
+            f"The arrays of one call lie on two meshes, {dict(mesh.shape)} and {dict(others[0].shape)}. Put "
+            "them on one: `jax.device_put(array, NamedSharding(mesh, spec))`."
+        )
+    if jax.sharding.get_abstract_mesh().empty and not any(map(is_tracer, operands)):
+        return list(jax.jit(lambda *operands: in_auto(function, operands, specs))(*operands))
     parts = [_partition(()) if s is None else _partition(s) for s in specs()]
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     with jax.sharding.use_abstract_mesh(mesh):
         # a cotangent of what is on no mesh would keep the type Auto
         operands = [x if explicit_mesh_of(x) else jax.sharding.reshard(x, _partition(())) for x in operands]
-        return list(jax.sharding.auto_axes(function, out_sharding=parts)(*operands))
+        return list(jax.sharding.auto_axes(function, axes=axes, out_sharding=parts)(*operands))
+
+
+def in_auto_like(like: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, a pytree like `like`, and spread so by types, with all axes of type Auto inside."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
+    found = in_auto(flat, leaves, lambda: [spec_of(a) for a in jax.tree.leaves(like)])
+    return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
 def spec_of(x: Any) -> Any:

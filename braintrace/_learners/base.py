@@ -319,11 +319,16 @@ class ETraceAlgorithm(brainstate.nn.Module):
             raise ValueError(
                 f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
             )
-        found = self._by_path()
-        for path, start in initial_states(self, len(rows), hidden).items():
-            state = found[path]
-            state.value = jax.tree.map(partial(where_rows, rows), start, state.value)
-        self._store(self._forget(self._values(), rows))
+        found, start = self._by_path(), initial_states(self, len(rows), hidden)
+        old = {path: found[path].value for path in start}, self._values()
+
+        def begun(rows: Any, start: Any, states: Any, traces: Values) -> Any:
+            return jax.tree.map(partial(where_rows, rows), start, states), self._forget(traces, rows)
+
+        states, traces = _compat.in_auto_like(old, begun, rows, start, *old)
+        for path, value in states.items():
+            found[path].value = value
+        self._store(traces)
 
     def _forget(self, values: Values, rows: Any) -> Values:
         """What the rule keeps, with nothing left of some samples."""

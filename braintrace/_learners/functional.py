@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -384,9 +384,15 @@ class OnlineFunctions:
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
-        for i in at:
-            now[i] = where_rows(rows, self.start[i], now[i])
-        return self.function.carry.rebuild(now), self._forget(traces, rows)
+        old, start = ([some[i] for i in at] for some in (now, self.start))
+
+        def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
+            return list(map(partial(where_rows, rows), start, old)), self._forget(traces, rows)
+
+        found, traces = _compat.in_auto_like((old, traces), begun, rows, start, old, traces)
+        for i, leaf in zip(at, found, strict=True):
+            now[i] = leaf
+        return self.function.carry.rebuild(now), traces
 
     # -- sequences ---------------------------------------------------------------------------------
 

@@ -512,7 +512,7 @@ class Part:
 
 def masked(losses: Any, mask: Any) -> Any:
     """Losses times the mask; where that is zero a loss does not count, whatever it is."""
-    mask = mask.astype(losses.dtype)
+    mask = mask.astype(losses.dtype) + jnp.zeros_like(losses)  # spread as these are, should types say it
     return jnp.where(mask == 0, jnp.zeros_like(losses), losses * mask)
 
 
