@@ -287,7 +287,8 @@ def zero_of(arrays: Sequence[Any]) -> jax.Array | None:
     traced = [a for a in arrays if is_tracer(a) and jax.numpy.issubdtype(a.dtype, jax.numpy.floating)]
     # XLA lays out what it drops: a sum of nothing at all it drops before
     nothing = [jax.numpy.where(False, a, 0) for a in traced if explicit_mesh_of(a) is None]
-    return sum(jax.numpy.sum(a).astype(jax.numpy.float32) for a in nothing) if nothing else None
+    start = jax.numpy.zeros((), jax.numpy.float32)
+    return sum((jax.numpy.sum(a).astype(start.dtype) for a in nothing), start) if nothing else None
 
 
 def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
@@ -376,6 +377,11 @@ def traced(trace: Callable[..., Any], *args: Any) -> Any:
 def untyped(x: Any) -> Any:
     """An array whose type says how it is spread, as its shape; anything else as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_typed(x) else x
+
+
+def example_of(x: Any) -> Any:
+    """An array whose type says how it is spread, as zeros on one device; anything else as it is."""
+    return np.zeros(x.shape, x.dtype) if _is_typed(x) else x
 
 
 def _is_typed(x: Any) -> bool:

@@ -75,7 +75,7 @@ class Online:
         assert isinstance(self.rule, TraceRule)
         return self.rule
 
-    def initial_values(self, among: Leaves = ()) -> Values:
+    def initial_values(self, among: Sequence[Any] = ()) -> Values:
         """The rule's arrays at the start, spread over devices as the executor has it.
 
         Where `vmap` maps arrays that are `among` a step's, they are so, too.
