@@ -404,9 +404,6 @@ def test_a_plan_of_a_module_says_what_its_learner_takes_and_what_fits():
     assert "! With parameters and states more than the" in str(less)
 
 
-    assert 8 * of(mesh_of((4, 2), AxisType.Explicit)).trace_bytes == of(None).trace_bytes
-
-
 # -- ensembles -------------------------------------------------------------------------------------
 
 MEMBERS = 8
