@@ -381,6 +381,11 @@ def untyped(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_typed(x) else x
 
 
+def example_of(x: Any) -> Any:
+    """An array whose type says how it is spread, as zeros on one device; anything else as it is."""
+    return np.zeros(x.shape, x.dtype) if _is_typed(x) else x
+
+
 def _is_typed(x: Any) -> bool:
     return hasattr(x, "dtype") and explicit_mesh_of(x) is not None
 

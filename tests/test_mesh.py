@@ -557,7 +557,7 @@ def stacked() -> tuple[Any, Any]:
 
 
 def of_member(net: Any, how: Any) -> Callable[..., Any]:
-    """Gradients and traces of one member, from traces of zero; in chunks of so many steps, or in one."""
+    """Gradients and traces of one member: in chunks of so many steps, or of one step by itself."""
 
     def one_step(params: Any, carry: Any, traces: Any, x: Any, y: Any) -> Any:
         _, traces, out = net.step(params, carry, traces, x)
@@ -653,3 +653,155 @@ def test_members_of_a_mapped_learner_send_each_other_nothing(kind):
     for trace in learner.traces.values():
         assert trace.value.sharding.spec[0] == "members"
         assert trace.value.addressable_shards[0].data.shape == (1, *trace.value.shape[1:])
+
+
+# -- layouts by hand -------------------------------------------------------------------------------
+
+Q = ("data", "model")
+LAYOUTS = {  # shape of the mesh; of weights, states, inputs
+    "rows": ((4, 2), ("model", None), ("data", None), "data"),
+    "columns over the batch's devices": ((8, 1), (None, "data"), ("data", None), "data"),
+    "both axes": ((4, 2), ("data", "model"), ("data", "model"), "data"),
+    "two axes as one": ((4, 2), (None, None), (Q, None), Q),
+    "weights over two axes": ((4, 2), (None, Q), (None, Q), None),
+    "states alone": ((4, 2), (None, None), ("data", "model"), None),
+}
+
+
+def cut(array: Any, mesh: Any, *spec: Any) -> Any:
+    """An array on a mesh; an axis that cannot be cut evenly stays whole."""
+    ways = lambda n: np.prod([mesh.shape[a] for a in (n if isinstance(n, tuple) else (n,))])
+    fits = [n if n and not size % ways(n) else None for n, size in zip(spec, array.shape, strict=False)]
+    return jax.device_put(array, NamedSharding(mesh, P(*fits)))
+
+
+@cache
+def by_one() -> Any:
+    (xs, ys), params, carry = data(), gru_params(), jnp.zeros((BATCH, UNITS))
+    net = braintrace.online(gru, params, carry, xs[0])
+    return net.grad(squared, params, carry, net.init(params, carry), xs, ys, chunk_size=2)[0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, KINDS[i % 2]) for i, n in enumerate(LAYOUTS)])
+def test_any_layout_has_the_numbers_of_one_device(name, kind):
+    shape, of_weights, of_states, of_inputs = LAYOUTS[name]
+    mesh, (xs, ys) = mesh_of(shape, kind), data()
+    with under(mesh):
+        params = {k: cut(a, mesh, *of_weights) for k, a in gru_params().items()}
+        carry = cut(jnp.zeros((BATCH, UNITS)), mesh, *of_states)
+        xs, ys = cut(xs, mesh, None, of_inputs), cut(ys, mesh, None, of_inputs)
+        net = braintrace.online(gru, params, carry, xs[0])
+        traces = net.init(params, carry)
+        grad = jax.jit(lambda *given: net.grad(squared, *given, chunk_size=2)[0])
+        found = grad(params, carry, traces, xs, ys)
+        sends = sent(grad.lower(params, carry, traces, xs, ys).compile())
+    same(found, by_one())
+    assert all(found[k].sharding.is_equivalent_to(params[k].sharding, 2) for k in params)
+    if of_inputs is not None:  # samples stay where they are, whatever weights are spread over
+        assert all(a.sharding.spec[1] == of_inputs for a in traces.values())
+        assert not sends["all-to-all"]
+
+
+def test_parameters_of_one_device_have_gradients_of_the_mesh_that_is_set():
+    mesh, (xs, ys), params = mesh_of((8, 1), AxisType.Explicit), data(), gru_params()
+    carry = jnp.zeros((BATCH, UNITS))
+    with jax.set_mesh(mesh):
+        xs, ys = put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
+        net = braintrace.online(gru, params, carry, xs[0])
+        loss = lambda params, traces: squared(net.step(params, carry, traces, xs[0])[2], ys[0])
+        found = jax.grad(loss)(params, net.init(params, carry))
+        same(
+            jax.tree.map(jnp.add, found, params), jax.tree.map(lambda a, b: np.asarray(a) + b, found, params)
+        )
+
+
+def test_functions_go_from_mesh_to_mesh():
+    net = braintrace.online(gru, gru_params(), jnp.zeros((BATCH, UNITS)), data()[0][0])
+    for shape, kind in (((4, 2), AxisType.Explicit), ((4, 2), AxisType.Auto), ((2, 4), AxisType.Auto)):
+        mesh = mesh_of(shape, kind)
+        params, carry, xs, ys = gru_on(mesh)
+        with under(mesh):
+            run = jax.jit(lambda *given: net.grad(squared, *given[:2], net.init(*given[:2]), *given[2:])[0])
+            same(run(params, carry, xs, ys), by_one())
+    (params, *_), (_, carry, xs, ys) = (gru_on(mesh_of(s, AxisType.Explicit)) for s in ((2, 4), (4, 2)))
+    traces = net.init(gru_params(), jnp.zeros((BATCH, UNITS)))
+    with pytest.raises(ValueError, match="lie on two meshes"):
+        net.grad(squared, params, carry, traces, xs, ys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flags_and_weights_of_losses_need_not_be_on_the_mesh(kind):
+    begins, mask = np.zeros((TIME, BATCH), bool), np.ones((TIME, BATCH))
+    begins[2, ::2], mask[1, :3] = True, 0
+    each = lambda y, target: (y[:, 0] - target) ** 2
+
+    def run(mesh: Any) -> Any:
+        given = gru_on(mesh) if mesh else (gru_params(), jnp.zeros((BATCH, UNITS)), *data())
+        params, carry, xs, ys = given
+        with under(mesh) if mesh else nullcontext():
+            net = braintrace.online(gru, params, carry, xs[0])
+            traces = net.init(params, carry)
+            grads, after, _ = net.grad(
+                each, params, carry, traces, xs, ys, mask=mask, reset=begins, chunk_size=2
+            )
+            return grads, net.reset(*after, rows=begins[2]), traces
+
+    mesh = mesh_of((4, 2), kind)
+    grads, (carry, traces), before = run(mesh)
+    same((grads, (carry, traces)), run(None)[:2])
+    assert all(a.sharding.is_equivalent_to(before[k].sharding, a.ndim) for k, a in traces.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_a_mesh_may_be_taken_apart_by_hand(kind):
+    mesh = mesh_of((4, 2), kind)
+    params, carry, xs, ys = gru_on(mesh)
+    part = braintrace.online(gru, gru_params(), jnp.zeros((2, UNITS)), data()[0][0, :2])
+
+    def local(params: Any, carry: Any, xs: Any, ys: Any) -> Any:
+        found = part.grad(squared, params, carry, part.init(params, carry), xs, ys, chunk_size=2)[0]
+        return jax.lax.pmean(found, "data")
+
+    specs = {"in_specs": (P(), P("data"), P(None, "data"), P(None, "data")), "out_specs": P()}
+    with jax.set_mesh(mesh):
+        mapped = jax.jit(jax.shard_map(local, axis_names={"data"}, **specs, check_vma=False))
+        same(mapped(params, carry, xs, ys), by_one())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_may_use_shard_map_beside_its_weights(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    own = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+    def gradient(squash: Any, spread: Any) -> Any:
+        def step(w: Any, h: Any, x: Any) -> Any:
+            h = 0.5 * h + squash(x @ w)
+            return h, h
+
+        (xs, _), w = data(), spread(gru_params()["wz"])
+        carry, xs = spread(jnp.zeros((BATCH, UNITS)), "data"), spread(xs, None, "data")
+        with warnings.catch_warnings(action="ignore"):
+            net = braintrace.online(step, w, carry, xs[0])
+            return net.grad(lambda y: jnp.mean(y**2), w, carry, net.init(w, carry), xs, chunk_size=2)[0]
+
+    with under(mesh):
+        found = gradient(own, lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec))))
+    same(found, gradient(jnp.tanh, lambda a, *spec: a))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learner_of_one_sample_is_mapped_over_those_of_a_mesh(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+    def run(model: Any, xs: Any, ys: Any) -> Any:
+        learner = braintrace.compile(model, "D_RTRL", xs[0], batch_size=BATCH, vmap=True)
+        step = lambda x, y: jnp.mean((jnp.mean(learner(x), 1) - y) ** 2)
+        return [learner.etrace_grad(xs, ys, step_fn=step, chunk_size=2) for _ in range(2)]
+
+    spread = lambda a: jax.device_put(a, NamedSharding(mesh, P(None, "data")))
+    brainstate.random.seed(0)
+    with jax.numpy_rank_promotion("allow"):
+        model = nn.ValinaRNNCell(IN, UNITS)
+    with under(mesh):
+        found = run(model, *map(spread, data()))
+    same(found, run(model, *data()))

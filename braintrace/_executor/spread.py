@@ -54,7 +54,10 @@ class Spread:
         carried = [v for e in info.carried for v in e.invars]
         variables = [*fixed, *info.arg_invars, *carried]
         arrays = [*params, *args, *jax.tree.leaves(rest)]
-        pairs = zip(variables, map(_compat.sharding_of, arrays), strict=True)
+        set_now = _compat.mesh_of(*filter(_compat.is_tracer, arrays))
+        if before is not None and set_now is not None and not _alike(set_now, before.mesh):
+            before = None
+        pairs = zip(variables, map(_sharding, variables, arrays), strict=True)
         # what a mesh holds as a whole is so by default, unless it is a parameter
         found = {v: s for v, s in pairs if s is not None and (v in fixed or any(s[1]))}
         if before is not None and found:  # of what is traced, as far as it was known
@@ -280,8 +283,19 @@ def whole(a: Any) -> Any:
     return a.whole if isinstance(a, Apart) else a
 
 
+def _sharding(v: Var, array: Any) -> tuple[Any, Spec] | None:
+    """The mesh of an array and how it is spread; of one that `vmap` maps, as each of what is first in it."""
+    found, shape = _compat.sharding_of(array), v.aval.shape
+    lead = 0 if found is None else len(found[1]) - len(shape)
+    return None if found is None or array.shape[lead:] != shape else (found[0], found[1][lead:])
+
+
 def _same(a: Any, b: Any) -> bool:
     return bool(a.shape_tuple == b.shape_tuple)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return _same(a, b) and bool(a.axis_types == b.axis_types)
 
 
 def names_of(part: Any) -> tuple[str, ...]:
