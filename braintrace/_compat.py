@@ -71,7 +71,7 @@ def _an_explicit_reshard(x: Any) -> Any:
 
 
 def _a_shard_map(x: Any) -> Any:
-    mesh = jax.sharding.AbstractMesh((1,), ("x",))
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
     return jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
