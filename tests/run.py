@@ -22,7 +22,10 @@ from .zoo import CASES
 
 def every(stride: int, values: Any) -> list[Any]:
     """All values; those between are outside the fast loop."""
-    return [pytest.param(v, marks=pytest.mark.slow if i % stride else ()) for i, v in enumerate(values)]
+    return [
+        pytest.param(*v if isinstance(v, tuple) else [v], marks=pytest.mark.slow if i % stride else ())
+        for i, v in enumerate(values)
+    ]
 
 
 def sequence(case: Any, length: int = 4, seed: int = 1) -> list[Any]:

@@ -14,7 +14,7 @@ from braintrace._rules.rank import per_sample
 from braintrace.rules import KF_RTRL, UORO
 
 from ..oracle import Brute
-from ..run import agree, compiled, difference, online, sequence
+from ..run import agree, compiled, difference, every, online, sequence
 from ..zoo import CASES
 
 KEY, EPS = 3, 1e-12
@@ -33,7 +33,7 @@ def places(learner: Any, brute: Brute) -> tuple[list[int], int | None]:
 
 @pytest.mark.parametrize(
     ("name", "window"),
-    [("rnn_batched", 1), ("gru_fused", 2), ("conv_of_state", 1), ("lstm", 2), ("two_layers", 1)],
+    every(3, [("gru_fused", 2), ("rnn_batched", 1), ("conv_of_state", 1), ("two_layers", 1), ("lstm", 2)]),
 )
 def test_uoro_equals_its_definition(name, window):
     case = CASES[name]
@@ -45,7 +45,9 @@ def test_uoro_equals_its_definition(name, window):
     assert agree(expected, found, 1e-9), difference(expected, found)
 
 
-@pytest.mark.parametrize("name", ["rnn_batched", "gru", "grouped_matmul", "embedding", "lstm_fused"])
+@pytest.mark.parametrize(
+    "name", every(2, ["rnn_batched", "gru", "embedding", "lstm_fused", "grouped_matmul"])
+)
 def test_kf_rtrl_equals_its_definition(name):
     case = CASES[name]
     xs = sequence(case, 4)
@@ -74,7 +76,7 @@ def step(params: Any, h: Any, x: Any) -> Any:
     return h, h
 
 
-@pytest.mark.parametrize(("rule", "window"), [(UORO(), 1), (UORO(), 2), (KF_RTRL(), 1)], ids=str)
+@pytest.mark.parametrize(("rule", "window"), every(2, [(UORO(), 1), (UORO(), 2), (KF_RTRL(), 1)]), ids=str)
 def test_they_are_right_on_average(rule, window):
     rng = np.random.RandomState(0)
     params = {"w": rng.randn(X, N), "v": 0.7 * rng.randn(N, N), "b": 0.3 * rng.randn(N)}

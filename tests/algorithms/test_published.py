@@ -259,7 +259,7 @@ def in_chunks(learner: Any, size: int) -> dict[Any, Any]:
 
 
 RULES_BY_NETS = [
-    pytest.param(rule, net, marks=pytest.mark.slow if (i + j) % 3 else ())
+    pytest.param(rule, net, marks=pytest.mark.slow if (i + j) % 3 or i % 2 else ())
     for i, rule in enumerate([*PUBLISHED, *AVERAGES])
     for j, net in enumerate(NETS)
     if (i + j) % 3 < 2
@@ -385,6 +385,7 @@ def test_dni_with_the_true_synthesizer_is_bptt():
     assert not learner.report.exactness.exact
 
 
+@pytest.mark.slow
 def test_a_synthesizer_is_fitted():
     model = NETS["leaky"].build()
     learner = compiled(bt.DNI(model, window=2), XS[0])
@@ -628,8 +629,10 @@ def losses_of(outs: Any, samples: bool) -> Any:
     return jax.vmap(lambda o: loss([o]))(outs) if samples else loss([outs])
 
 
-@pytest.mark.parametrize("name", GIVEN)
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    every(3, [("modulator", True), ("modulator", False), ("target", True), ("target", False)]),
+)
 def test_a_masked_step_gives_no_gradient(name, samples):
     mask = np.array([1.0, 0.0, 1.0, 0.0, 0.5])
     mask = np.stack([mask, np.roll(mask, 1)], -1) if samples else mask
@@ -651,7 +654,7 @@ def test_a_masked_step_gives_no_gradient(name, samples):
     assert agree(found[1], found[2], ROUND_OFF)
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", every(2, GIVEN))
 def test_functions_are_given_signals(name):
     net = NETS["leaky"]
     expected = in_steps(compiled(GIVEN[name][0](net.build()), XS[0]))
@@ -720,11 +723,14 @@ def test_rules_without_windows_say_why(make, words):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda m, **o: bt.EProp(m, **o),
-        lambda m, **o: bt.OSTLRecurrent(m, **o),
-        lambda m, **o: bt.OTTT(m, leak=0.8, **o),
-    ],
+    every(
+        3,
+        [
+            lambda m, **o: bt.EProp(m, **o),
+            lambda m, **o: bt.OSTLRecurrent(m, **o),
+            lambda m, **o: bt.OTTT(m, leak=0.8, **o),
+        ],
+    ),
 )
 def test_a_window_over_all_steps_is_bptt(make):
     learner = compiled(make(NETS["spiking"].build(), vjp_method="multi-step"), XS[0])

@@ -17,7 +17,7 @@ from braintrace._rules import rank as rank_file
 from braintrace._rules.rank import per_sample
 
 from ..oracle import Brute, bptt
-from ..run import agree, by_bptt, compiled, difference, loops_forever, online, sequence
+from ..run import agree, by_bptt, compiled, difference, every, loops_forever, online, sequence
 from ..zoo import CASES, Step
 from .test_gradients import is_flat
 
@@ -31,9 +31,8 @@ def by_definition() -> list[Any]:
         n for i, (n, c) in enumerate(CASES.items()) if c.kind != "complex" and (not c.exact or i % 24 == 0)
     ]
     ways = [(1, 1, 1), (3, 2, 0), (3, 1, 1), (1, 5, 0), (1, 2, 0), (3, 5, 0)]
-    every = 16
     return [
-        pytest.param(n, *ways[i % len(ways)], marks=() if i % every == 1 else pytest.mark.slow)
+        pytest.param(n, *ways[i % len(ways)], marks=() if i % 16 == 1 else pytest.mark.slow)
         for i, n in enumerate(names)
     ]
 
@@ -64,7 +63,7 @@ def test_rank_equals_its_definition(name, rank, window, power):
 @pytest.mark.parametrize(
     ("name", "window", "apart"),
     [
-        pytest.param(n, 1 + (i % 4 == 0), i % 8 < 2, marks=() if i % 16 == 8 else pytest.mark.slow)
+        pytest.param(n, 1 + (i % 4 == 0), i % 8 < 2, marks=() if i % 25 == 8 else pytest.mark.slow)
         for i, n in enumerate(CASES)
     ],
 )
@@ -84,7 +83,7 @@ def test_with_all_directions_it_is_bptt(name, window, apart, monkeypatch):
     assert learner.report.exactness.exact, str(learner.report.exactness)
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("rnn_batched", 4), ("gru_fused", 3)])
+@pytest.mark.parametrize(("name", "numbers"), every(2, [("rnn_batched", 4), ("gru_fused", 3)]))
 def test_it_is_exact_with_as_many_directions_as_a_sample_has_numbers(name, numbers):
     case = CASES[name]
     xs = sequence(case)
@@ -134,7 +133,7 @@ def add(total: Any, grads: Any) -> Any:
     return grads if total is None else jax.tree.map(jnp.add, total, grads)
 
 
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", every(2, [2, 1]))
 def test_a_batch_and_its_episodes_are_sequences_of_their_own(window):
     xs, ys = data()
     alone, together = gru(None), gru()
@@ -275,6 +274,7 @@ def test_samples_that_act_on_each_other():
 # -- how it is kept ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_half_precision_it_is_close():
     case, found = CASES["gru_fused"], []
     with jax.enable_x64(False):
@@ -344,7 +344,14 @@ ONE_ANEW = np.arange(T)[:, None] % 3 == [2, 3]  # at the start of a window of tw
 
 @pytest.mark.parametrize(
     ("cell", "inputs", "window", "options"),
-    [("GRU", 2, 3, {}), ("LSTM", 1, 2, {"trace_dtype": jnp.bfloat16}), ("GRU", 1, 2, {"reset": ONE_ANEW})],
+    every(
+        3,
+        [
+            ("GRU", 1, 2, {"reset": ONE_ANEW}),
+            ("GRU", 2, 3, {}),
+            ("LSTM", 1, 2, {"trace_dtype": jnp.bfloat16}),
+        ],
+    ),
 )
 def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, options, monkeypatch):
     options, taken, results = dict(options), [], []

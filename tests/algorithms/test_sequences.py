@@ -121,7 +121,7 @@ def in_windows(step, model, window, rest_first=True):
     return total
 
 
-@pytest.mark.parametrize("window", every(3, [3, 1, 2, T]))
+@pytest.mark.parametrize("window", every(4, [T, 1, 2, 3]))
 def test_windows_of_a_step_are_back_propagated_through(window):
     options = {"vjp_method": "multi-step", "window": window}
     found = gradient(bt.D_RTRL, options=options)
@@ -370,7 +370,7 @@ def of_episodes(rule, model=Recurrent, **options):
     ("rule", "options"),
     [
         (bt.D_RTRL, {}),
-        (bt.ES_D_RTRL, {}),
+        pytest.param(bt.ES_D_RTRL, {}, marks=pytest.mark.slow),
         pytest.param(bt.RTRL, {}, marks=pytest.mark.slow),
         pytest.param(bt.BPTT, {}, marks=pytest.mark.slow),
     ],
@@ -403,7 +403,8 @@ class WithUnits(Leaky):
         return self.h.value / u.mV
 
 
-@pytest.mark.parametrize("rule", every(2, [bt.D_RTRL, bt.ES_D_RTRL]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
 def test_episodes_with_units_and_sparse_weights(rule):
     want = jax.tree.leaves(of_episodes(rule, WithUnits))
     found = jax.tree.leaves(gradient(rule, 3, WithUnits, reset=FLAGS))

@@ -14,14 +14,17 @@ import pytest
 import braintrace
 
 from ..oracle import Brute, bptt
-from ..run import agree, compiled, difference, online, sequence
+from ..run import agree, compiled, difference, every, online, sequence
 from ..zoo import CASES, Step
 from .test_estimates import places
 
 
 @pytest.mark.parametrize(
     ("name", "n", "window"),
-    [("ring", 2, 1), ("ring", 3, 2), ("rnn_batched", 1, 1), ("gru_fused", 1, 2), ("conv_of_state", 1, 1)],
+    every(
+        2,
+        [("ring", 2, 1), ("gru_fused", 1, 2), ("rnn_batched", 1, 1), ("ring", 3, 2), ("conv_of_state", 1, 1)],
+    ),
 )
 def test_it_equals_its_definition(name, n, window):
     case = CASES[name]
@@ -37,7 +40,7 @@ def test_it_equals_its_definition(name, n, window):
 
 @pytest.mark.parametrize(
     "name",
-    ["two_layers", "mod_relu_rnn", "sparse_batched", "conv_lhs_dilated", "rule_reads_more"],
+    every(2, ["two_layers", "mod_relu_rnn", "sparse_batched", "conv_lhs_dilated", "rule_reads_more"]),
 )
 def test_with_many_steps_it_is_rtrl(name):
     case = CASES[name]
@@ -109,8 +112,10 @@ T, B = 6, 2
 FLAGS = np.array([[False, True], [False] * 2, [True, False], [False] * 2, [True, True], [False] * 2])
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("rule", ["snap", "uoro", "kf_rtrl"])
+@pytest.mark.parametrize(
+    ("rule", "window"),
+    every(2, [(rule, window) for rule in ("snap", "uoro", "kf_rtrl") for window in (1, 2)]),
+)
 def test_sequences_episodes_and_what_is_kept(rule, window):
     rng = np.random.RandomState(0)
     xs, ys = jnp.asarray(rng.randn(T, B, 2)), jnp.asarray(rng.randn(T, B, 3))
