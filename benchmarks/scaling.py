@@ -253,11 +253,9 @@ one (jax {found["jax"]}); times are of that one, {
     } sequences. Eight take that time, and in addition what
 collectives are predicted to take, one after the other and without overlap: rings at {REACHED:.0%} of {
         LINK / 1e9:.0f} GB/s,
-each after {
-        START
-        * 1e6:.0f} µs. XLA moves the sum of gradients out of the loop over chunks: there is one for the sequence.
-A loss that is a mean over the batch is a sum of one number, in every step where steps go one by one: what BPTT,
-steps and windows lose is that.
+each after {START * 1e6:.0f} µs. XLA moves the sum of gradients out of the loop over chunks: there is one for
+the sequence. A loss that is a mean over the batch is a sum of one number, in every step where steps go one by
+one: what BPTT, steps and windows lose is that.
 
 {table(rows, "batches over 8 " + head)}
 
