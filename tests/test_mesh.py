@@ -26,12 +26,17 @@ import braintrace
 from braintrace import nn
 from braintrace._executor import fused, rows
 from braintrace._frontends.pure import Pure
-from braintrace._report.sent import bytes_sent
+from braintrace._report.sent import bytes_sent, collectives
 from braintrace._rules import d_rtrl, rank
 
 TIME, BATCH, IN, UNITS = 4, 8, 4, 8
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+
+def some_slow(rows: Any, each: int) -> list[Any]:
+    """Rows of a table, one in so many of them for the fast loop."""
+    return [pytest.param(*row, marks=pytest.mark.slow if n % each else ()) for n, row in enumerate(rows)]
 
 
 def mesh_of(shape: tuple[int, int], kind: AxisType) -> Any:
@@ -228,10 +233,7 @@ def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
     return learner
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "shape", "kind", "chunk"),
-    [pytest.param(*row, marks=pytest.mark.slow if n % 3 else ()) for n, row in enumerate(TABLE)],
-)
+@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), some_slow(TABLE, 7))
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
     learner = as_on_one(name, rule, chunk, mesh_of(shape, kind))
     weights = learner.model.states(brainstate.ParamState)
@@ -251,10 +253,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "shape", "kind", "chunk"),
-    [pytest.param(*row, marks=pytest.mark.slow if n % 4 else ()) for n, row in enumerate(ROWS)],
-)
+@pytest.mark.parametrize(("rule", "shape", "kind", "chunk"), some_slow(ROWS, 11))
 def test_what_other_rules_keep_is_spread(rule, shape, kind, chunk, monkeypatch):
     monkeypatch.setattr(rank, "_APART", 1 if rule == "rank in one" else rank._APART)
     learner = as_on_one("read", rule, chunk, mesh_of(shape, kind))
@@ -326,15 +325,23 @@ def own(shape: tuple[int, int]) -> Counter[str]:
     [*(("D_RTRL", 2, s) for s in SHAPES), ("D_RTRL", 1, (4, 2)), ("ES_D_RTRL", 2, (4, 2))],
 )
 def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
+    """And states are gathered for their products on the way forward, step by step: not for a chunk again."""
     mesh = mesh_of(shape, AxisType.Auto)
     params, carry, xs, ys = gru_on(mesh)
     xs, ys = xs[:4], ys[:4]
     net = braintrace.online(gru, params, carry, xs[0], rule=RULES[rule])
     grad = jax.jit(lambda *given: net.grad(squared, *given, chunk_size=chunk))
-    found = sent(grad.lower(params, carry, net.init(params, carry), xs, ys).compile())
+    compiled = grad.lower(params, carry, net.init(params, carry), xs, ys).compile()
+    found = sent(compiled)
     assert found <= own(shape), (found, own(shape))
     if shape == (8, 1):
         assert found == {"all-reduce": 1}
+    if chunk > 1 and shape[1] > 1:
+        gathered = collectives(compiled.as_text())
+        assert (
+            gathered.runs["all-gather"] == 2 * TIME
+        )  # of the state, and of what the reset gate leaves of it
+        assert gathered.bytes["all-gather"] == 2 * TIME * 8 * UNITS * BATCH // shape[0]
 
 
 def in_windows(rule: Any, shape: tuple[int, int], width: int = IN) -> str:
@@ -350,7 +357,7 @@ rules = braintrace.rules
 KEPT = [rules.D_RTRL(), rules.D_RTRL(rank=2), rules.RTRL(), rules.SnAp(2), rules.UORO(), rules.KF_RTRL()]
 
 
-@pytest.mark.parametrize("rule", KEPT, ids=[*"wrRSUK"])
+@pytest.mark.parametrize("rule", some_slow([[rule] for rule in KEPT], 5), ids=[*"wrRSUK"])
 def test_windows_send_their_gradients_once(rule):
     """Beside them only the loss of every step, which is one number."""
     text = in_windows(rule, (8, 1)).as_text()
@@ -359,7 +366,10 @@ def test_windows_send_their_gradients_once(rule):
     assert sorted(shape.startswith("f64[] ") or shape == "f64[]" for shape, _ in found) == [False, True]
 
 
-@pytest.mark.parametrize(("shape", "width"), [((1, 8), IN), ((1, 8), 4 * IN), ((4, 2), IN), ((4, 2), 4 * IN)])
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    some_slow([((4, 2), IN), ((4, 2), 4 * IN), ((1, 8), IN), ((1, 8), 4 * IN)], 4),
+)
 def test_directions_are_sent_and_what_lies_along_them_is_not(shape, width):
     """`r` directions go through the model as its own tangents and cotangents do, at every step.
 
@@ -384,8 +394,6 @@ def test_a_learner_inside_shard_map_learns_from_its_part(chunk):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params, (xs, ys) = gru_params(), data()
     carry = jnp.zeros((BATCH, UNITS))
-    whole = braintrace.online(gru, params, carry, xs[0])
-    expected = whole.grad(squared, params, carry, whole.init(params, carry), xs, ys, chunk_size=chunk)
     part = braintrace.online(gru, params, carry[:1], xs[0, :1])
 
     def local(params: Any, carry: Any, xs: Any, ys: Any) -> Any:
@@ -395,10 +403,9 @@ def test_a_learner_inside_shard_map_learns_from_its_part(chunk):
     specs = {"in_specs": (P(), P("data"), P(None, "data"), P(None, "data")), "out_specs": (P(), P("data"))}
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, **specs, check_vma=False))
     grads, last = mapped(params, carry, xs, ys)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected[0])
-    np.testing.assert_allclose(last, expected[1][0], rtol=1e-9)
+    same((grads, last), by_one(chunk))
     with pytest.raises(braintrace.NotSupportedError, match="check_vma=False"):
-        jax.shard_map(local, mesh=mesh, **specs)(params, carry, xs, ys)
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, **specs), params, carry, xs, ys)
 
 
 def test_a_marked_op_varies_as_what_it_computes():
@@ -408,7 +415,7 @@ def test_a_marked_op_varies_as_what_it_computes():
     def gradient(op: Any) -> Any:
         total = lambda w, x: jax.lax.psum(jnp.sum(jnp.tanh(op(x, w)) ** 2), "data")
         mapped = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        return jax.grad(mapped)(w, x)
+        return jax.jit(jax.grad(mapped))(w, x)
 
     np.testing.assert_allclose(gradient(braintrace.matmul), gradient(jnp.matmul), rtol=1e-12)
 
@@ -425,8 +432,8 @@ def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
         braintrace.online(step, gru_params()["wz"], jnp.zeros((BATCH, UNITS)), data()[0][0]).report  # noqa: B018
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("kind", some_slow([[kind] for kind in KINDS], 2))
+@pytest.mark.parametrize("size", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_device_runs_the_kernel_on_its_part(size, kind, monkeypatch):
     file, taken = rank if size else d_rtrl, []
     kernel = rows if size else fused
@@ -467,7 +474,7 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "rule", "chunk", "dial"), PLANNED)
+@pytest.mark.parametrize(("shape", "rule", "chunk", "dial"), some_slow(PLANNED, 4))
 def test_a_plan_says_what_the_program_of_one_device_takes(shape, rule, chunk, dial):
     mesh = mesh_of(shape, AxisType.Explicit)
     params, carry, xs, ys = gru_on(mesh_of(shape, AxisType.Auto))
@@ -583,24 +590,23 @@ def alone(how: Any, window: int | None) -> Any:
     return jax.tree.map(lambda *parts: np.stack(parts), *each)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "how", "window", "name"),
-    [
-        ((8, 1), AxisType.Auto, "step", None, None),
-        ((8, 1), AxisType.Auto, 1, None, "members"),
-        ((8, 1), AxisType.Auto, 2, None, None),
-        ((8, 1), AxisType.Explicit, 2, None, None),
-        pytest.param(
-            *((8, 1), AxisType.Explicit, "step", None, None),
-            marks=pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="there, `reshard` back gathers"),
-        ),
-        ((8, 1), AxisType.Explicit, None, 2, None),
-        ((4, 2), AxisType.Auto, 2, None, "members"),
-        ((4, 2), AxisType.Auto, None, 2, None),
-        ((4, 2), AxisType.Explicit, 1, None, None),
-    ],
-)
+ENSEMBLES = [
+    ((8, 1), AxisType.Auto, 2, None, None),
+    ((8, 1), AxisType.Auto, 1, None, "members"),
+    ((8, 1), AxisType.Auto, "step", None, None),
+    ((8, 1), AxisType.Explicit, "step", None, None),
+    ((4, 2), AxisType.Explicit, 1, None, None),
+    ((8, 1), AxisType.Explicit, 2, None, None),
+    ((8, 1), AxisType.Explicit, None, 2, None),
+    ((4, 2), AxisType.Auto, 2, None, "members"),
+    ((4, 2), AxisType.Auto, None, 2, None),
+]
+
+
+@pytest.mark.parametrize(("shape", "kind", "how", "window", "name"), some_slow(ENSEMBLES, 4))
 def test_members_of_an_ensemble_send_each_other_nothing(shape, kind, how, window, name):
+    if (kind, how) == (AxisType.Explicit, "step") and jax.__version_info__ < (0, 9):
+        pytest.skip("there, `reshard` back gathers")
     mesh = jax.make_mesh(shape, ("members", "data"), axis_types=(kind, kind))
     spread = lambda tree, *spec: jax.device_put(tree, NamedSharding(mesh, P(*spec)))
     (params, carry), (xs, ys) = stacked(), data()
@@ -622,7 +628,7 @@ def test_members_of_an_ensemble_send_each_other_nothing(shape, kind, how, window
         assert leaf.sharding.spec[0] == "members"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow([[kind] for kind in KINDS], 2))
 def test_members_of_a_mapped_learner_send_each_other_nothing(kind):
     mesh = jax.make_mesh((8,), ("members",), axis_types=(kind,))
     xs, ys = data()
@@ -676,13 +682,16 @@ def cut(array: Any, mesh: Any, *spec: Any) -> Any:
 
 
 @cache
-def by_one() -> Any:
+def by_one(chunk: int = 2) -> tuple[Any, Any]:
+    """The gradients of the GRU on one device, and its last state."""
     (xs, ys), params, carry = data(), gru_params(), jnp.zeros((BATCH, UNITS))
     net = braintrace.online(gru, params, carry, xs[0])
-    return net.grad(squared, params, carry, net.init(params, carry), xs, ys, chunk_size=2)[0]
+    run = jax.jit(lambda *given: net.grad(squared, *given, chunk_size=chunk))
+    grads, (last, _), _ = run(params, carry, net.init(params, carry), xs, ys)
+    return grads, last
 
 
-@pytest.mark.parametrize(("name", "kind"), [(n, KINDS[i % 2]) for i, n in enumerate(LAYOUTS)])
+@pytest.mark.parametrize(("name", "kind"), some_slow([(n, KINDS[i % 2]) for i, n in enumerate(LAYOUTS)], 3))
 def test_any_layout_has_the_numbers_of_one_device(name, kind):
     shape, of_weights, of_states, of_inputs = LAYOUTS[name]
     mesh, (xs, ys) = mesh_of(shape, kind), data()
@@ -695,7 +704,7 @@ def test_any_layout_has_the_numbers_of_one_device(name, kind):
         grad = jax.jit(lambda *given: net.grad(squared, *given, chunk_size=2)[0])
         found = grad(params, carry, traces, xs, ys)
         sends = sent(grad.lower(params, carry, traces, xs, ys).compile())
-    same(found, by_one())
+    same(found, by_one()[0])
     assert all(found[k].sharding.is_equivalent_to(params[k].sharding, 2) for k in params)
     if of_inputs is not None:  # samples stay where they are, whatever weights are spread over
         assert all(a.sharding.spec[1] == of_inputs for a in traces.values())
@@ -709,7 +718,7 @@ def test_parameters_of_one_device_have_gradients_of_the_mesh_that_is_set():
         xs, ys = put(xs, mesh, None, "data", None), put(ys, mesh, None, "data")
         net = braintrace.online(gru, params, carry, xs[0])
         loss = lambda params, traces: squared(net.step(params, carry, traces, xs[0])[2], ys[0])
-        found = jax.grad(loss)(params, net.init(params, carry))
+        found = jax.jit(jax.grad(loss))(params, net.init(params, carry))
         same(
             jax.tree.map(jnp.add, found, params), jax.tree.map(lambda a, b: np.asarray(a) + b, found, params)
         )
@@ -722,14 +731,14 @@ def test_functions_go_from_mesh_to_mesh():
         params, carry, xs, ys = gru_on(mesh)
         with under(mesh):
             run = jax.jit(lambda *given: net.grad(squared, *given[:2], net.init(*given[:2]), *given[2:])[0])
-            same(run(params, carry, xs, ys), by_one())
+            same(run(params, carry, xs, ys), by_one()[0])
     (params, *_), (_, carry, xs, ys) = (gru_on(mesh_of(s, AxisType.Explicit)) for s in ((2, 4), (4, 2)))
     traces = net.init(gru_params(), jnp.zeros((BATCH, UNITS)))
     with pytest.raises(ValueError, match="lie on two meshes"):
         net.grad(squared, params, carry, traces, xs, ys)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow([[kind] for kind in KINDS], 2))
 def test_flags_and_weights_of_losses_need_not_be_on_the_mesh(kind):
     begins, mask = np.zeros((TIME, BATCH), bool), np.ones((TIME, BATCH))
     begins[2, ::2], mask[1, :3] = True, 0
@@ -752,7 +761,7 @@ def test_flags_and_weights_of_losses_need_not_be_on_the_mesh(kind):
     assert all(a.sharding.is_equivalent_to(before[k].sharding, a.ndim) for k, a in traces.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow([[kind] for kind in KINDS], 2))
 def test_a_part_of_a_mesh_may_be_taken_apart_by_hand(kind):
     mesh = mesh_of((4, 2), kind)
     params, carry, xs, ys = gru_on(mesh)
@@ -765,10 +774,10 @@ def test_a_part_of_a_mesh_may_be_taken_apart_by_hand(kind):
     specs = {"in_specs": (P(), P("data"), P(None, "data"), P(None, "data")), "out_specs": P()}
     with jax.set_mesh(mesh):
         mapped = jax.jit(jax.shard_map(local, axis_names={"data"}, **specs, check_vma=False))
-        same(mapped(params, carry, xs, ys), by_one())
+        same(mapped(params, carry, xs, ys), by_one()[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow([[kind] for kind in KINDS], 2))
 def test_a_model_may_use_shard_map_beside_its_weights(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     own = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -789,7 +798,7 @@ def test_a_model_may_use_shard_map_beside_its_weights(kind):
     same(found, gradient(jnp.tanh, lambda a, *spec: a))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow([[kind] for kind in KINDS], 2))
 def test_a_learner_of_one_sample_is_mapped_over_those_of_a_mesh(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
