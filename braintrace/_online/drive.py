@@ -169,9 +169,9 @@ class Drive:
                 grads = self._add_params(grads, self._before_call(taken[0], by_leaf))
             return (add(total, grads), moving), outs
 
-        (total, moving), outs = jax.lax.scan(
-            body, (carry.total, carry.moving), (part.slices, part.mask, part.reset), unroll=self.turns
-        )
+        turns = self.turns if self.spread is None else 1  # XLA moves a single sum over devices out of a loop
+        steps = part.slices, part.mask, part.reset
+        (total, moving), outs = jax.lax.scan(body, (carry.total, carry.moving), steps, unroll=turns)
         return Carry(total, carry.traced, moving), outs
 
     @property

@@ -75,7 +75,10 @@ def on_one() -> Any:
 
 
 @needs_eight
-@pytest.mark.parametrize("shape", [(8,), (4, 2), (1, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((8,), marks=pytest.mark.slow), (4, 2), pytest.param((1, 8), marks=pytest.mark.slow)],
+)
 def test_curve_of_one_device(shape):
     losses, learner = run(mesh_of(*shape), eval_batches=[batch(100), batch(101, 3)])
     np.testing.assert_allclose(losses, on_one(), rtol=1e-12)
@@ -95,6 +98,7 @@ def assert_spread(learner: Any) -> None:
 
 
 @needs_eight
+@pytest.mark.slow
 @pytest.mark.parametrize("update_every", ["sequence", 1])
 def test_a_second_batch_compiles_and_moves_nothing(update_every, caplog):
     told = []
@@ -115,6 +119,7 @@ def test_a_second_batch_compiles_and_moves_nothing(update_every, caplog):
 
 
 @needs_eight
+@pytest.mark.slow
 def test_checkpoints_fit_any_number_of_devices(tmp_path):
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "resume": True}
     for number, mesh in enumerate([mesh_of(4, 2), None, mesh_of(8), mesh_of(2, 2)], 1):
@@ -123,6 +128,7 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
 
 
 @needs_eight
+@pytest.mark.slow
 def test_parameters_stay_where_they_are_put():
     mesh, learner = mesh_of(4, 2), braintrace.D_RTRL(Net())
     state = learner.model.cell.Wf.weight
