@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "braintrace"
-CORE = ["_compat", "_lines", "_ops", "_compiler", "_executor", "_rules", "_online"]  # from the ground up
+CORE = [
+    "_compat",
+    "_meshes",
+    "_lines",
+    "_ops",
+    "_compiler",
+    "_executor",
+    "_rules",
+    "_online",
+]  # from the ground up
 FRAMEWORKS = {"brainstate", "flax", "equinox", "haiku"}
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 

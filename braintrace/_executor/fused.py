@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import mesh_of, per_device
+from .._meshes import mesh_of, per_device
 from .._ops.letters import Letters, align
 from .slots import Slot, add_up, times
 from .spread import Spread, names_of

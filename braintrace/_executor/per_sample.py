@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import Literal, all_on_mesh, mesh_of
+from .._compat import Literal
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
 from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
+from .._meshes import all_on_mesh, mesh_of
 from .._ops.letters import Layout, Letters, align
 from .executor import Leaves
 from .linear import Linear

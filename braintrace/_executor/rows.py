@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import mesh_of, per_device
+from .._meshes import mesh_of, per_device
 from .per_sample import Matrix
 from .slots import add_up, times
 from .spread import Spec, Spread

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import mesh_of
 from .._compiler.errors import NotSupportedError
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
+from .._meshes import mesh_of
 from .._ops.letters import Layout, Letters, align
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._compiler.groups import HiddenGroup
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site, Var
@@ -54,7 +54,7 @@ class Spread:
         carried = [v for e in info.carried for v in e.invars]
         variables = [*fixed, *info.arg_invars, *carried]
         arrays = [*params, *args, *jax.tree.leaves(rest)]
-        set_now = _compat.mesh_of(*filter(_compat.is_tracer, arrays))
+        set_now = _meshes.mesh_of(*filter(_compat.is_tracer, arrays))
         if before is not None and set_now is not None and not _alike(set_now, before.mesh):
             before = None
         pairs = zip(variables, map(_sharding, variables, arrays), strict=True)
@@ -229,17 +229,17 @@ class Spread:
 
     def put(self, x: Any, spec: Spec) -> Any:
         """An array, spread so."""
-        return _compat.spread_as(x, self.mesh, self.fitted(spec, x.shape))
+        return _meshes.spread_as(x, self.mesh, self.fitted(spec, x.shape))
 
     def place(self, x: Any, spec: Spec) -> Any:
         """An array that is on no mesh yet, spread so."""
-        return _compat.place(x, self.mesh, self.fitted(spec, x.shape))
+        return _meshes.place(x, self.mesh, self.fitted(spec, x.shape))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
-        return _compat.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
+        return _meshes.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
 
     def shape(self, of: Any, spec: Spec) -> Any:
-        return _compat.spread_shape(of, self.mesh, self.fitted(spec, of.shape))
+        return _meshes.spread_shape(of, self.mesh, self.fitted(spec, of.shape))
 
     def ways(self, part: Any, size: int) -> int:
         """Into how many parts an axis of so many numbers is cut; 0 if it cannot be, evenly."""
@@ -285,7 +285,7 @@ def whole(a: Any) -> Any:
 
 def _sharding(v: Var, array: Any) -> tuple[Any, Spec] | None:
     """The mesh of an array and how it is spread; of one that `vmap` maps, as each of what is first in it."""
-    found, shape = _compat.sharding_of(array), v.aval.shape
+    found, shape = _meshes.sharding_of(array), v.aval.shape
     lead = 0 if found is None else len(found[1]) - len(shape)
     return None if found is None or array.shape[lead:] != shape else (found[0], found[1][lead:])
 

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import all_on_mesh, primitives
+from .._compat import primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
+from .._meshes import all_on_mesh
 from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
 from .signals import Taken
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _meshes
 from .._compiler.errors import CompilationError
 from .._compiler.step import Path, Role, State, Step
 from .._online.arguments import split_static
@@ -43,7 +43,7 @@ class Tree:
             key,
             lambda leaves: rebuild(leaves)[0][0],
             paths,
-            list(map(_compat.shape_of, data)),
+            list(map(_meshes.shape_of, data)),
             numbers,
         )
 
@@ -142,8 +142,8 @@ def read_function(
         out_trees.append(tree)
         return [*y, *params, *new]
 
-    closed = _compat.traced(jax.make_jaxpr(flat), given[2], given[0], given[1])
-    specs = tuple(map(_compat.spec_of, closed.out_avals))
+    closed = _meshes.traced(jax.make_jaxpr(flat), given[2], given[0], given[1])
+    specs = tuple(map(_meshes.spec_of, closed.out_avals))
     inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
     leaf = jax.tree.structure(0)
     states = [
@@ -155,7 +155,7 @@ def read_function(
         for p, a in zip(trees[1].paths, given[1], strict=True)
     ]
     step = Step(
-        closed_jaxpr=_compat.without_types(closed),
+        closed_jaxpr=_meshes.without_types(closed),
         specs=specs,
         num_args=len(given[2]),
         out_tree=out_trees[-1],

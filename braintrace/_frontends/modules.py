@@ -12,7 +12,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._compiler.errors import CompilationError
 from .._compiler.graph import (
     ETraceGraph,
@@ -60,8 +60,8 @@ def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
     closed, out_tree, states = _trace(model, rebuild, data)
     paths = {id(st): _as_path(path) for path, st in model.states().items()}
     return Step(
-        closed_jaxpr=_compat.without_types(closed),
-        specs=tuple(map(_compat.spec_of, closed.out_avals)),
+        closed_jaxpr=_meshes.without_types(closed),
+        specs=tuple(map(_meshes.spec_of, closed.out_avals)),
         num_args=len(data),
         out_tree=out_tree,
         states=tuple(_state(paths.get(id(st)) or _outside(st, i), st) for i, st in enumerate(states)),
@@ -75,7 +75,7 @@ def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
 def traced_again(model: brainstate.nn.Module, args: Any, kwargs: Any) -> _compat.ClosedJaxpr:
     """The jaxpr of a call as the model is now."""
     data, rebuild, _ = split_static(args, kwargs)
-    closed: _compat.ClosedJaxpr = _compat.without_types(_trace(model, rebuild, data)[0])
+    closed: _compat.ClosedJaxpr = _meshes.without_types(_trace(model, rebuild, data)[0])
     return closed
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import brainstate
 import jax
 
-from .. import _compat
+from .. import _compat, _meshes
 
 Leaves = list[Any]
 
@@ -29,7 +29,7 @@ class Pure:
         """Trace `function(*args)` with abstract values of these shapes."""
         stateful = brainstate.transform.StatefulFunction(function, return_only_write=False)
         stateful.make_jaxpr(*args)
-        closed = _compat.without_types(stateful.get_jaxpr(*args))
+        closed = _meshes.without_types(stateful.get_jaxpr(*args))
         states = tuple(stateful.get_states(*args))
         trees: tuple[Any, ...] = tuple(jax.tree.structure(st.value) for st in states)
         jaxpr = _compat.parts(closed)[0]
@@ -77,7 +77,7 @@ def traced_with(states: Iterable[brainstate.State], trace: Callable[..., Any], *
             for st, value in zip(states, before, strict=True):
                 st.restore_value(value)
 
-    return _compat.traced(at, before, *args)
+    return _meshes.traced(at, before, *args)
 
 
 def cut(leaves: Leaves, trees: tuple[Any, ...]) -> list[Leaves]:

@@ -17,7 +17,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._compiler import CompilationError, ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.module_info import ModuleInfo
@@ -93,11 +93,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         strengthen(self.model)
         key = self._key(args, kwargs)
         if key not in self._examples:
-            with _compat.no_types():
+            with _meshes.no_types():
                 self._compiled[key] = Compiled(self._compile(args, kwargs), self._reduced)
             self._examples[key] = jax.tree.map(as_shape, (args, kwargs))
         self._current = key
-        self._inputs = [_compat.shape_of(a) for a in split_static(args, kwargs)[0]]
+        self._inputs = [_meshes.shape_of(a) for a in split_static(args, kwargs)[0]]
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
             self.traces = {}  # new states, which `vmap_new_states` around this call sees
@@ -109,7 +109,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         key = self._key(args, {})
         compiled = self._compiled[key] = Compiled(graph, self._reduced)
         self._examples[key], self._current = (args, {}), key
-        self._inputs = [_compat.shape_of(a) for a in split_static(args, {})[0]]
+        self._inputs = [_meshes.shape_of(a) for a in split_static(args, {})[0]]
         shapes = jax.eval_shape(lambda: self._initial_values(compiled))
         shapes = shapes if compiled.online is None else compiled.online.spread_shapes
         self.traces = {k: EligibilityTrace(s) for k, s in shapes.items()}
@@ -325,7 +325,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         def begun(rows: Any, start: Any, states: Any, traces: Values) -> Any:
             return jax.tree.map(partial(where_rows, rows), start, states), self._forget(traces, rows)
 
-        states, traces = _compat.in_auto_like(old, begun, rows, start, *old)
+        states, traces = _meshes.in_auto_like(old, begun, rows, start, *old)
         for path, value in states.items():
             found[path].value = value
         self._store(traces)

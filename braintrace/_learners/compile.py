@@ -10,7 +10,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _meshes
 from .._online.sequence import Sequence
 from .base import ETraceAlgorithm
 from .bptt import BPTT
@@ -107,7 +107,7 @@ def compile(
                 learner.compile_graph(*inputs)
 
             mapped = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
-            mapped(*jax.tree.map(_compat.example_of, example_inputs))
+            mapped(*jax.tree.map(_meshes.example_of, example_inputs))
     if verbose:
         learner.report.show(verbose)
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner

@@ -15,7 +15,7 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _meshes
 from .._compiler.step import show_path
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.drive import Drive, Given
@@ -44,7 +44,7 @@ class TracedStep:
     @staticmethod
     def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
         """Trace `function` on one step of the arrays."""
-        slices = jax.tree.map(_compat.slice_of, arrays)
+        slices = jax.tree.map(_meshes.slice_of, arrays)
         strengthen(learner.model)
         pure = traced_with(learner.states().values(), partial(Pure.trace, function), *slices)
         first: dict[int, int] = {}
@@ -151,7 +151,7 @@ class Driver:
         grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
         return grads, *_joined([outs for _, outs in found])
 
-    @_compat.no_types()
+    @_meshes.no_types()
     def _steps(
         self,
         learner: ETraceAlgorithm,
@@ -219,7 +219,7 @@ class Driver:
         outs = [self._evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
         return _joined(outs)
 
-    @_compat.no_types()
+    @_meshes.no_types()
     def _evolve(
         self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
     ) -> Any:

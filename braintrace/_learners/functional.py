@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
@@ -106,7 +106,7 @@ class OnlineFunctions:
     def graph(self) -> ETraceGraph:
         """What the compiler found: groups of hidden states, and the operations that feed them."""
         step = self.function.step
-        with _compat.no_types():
+        with _meshes.no_types():
             graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
@@ -115,7 +115,7 @@ class OnlineFunctions:
 
     @cached_property
     def _online(self) -> Online:
-        with _compat.no_types():
+        with _meshes.no_types():
             online = self._new_online()
         function, info = self.function, online.info
         pairs = list(zip(info.entries, [*function.params.like, *function.carry.like], strict=True))
@@ -280,7 +280,7 @@ class OnlineFunctions:
     def _plainly(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         """One step of the function as it is."""
         step = self.function.step
-        outs = _compat.in_auto(
+        outs = _meshes.in_auto(
             _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
         )
         num = len(outs) - len(leaves)
@@ -310,7 +310,7 @@ class OnlineFunctions:
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry.rebuild(after[self._num_params :]), traces, y
 
-    @_compat.no_types()
+    @_meshes.no_types()
     def grad(
         self,
         loss: Loss,
@@ -362,7 +362,7 @@ class OnlineFunctions:
         grads = request.result(grads, losses, None)[0]
         return grads, self._after(after), (losses, aux)
 
-    @_compat.no_types()
+    @_meshes.no_types()
     def evolve(
         self, params: Any, carry: Any, traces: Values, xs: Any, *, chunk_size: int | None = None
     ) -> tuple[Any, Values, Any]:
@@ -389,7 +389,7 @@ class OnlineFunctions:
         def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
             return list(map(partial(where_rows, rows), start, old)), self._forget(traces, rows)
 
-        found, traces = _compat.in_auto_like((old, traces), begun, rows, start, old, traces)
+        found, traces = _meshes.in_auto_like((old, traces), begun, rows, start, old, traces)
         for i, leaf in zip(at, found, strict=True):
             now[i] = leaf
         return self.function.carry.rebuild(now), traces
@@ -402,7 +402,7 @@ class OnlineFunctions:
         """A step and what is made of its output, as a jaxpr; the form of that; and all leaves."""
         leaves = [*self._leaves(params, carry), *jax.tree.leaves(traces)]
         x = self.function.x.leaves(sequence.arrays[0])
-        self._spread_like(self._leaves(params, carry), [_compat.shape_of(a, 1) for a in x])
+        self._spread_like(self._leaves(params, carry), [_meshes.shape_of(a, 1) for a in x])
         num = len(leaves) - len(jax.tree.leaves(traces))
         tree = jax.tree.structure(traces)
         out_trees: list[Any] = []
@@ -418,8 +418,8 @@ class OnlineFunctions:
             out_trees.append(out_tree)
             return [*found, *after, *jax.tree.leaves(values)]
 
-        slices = jax.tree.map(_compat.slice_of, sequence.arrays)
-        return _compat.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
+        slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
+        return _meshes.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
 
     def _user_step(self, closed: Any) -> UserStep:
         paths = [*self.function.params.paths, *self.function.carry.paths]

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
 from .._executor.executor import Leaves
 from .._rules.rule import Values
@@ -46,26 +46,26 @@ class Call:
 
     def __call__(self, *leaves: Any) -> Leaves:
         """Compute it; where types say how arrays are spread, by what they say of the results."""
-        return _compat.in_auto(self._compute, leaves, lambda: self.specs(leaves))
+        return _meshes.in_auto(self._compute, leaves, lambda: self.specs(leaves))
 
     def specs(self, leaves: Sequence[Any]) -> list[Any]:
         """How the results are spread, as their types say, given operands or their types."""
         if self.maps:
             flags, inner = self.maps[0], replace(self, maps=self.maps[1:])
-            one = [_compat.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
+            one = [_meshes.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
             return [None if s is None else (None, *s) for s in inner.specs(one)]
         params, args, consts, rest, values = self.operands(list(leaves))
-        kept = {k: _compat.spec_of(v) or self.online.specs.get(k) for k, v in values.items()}
+        kept = {k: _meshes.spec_of(v) or self.online.specs.get(k) for k, v in values.items()}
         lead = [] if self.stepped is None else [None]
         if self.stepped is not None:
-            args = [_compat.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
+            args = [_meshes.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
 
         def step(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Leaves:
             outs, new, *_ = self.online.executor.forward(params, args, consts, rest)
             return [*outs, *jax.tree.leaves(new)]
 
         flat, tree = jax.tree.flatten((params, args, consts, rest))
-        found = _compat.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
+        found = _meshes.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
         num = len(self.online.info.out_atoms)
         found = self.online.result_specs if found is None else found
         outs = [s if s is None else (*lead, *s) for s in found[:num]]
@@ -121,7 +121,7 @@ def _types(*avals: Any, call: Call) -> list[Any]:
     shapes, mesh = _shapes(*avals, call=call), next(filter(None, map(_compat.explicit_mesh_of, avals)), None)
     if mesh is None:
         return shapes
-    return [_compat.spread_aval(a, mesh, s) for a, s in zip(shapes, call.specs(avals), strict=True)]
+    return [_meshes.spread_aval(a, mesh, s) for a, s in zip(shapes, call.specs(avals), strict=True)]
 
 
 def _shapes(*avals: Any, call: Call) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._executor.executor import Leaves, Local, is_inexact
 from .._executor.spread import plus, whole
 from .._executor.window import Record, Window, each_step, where_rows
@@ -45,7 +45,7 @@ class Drive:
 
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
-        given, sequence = _compat.all_on_mesh((given, sequence))
+        given, sequence = _meshes.all_on_mesh((given, sequence))
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
@@ -74,9 +74,9 @@ class Drive:
 
     def specs(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """How gradients, what every step returns and the leaves after the last are spread, as types say."""
-        step, before = self.step, list(map(_compat.spec_of, given.leaves))
-        slices = [_compat.without_axis(a) for a in jax.tree.leaves(sequence.arrays)]
-        found = _compat.typed(_compat.jaxpr_as_fun(step.closed), *slices, *given.leaves)
+        step, before = self.step, list(map(_meshes.spec_of, given.leaves))
+        slices = [_meshes.without_axis(a) for a in jax.tree.leaves(sequence.arrays)]
+        found = _meshes.typed(_compat.jaxpr_as_fun(step.closed), *slices, *given.leaves)
         num = len(step.outs)
         found = [*[None] * num, *before] if found is None else found
         shapes = [*(a.aval.shape for a in step.outs), *(a.shape for a in given.leaves)]
@@ -490,7 +490,7 @@ def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:
     if not shape or any(spec or ()):
         return spec
     for a in slices:
-        given = _compat.spec_of(a)
+        given = _meshes.spec_of(a)
         if given and given[0] is not None and a.shape[0] == shape[0]:
             return (given[0], *[None] * (len(shape) - 1))
     return spec

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat
+from .. import _meshes
 from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
@@ -91,7 +91,7 @@ class Online:
         }
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
-        zero = _compat.zero_of(among)
+        zero = _meshes.zero_of(among)
         if zero is not None:
             added = {k: v + zero.astype(v.dtype) for k, v in zeros.items() if is_inexact(v)}
             zeros = {**zeros, **self.laid_out(added)}
@@ -156,7 +156,7 @@ class Online:
     def initial_shapes(self) -> Any:
         """The shapes and types of what the rule keeps."""
         executor = self.executor
-        with _compat.no_types():
+        with _meshes.no_types():
             return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.signal.start(executor)})
 
     # -- calls -------------------------------------------------------------------------------------

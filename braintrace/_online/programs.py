@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import _meshes
 from .._compiler.fingerprint import fingerprint
 from .call import refuse_varying
 from .drive import Drive, Given
@@ -62,5 +62,5 @@ def _run(
         total, outs, after = drive.specs(given, sequence)
         return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
 
-    found = _compat.in_auto(flat, leaves, specs)
+    found = _meshes.in_auto(flat, leaves, specs)
     return jax.tree.unflatten(out_trees[-1], found)

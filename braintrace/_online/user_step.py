@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
+from .. import _compat, _meshes
 from .._compiler.dataflow import Flow, solve
 from .._compiler.evaluation import read
 from .._compiler.program import Atom, Node, Program, Var, read_program
@@ -54,7 +54,7 @@ class UserStep:
         carried: Sequence[int | None],
     ) -> UserStep:
         """The program of a jaxpr `(slices, leaves) -> (loss and other outputs, new leaves)`."""
-        closed = _compat.without_types(closed)
+        closed = _meshes.without_types(closed)
         program = read_program(closed, marks=False)
         num, effects = len(program.inputs) - len(names), bool(closed.effects)
         return UserStep(program, num, tuple(names), traces, tuple(carried), effects, closed)

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _rules
-from .._compat import longer, on_one_mesh, part_of
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
 from .._executor.memory import device_memory
@@ -32,6 +31,7 @@ from .._learners.bptt import BPTT
 from .._learners.functional import OnlineFunctions
 from .._learners.influence import KF_RTRL, UORO, SnAp
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
+from .._meshes import longer, on_one_mesh, part_of
 from .._online.sequence import even_chunks
 from .flops import count_flops
 from .sent import bytes_sent

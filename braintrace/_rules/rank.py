@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import mesh_of
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import ETraceGraph
 from .._compiler.samples import find_samples
@@ -39,6 +38,7 @@ from .._executor.slots import Slot, add_up, promoted, weigh
 from .._executor.spread import Spec
 from .._executor.weighted import row_axis
 from .._executor.window import Window, unroll, where_rows
+from .._meshes import mesh_of
 
 Values = dict[str, Any]
 Courses = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import mesh_of, per_device
 from .._compiler.exactness import RuleKind
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of
@@ -27,6 +26,7 @@ from .._executor.slots import promoted
 from .._executor.spread import Spec
 from .._executor.weighted import in_front
 from .._executor.window import Window, where_rows
+from .._meshes import mesh_of, per_device
 from .rule import Rule, Values
 
 

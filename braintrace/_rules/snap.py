@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import mesh_of, per_device
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.influence import Reached, find_reached
@@ -32,6 +31,7 @@ from .._executor.slots import promoted
 from .._executor.spread import Spec, names_of
 from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
+from .._meshes import mesh_of, per_device
 from .rank import finite, per_sample
 from .rule import Rule, Values
 
