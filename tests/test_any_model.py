@@ -418,6 +418,7 @@ def test_nnx_learner():
     assert int(whole.drop.rngs.count[...]) == 4
 
 
+@pytest.mark.slow
 def test_nnx_learner_is_given_a_modulator():
     cell = nnx.SimpleCell(3, 4, dtype=jnp.float64, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     rule = bt.rules.D_RTRL(signal=bt.rules.Modulator())

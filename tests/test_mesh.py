@@ -230,7 +230,7 @@ def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
     return learner
 
 
-@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), every(13, TABLE))
+@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), every(39, TABLE))
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
     learner = as_on_one(name, rule, chunk, mesh_of(shape, kind))
     weights = learner.model.states(brainstate.ParamState)
@@ -250,7 +250,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "shape", "kind", "chunk"), every(23, ROWS))
+@pytest.mark.parametrize(("rule", "shape", "kind", "chunk"), every(39, ROWS))
 def test_what_other_rules_keep_is_spread(rule, shape, kind, chunk, monkeypatch):
     monkeypatch.setattr(rank, "_APART", 1 if rule == "rank in one" else rank._APART)
     learner = as_on_one("read", rule, chunk, mesh_of(shape, kind))
@@ -736,6 +736,7 @@ def test_functions_go_from_mesh_to_mesh():
         net.grad(squared, params, carry, traces, xs, ys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", every(2, KINDS))
 def test_flags_and_weights_of_losses_need_not_be_on_the_mesh(kind):
     begins, mask = np.zeros((TIME, BATCH), bool), np.ones((TIME, BATCH))

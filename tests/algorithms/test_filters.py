@@ -111,6 +111,7 @@ class Spiking(brainstate.nn.Module):
         return self.neuron(self.w(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [Spiking, pytest.param(lambda: nn.MiniGRU(3, 4), marks=pytest.mark.slow)])
 def test_layers_with_leaky_readouts_are_exact_in_steps_chunks_and_episodes(cell):
     xs = jnp.asarray(2 * np.random.RandomState(0).randn(6, 2, 3))

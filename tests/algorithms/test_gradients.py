@@ -30,7 +30,7 @@ def is_flat(graph: Any) -> bool:
 EXACT = [name for name, case in CASES.items() if case.exact]
 
 
-@pytest.mark.parametrize("name", every(10, CASES))
+@pytest.mark.parametrize("name", every(16, CASES))
 def test_d_rtrl_equals_bptt_where_and_only_where_the_verdict_is_exact(name):
     (graph, found), truth = by_d_rtrl(name), by_bptt(name)
     differs = {path for path, d in difference(truth, found).items() if not d < ROUND_OFF}

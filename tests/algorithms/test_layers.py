@@ -188,6 +188,7 @@ def test_of_functions():
         assert jnp.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_its_memory_is_planned_and_refused_where_it_does_not_fit(monkeypatch):
     xs = jnp.stack(data())
     with lenient():

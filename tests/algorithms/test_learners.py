@@ -572,6 +572,7 @@ def test_version():
 # -- modes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [braintrace.D_RTRL, braintrace.ES_D_RTRL])
 def test_several_calls_in_one_loss_add_up(rule):
     xs, ys = data()

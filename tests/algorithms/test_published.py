@@ -259,7 +259,7 @@ def in_chunks(learner: Any, size: int) -> dict[Any, Any]:
 
 
 RULES_BY_NETS = [
-    pytest.param(rule, net, marks=pytest.mark.slow if (i + j) % 3 or i % 2 else ())
+    pytest.param(rule, net, marks=pytest.mark.slow if (i + j) % 3 or i % 4 else ())
     for i, rule in enumerate([*PUBLISHED, *AVERAGES])
     for j, net in enumerate(NETS)
     if (i + j) % 3 < 2
@@ -324,6 +324,7 @@ def test_the_true_signal_as_modulator_is_d_rtrl():
     assert np.max(np.abs(expected["w",] - total)) < ROUND_OFF
 
 
+@pytest.mark.slow
 def test_a_modulator_is_one_number_or_stands():
     model = NETS["leaky"].build()
     learner = compiled(bt.ThreeFactor(model), XS[0])
@@ -399,6 +400,7 @@ def test_a_synthesizer_is_fitted():
     assert errors[-1] < 0.9 * errors[0]
 
 
+@pytest.mark.slow
 def test_adaptive_feedback_follows_the_readout_and_outlasts_a_sequence():
     model = NETS["leaky"].build()
     learner = compiled(bt.EProp(model, "adaptive", feedback_decay=0.25), XS[0])
@@ -629,6 +631,7 @@ def losses_of(outs: Any, samples: bool) -> Any:
     return jax.vmap(lambda o: loss([o]))(outs) if samples else loss([outs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "samples"),
     every(3, [("modulator", True), ("modulator", False), ("target", True), ("target", False)]),
@@ -654,6 +657,7 @@ def test_a_masked_step_gives_no_gradient(name, samples):
     assert agree(found[1], found[2], ROUND_OFF)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(2, GIVEN))
 def test_functions_are_given_signals(name):
     net = NETS["leaky"]

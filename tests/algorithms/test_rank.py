@@ -64,7 +64,7 @@ def with_all_directions() -> list[Any]:
     """All models, but of the many with exact diagonals and a tail or weight of their own every second."""
     many = [n for n, c in CASES.items() if c.exact and c.kind in ("tail", "weight", "spike")]
     return [
-        pytest.param(n, 1 + (i % 4 == 0), i % 8 < 2, marks=() if i % 25 == 8 else pytest.mark.slow)
+        pytest.param(n, 1 + (i % 4 == 0), i % 8 < 2, marks=() if i % 50 == 8 else pytest.mark.slow)
         for i, n in enumerate(n for n in CASES if n not in many[1::2])
     ]
 
@@ -136,6 +136,7 @@ def add(total: Any, grads: Any) -> Any:
     return grads if total is None else jax.tree.map(jnp.add, total, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", every(2, [2, 1]))
 def test_a_batch_and_its_episodes_are_sequences_of_their_own(window):
     xs, ys = data()
@@ -172,6 +173,7 @@ def test_episodes_within_windows():
     assert agree(*found, 1e-10), difference(*found)
 
 
+@pytest.mark.slow
 def test_a_function_of_a_batch_is_mapped_over_it():
     def step(params: Any, h: Any, x: Any) -> Any:
         leak = jnp.broadcast_to(params["leak"] + jnp.sum(params["none"]), h.shape)
@@ -293,6 +295,7 @@ def test_in_half_precision_it_is_close():
     assert set(kept.values()) == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_was_kept():
     xs, ys = data()
     first, second = gru(), gru()
@@ -345,6 +348,7 @@ def test_twenty_thousand_steps():
 ONE_ANEW = np.arange(T)[:, None] % 3 == [2, 3]  # at the start of a window of two and in the middle of one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "inputs", "window", "options"),
     every(

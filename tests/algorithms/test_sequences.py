@@ -121,6 +121,7 @@ def in_windows(step, model, window, rest_first=True):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", every(4, [T, 1, 2, 3]))
 def test_windows_of_a_step_are_back_propagated_through(window):
     options = {"vjp_method": "multi-step", "window": window}
@@ -215,6 +216,7 @@ def test_a_loss_that_reads_a_state_before_the_call_in_steps_of_their_own(rule, o
     assert agree(truth, found, 1e-11), difference(truth, found)
 
 
+@pytest.mark.slow
 def test_a_state_read_before_the_call_in_a_loop_of_ones_own_is_told_of():
     learner = learner_of(bt.D_RTRL)
     x, y = (a[0] for a in data())
@@ -411,6 +413,7 @@ def test_episodes_with_units_and_sparse_weights(rule):
     np.testing.assert_allclose(found[0], want[0], rtol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", every(2, [bt.D_RTRL, bt.ES_D_RTRL]))
 def test_episodes_of_mapped_learners(rule):
     """With as many units as samples, which must not be mistaken for each other."""

@@ -112,6 +112,7 @@ T, B = 6, 2
 FLAGS = np.array([[False, True], [False] * 2, [True, False], [False] * 2, [True, True], [False] * 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "window"),
     every(2, [(rule, window) for rule in ("snap", "uoro", "kf_rtrl") for window in (1, 2)]),

@@ -74,6 +74,7 @@ def on_one() -> Any:
     return run(None)[0]
 
 
+@pytest.mark.slow
 @needs_eight
 @pytest.mark.parametrize(
     "shape",
@@ -148,6 +149,7 @@ def test_says_along_which_axis_nothing_is_spread():
         np.testing.assert_allclose(run(mesh, 1)[0], on_one()[:1], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_mesh_begins_with_batches():
     learner = braintrace.D_RTRL(Net())
     for wrong, words in [(jax.make_mesh((1,), ("model",)), "Put another before it"), (8, "jax.make_mesh")]:
