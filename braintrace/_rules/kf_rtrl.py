@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
-from .._compiler.exactness import RuleKind
 from .._compiler.provenance import provenance
 from .._compiler.site_weights import SiteWeights
 from .._compiler.step import show_path, show_paths
@@ -35,28 +34,15 @@ from .._executor.weighted import Weighted, product
 from .._executor.window import Window, where_rows
 from .._ops.letters import Layout, Letters
 from .rank import finite, per_sample
-from .rule import Rule, Values
-from .signs import Key, as_key, key_at, signs
+from .rule import Values
+from .signs import Estimate, key_at, signs
 
 COUNT = "steps so far"
 
 
 @dataclass(frozen=True)
-class KF_RTRL(Rule):
-    """Kronecker factors of each use of a parameter; options are those of `UORO`."""
-
-    key: Key = 42
-    eps: float = 1e-12
-    samples: int | str | None = "auto"
-    any_window: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", as_key(self.key))
-        if not self.eps > 0:
-            raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
-
-    def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("KF_RTRL", windows=windows, estimate=True)
+class KF_RTRL(Estimate):
+    """Kronecker factors of each use of a parameter."""
 
     def _uses(self, executor: ETraceGraphExecutor) -> list[Use]:
         per = per_sample(executor, self.samples, traces=False)

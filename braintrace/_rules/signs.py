@@ -1,13 +1,39 @@
-"""Random signs: the same for the same key and count, so that a run can be repeated."""
+"""Rules that estimate by random signs: the same for the same key and count, so that a run can be repeated."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from .._compiler.exactness import RuleKind
+from .rule import Rule
+
 Key = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Estimate(Rule):
+    """A rule whose gradients are right on average over keys; `key` is that of the signs.
+
+    `eps` is added to norms, and `samples` is the axis of the states along which samples lie ('auto': it is
+    found; None: all is one).
+    """
+
+    key: Key = 42
+    eps: float = 1e-12
+    samples: int | str | None = "auto"
+    any_window: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", as_key(self.key))
+        if not self.eps > 0:
+            raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind(type(self).__name__, windows=windows, estimate=True)
 
 
 def as_key(key: Any) -> Key:

@@ -18,41 +18,24 @@ The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.spread import Spec
 from .._executor.window import Window
 from .rank import BASIS, Rank, finite, named, parts_of
-from .rule import Rule, Values
-from .signs import Key, as_key, key_at, signs
+from .rule import Values
+from .signs import Estimate, key_at, signs
 
 COUNT = "windows so far"
 
 
 @dataclass(frozen=True)
-class UORO(Rule):
-    """A random product for each sample; `key` is that of the signs, `eps` is added to norms.
-
-    `samples` is the axis of the states along which samples lie ('auto': it is found; None: all is one).
-    """
-
-    key: Key = 42
-    eps: float = 1e-12
-    samples: int | str | None = "auto"
-    any_window: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", as_key(self.key))
-        if not self.eps > 0:
-            raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
-
-    def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("UORO", windows=windows, estimate=True)
+class UORO(Estimate):
+    """A random product for each sample."""
 
     @property
     def _kept(self) -> Rank:
