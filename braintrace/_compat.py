@@ -355,6 +355,20 @@ def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
     return prim
 
 
+def identity_primitive(name: str, differentiate: Callable[..., Any]) -> Primitive:
+    """An operation that returns its operand, with `differentiate(primals, tangents, **params)` as derivative.
+
+    A `jax.custom_jvp` loses its rule where JAX splits a program into a known and a linear part.
+    """
+    prim = Primitive(name)
+    prim.def_impl(lambda a, **_: a)
+    prim.def_abstract_eval(lambda a, **_: a)
+    ad.primitive_jvps[prim] = differentiate
+    batching.primitive_batchers[prim] = lambda args, dims, **params: (prim.bind(*args, **params), dims[0])
+    mlir.register_lowering(prim, lambda ctx, a, **_: [a])
+    return prim
+
+
 def register_bilinear_rules(
     prim: Primitive,
     plain: Callable[..., Any],

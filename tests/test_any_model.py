@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ import optax
 import pytest
 
 import braintrace as bt
+from braintrace._precision import keep_x64
 
 from .oracle import Brute, flatten, loss
 
@@ -530,3 +534,100 @@ def test_other_shapes_are_named():
         net.init({**model.params, "b": jnp.zeros(1)}, model.carry)
     with pytest.raises(ValueError, match=r"`x` has the shape"):
         gradient(net, model, data())
+
+
+def total_of(net: Any, model: Model, xs: Any, params: Any) -> Any:
+    """The summed loss of single steps in a loop."""
+
+    def one(state: Any, x: Any) -> Any:
+        carry, traces, y = net.step(params, *state, x)
+        return (carry, traces), loss(y)
+
+    return jnp.sum(jax.lax.scan(one, (model.carry, net.init(params, model.carry)), xs)[1])
+
+
+def squared_gradient(function: Any) -> Any:
+    return lambda params: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(function)(params)))
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_second_derivatives_are_refused(window):
+    model, xs = model_of("leaky"), data()[:2, 0]
+    params = model.params
+    net = bt.online(model.step, params, model.carry, xs[0], window=window)
+    total, ones = partial(total_of, net, model, xs), jax.tree.map(jnp.ones_like, params)
+    first = jax.grad(total)(params)
+    transposed = jax.linear_transpose(jax.linearize(total, params)[1], params)(1.0)[0]
+    for again in (transposed, jax.vjp(jax.checkpoint(total), params)[1](1.0)[0]):
+        assert agree(first, again)
+    losses = lambda params: jnp.sum(net.grad(loss, params, model.carry, {**traces}, xs)[2][0])
+    traces = net.init(params, model.carry)
+    for second in (
+        lambda: jax.grad(squared_gradient(total))(params),
+        lambda: jax.jit(jax.grad(squared_gradient(jax.jit(total))))(params),
+        lambda: jax.jvp(jax.grad(total), (params,), (ones,)),
+        lambda: jax.vmap(lambda s: jax.jvp(jax.grad(total), (params,), (s,)))(
+            jax.tree.map(lambda a: a[None], ones)
+        ),
+        lambda: jax.lax.scan(lambda p, _: (p, jax.grad(squared_gradient(total))(p)), params, None, 1),
+        lambda: jax.grad(lambda p: jax.jvp(total, (p,), (ones,))[1])(params),
+    ):
+        with pytest.raises(bt.NotSupportedError, match=r"differentiated again.*rules\.BPTT"):
+            second()
+    with pytest.raises(bt.NotSupportedError, match=r"`grad` or `etrace_grad` returned"):
+        jax.grad(losses)(params)
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_bptt():
+    model, xs = model_of("leaky"), data()[:2, 0]
+    net = online(model, bt.rules.BPTT())
+
+    def truth(params: Any) -> Any:
+        return squared_gradient(lambda p: jnp.sum(jax.lax.scan(partial(step, p), model.carry, xs)[1]))(params)
+
+    def step(params: Any, carry: Any, x: Any) -> Any:
+        carry, y = model.step(params, carry, x)
+        return carry, loss(y)
+
+    def found(params: Any) -> Any:
+        grads = net.grad(loss, params, model.carry, {}, xs, reduction="sum")[0]
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    expected = jax.grad(truth)(model.params)
+    assert agree(expected, jax.grad(squared_gradient(partial(total_of, net, model, xs)))(model.params))
+    assert agree(expected, jax.grad(found)(model.params))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loss_that_closes_over_parameters_is_warned_of(traced):
+    model, xs = model_of("leaky"), data()[:, 0]
+
+    def gradient(params: Any, penalty: Any) -> Any:
+        net = online(model)
+        traces = net.init(params, model.carry)
+        return net.grad(lambda y: loss(y) + penalty(params), params, model.carry, traces, xs)[0]
+
+    run = jax.jit(gradient, static_argnums=1) if traced else gradient
+    with pytest.warns(UserWarning, match=r"closes over `params\.w`: what it reads there is a constant"):
+        run(model.params, lambda params: jnp.sum(params["w"] ** 2))
+    with warnings.catch_warnings(action="error"):
+        run(model.params, lambda params: jax.lax.stop_gradient(jnp.sum(params["w"] ** 2)))
+
+
+def test_the_users_precision_is_kept(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "True")
+    brainstate.environ.set(precision=32)  # as `import brainstate` does
+    keep_x64()
+    assert jax.config.jax_enable_x64
+    assert brainstate.environ.get_precision() == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "before"),
+    [("0", "import jax; jax.config.update('jax_enable_x64', True)"), ("1", ""), ("1", "import brainstate")],
+)
+def test_the_users_precision_survives_the_import(value, before):
+    code = f"{before}\nimport braintrace, jax\nassert jax.numpy.ones(1).dtype == 'float64'"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_ENABLE_X64": value})

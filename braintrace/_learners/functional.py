@@ -22,6 +22,7 @@ from .._executor.slots import find_slots
 from .._executor.window import where_rows
 from .._frontends.functions import Function, read_function
 from .._frontends.modules import Mark, check_mark
+from .._lines import warn_user
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive, Given
@@ -350,6 +351,7 @@ class OnlineFunctions:
 
         closed, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
         step = self._user_step(closed)
+        self._warn_of_closures(step, leaves)
         kept = {i for i, a in enumerate(leaves[: self._num_params]) if is_inexact(a)}
         drive = self._drive(step, sequence, traces, chunk_size, window)
         begins, initial = self._begins(sequence)
@@ -420,6 +422,18 @@ class OnlineFunctions:
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
         return _meshes.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
+
+    def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
+        """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""
+        known, paths = set(map(id, step.closed_over)), self.function.params.paths
+        names = [f"`{'.'.join(p)}`" for p, a in zip(paths, leaves, strict=False) if id(a) in known]
+        if names:
+            warn_user(
+                f"The loss, or the step, closes over {', '.join(names)}: what it reads there is a constant, "
+                "and this part of the gradient is missing. Return what the loss needs of the parameters as "
+                "part of the step's output `y`; wrap it in `jax.lax.stop_gradient` if a constant is meant.",
+                about=self.function,
+            )
 
     def _user_step(self, closed: Any) -> UserStep:
         paths = [*self.function.params.paths, *self.function.carry.paths]

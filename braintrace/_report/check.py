@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import brainstate
@@ -25,7 +25,7 @@ from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
 from .._learners.functional import OnlineFunctions
-from .._online.drive import weighed
+from .._online.drive import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._rules import BPTT
@@ -181,6 +181,11 @@ def check_gradients(
     check_choice("reduction", reduction, ("mean", "sum"))
     check_chunk_size(chunk_size)
     sequence = Sequence.check(sequences, mask)
+    if (learner.steps_at_once(chunk_size) or 1) == 1:
+        targets = learner._driver.trace(learner, step_fn, sequence).step.targets
+        leaves, tree = jax.tree.flatten(sequence.arrays)
+        arrays = jax.tree.unflatten(tree, finite_targets(leaves, sequence.mask, targets))
+        sequence = replace(sequence, arrays=arrays)
     weights = learner.param_states if weights is None else weights
     exactness = learner.report.exactness
     options = {"mask": sequence.mask, "chunk_size": chunk_size, "weights": weights, "reduction": reduction}
