@@ -512,12 +512,32 @@ def test_numbers_of_python_among_the_parameters_are_static():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rule": "d_rtrl"}, "`rule` is a rule such as"),
+        ({"rule": 3}, "`rule` is a rule such as"),
+        ({"rule": "drtrl"}, "did you mean 'd_rtrl'"),
         ({"mark": "all"}, "`mark` is 'ops'"),
         ({"window": 0}, "`window` is a number of steps"),
         ({"window": True}, "`window` is a number of steps"),
         ({"step": lambda params, carry, x: ((carry, carry), x)}, "another structure"),
         ({"step": lambda params, carry, x: carry}, "returns a pair"),
+        ({"step": lambda params, carry, x: carry}, "order='carry x -> carry'"),
+        ({"step": lambda params, carry, x: (x, carry)}, "order='carry x -> y carry'"),
+        ({"step": lambda params, a, b: (a @ params["w"], b)}, "order='x carry -> carry y'"),
+        ({"step": lambda params, a, b: (a, a @ params["w"] + b)}, "order='x carry -> y carry'"),
+        (
+            {"step": lambda params, x, h: (x + h, h), "x": jnp.ones(UNITS)},
+            "by its shapes or names, `params x carry -> carry y`",
+        ),
+        ({"order": "x h -> y h"}, "`order` is such as"),
+        ({"order": "x carry -> carry y"}, "order='carry x -> carry y'"),
+        (
+            {"step": lambda params, carry, x: (carry[None], x)},
+            r"float64\[4\] before a step and float64\[1, 4\]",
+        ),
+        (
+            {"step": lambda params, carry, x: (carry > 0, x)},
+            r"float64\[4\] before a step and bool\[4\] after",
+        ),
+        ({"untraced": ["stats"]}, "`untraced` has 'stats'; the leaves of the carry are"),
     ],
 )
 def test_mistakes_are_named(options, words):
@@ -527,9 +547,78 @@ def test_mistakes_are_named(options, words):
         bt.online(**given)
 
 
+@pytest.mark.parametrize("rule", ["rtrl", "RTRL", bt.RTRL, bt.rules.RTRL, bt.BPTT])
+def test_rules_by_name_and_by_class(rule):
+    model = model_of("integrator")
+    assert (
+        type(online(model, rule).rule).__name__ == (rule if isinstance(rule, str) else rule.__name__).upper()
+    )
+
+
+def test_other_orders():
+    cell, h, xs = eqx.nn.GRUCell(IN, UNITS, key=KEY), jnp.zeros(UNITS), data()[:, 0]
+    usual = online(model_of("eqx.GRUCell"))
+    orders = {
+        "x carry -> carry": eqx.nn.GRUCell.__call__,
+        "x carry -> y carry": lambda cell, x, h: (cell(x, h),) * 2,
+        "carry x -> y carry": lambda cell, h, x: (cell(x, h),) * 2,
+        "x carry -> carry y": lambda cell, x, h: (cell(x, h),) * 2,
+    }
+    want = usual.step(wide(cell), h, usual.init(wide(cell), h), xs[0])[::2]
+    for order, step in orders.items():
+        net = bt.online(step, wide(cell), h, xs[0], order=order)
+        assert agree(want, net.step(wide(cell), h, net.init(wide(cell), h), xs[0])[::2])
+
+
+class InputFirst(nnx.Module):
+    def __init__(self, outputs: int) -> None:
+        self.w, self.r, self.out = (
+            nnx.Linear(i, o, rngs=nnx.Rngs(0)) for i, o in ((IN, UNITS), (UNITS, UNITS), (UNITS, outputs))
+        )
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        h = jnp.tanh(self.w(a) + self.r(b))
+        return self.out(h), h
+
+
+def test_nnx_modules_of_another_order():
+    h, x = jnp.zeros(UNITS), jnp.ones(IN)
+    with pytest.raises(bt.CompilationError, match=r"InputFirst is, .*pass `order='x carry -> y carry'`"):
+        bt.nnx.Learner(InputFirst(2), h, x)
+    learner = bt.nnx.Learner(InputFirst(2), h, x, order="x carry -> y carry", rule="es_d_rtrl")
+    assert learner(x).shape == (2,)
+
+
+def test_a_carry_without_a_trace():
+    def step(params: Any, carry: Any, x: Any) -> Any:
+        h = 0.9 * carry["h"] + x @ params["w"]
+        mean = 0.5 * carry["stats"]["mean"] + 0.5 * jax.lax.stop_gradient(jnp.mean(h))
+        return {"h": h, "stats": {"mean": mean}}, h - mean
+
+    params, xs = {"w": weights(IN, UNITS)}, data()[:, 0]
+    carry = {"h": jnp.zeros(UNITS), "stats": {"mean": jnp.zeros(())}}
+    net = bt.online(step, params, carry, xs[0], untraced=["stats"])
+    assert [g.hidden_paths for g in net.graph.hidden_groups] == [[("carry", "h")]]
+    check = net.check(loss, params, carry, xs)
+    assert check.equal
+    assert check.exactness.exact
+
+    def live(params: Any, carry: Any, x: Any) -> Any:
+        new, y = step(params, carry, x + carry["stats"]["mean"])
+        return {**new, "stats": {"mean": jnp.mean(y)}}, y
+
+    net = bt.online(live, params, carry, xs[0], untraced=["stats"])
+    with pytest.warns(UserWarning, match=r"`carry\.stats\.mean` \(carry\), which has no trace"):
+        assert not net.report.exactness.exact
+
+
 def test_other_shapes_are_named():
     model = model_of("integrator")
     net = online(model)
+    with pytest.raises(
+        TypeError, match="The loss function must return the loss of the step; it returned None"
+    ):
+        net.grad(lambda y: None, model.params, model.carry, net.init(model.params, model.carry), data()[:, 0])
     with pytest.raises(ValueError, match=r"`params.b` has the shape \(1,\), and had"):
         net.init({**model.params, "b": jnp.zeros(1)}, model.carry)
     with pytest.raises(ValueError, match=r"`x` has the shape"):

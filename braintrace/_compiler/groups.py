@@ -69,6 +69,11 @@ class HiddenGroup:
         return self.hidden[0].varshape
 
     @property
+    def snap(self) -> None:
+        """None, as in 0.2.6 for all rules but SnAp; here a pattern belongs to the rule."""
+        return None
+
+    @property
     def num_state(self) -> int:
         return sum(h.num_state for h in self.hidden) + self.filtered
 
