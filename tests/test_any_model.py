@@ -661,9 +661,9 @@ def test_second_derivatives_are_refused(window):
         lambda: jax.lax.scan(lambda p, _: (p, jax.grad(squared_gradient(total))(p)), params, None, 1),
         lambda: jax.grad(lambda p: jax.jvp(total, (p,), (ones,))[1])(params),
     ):
-        with pytest.raises(bt.NotSupportedError, match=r"differentiated again.*rules\.BPTT"):
+        with pytest.raises(bt.NotSupportedError, match=r"is differentiated again.*rules\.BPTT"):
             second()
-    with pytest.raises(bt.NotSupportedError, match=r"`grad` or `etrace_grad` returned"):
+    with pytest.raises(bt.NotSupportedError, match="is differentiated again"):
         jax.grad(losses)(params)
 
 

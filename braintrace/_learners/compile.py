@@ -126,7 +126,7 @@ def learner_named(name: str) -> type[ETraceAlgorithm]:
 
 def as_rule(given: Any) -> Rule:
     """A rule as a value, given as such, by its name, or as a class of rules or learners."""
-    made = learner_named(given) if isinstance(given, str) else given
+    made: Any = learner_named(given) if isinstance(given, str) else given
     if isinstance(made, type) and issubclass(made, ETraceAlgorithm | Rule):
         made = made(Nothing()) if issubclass(made, ETraceAlgorithm) else made()
         made = rules.BPTT() if isinstance(made, BPTT) else getattr(made, "rule", made)

@@ -97,10 +97,8 @@ def online(
     known = [p[1:] for p in function.carry.paths]
     unknown = [name for name in names if not any(p[: len(name)] == name for p in known)]
     if unknown:
-        raise ValueError(
-            f"`untraced` has {'.'.join(unknown[0])!r}; the leaves of the carry are "
-            f"{', '.join(repr('.'.join(p)) for p in known)}."
-        )
+        leaves = ", ".join(map(repr, map(".".join, known)))
+        raise ValueError(f"`untraced` has {'.'.join(unknown[0])!r}; the leaves of the carry are {leaves}.")
     return make_functions(function, carry, rule, mark, window)
 
 

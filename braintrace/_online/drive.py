@@ -48,7 +48,7 @@ class Drive:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
         given, sequence = _meshes.all_on_mesh((given, sequence))
         if self.step.calls:  # else it is BPTT, and all of it can be differentiated
-            given, sequence = differentiated_once(_RESULTS, (given, sequence))
+            given, sequence = differentiated_once((given, sequence))
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
@@ -518,9 +518,6 @@ class Part:
     slices: Leaves
     mask: Any
     reset: Any
-
-
-_RESULTS = "The losses or gradients that `grad` or `etrace_grad` returned were differentiated."
 
 
 def finite_targets(slices: Leaves, mask: Any, targets: list[bool]) -> Leaves:

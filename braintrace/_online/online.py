@@ -197,7 +197,7 @@ class Online:
             return advance(params, args, consts, rest, values)[:3]
 
         def forward(*operands: Any) -> Any:
-            params, args, consts, rest, values = differentiated_once(_STEP, operands)
+            params, args, consts, rest, values = differentiated_once(operands)
             outs, new, after, local = advance(params, args, consts, rest, values)
 
             def differentiable(
@@ -276,7 +276,7 @@ class Online:
             return outs, new, self.advance(values, window(params, args, consts, taken))
 
         def forward(*operands: Any) -> Any:
-            params, args, consts, rest, values = differentiated_once(_STEP, operands)
+            params, args, consts, rest, values = differentiated_once(operands)
 
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
                 outs, new, taken = run(params, args, consts, _like(flat, rest))
@@ -452,22 +452,18 @@ class Online:
         return grads
 
 
-_STEP = (
-    "The online gradient of a step was differentiated again, as `jax.hessian` or a gradient in a gradient do."
-)
-
-
-def differentiated_once(what: str, values: Any) -> Any:
+def differentiated_once(values: Any) -> Any:
     """The operands of an online gradient, which raise an error where it is differentiated again."""
-    return jax.tree.map(lambda a: _once_p.bind(a, what=what) if is_inexact(a) else a, values)
+    return jax.tree.map(lambda a: _once_p.bind(a) if is_inexact(a) else a, values)
 
 
-def _refuse(primals: Any, tangents: Any, what: str) -> Any:
+def _refuse(primals: Any, tangents: Any) -> Any:
     raise NotSupportedError(
-        f"{what} An online gradient has no derivative of its own: traces hold first derivatives of what "
+        "The online gradient of a step, or what `grad` or `etrace_grad` returned, is differentiated again, "
+        "as `jax.hessian` and meta-gradients do. It has no derivative: traces hold first derivatives of what "
         "parameters did in earlier steps, and no second ones. Use back-propagation through time "
-        "(`braintrace.BPTT`, `rule=braintrace.rules.BPTT()`) for second derivatives and meta-gradients; "
-        "where none is meant, cut the path with `jax.lax.stop_gradient`."
+        "(`braintrace.BPTT`, `rule=braintrace.rules.BPTT()`); or, where no second derivative is meant, cut "
+        "the path with `jax.lax.stop_gradient`."
     )
 
 

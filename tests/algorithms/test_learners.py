@@ -663,7 +663,7 @@ def test_second_derivatives_through_a_learner_are_refused():
         brainstate.transform.grad(squared, params)(jnp.ones(3))
     step = lambda x: jnp.sum(learner(x) ** 2)
     total = lambda xs: jnp.sum(learner.etrace_grad(xs, step_fn=step, return_value=True)[1])
-    with pytest.raises(braintrace.NotSupportedError, match="`etrace_grad` returned were differentiated"):
+    with pytest.raises(braintrace.NotSupportedError, match="`etrace_grad` returned, is differentiated again"):
         brainstate.transform.grad(total, params)(jnp.ones((2, 3)))
 
 
