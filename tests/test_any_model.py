@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -587,6 +588,13 @@ def test_nnx_modules_of_another_order():
         bt.nnx.Learner(InputFirst(2), h, x)
     learner = bt.nnx.Learner(InputFirst(2), h, x, order="x carry -> y carry", rule="es_d_rtrl")
     assert learner(x).shape == (2,)
+
+
+def test_nnx_without_flax(monkeypatch):
+    monkeypatch.delitem(sys.modules, "braintrace.nnx", raising=False)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install braintrace\[nnx\]"):
+        importlib.import_module("braintrace.nnx")
 
 
 def test_a_carry_without_a_trace():

@@ -44,6 +44,8 @@ class HiddenGroup:
     mixers: tuple[Node, ...] = ()
     filtered: int = 0  # states that a rule has beside: filters of what is read of the group
 
+    snap = None  # as in 0.2.6 for all rules but SnAp; here a pattern belongs to the rule
+
     def __repr__(self) -> str:
         states = ", ".join(f"{show_path(h.path)} {h.invar.aval.str_short()}" for h in self.hidden)
         return f"<HiddenGroup {self.index}: {states}>"
@@ -67,11 +69,6 @@ class HiddenGroup:
     @property
     def varshape(self) -> tuple[int, ...]:
         return self.hidden[0].varshape
-
-    @property
-    def snap(self) -> None:
-        """None, as in 0.2.6 for all rules but SnAp; here a pattern belongs to the rule."""
-        return None
 
     @property
     def num_state(self) -> int:
