@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from . import _precision as _precision
 from . import nn as nn
 from . import rules as rules
 from ._compiler import CompilationError as CompilationError

@@ -355,6 +355,17 @@ def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
     return prim
 
 
+def identity_primitive(name: str, differentiate: Callable[..., Any]) -> Primitive:
+    """An operation that returns its operand, with `differentiate(primals, tangents)` as its derivative."""
+    prim = Primitive(name)  # a `jax.custom_jvp` loses its rule where JAX splits off the linear part
+    prim.def_impl(lambda a: a)
+    prim.def_abstract_eval(lambda a: a)
+    ad.primitive_jvps[prim] = differentiate
+    batching.primitive_batchers[prim] = lambda args, dims: (prim.bind(*args), dims[0])
+    mlir.register_lowering(prim, lambda ctx, a: [a])
+    return prim
+
+
 def register_bilinear_rules(
     prim: Primitive,
     plain: Callable[..., Any],

@@ -7,14 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as e:
+    raise ModuleNotFoundError("`braintrace.nnx` needs Flax: `pip install braintrace[nnx]`.") from e
 
 from ._frontends.functions import read_function
 from ._frontends.modules import Mark
+from ._frontends.order import in_order
 from ._learners.functional import OnlineFunctions, make_functions
 from ._online.arguments import as_shape
 from ._report.report import CompilationReport
-from ._rules.rule import Rule
 
 
 class Carry(nnx.Variable):
@@ -30,7 +34,7 @@ class Learner(nnx.Module):
 
     `carry` is what samples begin with, and `x` the input of one step, for its shape. Parameters are the
     module's `nnx.Param`s; its other variables (running statistics, counts and keys of random numbers) are
-    carried along, without a trace. `rule`, `mark` and `window` are those of `braintrace.online`.
+    carried along, without a trace. `rule`, `mark`, `window` and `order` are those of `braintrace.online`.
 
     >>> import braintrace.nnx, jax.numpy as jnp, optax
     >>> from flax import nnx
@@ -47,15 +51,18 @@ class Learner(nnx.Module):
         carry: Any,
         x: Any,
         *,
-        rule: Rule | None = None,
+        rule: Any = None,
         mark: Mark = "auto",
         window: int | None = None,
+        order: str | None = None,
     ) -> None:
         self.module = module
         self.start = Carry(carry)
         self.carry = Carry(jax.tree.map(jnp.copy, carry))  # not the same buffers: jit may be given them both
         self.traces = Trace({})
-        self._forms = _Forms(jax.tree.map(as_shape, x), rule, mark, window)
+        self._forms = _Forms(
+            in_order(type(module).__call__, order), jax.tree.map(as_shape, x), rule, mark, window
+        )
         _write(self.traces, self.split()[-1])
 
     def __call__(self, x: Any, **given: Any) -> Any:
@@ -73,35 +80,19 @@ class Learner(nnx.Module):
         loss: Callable[..., Any],
         xs: Any,
         *more: Any,
-        mask: Any = None,
-        reset: Any = None,
-        window: int | None = None,
-        chunk_size: int | None = None,
-        reduction: str = "mean",
         has_aux: bool = False,
         return_value: bool = False,
-        **given: Any,
+        **options: Any,
     ) -> Any:
         """The gradients over a sequence, an `nnx.State` as `nnx.Optimizer.update(module, grads)` takes it.
 
         With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and what `loss`
-        returns beside its value; with both, of all three. For the rest, see `grad` of `braintrace.online`.
+        returns beside its value; with both, of all three. Other options are those of `grad` of
+        `braintrace.online`: `mask`, `reset`, `window`, `chunk_size`, `reduction`, `modulator`.
         """
         net, params, carried, traces = self.split()
         grads, (carried, traces), (losses, aux) = net.grad(
-            loss,
-            params,
-            carried,
-            traces,
-            xs,
-            *more,
-            mask=mask,
-            reset=reset,
-            window=window,
-            chunk_size=chunk_size,
-            reduction=reduction,
-            has_aux=has_aux,
-            **given,
+            loss, params, carried, traces, xs, *more, has_aux=has_aux, **options
         )
         self._keep(carried, traces)
         found = [grads, *([losses] if return_value else []), *([aux] if has_aux else [])]
@@ -146,15 +137,15 @@ class Learner(nnx.Module):
 class _Forms:
     """The functions of each form that the module has had: `module.eval()` makes another."""
 
-    def __init__(self, x: Any, rule: Rule | None, mark: Mark, window: int | None) -> None:
-        self.x, self.options = x, (rule, mark, window)
+    def __init__(self, call: Any, x: Any, rule: Any, mark: Mark, window: int | None) -> None:
+        self.call, self.x, self.options = call, x, (rule, mark, window)
         self.known: dict[Any, OnlineFunctions] = {}
 
     def functions(self, form: Any, name: str, params: Any, carried: Any) -> OnlineFunctions:
         def step(params: Any, carried: Any, x: Any) -> Any:
             carry, variables = carried
             module = nnx.merge(form, params, variables)
-            carry, y = module(carry, x)
+            carry, y = self.call(module, carry, x)
             nnx.pop(module, nnx.Intermediate)
             return (carry, nnx.split(module, nnx.Param, ...)[2]), y
 

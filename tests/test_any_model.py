@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ import optax
 import pytest
 
 import braintrace as bt
+from braintrace._precision import keep_x64
 
 from .oracle import Brute, flatten, loss
 
@@ -508,12 +513,32 @@ def test_numbers_of_python_among_the_parameters_are_static():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rule": "d_rtrl"}, "`rule` is a rule such as"),
+        ({"rule": 3}, "`rule` is a rule such as"),
+        ({"rule": "drtrl"}, "did you mean 'd_rtrl'"),
         ({"mark": "all"}, "`mark` is 'ops'"),
         ({"window": 0}, "`window` is a number of steps"),
         ({"window": True}, "`window` is a number of steps"),
         ({"step": lambda params, carry, x: ((carry, carry), x)}, "another structure"),
         ({"step": lambda params, carry, x: carry}, "returns a pair"),
+        ({"step": lambda params, carry, x: carry}, "order='carry x -> carry'"),
+        ({"step": lambda params, carry, x: (x, carry)}, "order='carry x -> y carry'"),
+        ({"step": lambda params, a, b: (a @ params["w"], b)}, "order='x carry -> carry y'"),
+        ({"step": lambda params, a, b: (a, a @ params["w"] + b)}, "order='x carry -> y carry'"),
+        (
+            {"step": lambda params, x, h: (x + h, h), "x": jnp.ones(UNITS)},
+            "by its shapes or names, `params x carry -> carry y`",
+        ),
+        ({"order": "x h -> y h"}, "`order` is such as"),
+        ({"order": "x carry -> carry y"}, "order='carry x -> carry y'"),
+        (
+            {"step": lambda params, carry, x: (carry[None], x)},
+            r"float64\[4\] before a step and float64\[1, 4\]",
+        ),
+        (
+            {"step": lambda params, carry, x: (carry > 0, x)},
+            r"float64\[4\] before a step and bool\[4\] after",
+        ),
+        ({"untraced": ["stats"]}, "`untraced` has 'stats'; the leaves of the carry are"),
     ],
 )
 def test_mistakes_are_named(options, words):
@@ -523,10 +548,183 @@ def test_mistakes_are_named(options, words):
         bt.online(**given)
 
 
+@pytest.mark.parametrize("rule", ["rtrl", "RTRL", bt.RTRL, bt.rules.RTRL, bt.BPTT])
+def test_rules_by_name_and_by_class(rule):
+    model = model_of("integrator")
+    assert (
+        type(online(model, rule).rule).__name__ == (rule if isinstance(rule, str) else rule.__name__).upper()
+    )
+
+
+def test_other_orders():
+    cell, h, xs = eqx.nn.GRUCell(IN, UNITS, key=KEY), jnp.zeros(UNITS), data()[:, 0]
+    usual = online(model_of("eqx.GRUCell"))
+    orders = {
+        "x carry -> carry": eqx.nn.GRUCell.__call__,
+        "x carry -> y carry": lambda cell, x, h: (cell(x, h),) * 2,
+        "carry x -> y carry": lambda cell, h, x: (cell(x, h),) * 2,
+        "x carry -> carry y": lambda cell, x, h: (cell(x, h),) * 2,
+    }
+    want = usual.step(wide(cell), h, usual.init(wide(cell), h), xs[0])[::2]
+    for order, step in orders.items():
+        net = bt.online(step, wide(cell), h, xs[0], order=order)
+        assert agree(want, net.step(wide(cell), h, net.init(wide(cell), h), xs[0])[::2])
+
+
+class InputFirst(nnx.Module):
+    def __init__(self, outputs: int) -> None:
+        self.w, self.r, self.out = (
+            nnx.Linear(i, o, rngs=nnx.Rngs(0)) for i, o in ((IN, UNITS), (UNITS, UNITS), (UNITS, outputs))
+        )
+
+    def __call__(self, a: Any, b: Any) -> Any:
+        h = jnp.tanh(self.w(a) + self.r(b))
+        return self.out(h), h
+
+
+def test_nnx_modules_of_another_order():
+    h, x = jnp.zeros(UNITS), jnp.ones(IN)
+    with pytest.raises(bt.CompilationError, match=r"InputFirst is, .*pass `order='x carry -> y carry'`"):
+        bt.nnx.Learner(InputFirst(2), h, x)
+    learner = bt.nnx.Learner(InputFirst(2), h, x, order="x carry -> y carry", rule="es_d_rtrl")
+    assert learner(x).shape == (2,)
+
+
+def test_nnx_without_flax(monkeypatch):
+    monkeypatch.delitem(sys.modules, "braintrace.nnx", raising=False)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install braintrace\[nnx\]"):
+        importlib.import_module("braintrace.nnx")
+
+
+def test_a_carry_without_a_trace():
+    def step(params: Any, carry: Any, x: Any) -> Any:
+        h = 0.9 * carry["h"] + x @ params["w"]
+        mean = 0.5 * carry["stats"]["mean"] + 0.5 * jax.lax.stop_gradient(jnp.mean(h))
+        return {"h": h, "stats": {"mean": mean}}, h - mean
+
+    params, xs = {"w": weights(IN, UNITS)}, data()[:, 0]
+    carry = {"h": jnp.zeros(UNITS), "stats": {"mean": jnp.zeros(())}}
+    net = bt.online(step, params, carry, xs[0], untraced=["stats"])
+    assert [g.hidden_paths for g in net.graph.hidden_groups] == [[("carry", "h")]]
+    check = net.check(loss, params, carry, xs)
+    assert check.equal
+    assert check.exactness.exact
+
+    def live(params: Any, carry: Any, x: Any) -> Any:
+        new, y = step(params, carry, x + carry["stats"]["mean"])
+        return {**new, "stats": {"mean": jnp.mean(y)}}, y
+
+    net = bt.online(live, params, carry, xs[0], untraced=["stats"])
+    with pytest.warns(UserWarning, match=r"`carry\.stats\.mean` \(carry\), which has no trace"):
+        assert not net.report.exactness.exact
+
+
 def test_other_shapes_are_named():
     model = model_of("integrator")
     net = online(model)
+    with pytest.raises(
+        TypeError, match="The loss function must return the loss of the step; it returned None"
+    ):
+        net.grad(lambda y: None, model.params, model.carry, net.init(model.params, model.carry), data()[:, 0])
     with pytest.raises(ValueError, match=r"`params.b` has the shape \(1,\), and had"):
         net.init({**model.params, "b": jnp.zeros(1)}, model.carry)
     with pytest.raises(ValueError, match=r"`x` has the shape"):
         gradient(net, model, data())
+
+
+def total_of(net: Any, model: Model, xs: Any, params: Any) -> Any:
+    """The summed loss of single steps in a loop."""
+
+    def one(state: Any, x: Any) -> Any:
+        carry, traces, y = net.step(params, *state, x)
+        return (carry, traces), loss(y)
+
+    return jnp.sum(jax.lax.scan(one, (model.carry, net.init(params, model.carry)), xs)[1])
+
+
+def squared_gradient(function: Any) -> Any:
+    return lambda params: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(function)(params)))
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_second_derivatives_are_refused(window):
+    model, xs = model_of("leaky"), data()[:2, 0]
+    params = model.params
+    net = bt.online(model.step, params, model.carry, xs[0], window=window)
+    total, ones = partial(total_of, net, model, xs), jax.tree.map(jnp.ones_like, params)
+    first = jax.grad(total)(params)
+    transposed = jax.linear_transpose(jax.linearize(total, params)[1], params)(1.0)[0]
+    for again in (transposed, jax.vjp(jax.checkpoint(total), params)[1](1.0)[0]):
+        assert agree(first, again)
+    losses = lambda params: jnp.sum(net.grad(loss, params, model.carry, {**traces}, xs)[2][0])
+    traces = net.init(params, model.carry)
+    for second in (
+        lambda: jax.grad(squared_gradient(total))(params),
+        lambda: jax.jit(jax.grad(squared_gradient(jax.jit(total))))(params),
+        lambda: jax.jvp(jax.grad(total), (params,), (ones,)),
+        lambda: jax.vmap(lambda s: jax.jvp(jax.grad(total), (params,), (s,)))(
+            jax.tree.map(lambda a: a[None], ones)
+        ),
+        lambda: jax.lax.scan(lambda p, _: (p, jax.grad(squared_gradient(total))(p)), params, None, 1),
+        lambda: jax.grad(lambda p: jax.jvp(total, (p,), (ones,))[1])(params),
+    ):
+        with pytest.raises(bt.NotSupportedError, match=r"is differentiated again.*rules\.BPTT"):
+            second()
+    with pytest.raises(bt.NotSupportedError, match="is differentiated again"):
+        jax.grad(losses)(params)
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_bptt():
+    model, xs = model_of("leaky"), data()[:2, 0]
+    net = online(model, bt.rules.BPTT())
+
+    def truth(params: Any) -> Any:
+        return squared_gradient(lambda p: jnp.sum(jax.lax.scan(partial(step, p), model.carry, xs)[1]))(params)
+
+    def step(params: Any, carry: Any, x: Any) -> Any:
+        carry, y = model.step(params, carry, x)
+        return carry, loss(y)
+
+    def found(params: Any) -> Any:
+        grads = net.grad(loss, params, model.carry, {}, xs, reduction="sum")[0]
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    expected = jax.grad(truth)(model.params)
+    assert agree(expected, jax.grad(squared_gradient(partial(total_of, net, model, xs)))(model.params))
+    assert agree(expected, jax.grad(found)(model.params))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loss_that_closes_over_parameters_is_warned_of(traced):
+    model, xs = model_of("leaky"), data()[:, 0]
+
+    def gradient(params: Any, penalty: Any) -> Any:
+        net = online(model)
+        traces = net.init(params, model.carry)
+        return net.grad(lambda y: loss(y) + penalty(params), params, model.carry, traces, xs)[0]
+
+    run = jax.jit(gradient, static_argnums=1) if traced else gradient
+    with pytest.warns(UserWarning, match=r"closes over `params\.w`: what it reads there is a constant"):
+        run(model.params, lambda params: jnp.sum(params["w"] ** 2))
+    with warnings.catch_warnings(action="error"):
+        run(model.params, lambda params: jax.lax.stop_gradient(jnp.sum(params["w"] ** 2)))
+
+
+def test_the_users_precision_is_kept(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "True")
+    brainstate.environ.set(precision=32)  # as `import brainstate` does
+    keep_x64()
+    assert jax.config.jax_enable_x64
+    assert brainstate.environ.get_precision() == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "before"),
+    [("0", "import jax; jax.config.update('jax_enable_x64', True)"), ("1", ""), ("1", "import brainstate")],
+)
+def test_the_users_precision_survives_the_import(value, before):
+    code = f"{before}\nimport braintrace, jax\nassert jax.numpy.ones(1).dtype == 'float64'"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_ENABLE_X64": value})

@@ -128,3 +128,38 @@ def test_a_model_written_both_ways_has_the_same_gradient() -> None:
         assert set(learner.report.etrace_weights) == {("w",), ("leak",)}
         found.append(learner.etrace_grad(xs, step_fn=lambda x, call=learner: jnp.sum(call(x) ** 2)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), *found)
+
+
+class Overwritten(brainstate.nn.Module):
+    """A hidden state that a step writes and never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = brainstate.ParamState(W)
+        self.h = brainstate.HiddenState(jnp.zeros((2, 4)))
+
+    def update(self, x: Any) -> Any:
+        self.h.value = jnp.tanh(bt.matmul(x, self.w.value))
+        return self.h.value
+
+
+@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl"])
+def test_a_state_that_is_never_read_is_no_error(rule: str) -> None:
+    expected = pytest.warns(UserWarning, match="writes `h` and never reads it")
+    with expected if rule == "d_rtrl" else warnings.catch_warnings(action="error"):
+        learner = bt.compile(Overwritten(), rule, X)
+    check = bt.check_gradients(learner, jnp.stack([X, 2 * X]), step_fn=lambda x: jnp.sum(learner(x) ** 2))
+    assert check.equal
+    assert check.exactness.exact
+
+
+def test_configs_and_patterns_of_published_rules() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        learner = bt.compile(Overwritten(), "eprop", X, feedback="random", kappa_filter_decay=0.5)
+    assert learner.config == bt.ETraceConfig(
+        learning_signal="random_feedback", trace_filter="kappa", kappa=0.5
+    )
+    assert [group.snap for group in learner.graph.hidden_groups] == [None]
+    assert bt.EProp(Overwritten()).config == bt.ETraceConfig()
+    assert bt.ES_D_RTRL(Overwritten(), 3).config == bt.ETraceConfig("io_factorized", decay=0.5)
+    assert bt.SnAp(Overwritten(), 2).config == bt.ETraceConfig(recurrence_scope="sparse_n", sparse_n=2)

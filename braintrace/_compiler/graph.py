@@ -11,10 +11,11 @@ from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
 from .flows import Flows
 from .groups import HiddenGroup, find_groups, group_outcomes
-from .module_info import ModuleInfo, StateEntry
+from .module_info import ModuleInfo, StateEntry, is_read
 from .outcomes import (
     Cascade,
     Findings,
+    NeverRead,
     NoGradient,
     NoMarkedOp,
     NotLinear,
@@ -168,8 +169,8 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
         ops = [str(SiteWeights(info, s, origin).use) for s in info.program.sites]
         raise CompilationError(
             "The model has no hidden state, so there is nothing to trace: none of its states is a floating "
-            "`ShortTermState` (such as `HiddenState`), or array of a function's carry, that the step both "
-            f"reads and writes. States found: {', '.join(states) or 'none'}. Marked ops: "
+            "`ShortTermState` (such as `HiddenState`), or array of a function's carry, that the step "
+            f"writes. States found: {', '.join(states) or 'none'}. Marked ops: "
             f"{', '.join(ops) or 'none'}. Keep the recurrent state in one of these, or train a model without "
             "one by ordinary gradients."
         )
@@ -185,6 +186,8 @@ def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
 
 def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Outcome]:
     found: list[Outcome] = [OwnDerivativeUnused(node) for node in info.program.opened]
+    if not any(is_read(info.program, h) for h in info.hidden):
+        found.append(NeverRead(tuple(h.path for h in info.hidden)))
     if not info.program.sites:
         params = tuple((e.path, _first_use(info, e)) for e in info.params)
         found.append(NoMarkedOp(params, tuple(e.path for e in info.params if _feeds(e, var_goals))))

@@ -44,6 +44,8 @@ class HiddenGroup:
     mixers: tuple[Node, ...] = ()
     filtered: int = 0  # states that a rule has beside: filters of what is read of the group
 
+    snap = None  # as in 0.2.6 for all rules but SnAp; here a pattern belongs to the rule
+
     def __repr__(self) -> str:
         states = ", ".join(f"{show_path(h.path)} {h.invar.aval.str_short()}" for h in self.hidden)
         return f"<HiddenGroup {self.index}: {states}>"

@@ -288,15 +288,14 @@ def _is_same(known: Any, now: Any) -> bool:
 
 
 def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:
-    used = {a for node in program.nodes for a in node.inputs if isinstance(a, Var)}
-    used.update(a for a in program.outputs if isinstance(a, Var))
-    return [
-        h
-        for entry in entries
-        if entry.of.role is Role.HIDDEN
-        for h in hidden_arrays(entry)
-        if h.invar in used
-    ]
+    """The hidden arrays that a step reads; those that it only writes, if it reads none."""
+    found = [h for entry in entries if entry.of.role is Role.HIDDEN for h in hidden_arrays(entry)]
+    return [h for h in found if is_read(program, h)] or found
+
+
+def is_read(program: Program, hidden: Hidden) -> bool:
+    """Whether a step uses the value that a hidden array has before it."""
+    return any(hidden.invar in atoms for atoms in (*(n.inputs for n in program.nodes), program.outputs))
 
 
 def hidden_arrays(entry: StateEntry) -> list[Hidden]:

@@ -133,6 +133,13 @@ class Cascade(Outcome):
 
 
 @dataclass(frozen=True)
+class NeverRead(Outcome):
+    """Hidden states that a step writes and, like all others, does not read."""
+
+    hidden_paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
 class NoMarkedOp(Outcome):
     """A program without sites: its parameters, with the first use of each, and those that feed a state."""
 

@@ -13,6 +13,7 @@ from .. import _meshes
 from .._compiler.errors import CompilationError
 from .._compiler.step import Path, Role, State, Step
 from .._online.arguments import split_static
+from .order import in_order, name_of
 
 Leaves = list[Any]
 
@@ -120,24 +121,21 @@ def read_function(
     carry: Any,
     x: Any,
     aside: Callable[[Path], bool] = lambda path: False,
+    order: str | None = None,
 ) -> Function:
     """Trace `function(params, carry, x)`; shapes may stand for arrays.
 
     Leaves of the carry that are `aside` are no samples' own: running statistics, counts, keys.
     """
+    ordered = in_order(function, order)
     # a number of Python among the parameters is an option, such as the rate of a dropout
     trees = Tree.of("params", params, numbers=False), Tree.of("carry", carry), Tree.of("x", x)
     given = [t.leaves(v) for t, v in zip(trees, (params, carry, x), strict=True)]
     out_trees: list[Any] = []
 
     def flat(x: Leaves, params: Leaves, carry: Leaves) -> Leaves:
-        result = function(trees[0].rebuild(params), trees[1].rebuild(carry), trees[2].rebuild(x))
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise CompilationError(
-                "A step returns a pair of the new carry and the output, `step(params, carry, x) -> "
-                f"(carry, y)`; {_name(function)} returned {type(result).__name__}."
-            )
-        new = _new_carry(trees[1], result[0], function)
+        result = ordered(trees[0].rebuild(params), trees[1].rebuild(carry), trees[2].rebuild(x))
+        new = _new_carry(trees[1], carry, result[0], function)
         y, tree = jax.tree.flatten(result[1])
         out_trees.append(tree)
         return [*y, *params, *new]
@@ -160,24 +158,26 @@ def read_function(
         num_args=len(given[2]),
         out_tree=out_trees[-1],
         states=tuple(states),
-        name=_name(function),
+        name=name_of(function),
         arg_names=tuple(".".join(p) for p in trees[2].paths),
         model=function if callable(function) and hasattr(function, "__weakref__") else None,
     )
     return Function(function, step, *trees, tuple(map(aside, trees[1].paths)))
 
 
-def _new_carry(tree: Tree, carry: Any, function: Any) -> Leaves:
+def _new_carry(tree: Tree, old: Leaves, carry: Any, function: Any) -> Leaves:
+    """The leaves of the carry that a step returned: in structure, shapes and types as it was given."""
     try:
-        return [jnp.asarray(a) for a in tree.leaves(carry)]
+        new = [jnp.asarray(a) for a in tree.leaves(carry)]
     except ValueError as e:
         raise CompilationError(
-            f"{_name(function)} returns a carry of another structure than it is given. {e}"
+            f"{name_of(function)} returns a carry of another structure than it is given. {e}"
         ) from None
-
-
-def _name(function: Any) -> str:
-    owner = getattr(function, "__self__", None)
-    if owner is not None:  # `module.apply`
-        return type(owner).__name__
-    return str(getattr(function, "__name__", type(function).__name__))
+    for path, a, b in zip(tree.paths, old, new, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise CompilationError(
+                f"`{'.'.join(path)}` is {a.dtype}{list(a.shape)} before a step and {b.dtype}{list(b.shape)} "
+                "after it: there could be no second step. Begin with a carry of the shape (with samples in "
+                "front, if `x` has them) and type that the step returns, or cast it there (`astype`)."
+            )
+    return new

@@ -14,7 +14,7 @@ import jax
 from .._compiler import ETraceGraph
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import graph_from_info
-from .._frontends.modules import extract_module_info
+from .._frontends.modules import Mark, check_mark, extract_module_info
 from .._online.data import MultiStepData, SingleStepData, one_step
 from .._online.drive import Drive
 from .._online.sequence import Sequence
@@ -36,6 +36,10 @@ class BPTT(ETraceAlgorithm):
     >>> sorted(".".join(path) for path in grads)
     ['Wh.weight', 'Wr.weight', 'Wz.weight']
     """
+
+    def __init__(self, model: brainstate.nn.Module, *, mark: Mark = "ops", name: str | None = None) -> None:
+        super().__init__(model, name=name)
+        check_mark(mark)  # of no effect: every parameter is learned
 
     @property
     def rule_kind(self) -> RuleKind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _meshes
+from .. import _rules as rules
 from .._online.sequence import Sequence
+from .._rules.rule import Rule
 from .base import ETraceAlgorithm
 from .bptt import BPTT
 from .config import ETraceConfig
@@ -82,9 +85,7 @@ def compile(
         options["config"] = algorithm
         algorithm = _learner_of(algorithm)
     elif isinstance(algorithm, str):
-        if algorithm.strip().lower() not in NAMES:
-            raise ValueError(f"Unknown algorithm {algorithm!r}; known are {', '.join(map(repr, NAMES))}.")
-        algorithm = NAMES[algorithm.strip().lower()]
+        algorithm = learner_named(algorithm)
     elif not (isinstance(algorithm, type) and issubclass(algorithm, ETraceAlgorithm)):
         raise TypeError(
             f"`algorithm` is a learner such as `braintrace.D_RTRL`, its name, or an `ETraceConfig`, not "
@@ -111,6 +112,37 @@ def compile(
     if verbose:
         learner.report.show(verbose)
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
+
+
+def learner_named(name: str) -> type[ETraceAlgorithm]:
+    """The class of learners of a name such as 'd_rtrl'."""
+    known = NAMES.get(name.strip().lower())
+    if known is None:
+        near = difflib.get_close_matches(name.lower(), NAMES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(map(repr, NAMES))}."
+        raise ValueError(f"Unknown algorithm {name!r}; {hint}")
+    return known
+
+
+def as_rule(given: Any) -> Rule:
+    """A rule as a value, given as such, by its name, or as a class of rules or learners."""
+    made: Any = learner_named(given) if isinstance(given, str) else given
+    if isinstance(made, type) and issubclass(made, ETraceAlgorithm | Rule):
+        made = made(Nothing()) if issubclass(made, ETraceAlgorithm) else made()
+        made = rules.BPTT() if isinstance(made, BPTT) else getattr(made, "rule", made)
+    if not isinstance(made, Rule):
+        raise TypeError(
+            "`rule` is a rule such as `braintrace.rules.D_RTRL()`, a class such as `braintrace.D_RTRL`, or a "
+            f"name such as 'd_rtrl', not {given!r}."
+        )
+    return made
+
+
+class Nothing(brainstate.nn.Module):
+    """A model for learners that are asked for their rule only."""
+
+    def update(self, x: Any) -> Any:
+        return x
 
 
 def _learner_of(config: ETraceConfig) -> type[ETraceAlgorithm]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
+from .._frontends.modules import Mark
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .config import ETraceConfig
@@ -87,12 +88,15 @@ class DNI(ETraceVjpAlgorithm):
         snap_max_jacobian_elements: int = 0,
         *,
         window: int | None = None,
+        mark: Mark = "ops",
         config: ETraceConfig | None = None,
     ) -> None:
         if vjp_method != "multi-step":
             raise ValueError("DNI is about what comes after a window: `vjp_method` is 'multi-step'.")
         config = config or ETraceConfig(learning_signal="bootstrapped")
-        super().__init__(model, DNIRule(), vjp_method=vjp_method, window=window, name=name, config=config)
+        super().__init__(
+            model, DNIRule(), vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
+        )
         self.synthesizer: Any = None
         if synthesizer is not None:
             self.attach_synthesizer(synthesizer)

@@ -89,9 +89,8 @@ class Driver:
         self._programs = Programs()
         self.is_driving = False  # a user's step is being traced
 
-    def _trace(
-        self, learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence
-    ) -> TracedStep:
+    def trace(self, learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence) -> TracedStep:
+        """A user's step, traced on one step of the sequence."""
         before, self.is_driving = self.is_driving, True
         try:
             return TracedStep.of(learner, function, sequence.arrays)
@@ -166,7 +165,7 @@ class Driver:
         def function(*slices: Any) -> Any:
             return request.split(step_fn(*slices), lead)
 
-        traced = self._trace(learner, function, sequence)
+        traced = self.trace(learner, function, sequence)
         at = traced.leaves_of(weights)
         self._refuse_unused(learner, traced, weights)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
@@ -223,7 +222,7 @@ class Driver:
     def _evolve(
         self, learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
     ) -> Any:
-        traced = self._trace(learner, step, sequence)
+        traced = self.trace(learner, step, sequence)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
         drive = learner._how(traced.step, sequence, chunk_size, True, is_window=False)
         outs, after = self._run(traced, drive, sequence, leaves, [], Drive.evolve)

@@ -22,6 +22,7 @@ from .._executor.slots import find_slots
 from .._executor.window import where_rows
 from .._frontends.functions import Function, read_function
 from .._frontends.modules import Mark, check_mark
+from .._lines import warn_user
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive, Given
@@ -33,6 +34,7 @@ from .._online.user_step import UserStep
 from .._report.diagnostics import kinds_of, warn_of
 from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
+from .compile import as_rule
 
 if TYPE_CHECKING:
     from .._report.check import GradientCheck
@@ -51,18 +53,30 @@ def online(
     carry: Any,
     x: Any,
     *,
-    rule: Rule | None = None,
+    rule: Any = None,
     mark: Mark = "auto",
     window: int | None = None,
+    order: str | None = None,
+    untraced: Iterable[str] = (),
 ) -> OnlineFunctions:
     """Pure functions that train `step(params, carry, x) -> (carry, y)` online.
 
-    `params`, `carry` and `x` are any pytrees; leaves that are not arrays are static, and inexact arrays of
-    `carry` are hidden states. `rule` is one of `braintrace.rules` (`D_RTRL()` by default). With `mark='auto'`
-    operations that use parameters are found; with 'ops' those written by hand count (`braintrace.matmul`).
-    With `window`, gradients go through windows of so many steps along all paths, and the rule answers for
-    what came before. What a rule's signal is made of goes to `step` and, as a sequence, to `grad` by name:
-    `modulator=`, `target=`.
+    Args:
+        step: A function of one time step, over any pytrees, of any framework.
+        params: Leaves that are not arrays are static.
+        carry: Inexact arrays are hidden states.
+        x: The input of one step, for its shapes.
+        rule: A rule of `braintrace.rules`, its class or name ('es_d_rtrl'); `D_RTRL()` by default. What its
+            signal is made of goes to `step` and, as a sequence, to `grad` by name: `modulator=`, `target=`.
+        mark: 'auto' finds operations that use parameters; 'ops' counts those that are marked by hand.
+        window: Back-propagate through windows of so many steps; the rule answers for earlier ones.
+        order: What `step` takes after `params` and returns, if not 'carry x -> carry y': 'x carry -> y carry'
+            for Haiku and spyx, 'x carry -> carry' for the cells of Equinox.
+        untraced: Names of leaves or subtrees of the carry that have no trace, and are not reset with a
+            sample: running statistics ('stats', '1.mean').
+
+    Raises:
+        CompilationError: `step` has another order, or returns a carry of other shapes or types.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> def step(params, h, x):
@@ -77,15 +91,21 @@ def online(
     >>> grads["w"].shape, losses.shape
     ((3, 4), (5,))
     """
-    return make_functions(read_function(step, params, carry, x), carry, rule, mark, window)
+    names = [tuple(name.split(".")) for name in untraced]
+    is_untraced = lambda path: any(path[1 : 1 + len(name)] == name for name in names)
+    function = read_function(step, params, carry, x, is_untraced, order)
+    known = [p[1:] for p in function.carry.paths]
+    unknown = [name for name in names if not any(p[: len(name)] == name for p in known)]
+    if unknown:
+        leaves = ", ".join(map(repr, map(".".join, known)))
+        raise ValueError(f"`untraced` has {'.'.join(unknown[0])!r}; the leaves of the carry are {leaves}.")
+    return make_functions(function, carry, rule, mark, window)
 
 
 def make_functions(
-    function: Function, carry: Any, rule: Rule | None, mark: Mark, window: int | None
+    function: Function, carry: Any, rule: Any, mark: Mark, window: int | None
 ) -> OnlineFunctions:
-    rule = D_RTRL() if rule is None else rule
-    if not isinstance(rule, Rule):
-        raise TypeError(f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {rule!r}.")
+    rule = D_RTRL() if rule is None else as_rule(rule)
     check_mark(mark)
     check_window(window)
     return OnlineFunctions(function, rule, mark, window, start=function.carry.leaves(carry))
@@ -156,22 +176,16 @@ class OnlineFunctions:
         carry: Any,
         xs: Any,
         *more: Any,
-        mask: Any = None,
-        chunk_size: int | None = None,
-        reduction: str = "mean",
-        has_aux: bool = False,
         tolerance: float | None = None,
-        **given: Any,
+        **options: Any,
     ) -> GradientCheck:
         """How close `grad` is to back-propagation through time, parameter by parameter, from traces of zero.
 
         `tolerance` is the relative error that counts as round-off; by default it goes by the type of the
-        parameters. `given` is as in `grad`.
+        parameters. `options` are those of `grad`: `mask`, `chunk_size`, `reduction`, `has_aux`, `modulator`.
         """
         from .._report.check import check_functions
 
-        options = {"mask": mask, "chunk_size": chunk_size, "reduction": reduction, "has_aux": has_aux}
-        options |= self._given(given)
         return check_functions(self, loss, params, carry, xs, *more, tolerance=tolerance, **options)
 
     def plan(
@@ -209,27 +223,14 @@ class OnlineFunctions:
         """The shapes of what the rule keeps, and how it is spread over devices."""
         return self._online.spread_shapes
 
-    def compare(
-        self,
-        loss: Loss,
-        params: Any,
-        carry: Any,
-        xs: Any,
-        *more: Any,
-        rules: Any = None,
-        train: Any = None,
-        mask: Any = None,
-        chunk_size: int | None = None,
-        memory_budget: int | None = None,
-        progress: bool = True,
-    ) -> Comparison:
-        """Rules side by side on this function and data, as `braintrace.compare`; none is kept."""
+    def compare(self, loss: Loss, params: Any, carry: Any, xs: Any, *more: Any, **options: Any) -> Comparison:
+        """Rules side by side on this function and data, as `braintrace.compare`; none is kept.
+
+        `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
+        """
         from .._train.measure import compare_functions
 
-        options = {"mask": mask, "chunk_size": chunk_size, "memory_budget": memory_budget}
-        return compare_functions(
-            self, loss, params, carry, xs, *more, rules=rules, train=train, progress=progress, **options
-        )
+        return compare_functions(self, loss, params, carry, xs, *more, **options)
 
     # -- pytrees and leaves ------------------------------------------------------------------------
 
@@ -350,6 +351,7 @@ class OnlineFunctions:
 
         closed, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
         step = self._user_step(closed)
+        self._warn_of_closures(step, leaves)
         kept = {i for i, a in enumerate(leaves[: self._num_params]) if is_inexact(a)}
         drive = self._drive(step, sequence, traces, chunk_size, window)
         begins, initial = self._begins(sequence)
@@ -420,6 +422,18 @@ class OnlineFunctions:
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
         return _meshes.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
+
+    def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
+        """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""
+        known, paths = set(map(id, step.closed_over)), self.function.params.paths
+        names = [f"`{'.'.join(p)}`" for p, a in zip(paths, leaves, strict=False) if id(a) in known]
+        if names:
+            warn_user(
+                f"The loss, or the step, closes over {', '.join(names)}: what it reads there is a constant, "
+                "and this part of the gradient is missing. Return what the loss needs of the parameters as "
+                "part of the step's output `y`; wrap it in `jax.lax.stop_gradient` if a constant is meant.",
+                about=self.function,
+            )
 
     def _user_step(self, closed: Any) -> UserStep:
         paths = [*self.function.params.paths, *self.function.carry.paths]

@@ -27,9 +27,11 @@ class SnAp(ETraceVjpAlgorithm):
     grouped products, convolutions, layers. A dense recurrence reaches everything in two steps: then, and with
     `n` large enough on any model, the gradient is that of RTRL. Menick et al., 2020 (arXiv:2006.07232).
 
-    With `n=1` that is a trace of every weight as in `D_RTRL`, at its price, which decays with how each unit
-    acts on itself, through recurrent weights as well (`mark` and `trace_dtype` are for these traces; what has
-    none, and acts on many units at once, learns within the step). With more steps, a call is a window of one
+    With `n=1` it keeps a trace of every weight as `D_RTRL` does, at its price, which decays with how each
+    unit acts on itself, through recurrent weights as well (`mark` and `trace_dtype` are for these traces;
+    what has none, and acts on many units at once, learns within the step). Of a unit with one state that is
+    the pattern above; of one with several, a trace covers them all, and `M` those that the weight reaches
+    within the step. With more steps, a call is a window of one
     step, in which nothing is left out; with `window=k` so are `k` steps. A pattern of more than
     `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in 0.2.6 the
     limit is on the blocks of `H`, and patterns stay within a group of states). In the paper the signal at the
@@ -59,7 +61,10 @@ class SnAp(ETraceVjpAlgorithm):
         rule: rules.Rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
         if n == 1:
             rule = rules.D_RTRL(as_trace_dtype(trace_dtype), recursion=Recursion(Own()), called="SnAp(1)")
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
+        config = ETraceConfig(recurrence_scope="sparse_n", sparse_n=n)
+        super().__init__(
+            model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
+        )
         self.n = n
 
 
@@ -94,12 +99,15 @@ class UORO(ETraceVjpAlgorithm):
         *,
         window: int | None = None,
         samples: Axis = "auto",
+        mark: Mark = "ops",
         config: ETraceConfig | None = None,
     ) -> None:
         config = config or ETraceConfig("random_projection", recurrence_scope="coupled")
         as_config(config, type(self), "random_projection").rule()
         rule = rules.UORO(projection_key, projection_eps, samples)
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name, config=config)
+        super().__init__(
+            model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
+        )
 
 
 class RandomProjectionVjpAlgorithm(UORO):
@@ -113,24 +121,10 @@ class RandomProjectionVjpAlgorithm(UORO):
         fast_solve: bool = True,
         control_flow: Any = None,
         config: ETraceConfig | None = None,
-        projection_key: Any = 42,
-        projection_eps: float = 1e-12,
-        random_feedback_key: Any = None,
-        snap_max_jacobian_elements: int | None = None,
-        *,
-        window: int | None = None,
-        samples: Axis = "auto",
+        *more: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            name,
-            vjp_method,
-            projection_key=projection_key,
-            projection_eps=projection_eps,
-            window=window,
-            samples=samples,
-            config=config,
-        )
+        super().__init__(model, name, vjp_method, fast_solve, control_flow, *more, config=config, **options)
 
 
 class KF_RTRL(ETraceVjpAlgorithm):
@@ -155,6 +149,7 @@ class KF_RTRL(ETraceVjpAlgorithm):
         *,
         window: int | None = None,
         samples: Axis = "auto",
+        mark: Mark = "ops",
     ) -> None:
         rule = rules.KF_RTRL(projection_key, projection_eps, samples)
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, name=name)
+        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)

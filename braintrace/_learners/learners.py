@@ -110,9 +110,11 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
     ) -> None:
         dtype = as_trace_dtype(trace_dtype)
-        rule: rules.Rule = rules.ES_D_RTRL(decay_or_rank, dtype)
+        plain = rules.ES_D_RTRL(decay_or_rank, dtype)
+        rule: rules.Rule = plain
         if config is not None:
             rule = as_config(config, type(self), "io_factorized").rule(random_feedback_key, dtype)
+        config = config or ETraceConfig("io_factorized", decay=(plain.inp, plain.out))
         super().__init__(
             model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
         )
@@ -129,14 +131,14 @@ class ES_D_RTRL(ETraceVjpAlgorithm):
 
 
 class RTRL(ETraceVjpAlgorithm):
-    """Real-time recurrent learning, exact on any model, with marked ops or without.
+    """Real-time recurrent learning, exact on any model, with marked ops or without (whatever `mark` is).
 
     Memory is, for each sample, the numbers that it carries times the number of parameters. In chunks
     (`etrace_grad(..., chunk_size=k)`) the numbers are the same, and that is touched once in `k` steps.
     """
 
-    def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
-        super().__init__(model, rules.RTRL(), name=name)
+    def __init__(self, model: brainstate.nn.Module, *, mark: Mark = "ops", name: str | None = None) -> None:
+        super().__init__(model, rules.RTRL(), mark=mark, name=name)
 
 
 def as_trace_dtype(dtype: Any) -> Any:

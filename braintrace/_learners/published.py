@@ -100,7 +100,9 @@ class EProp(ETraceVjpAlgorithm):
         signal = _feedback(feedback, random_feedback_key, feedback_decay)
         rule = RULES["EProp"](as_trace_dtype(trace_dtype), kappa, signal)
         rule = normalized(rule) if normalize_matrix_spectrum else rule
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        kind = "symmetric" if feedback == "symmetric" else "random_feedback"
+        config = ETraceConfig(learning_signal=kind, trace_filter="kappa", kappa=kappa)
+        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
 
 
 class RFLO(ETraceVjpAlgorithm):

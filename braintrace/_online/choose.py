@@ -46,7 +46,7 @@ def choose(
         size = chunk_size or (_WHOLE if any_window else window)
         if why is not None and size > 1 and not any_window:
             raise NotSupportedError(
-                f"Windows of {size} steps cannot be taken: {why}. Call the learner once in `step_fn`, "
+                f"Windows of {size} steps cannot be taken: {why}. Call the learner once in a step, "
                 "outside of control flow and transformations, or take windows of one step."
             )
         return in_turn if why is not None else Drive(step, size=min(size, sequence.length), windows=True)

@@ -23,6 +23,7 @@ from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
 from .call import Call
+from .online import differentiated_once
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
 
@@ -46,6 +47,8 @@ class Drive:
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
         given, sequence = _meshes.all_on_mesh((given, sequence))
+        if self.step.calls:  # else it is BPTT, and all of it can be differentiated
+            given, sequence = differentiated_once((given, sequence))
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
@@ -55,7 +58,7 @@ class Drive:
         carry = Carry([jnp.zeros_like(given.leaves[i]) for i in self.wanted], start, given.moving(self.step))
 
         def part(carry: Carry, arrays: Any, mask: Any, reset: Any) -> tuple[Carry, Leaves]:
-            slices = self._without_nan(jax.tree.leaves(arrays), mask)
+            slices = finite_targets(jax.tree.leaves(arrays), mask, self.step.targets)
             found: tuple[Carry, Leaves] = run(given, carry, Part(slices, mask, reset))
             return found
 
@@ -121,17 +124,6 @@ class Drive:
         for i, start in zip(self.begins, given.initial, strict=True):
             result[i] = where_rows(reset, start, result[i])
         return result
-
-    def _without_nan(self, slices: Leaves, mask: Any) -> Leaves:
-        """Targets of steps that do not count, with zeros for what is not a number: 0 * NaN is NaN."""
-
-        def one(leaf: Any, is_target: bool) -> Any:
-            if not is_target or not is_inexact(leaf) or leaf.shape[: mask.ndim] != mask.shape:
-                return leaf
-            unused = (mask == 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
-            return jnp.where(unused & jnp.isnan(leaf), jnp.zeros_like(leaf), leaf)
-
-        return [one(leaf, t) for leaf, t in zip(slices, self.step.targets, strict=True)]
 
     # -- step by step ------------------------------------------------------------------------------
 
@@ -526,6 +518,18 @@ class Part:
     slices: Leaves
     mask: Any
     reset: Any
+
+
+def finite_targets(slices: Leaves, mask: Any, targets: list[bool]) -> Leaves:
+    """The slices, with zeros for NaN and infinite targets of masked steps: 0 * NaN and 0 * inf are NaN."""
+
+    def one(leaf: Any, is_target: bool) -> Any:
+        if not is_target or not is_inexact(leaf) or leaf.shape[: mask.ndim] != mask.shape:
+            return leaf
+        unused = (mask == 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
+        return jnp.where(unused & ~jnp.isfinite(leaf), jnp.zeros_like(leaf), leaf)
+
+    return list(map(one, slices, targets))
 
 
 def masked(losses: Any, mask: Any) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _meshes
-from .._compat import Literal
+from .._compat import Literal, identity_primitive
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
@@ -196,7 +196,8 @@ class Online:
         def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             return advance(params, args, consts, rest, values)[:3]
 
-        def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+        def forward(*operands: Any) -> Any:
+            params, args, consts, rest, values = differentiated_once(operands)
             outs, new, after, local = advance(params, args, consts, rest, values)
 
             def differentiable(
@@ -274,7 +275,9 @@ class Online:
             outs, new, taken = run(params, args, consts, rest)
             return outs, new, self.advance(values, window(params, args, consts, taken))
 
-        def forward(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
+        def forward(*operands: Any) -> Any:
+            params, args, consts, rest, values = differentiated_once(operands)
+
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
                 outs, new, taken = run(params, args, consts, _like(flat, rest))
                 return [*outs, *_flat(new)], jax.lax.stop_gradient(taken)
@@ -447,6 +450,24 @@ class Online:
                 dy = slot.to_y(slot.pair(g, local.J[site, slot.group.index]))
                 add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, weight))
         return grads
+
+
+def differentiated_once(values: Any) -> Any:
+    """The operands of an online gradient, which raise an error where it is differentiated again."""
+    return jax.tree.map(lambda a: _once_p.bind(a) if is_inexact(a) else a, values)
+
+
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise NotSupportedError(
+        "The online gradient of a step, or what `grad` or `etrace_grad` returned, is differentiated again, "
+        "as `jax.hessian` and meta-gradients do. It has no derivative: traces hold first derivatives of what "
+        "parameters did in earlier steps, and no second ones. Use back-propagation through time "
+        "(`braintrace.BPTT`, `rule=braintrace.rules.BPTT()`); or, where no second derivative is meant, cut "
+        "the path with `jax.lax.stop_gradient`."
+    )
+
+
+_once_p = identity_primitive("differentiated_once", _refuse)
 
 
 def _flat(lists: list[Leaves]) -> Leaves:

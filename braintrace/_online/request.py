@@ -52,20 +52,22 @@ def split_loss(
 ) -> tuple[Any, Any]:
     """The loss that a step returned, checked and without its unit, and the rest of what it returned."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError("With `has_aux=True`, `step_fn` returns a pair: the loss, and anything else.")
+        raise ValueError(
+            "With `has_aux=True`, the loss function returns a pair: the loss, and anything else."
+        )
     loss, aux = out if has_aux else (out, None)
     loss = u.get_mantissa(loss)
     if isinstance(loss, tuple | list | dict):
         raise TypeError(
-            f"`step_fn` must return the loss of the step, not a {type(loss).__name__}; to return a pair of "
-            "the loss and anything else, pass `has_aux=True`."
+            f"The loss function must return the loss of the step, not a {type(loss).__name__}; to return a "
+            "pair of the loss and anything else, pass `has_aux=True`."
         )
     if loss is None:
-        raise TypeError("`step_fn` must return the loss of the step; it returned None.")
+        raise TypeError("The loss function must return the loss of the step; it returned None.")
     loss = jnp.asarray(loss)
     if loss.shape != (*lead, *samples):
         raise ValueError(
-            f"`step_fn` must return {_expected(lead, samples)}; it returned an array of shape "
+            f"The loss function must return {_expected(lead, samples)}; it returned an array of shape "
             f"{jnp.shape(loss)}."
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):

@@ -170,6 +170,11 @@ class UserStep:
         """The leaves that the loss depends on otherwise than as states at a call, wherever the calls are."""
         return {i for i, v in enumerate(self.leaves) if v in self._behind_loss}
 
+    @property
+    def closed_over(self) -> list[Any]:
+        """The values that the step closes over and that the derivative of its loss depends on."""
+        return [value for v, value in self.program.consts.items() if v in self._behind_loss]
+
     @cached_property
     def read_after(self) -> set[int | None]:
         """The carried leaves that the loss reads as the call leaves them."""

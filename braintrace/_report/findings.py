@@ -71,7 +71,8 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
         case found.MixedUnits(group, width):
             hint = (
                 f" Only the {width} numbers along the last axis reach each other: in a "
-                "`brainstate.HiddenGroupState` they belong to one unit, and traces follow all of them."
+                f"`brainstate.HiddenGroupState`, or as {width} leaves of a function's carry, they belong to "
+                "one unit, and traces follow all of them."
             )
             message = (
                 f"Positions of {show_paths(group.hidden_paths)} reach other positions without a marked op"
@@ -99,6 +100,12 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
             )
             paths = (*group.hidden_paths, *other.hidden_paths)
             return _of_states(Kind.HIDDEN_STATE_CASCADE, WARNING if learned else INFO, message, paths, nodes)
+        case found.NeverRead(paths):
+            message = (
+                f"The step writes {show_paths(paths)} and never reads it, nor another hidden state: no step "
+                "depends on earlier ones, and all that is learned is learned within a step."
+            )
+            return _of_states(Kind.STATE_MISMATCH, WARNING, message, paths)
         case found.NoMarkedOp(params, feeding):
             names = ", ".join(f"`{show_path(p)}`{_used(node)}" for p, node in params) or "none"
             advice = (
@@ -146,9 +153,9 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
                 f"Losses depend on what {show_paths(params)} did in earlier steps through "
                 f"`{show_path(state.path)}` ({state.kind}), which has no trace: that part of the gradient is "
                 f"missing, which may be all of it. A delay line of up to {LONGEST} places has traces by "
-                "itself. Keep anything else in a `brainstate.HiddenState` that is updated unit by unit, or "
-                "train by `braintrace.RTRL`; in windows (`vjp_method='multi-step'`), what stays in "
-                "one counts."
+                "itself. Keep anything else in a hidden state (`brainstate.HiddenState`, a leaf of a "
+                "function's carry) that is updated unit by unit, or train by `braintrace.RTRL`; in windows "
+                "(`vjp_method='multi-step'`), what stays in one counts."
             )
             kind, paths, more = Kind.STATE_WITHOUT_TRACE, (state.path,), {"weight_paths": list(params)}
             return CompilationRecord(kind, WARNING, message, None, params[0], paths, more)

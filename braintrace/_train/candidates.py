@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import brainstate
-
 from .._compiler import NotSupportedError
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
-from .._learners.compile import NAMES
+from .._learners.compile import Nothing, learner_named
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._learners.vjp import ETraceVjpAlgorithm
 from .._rules import BPTT as ThroughTime
@@ -44,7 +41,7 @@ class Candidate:
 
     def value(self) -> tuple[Rule, int | None]:
         """The rule as a value, and the steps of its windows: what functions are trained with."""
-        learner: Any = self.learner(_Nothing())
+        learner: Any = self.learner(Nothing())
         if self.is_bptt:
             return ThroughTime(), None
         if not isinstance(learner, ETraceVjpAlgorithm):
@@ -53,13 +50,6 @@ class Candidate:
 
 
 YARDSTICK = Candidate("BPTT", BPTT)
-
-
-class _Nothing(brainstate.nn.Module):
-    """A model for learners that are asked for their rule only."""
-
-    def update(self, x: Any) -> Any:
-        return x
 
 
 def ladder(length: int, fits: Callable[[Candidate], bool]) -> list[Candidate]:
@@ -94,7 +84,7 @@ def _read(given: Any, label: str | None) -> Candidate:
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         rule, options = given[0], dict(given[1])
     if isinstance(rule, str):
-        rule = _named(rule)
+        rule = learner_named(rule)
     is_class = isinstance(rule, type) and issubclass(rule, ETraceAlgorithm)
     if not is_class and not isinstance(rule, Rule):
         raise TypeError(
@@ -102,15 +92,6 @@ def _read(given: Any, label: str | None) -> Candidate:
             f"`braintrace.rules`, or a pair of one of these and a dictionary of options, not {given!r}."
         )
     return Candidate(label or _title(rule, options), rule, options)
-
-
-def _named(name: str) -> type[ETraceAlgorithm]:
-    known = NAMES.get(name.lower())
-    if known is None:
-        near = difflib.get_close_matches(name.lower(), NAMES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(map(repr, NAMES))}."
-        raise ValueError(f"There is no rule {name!r}; {hint}")
-    return known
 
 
 def _title(rule: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> str:

@@ -107,3 +107,39 @@ def test_random_feedback_is_there_in_a_check():
     step_fn = lambda *x: loss(jax.tree.leaves(learner(*x)))
     check = bt.check_gradients(learner, jnp.stack(xs), step_fn=step_fn)
     assert all(p.cosine != 0 for p in check.parameters)
+
+
+class Normalized(brainstate.nn.Module):
+    """A bias before a normalisation, which takes it away again."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 4)))
+        self.b = brainstate.ParamState(jnp.ones(4))
+        self.h = brainstate.HiddenState(jnp.zeros((5, 4)))
+
+    def update(self, x):
+        y = bt.matmul(x, self.w.value, self.b.value)
+        self.h.value = 0.9 * self.h.value + (y - y.mean(0, keepdims=True)) / y.std(0, keepdims=True)
+        return self.h.value
+
+
+def test_what_cancels_is_round_off():
+    learner = bt.RTRL(Normalized())
+    xs = jnp.asarray(np.random.RandomState(1).randn(6, 5, 3))
+    learner.compile_graph(xs[0])
+    check = bt.check_gradients(learner, xs, step_fn=lambda x: loss(learner(x)))
+    by_path = {p.path: p for p in check.parameters}
+    assert by_path["b",].norm < 1e-12 < by_path["w",].norm
+    assert by_path["b",].relative_error > check.tolerance
+    assert check.equal
+
+
+def test_masked_targets_may_be_anything():
+    learner = bt.RTRL(Normalized())
+    xs = jnp.asarray(np.random.RandomState(1).randn(3, 5, 3))
+    learner.compile_graph(xs[0])
+    ys = jnp.asarray([0, jnp.nan, jnp.inf])[:, None, None] * jnp.ones((3, 5, 4))
+    mask = jnp.asarray([1.0, 0, 0])
+    check = bt.check_gradients(learner, xs, ys, step_fn=lambda x, y: loss(learner(x) - y), mask=mask)
+    assert check.equal

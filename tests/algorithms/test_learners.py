@@ -18,6 +18,7 @@ import pytest
 import braintrace
 from braintrace import nn
 from braintrace._frontends.pure import Pure
+from braintrace._learners.compile import NAMES
 from braintrace._rules import d_rtrl, es_d_rtrl
 
 from ..oracle import bptt
@@ -620,6 +621,50 @@ def test_compiling_in_one_call_batched_and_vmapped():
     assert agree(found[1], found[3], 1e-5), difference(found[1], found[3])
     with pytest.raises(ValueError, match="Unknown algorithm"):
         braintrace.compile(Net(), "no such rule", xs[0])
+
+
+NEEDED = {"ottt": {"leak": 0.9}, "otpe": {"leak": 0.9}, "osttp": {"num_targets": 1}} | {
+    "s_tllr": {"lambda_post": 0.9, "lambda_pre": 0.9}
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_learner_takes_mark(name):
+    assert NAMES[name](Net(), mark="auto", **NEEDED.get(name, {})).model is not None
+    with pytest.raises(ValueError, match="`mark` is 'ops'"):
+        NAMES[name](Net(), mark="all", **NEEDED.get(name, {}))
+
+
+class Unmarked(brainstate.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.h = brainstate.ParamState(jnp.ones((3, 4))), brainstate.HiddenState(jnp.zeros(4))
+
+    def update(self, x):
+        self.h.value = 0.9 * self.h.value + x @ self.w.value
+        return self.h.value
+
+
+@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl"])
+def test_unmarked_models_are_compiled_by_name(rule):
+    learner = braintrace.compile(Unmarked(), rule, jnp.ones(3), mark="auto")
+    assert learner.report.exactness.exact
+
+
+def test_second_derivatives_through_a_learner_are_refused():
+    learner = braintrace.compile(Unmarked(), "d_rtrl", jnp.ones(3), mark="auto")
+    params = learner.param_states
+
+    def squared(x):
+        grads = brainstate.transform.grad(lambda: jnp.sum(learner(x) ** 2), params)()
+        return sum(jnp.sum(g**2) for g in grads.values())
+
+    with pytest.raises(braintrace.NotSupportedError, match="differentiated again"):
+        brainstate.transform.grad(squared, params)(jnp.ones(3))
+    step = lambda x: jnp.sum(learner(x) ** 2)
+    total = lambda xs: jnp.sum(learner.etrace_grad(xs, step_fn=step, return_value=True)[1])
+    with pytest.raises(braintrace.NotSupportedError, match="`etrace_grad` returned, is differentiated again"):
+        brainstate.transform.grad(total, params)(jnp.ones((2, 3)))
 
 
 @pytest.mark.slow
