@@ -39,7 +39,7 @@ from .driving import Driver
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .reads import Reads
-from .resets import initial_states, reset, strengthen
+from .resets import initial_states, reset, strengthen, values_now
 from .seen import Seen
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if name is not None:
             self._name = name
         self.model = model
+        self._start = values_now(model)  # what a reset falls back on
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = Count(jnp.zeros((), jnp.int32))
         self._compiled: dict[Key, Compiled] = {}
@@ -100,7 +101,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._inputs = [_meshes.shape_of(a) for a in split_static(args, kwargs)[0]]
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
-            self.traces = {}  # new states, which `vmap_new_states` around this call sees
+            # new states, which `vmap_new_states` around this call sees
+            self.traces = {k: EligibilityTrace(v) for k, v in self.lasting_values().items()}
         self._traced_states = states
         self.init_etrace_state()
 
@@ -276,12 +278,25 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     @property
     def lasting(self) -> list[str]:
-        """The names of what the rule keeps that a reset leaves as it is."""
+        """The names of the rule's arrays that a reset does not set back."""
         return []
+
+    def lasting_values(self) -> Values:
+        """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
+        return {k: self.traces[k].value for k in self.lasting if k in self.traces}
+
+    def keep_lasting(self, values: Values) -> None:
+        """Go on with such arrays, where they fit the shapes compiled for."""
+        for key, value in values.items():
+            now = self.traces[key].value
+            if (value.shape, value.dtype) == (now.shape, now.dtype):
+                self.traces[key].value = value
+                self._zeros[key] = weakref.ref(value)
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
         self.steps.value = jnp.zeros((), jnp.int32)
+        lasting = self.lasting_values()
         values = self._initial_values(self._compiled_now())
         self._zeros = {k: weakref.ref(v) for k, v in values.items()}
         for key in [k for k in self.traces if k not in values]:
@@ -291,6 +306,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self.traces[key].value = value
             else:
                 self.traces[key] = EligibilityTrace(value)
+        self.keep_lasting(lasting)
 
     def _is_fresh(self) -> bool:
         """Whether the traces are known to be the zeros that they were set to."""
@@ -300,18 +316,33 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the model's states, the traces and the step counter.
 
-        With `rows`, a boolean for each sample of the batch, only those samples begin anew: their part of the
-        states gets its initial values, their part of the traces becomes zero. A module that has no
-        `reset_state` of its own gets the values that its `init_state` makes.
+        A module's states are reset by its `reset_state` or, if it has none, to the values that its
+        `init_state` makes; a short-term state of a module with neither (made in `__init__`) gets the value
+        that it had when the learner was made. With `rows`, a boolean for each sample of the batch, only the
+        states and traces of those samples are reset.
         """
         if rows is not None:
             self._reset_rows(jnp.asarray(rows))
             return
         options = {"batch_size": batch_size} if batch_size is not None else {}
-        reset(self.model, **options)
+        self.reset_model(**options)
         self._settle()
         if self._current is not None:
             self.init_etrace_state()
+
+    def reset_model(self, **options: Any) -> None:
+        """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
+        done = reset(self.model, self._start, **options)
+        compiled = None if self._current is None else self._compiled.get(self._current)
+        hidden = {} if compiled is None else self._hidden_now(compiled)
+        left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
+        if left:
+            warn_user(
+                f"A reset leaves {left} as it is, so that a sequence begins with what is left of the one "
+                "before. Set it in the `reset_state` of its module. A module without `reset_state` is reset "
+                "by its `init_state` or, without either, to the values when the learner was made.",
+                about=self.model,
+            )
 
     def _reset_rows(self, rows: Any) -> None:
         hidden = self._compiled_now().graph.module_info.hidden

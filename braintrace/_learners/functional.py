@@ -292,11 +292,17 @@ class OnlineFunctions:
 
     # -- what users call ---------------------------------------------------------------------------
 
-    def init(self, params: Any, carry: Any) -> Values:
-        """What the rule keeps, at the start: a pytree of arrays."""
+    def init(self, params: Any, carry: Any, *, key: Any = None) -> Values:
+        """The rule's arrays at the start, a pytree.
+
+        Rules with random signs (`UORO`, `KF_RTRL`) draw those of `key`, a whole number or a random key; by
+        default the signs are the same at each call. To start every sequence by `init`, pass another `key`
+        each time, or their errors do not average out. `reset` goes on with the signs where they are.
+        """
         leaves = self._leaves(params, carry)
         self._spread_like(leaves, self.function.x.like)
-        return self._online.initial_values(leaves)
+        values = self._online.initial_values(leaves)
+        return values if key is None else self.rule.seeded(values, key)
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient.
