@@ -105,6 +105,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self.traces = {k: EligibilityTrace(v) for k, v in self.lasting_values().items()}
         self._traced_states = states
         self.init_etrace_state()
+        self._watched()
 
     def adopt(self, graph: ETraceGraph, args: Any) -> None:
         """Take over a graph that was compiled for these arguments, with shapes instead of traces."""
@@ -184,7 +185,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if key != self._current:
             old = self._current
             agree = old is not None and self._agree(self._form(old), self._form(key))
-            if old is not None and not agree and old.states == key.states and not self._is_fresh():
+            if old is not None and not agree and old.states == key.states and not self.is_fresh():
                 raise CompilationError(
                     "The learner was called with other static arguments or types than before, for which the "
                     "model keeps other traces, and nothing says what becomes of those of the steps before. "
@@ -295,6 +296,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
+        # a function that is being traced is to write hidden states before the counter: see `Seen`
+        _ = [st.value for st in self._hidden_now(self._compiled_now()).values()]
         self.steps.value = jnp.zeros((), jnp.int32)
         lasting = self.lasting_values()
         values = self._initial_values(self._compiled_now())
@@ -308,10 +311,19 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self.traces[key] = EligibilityTrace(value)
         self.keep_lasting(lasting)
 
-    def _is_fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """Whether the traces are known to be the zeros that they were set to."""
         known = {k: ref() for k, ref in self._zeros.items()}
-        return all(known.get(k) is st.value for k, st in self.traces.items())
+        return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items())
+
+    def _watched(self) -> Seen | None:
+        """What is known of the hidden states after the last call; None: there are no traces to go with."""
+        compiled = None if self._current is None else self._compiled.get(self._current)
+        if compiled is None or not self.traces:
+            return None
+        self._seen = self._seen or Seen(self)
+        self._seen.watch(self._hidden_now(compiled))
+        return self._seen
 
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the model's states, the traces and the step counter.
@@ -411,6 +423,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self._taken(args, kwargs)[1:]
 
     def _update(self, args: Any, kwargs: Any) -> Any:
+        if not self._driver.is_driving and (seen := self._watched()):
+            seen.before_call(keep=True)
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self.set_for(one_args, one_kwargs)
         closed = traced_again(self.model, one_args, one_kwargs)
@@ -429,13 +443,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
         hidden = self._hidden_now(compiled) if self.traces else {}
-        self._compare_states(hidden)
+        self._compare_reads(hidden)
         lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
         if len(lengths) > 1:
             raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
         window = tuple(stepped) if lengths else None
         outs = self._call(compiled, data, consts, window, *lengths or {1})
-        self._seen = Seen.of(hidden, self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
     def _other_form(self, closed: Any, args: Any, kwargs: Any) -> tuple[Compiled, list[Any]]:
@@ -458,8 +471,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         hidden = {id(h.state) for h in compiled.graph.module_info.hidden}
         return {show_path(p): found.get(p, st) for p, st in entries.items() if id(st) in hidden}
 
-    def _compare_states(self, hidden: Mapping[str, brainstate.State]) -> None:
-        """Warn if someone has set a hidden state since the last call and left the traces, or has read one."""
+    def _compare_reads(self, hidden: Mapping[str, brainstate.State]) -> None:
+        """Warn if the function that is being traced has read a hidden state."""
         read = self._reads.before_call(hidden)
         self._reads.watch(hidden)
         if read and not self._driver.is_driving:
@@ -467,17 +480,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. Should the "
                 "loss depend on it, what parameters did to it in earlier steps is not in the gradient. In "
                 "`learner.etrace_grad` it is; or read the state inside of the model and return it.",
-                about=self.model,
-            )
-        if self._seen is None or self._seen.traces_differ(self.traces):
-            return
-        names = self._seen.assigned(hidden)
-        if names:
-            warn_user(
-                f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
-                "the traces were not: they do not know of it, so the gradient goes on as if it had not been "
-                "done. To begin a new sequence, call `learner.reset_state()`, which resets both; what is "
-                "part of every step belongs in the model's `update`.",
                 about=self.model,
             )
 
@@ -522,6 +524,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         self._compiled_now()
         check_chunk_size(chunk_size)
+        if seen := self._watched():
+            seen.before_call(keep=keep_traces)
         if self._settle():
             self.init_etrace_state()
         if not isinstance(progress, bool) and not callable(progress):
@@ -532,7 +536,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         )
         request = Request(sequence, has_aux, reduction, loss_output, return_value)
         weights = self._check_weights(self.param_states if weights is None else weights)
-        self._seen = None
         self._compare_masks()
         try:
             before = self.steps.value
@@ -578,6 +581,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         self._compiled_now()
         check_chunk_size(chunk_size)
+        if seen := self._watched():
+            seen.before_call(keep=True)
         if self._settle():
             self.init_etrace_state()
         sequence = Sequence.check(sequences, None)
@@ -587,7 +592,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
             out = call(*slices)
             return out if return_outputs else None
 
-        self._seen = None
         self._compare_masks()
         with unchanged_on_error(list(self.states().values())):
             return self._driver.evolve(self, sequence, step, chunk_size, alone=step_fn is None)

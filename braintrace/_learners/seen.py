@@ -1,46 +1,101 @@
-"""What a learner's states and traces were after its last call: has anyone set them since?"""
+"""Whether anyone but the learner has set the hidden states of its model since its last step or reset."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
+import numpy as np
 
 from .. import _compat
+from .._lines import warn_user
+
+if TYPE_CHECKING:
+    from .base import ETraceAlgorithm
 
 
-@dataclass(frozen=True)
 class Seen:
-    """The values of hidden states and traces after the last call, to know them again."""
+    """The hidden states as a learner left them, compared where it goes on from them.
 
-    states: dict[str, list[Any]]
-    traces: list[Any]
+    A function that goes on from the states and traces that it is given reads a state of this object. So that
+    state is an input of the function, and `brainstate` reads it at each call, compiled or not. A function
+    that resets the learner first does not read it.
+    """
 
-    @staticmethod
-    def of(states: Mapping[str, brainstate.State], traces: Mapping[str, brainstate.State]) -> Seen | None:
-        leaves = {k: jax.tree.leaves(st.value) for k, st in states.items()}
-        kept = [st.value for st in traces.values()]
-        if not kept or any(map(_compat.is_tracer, jax.tree.leaves((leaves, kept)))):
-            return None  # no value of a step that is being traced outlives it
-        return Seen({k: list(map(weakref.ref, v)) for k, v in leaves.items()}, list(map(weakref.ref, kept)))
+    def __init__(self, learner: ETraceAlgorithm) -> None:
+        self._learner = weakref.ref(learner)
+        self._guard = brainstate.State(np.zeros((), bool))
+        self._guard.register_hook("read", self._on_guard)
+        learner.steps.register_hook("write_after", self._on_step)
+        self._hidden: dict[str, brainstate.State] = {}
+        self._looked: dict[str, list[Any]] = {}  # the leaves at the last look
+        self._left: dict[str, list[Any]] = {}  # the leaves after the learner's last step or reset
+        self._written: dict[str, list[int]] = {}  # the `id` of the leaves that were assigned last
 
-    def traces_differ(self, traces: Mapping[str, brainstate.State]) -> bool:
-        now = [vars(st)["_value"] for st in traces.values()]
-        return len(now) != len(self.traces) or any(
-            ref() is not v for ref, v in zip(self.traces, now, strict=True)
-        )
+    def watch(self, hidden: Mapping[str, brainstate.State]) -> None:
+        """Follow these states from now on."""
+        for name, state in hidden.items():
+            if self._hidden.get(name) is not state:
+                state.register_hook("write_after", partial(self._on_write, name))
+        self._hidden = dict(hidden)
 
-    def assigned(self, states: Mapping[str, brainstate.State]) -> list[str]:
-        """The states that someone gave other values."""
-        now = {k: jax.tree.leaves(st.value) for k, st in states.items() if k in self.states}
-        if any(map(_compat.is_tracer, jax.tree.leaves(now))):
-            return []
-        return [
-            k
-            for k, v in now.items()
-            if any(ref() is not a for ref, a in zip(self.states[k], v, strict=False))
-        ]
+    def before_call(self, *, keep: bool) -> None:
+        """Warn if a state was set and the traces were not; `keep`: traces are wanted after the call."""
+        learner = self._learner()
+        if learner is None or any(map(_compat.is_tracer, map(_raw, learner.traces.values()))):
+            return  # the function that is being traced has set the traces
+        now = {name: _leaves(st) for name, st in self._hidden.items()}
+        traced = {name: leaves for name, leaves in now.items() if any(map(_compat.is_tracer, leaves))}
+        if keep or not learner.is_fresh():
+            # what was only read is another tracer than the one assigned
+            self._warn([k for k, v in traced.items() if list(map(id, v)) == self._written.get(k)])
+        _ = self._guard.value
+
+    def _on_guard(self, context: Any) -> None:
+        learner = self._learner()
+        now = {name: _leaves(st) for name, st in self._hidden.items()}
+        if learner is None or any(map(_compat.is_tracer, [context.value, *jax.tree.leaves(now)])):
+            return
+        if not learner.is_fresh():
+            self._warn([k for k, v in now.items() if not all(map(_is_same, self._left.get(k, v), v))])
+        self._looked = now
+
+    def _on_step(self, context: Any) -> None:
+        now = {name: _leaves(st) for name, st in self._hidden.items()}
+        if not any(map(_compat.is_tracer, [context.value, *jax.tree.leaves(now)])):
+            # a state that is as it was may be written after the counter: it is not known how it is left
+            self._left = {
+                k: v for k, v in now.items() if [*map(id, self._looked.get(k, []))] != [*map(id, v)]
+            }
+            self._looked = now
+
+    def _on_write(self, name: str, context: Any) -> None:
+        self._written[name] = list(map(id, jax.tree.leaves(context.value)))
+
+    def _warn(self, names: list[str]) -> None:
+        learner = self._learner()
+        if names and learner is not None:
+            warn_user(
+                f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
+                "the traces were not: they do not know of it, so the gradient goes on as if it had not been "
+                "done. To begin a new sequence, call `learner.reset_state()`, which resets both; what is "
+                "part of every step belongs in the model's `update`. The model itself, or another learner "
+                "of it, can be called before a reset of the learner, or with states that are put back.",
+                about=learner.model,
+            )
+
+
+def _raw(state: brainstate.State) -> Any:
+    return vars(state)["_value"]  # a read by `state.value` would make it an input of what is being traced
+
+
+def _leaves(state: brainstate.State) -> list[Any]:
+    return jax.tree.leaves(_raw(state))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or not getattr(b, "is_fully_addressable", True) or np.array_equal(a, b, equal_nan=True)

@@ -275,7 +275,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             window=self.window,
             keep=keep,
             # outside of `jit`, traces that are kept are zero in the first call only: two programs for one
-            fresh=self._is_fresh() and (not keep or is_traced(values)),
+            fresh=self.is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
 
