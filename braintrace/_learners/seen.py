@@ -29,6 +29,7 @@ class Seen:
     def __init__(self, learner: ETraceAlgorithm) -> None:
         self._learner = weakref.ref(learner)
         self._guard = brainstate.State(np.zeros((), bool))
+        self._guard.stack_level = learner.steps.stack_level  # as if it were one of the learner's own
         self._guard.register_hook("read", self._on_guard)
         learner.steps.register_hook("write_after", self._on_step)
         self._hidden: dict[str, brainstate.State] = {}
@@ -61,7 +62,7 @@ class Seen:
         if learner is None or any(map(_compat.is_tracer, [context.value, *jax.tree.leaves(now)])):
             return
         if not learner.is_fresh():
-            self._warn([k for k, v in now.items() if not all(map(_is_same, self._left.get(k, v), v))])
+            self._warn([k for k, v in now.items() if any(map(_differ, self._left.get(k, v), v))])
         self._looked = now
 
     def _on_step(self, context: Any) -> None:
@@ -97,5 +98,8 @@ def _leaves(state: brainstate.State) -> list[Any]:
     return jax.tree.leaves(_raw(state))
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or not getattr(b, "is_fully_addressable", True) or np.array_equal(a, b, equal_nan=True)
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two arrays of one shape are not equal; with another shape, a state has other traces as well."""
+    if a is b or np.shape(a) != np.shape(b) or not getattr(b, "is_fully_addressable", True):
+        return False
+    return not np.array_equal(a, b, equal_nan=True)

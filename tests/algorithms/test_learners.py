@@ -463,6 +463,111 @@ def test_a_state_assigned_beside_the_model_is_told_of(step, size):
     assert told == (step in (halved_before, halved_after))
 
 
+def total(learner, xs):
+    return jnp.sum(brainstate.transform.for_loop(lambda x: jnp.sum(learner(x) ** 2), xs))
+
+
+def jitted(learner):
+    """The gradient over a sequence, compiled."""
+    gradient = brainstate.transform.grad(lambda xs: total(learner, xs), learner.param_states)
+    return brainstate.transform.jit(gradient)
+
+
+def reset_model(learner):
+    brainstate.nn.reset_all_states(learner.model, batch_size=BATCH)
+
+
+def reset_between(learner, xs):
+    go = jitted(learner)
+    go(xs), reset_model(learner), go(xs)
+
+
+def reset_inside(learner, xs):
+    def both(xs):
+        reset_model(learner)
+        return total(learner, xs)
+
+    brainstate.transform.jit(both)(xs)
+
+
+def reset_between_sequences(learner, xs, **options):
+    for _ in range(2):
+        learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2), **options)
+        reset_model(learner)
+
+
+def called_between(learner, xs):
+    go, model = jitted(learner), brainstate.transform.jit(learner.model.update)
+    go(xs), model(xs[0]), go(xs)
+
+
+def two_learners(learner, xs):
+    other = braintrace.D_RTRL(learner.model)
+    other.compile_graph(xs[0])
+    for go in (jitted(learner), jitted(other)) * 2:
+        go(xs)
+
+
+def two_learners_in_one(learner, xs):
+    other = braintrace.D_RTRL(learner.model)
+    other.compile_graph(xs[0])
+    brainstate.transform.jit(lambda x: learner(x) + other(x))(xs[0])
+
+
+def all_are_reset(learner, xs):
+    go = jitted(learner)
+    go(xs), learner.reset_state(BATCH), go(xs)
+    learner.init_etrace_state(), reset_model(learner), go(xs)
+    reset_model(learner), learner.init_etrace_state(), go(xs), go(xs)
+
+
+def all_are_reset_inside(learner, xs):
+    def both(xs):
+        reset_model(learner)
+        learner.init_etrace_state()
+        return total(learner, xs)
+
+    go = brainstate.transform.jit(both)
+    go(xs), learner.model(xs[0]), go(xs)
+
+
+def put_back(learner, xs):
+    @brainstate.transform.jit
+    def evaluate(xs):
+        states = learner.model.states(brainstate.HiddenState).values()
+        before = [state.value for state in states]
+        out = brainstate.transform.for_loop(learner.model, xs)
+        for state, value in zip(states, before, strict=True):
+            state.value = value
+        return out
+
+    go = jitted(learner)
+    go(xs), evaluate(xs), go(xs)
+
+
+def without_traces(learner, xs):
+    reset_between_sequences(learner, xs, keep_traces=False)
+
+
+TAMPERING = reset_between, reset_inside, reset_between_sequences, called_between, two_learners
+TAMPERING = (*TAMPERING, two_learners_in_one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "use",
+    [*TAMPERING, all_are_reset, all_are_reset_inside, put_back, without_traces],
+    ids=lambda f: f.__name__,
+)
+def test_a_model_reset_or_called_without_its_learner_is_told_of(use):
+    learner, (xs, _) = learner_of(), data()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use(learner, xs[:2])
+    told = any("`cell.h` was set since the last call" in str(w.message) for w in caught)
+    assert told == (use in TAMPERING), [str(w.message) for w in caught]
+
+
 def test_states_are_found_again_and_reset():
     learner = learner_of()
     xs, ys = data()
