@@ -522,12 +522,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         and traces are what they were before it or, with `progress` and outside of `jit`, after the last
         finished part.
         """
-        self._compiled_now()
-        check_chunk_size(chunk_size)
-        if seen := self._watched():
-            seen.before_call(keep=keep_traces)
-        if self._settle():
-            self.init_etrace_state()
+        self._begin_sequence(chunk_size, keep_traces)
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         report = Bar() if progress is True else progress or None
@@ -552,6 +547,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 report.close()
             raise
         return request.result(grads, losses, aux)
+
+    def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
+        self._compiled_now()
+        check_chunk_size(chunk_size)
+        if seen := self._watched():
+            seen.before_call(keep=keep)
+        if self._settle():
+            self.init_etrace_state()
 
     def _check_weights(self, weights: Any) -> Any:
         if not isinstance(weights, Mapping):
@@ -579,12 +582,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         `chunk_size` is as in `etrace_grad`: how many steps are taken at once, or a window.
         """
-        self._compiled_now()
-        check_chunk_size(chunk_size)
-        if seen := self._watched():
-            seen.before_call(keep=True)
-        if self._settle():
-            self.init_etrace_state()
+        self._begin_sequence(chunk_size, keep=True)
         sequence = Sequence.check(sequences, None)
         call = self if step_fn is None else step_fn
 

@@ -30,6 +30,7 @@ from .._online.programs import Programs
 from .._online.request import Request, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
+from .._report.beside import unused_parameters, warn_of_no_effect
 from .._report.diagnostics import kinds_of, warn_of
 from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
@@ -108,6 +109,7 @@ class OnlineFunctions:
         step = self.function.step
         with _meshes.no_types():
             graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+        warn_of_no_effect(unused_parameters(graph.module_info))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Seen:
     """The hidden states as a learner left them, compared where it goes on from them.
 
-    A function that goes on from the states and traces that it is given reads a state of this object. So that
-    state is an input of the function, and `brainstate` reads it at each call, compiled or not. A function
-    that resets the learner first does not read it.
+    A function that goes on from the states and traces that it is given reads the guard, a state. So the guard
+    is an input of that function, and `brainstate` reads it at each call, compiled or not. A function that
+    resets the learner first does not read it.
     """
 
     def __init__(self, learner: ETraceAlgorithm) -> None:
         self._learner = weakref.ref(learner)
         self._guard = brainstate.State(np.zeros((), bool))
-        self._guard.stack_level = learner.steps.stack_level  # as if it were one of the learner's own
+        self._guard.stack_level = learner.steps.stack_level  # as if it were the learner's own
         self._guard.register_hook("read", self._on_guard)
         learner.steps.register_hook("write_after", self._on_step)
         self._hidden: dict[str, brainstate.State] = {}
@@ -49,53 +49,51 @@ class Seen:
         learner = self._learner()
         if learner is None or any(map(_compat.is_tracer, map(_raw, learner.traces.values()))):
             return  # the function that is being traced has set the traces
-        now = {name: _leaves(st) for name, st in self._hidden.items()}
-        traced = {name: leaves for name, leaves in now.items() if any(map(_compat.is_tracer, leaves))}
         if keep or not learner.is_fresh():
-            # what was only read is another tracer than the one assigned
-            self._warn([k for k, v in traced.items() if list(map(id, v)) == self._written.get(k)])
+            # in a function that is being traced, a state that was only read is another tracer
+            traced = {k: v for k, v in self._now().items() if any(map(_compat.is_tracer, v))}
+            self._warn(k for k, v in traced.items() if _ids(v) == self._written.get(k))
         _ = self._guard.value
 
+    def _now(self) -> dict[str, list[Any]]:
+        return {name: jax.tree.leaves(_raw(state)) for name, state in self._hidden.items()}
+
     def _on_guard(self, context: Any) -> None:
-        learner = self._learner()
-        now = {name: _leaves(st) for name, st in self._hidden.items()}
-        if learner is None or any(map(_compat.is_tracer, [context.value, *jax.tree.leaves(now)])):
-            return
-        if not learner.is_fresh():
-            self._warn([k for k, v in now.items() if any(map(_differ, self._left.get(k, v), v))])
-        self._looked = now
+        now, learner = self._now(), self._learner()
+        if not any(map(_compat.is_tracer, jax.tree.leaves([context.value, now]))):
+            if learner is not None and not learner.is_fresh():
+                self._warn(k for k, v in now.items() if any(map(_differ, self._left.get(k, v), v)))
+            self._looked = now
 
     def _on_step(self, context: Any) -> None:
-        now = {name: _leaves(st) for name, st in self._hidden.items()}
-        if not any(map(_compat.is_tracer, [context.value, *jax.tree.leaves(now)])):
-            # a state that is as it was may be written after the counter: it is not known how it is left
-            self._left = {
-                k: v for k, v in now.items() if [*map(id, self._looked.get(k, []))] != [*map(id, v)]
-            }
+        now = self._now()
+        if not any(map(_compat.is_tracer, jax.tree.leaves([context.value, now]))):
+            # a state that is as before may be written after the counter is: unknown
+            self._left = {k: v for k, v in now.items() if _ids(v) != _ids(self._looked.get(k, []))}
             self._looked = now
 
     def _on_write(self, name: str, context: Any) -> None:
-        self._written[name] = list(map(id, jax.tree.leaves(context.value)))
+        self._written[name] = _ids(jax.tree.leaves(context.value))
 
-    def _warn(self, names: list[str]) -> None:
-        learner = self._learner()
-        if names and learner is not None:
+    def _warn(self, names: Any) -> None:
+        learner, shown = self._learner(), ", ".join(f"`{name}`" for name in names)
+        if shown and learner is not None:
             warn_user(
-                f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
-                "the traces were not: they do not know of it, so the gradient goes on as if it had not been "
-                "done. To begin a new sequence, call `learner.reset_state()`, which resets both; what is "
-                "part of every step belongs in the model's `update`. The model itself, or another learner "
-                "of it, can be called before a reset of the learner, or with states that are put back.",
+                f"{shown} was set since the last call of the learner (by a reset of the model, a call of the "
+                "model itself or another learner), and the traces were not: the gradient goes on as if it "
+                "had not been done. To begin a new sequence, call `learner.reset_state()`, which resets "
+                "both; what is part of every step belongs in the model's `update`; after an evaluation, "
+                "reset the learner or put the states back.",
                 about=learner.model,
             )
 
 
 def _raw(state: brainstate.State) -> Any:
-    return vars(state)["_value"]  # a read by `state.value` would make it an input of what is being traced
+    return vars(state)["_value"]  # a read of `state.value` would make it an input of what is being traced
 
 
-def _leaves(state: brainstate.State) -> list[Any]:
-    return jax.tree.leaves(_raw(state))
+def _ids(leaves: list[Any]) -> list[int]:
+    return list(map(id, leaves))
 
 
 def _differ(a: Any, b: Any) -> bool:

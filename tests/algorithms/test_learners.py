@@ -568,6 +568,57 @@ def test_a_model_reset_or_called_without_its_learner_is_told_of(use):
     assert told == (use in TAMPERING), [str(w.message) for w in caught]
 
 
+class Started(brainstate.nn.Module):
+    """Leaky units whose first state is learned: in the step, by a flag, or by a reset."""
+
+    def __init__(self, by_reset):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 2)))
+        self.h0 = brainstate.ParamState(jnp.array([0.5, -1.0]))
+        self.h = brainstate.HiddenState(jnp.zeros((BATCH, 2)))
+        self.by_reset = by_reset
+
+    def reset_state(self, batch_size=None):
+        start = jnp.broadcast_to(self.h0.value, (batch_size, 2))
+        self.h.value = start if self.by_reset else jnp.zeros_like(start)
+
+    def update(self, x, first):
+        h = self.h.value
+        if not self.by_reset:
+            h = jnp.where(first, braintrace.element_wise(self.h0.value), h)
+        self.h.value = 0.7 * h + jnp.tanh(braintrace.matmul(x, self.w.value))
+        return self.h.value
+
+
+def test_a_learned_initial_state_is_part_of_the_step():
+    xs, ys = data()
+    first = jnp.arange(LENGTH) == 0
+
+    def gradient(by_reset):
+        learner = braintrace.D_RTRL(Started(by_reset))
+        learner.compile_graph(xs[0], first[0])
+        learner.reset_state(BATCH)
+        loss = lambda x, f, y: jnp.sum((learner(x, f) - y) ** 2)
+        return learner.etrace_grad(xs, first, ys, step_fn=loss, reduction="sum")
+
+    def total(params):
+        def body(h, now):
+            h = 0.7 * h + jnp.tanh(now[0] @ params["w",])
+            return h, jnp.sum((h - now[1]) ** 2)
+
+        return jnp.sum(jax.lax.scan(body, jnp.broadcast_to(params["h0",], (BATCH, 2)), (xs, ys))[1])
+
+    params = {path: st.value for path, st in Started(False).states(brainstate.ParamState).items()}
+    assert agree(jax.grad(total)(params), gradient(by_reset=False), 1e-12)
+    with pytest.warns(UserWarning, match="No output and no state of a step depends on `h0`"):
+        gradient(by_reset=True)
+    step = lambda params, h, x: (0.7 * h + x @ params["w"],) * 2
+    values = {"w": jnp.ones((3, 2)), "h0": jnp.ones(2)}
+    net = braintrace.online(step, values, jnp.zeros((BATCH, 2)), xs[0])
+    with pytest.warns(UserWarning, match=r"depends on `params\.h0`: the gradient is zero"):
+        assert net.report.excluded_weights["params", "h0"] == "no output or state depends on it"
+
+
 def test_states_are_found_again_and_reset():
     learner = learner_of()
     xs, ys = data()
