@@ -105,7 +105,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self.traces = {k: EligibilityTrace(v) for k, v in self.lasting_values().items()}
         self._traced_states = states
         self.init_etrace_state()
-        self._watched()
+        self._compare_states(keep=True)
 
     def adopt(self, graph: ETraceGraph, args: Any) -> None:
         """Take over a graph that was compiled for these arguments, with shapes instead of traces."""
@@ -296,8 +296,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
-        # a function that is being traced is to write hidden states before the counter: see `Seen`
-        _ = [st.value for st in self._hidden_now(self._compiled_now()).values()]
+        with self._reads.paused():  # a function that is being traced then writes them before the counter
+            _ = [st.value for st in self._hidden_now(self._compiled_now()).values()]
         self.steps.value = jnp.zeros((), jnp.int32)
         lasting = self.lasting_values()
         values = self._initial_values(self._compiled_now())
@@ -316,14 +316,15 @@ class ETraceAlgorithm(brainstate.nn.Module):
         known = {k: ref() for k, ref in self._zeros.items()}
         return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items())
 
-    def _watched(self) -> Seen | None:
-        """What is known of the hidden states after the last call; None: there are no traces to go with."""
+    def _compare_states(self, *, keep: bool) -> None:
+        """Warn if a hidden state was set since the last call and the traces were not: see `Seen`."""
         compiled = None if self._current is None else self._compiled.get(self._current)
-        if compiled is None or not self.traces:
-            return None
-        self._seen = self._seen or Seen(self)
-        self._seen.watch(self._hidden_now(compiled))
-        return self._seen
+        if compiled is not None and self.traces and not self._driver.is_driving:
+            hidden = self._hidden_now(compiled)
+            self._reads.watch(hidden)
+            self._seen = self._seen or Seen(self)
+            self._seen.watch(hidden)
+            self._seen.before_call(self._reads.assigned, keep=keep)
 
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the model's states, the traces and the step counter.
@@ -423,8 +424,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self._taken(args, kwargs)[1:]
 
     def _update(self, args: Any, kwargs: Any) -> Any:
-        if not self._driver.is_driving and (seen := self._watched()):
-            seen.before_call(keep=True)
+        self._compare_states(keep=True)
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self.set_for(one_args, one_kwargs)
         closed = traced_again(self.model, one_args, one_kwargs)
@@ -474,7 +474,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _compare_reads(self, hidden: Mapping[str, brainstate.State]) -> None:
         """Warn if the function that is being traced has read a hidden state."""
         read = self._reads.before_call(hidden)
-        self._reads.watch(hidden)
         if read and not self._driver.is_driving:
             warn_user(
                 f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. Should the "
@@ -551,8 +550,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
         self._compiled_now()
         check_chunk_size(chunk_size)
-        if seen := self._watched():
-            seen.before_call(keep=keep)
+        self._compare_states(keep=keep)
         if self._settle():
             self.init_etrace_state()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -35,24 +33,23 @@ class Seen:
         self._hidden: dict[str, brainstate.State] = {}
         self._looked: dict[str, list[Any]] = {}  # the leaves at the last look
         self._left: dict[str, list[Any]] = {}  # the leaves after the learner's last step or reset
-        self._written: dict[str, list[int]] = {}  # the `id` of the leaves that were assigned last
 
-    def watch(self, hidden: Mapping[str, brainstate.State]) -> None:
+    def watch(self, hidden: dict[str, brainstate.State]) -> None:
         """Follow these states from now on."""
-        for name, state in hidden.items():
-            if self._hidden.get(name) is not state:
-                state.register_hook("write_after", partial(self._on_write, name))
-        self._hidden = dict(hidden)
+        self._hidden = hidden
 
-    def before_call(self, *, keep: bool) -> None:
-        """Warn if a state was set and the traces were not; `keep`: traces are wanted after the call."""
+    def before_call(self, assigned: dict[str, list[int]], *, keep: bool) -> None:
+        """Warn if a state was set and the traces were not; `keep`: traces are wanted after the call.
+
+        `assigned` has the `id` of the leaves that each state was last given.
+        """
         learner = self._learner()
         if learner is None or any(map(_compat.is_tracer, map(_raw, learner.traces.values()))):
             return  # the function that is being traced has set the traces
         if keep or not learner.is_fresh():
             # in a function that is being traced, a state that was only read is another tracer
             traced = {k: v for k, v in self._now().items() if any(map(_compat.is_tracer, v))}
-            self._warn(k for k, v in traced.items() if _ids(v) == self._written.get(k))
+            self._warn(k for k, v in traced.items() if _ids(v) == assigned.get(k))
         _ = self._guard.value
 
     def _now(self) -> dict[str, list[Any]]:
@@ -71,9 +68,6 @@ class Seen:
             # a state that is as before may be written after the counter is: unknown
             self._left = {k: v for k, v in now.items() if _ids(v) != _ids(self._looked.get(k, []))}
             self._looked = now
-
-    def _on_write(self, name: str, context: Any) -> None:
-        self._written[name] = _ids(jax.tree.leaves(context.value))
 
     def _warn(self, names: Any) -> None:
         learner, shown = self._learner(), ", ".join(f"`{name}`" for name in names)

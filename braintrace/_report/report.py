@@ -88,8 +88,8 @@ class CompilationReport:
         unused = unused_parameters(self.graph.module_info)
         for entry in self.graph.module_info.params:
             if entry.path not in traced:
-                why = "no output or state depends on it" if entry.path in unused else "used by no marked op"
-                reasons.setdefault(entry.path, why)
+                none = "no output or state depends on it" if entry.path in unused else "used by no marked op"
+                reasons.setdefault(entry.path, none)
         return reasons
 
     @property
