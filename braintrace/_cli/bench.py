@@ -102,7 +102,7 @@ def compare(given: argparse.Namespace) -> None:
             return learner.etrace_grad(xs, ys, step_fn=step, chunk_size=chunk_size, keep_traces=False)
 
         def forward() -> Any:
-            brainstate.nn.reset_all_states(learner.model, batch_size=given.batch_size)
+            learner.reset_model(batch_size=given.batch_size)
             return brainstate.transform.for_loop(learner.model, xs)
 
         return gradient, forward

@@ -39,7 +39,7 @@ from .driving import Driver
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .reads import Reads
-from .resets import initial_states, reset, strengthen
+from .resets import initial_states, reset, strengthen, values_now
 from .seen import Seen
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if name is not None:
             self._name = name
         self.model = model
+        self._start = values_now(model)  # what a reset falls back on
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = Count(jnp.zeros((), jnp.int32))
         self._compiled: dict[Key, Compiled] = {}
@@ -100,9 +101,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._inputs = [_meshes.shape_of(a) for a in split_static(args, kwargs)[0]]
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
-            self.traces = {}  # new states, which `vmap_new_states` around this call sees
+            # new states, which `vmap_new_states` around this call sees
+            self.traces = {k: EligibilityTrace(v) for k, v in self.lasting_values().items()}
         self._traced_states = states
         self.init_etrace_state()
+        self._compare_states(keep=True)
 
     def adopt(self, graph: ETraceGraph, args: Any) -> None:
         """Take over a graph that was compiled for these arguments, with shapes instead of traces."""
@@ -182,7 +185,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if key != self._current:
             old = self._current
             agree = old is not None and self._agree(self._form(old), self._form(key))
-            if old is not None and not agree and old.states == key.states and not self._is_fresh():
+            if old is not None and not agree and old.states == key.states and not self.is_fresh():
                 raise CompilationError(
                     "The learner was called with other static arguments or types than before, for which the "
                     "model keeps other traces, and nothing says what becomes of those of the steps before. "
@@ -276,12 +279,27 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     @property
     def lasting(self) -> list[str]:
-        """The names of what the rule keeps that a reset leaves as it is."""
+        """The names of the rule's arrays that a reset does not set back."""
         return []
+
+    def lasting_values(self) -> Values:
+        """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
+        return {k: self.traces[k].value for k in self.lasting if k in self.traces}
+
+    def keep_lasting(self, values: Values) -> None:
+        """Go on with such arrays, where they fit the shapes compiled for."""
+        for key, value in values.items():
+            now = self.traces[key].value
+            if (value.shape, value.dtype) == (now.shape, now.dtype):
+                self.traces[key].value = value
+                self._zeros[key] = weakref.ref(value)
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
+        with self._reads.paused():  # a function that is being traced then writes them before the counter
+            _ = [st.value for st in self._hidden_now(self._compiled_now()).values()]
         self.steps.value = jnp.zeros((), jnp.int32)
+        lasting = self.lasting_values()
         values = self._initial_values(self._compiled_now())
         self._zeros = {k: weakref.ref(v) for k, v in values.items()}
         for key in [k for k in self.traces if k not in values]:
@@ -291,27 +309,53 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self.traces[key].value = value
             else:
                 self.traces[key] = EligibilityTrace(value)
+        self.keep_lasting(lasting)
 
-    def _is_fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """Whether the traces are known to be the zeros that they were set to."""
         known = {k: ref() for k, ref in self._zeros.items()}
-        return all(known.get(k) is st.value for k, st in self.traces.items())
+        return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items())
+
+    def _compare_states(self, *, keep: bool) -> None:
+        """Warn if a hidden state was set since the last call and the traces were not: see `Seen`."""
+        compiled = None if self._current is None else self._compiled.get(self._current)
+        if compiled is not None and self.traces and not self._driver.is_driving:
+            hidden = self._hidden_now(compiled)
+            self._reads.watch(hidden)
+            self._seen = self._seen or Seen(self)
+            self._seen.watch(hidden)
+            self._seen.before_call(self._reads.assigned, keep=keep)
 
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the model's states, the traces and the step counter.
 
-        With `rows`, a boolean for each sample of the batch, only those samples begin anew: their part of the
-        states gets its initial values, their part of the traces becomes zero. A module that has no
-        `reset_state` of its own gets the values that its `init_state` makes.
+        A module's states are reset by its `reset_state` or, if it has none, to the values that its
+        `init_state` makes; a short-term state of a module with neither (made in `__init__`) gets the value
+        that it had when the learner was made. With `rows`, a boolean for each sample of the batch, only the
+        states and traces of those samples are reset.
         """
         if rows is not None:
             self._reset_rows(jnp.asarray(rows))
             return
         options = {"batch_size": batch_size} if batch_size is not None else {}
-        reset(self.model, **options)
+        self.reset_model(**options)
         self._settle()
         if self._current is not None:
             self.init_etrace_state()
+
+    def reset_model(self, **options: Any) -> None:
+        """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
+        done = reset(self.model, self._start, **options)
+        compiled = None if self._current is None else self._compiled.get(self._current)
+        hidden = {} if compiled is None else self._hidden_now(compiled)
+        left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
+        if left:
+            warn_user(
+                f"A reset leaves {left} as it is, so that a sequence begins with what is left of the one "
+                "before. Set it in the `reset_state` of its module. A module without `reset_state` is reset "
+                "by its `init_state` or, without either, to the values when the learner was made.",
+                about=self.model,
+            )
 
     def _reset_rows(self, rows: Any) -> None:
         hidden = self._compiled_now().graph.module_info.hidden
@@ -380,6 +424,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self._taken(args, kwargs)[1:]
 
     def _update(self, args: Any, kwargs: Any) -> Any:
+        self._compare_states(keep=True)
         one_args, one_kwargs = one_step(args, kwargs)
         compiled = self.set_for(one_args, one_kwargs)
         closed = traced_again(self.model, one_args, one_kwargs)
@@ -398,13 +443,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._compiled[self._current] = compiled  # so that the report is of the model as it is now
         data, stepped = time_axes(args, kwargs)
         hidden = self._hidden_now(compiled) if self.traces else {}
-        self._compare_states(hidden)
+        self._compare_reads(hidden)
         lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
         if len(lengths) > 1:
             raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
         window = tuple(stepped) if lengths else None
         outs = self._call(compiled, data, consts, window, *lengths or {1})
-        self._seen = Seen.of(hidden, self.traces)
         return jax.tree.unflatten(compiled.graph.module_info.out_tree, outs)
 
     def _other_form(self, closed: Any, args: Any, kwargs: Any) -> tuple[Compiled, list[Any]]:
@@ -427,26 +471,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         hidden = {id(h.state) for h in compiled.graph.module_info.hidden}
         return {show_path(p): found.get(p, st) for p, st in entries.items() if id(st) in hidden}
 
-    def _compare_states(self, hidden: Mapping[str, brainstate.State]) -> None:
-        """Warn if someone has set a hidden state since the last call and left the traces, or has read one."""
+    def _compare_reads(self, hidden: Mapping[str, brainstate.State]) -> None:
+        """Warn if the function that is being traced has read a hidden state."""
         read = self._reads.before_call(hidden)
-        self._reads.watch(hidden)
         if read and not self._driver.is_driving:
             warn_user(
                 f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. Should the "
                 "loss depend on it, what parameters did to it in earlier steps is not in the gradient. In "
                 "`learner.etrace_grad` it is; or read the state inside of the model and return it.",
-                about=self.model,
-            )
-        if self._seen is None or self._seen.traces_differ(self.traces):
-            return
-        names = self._seen.assigned(hidden)
-        if names:
-            warn_user(
-                f"{', '.join(f'`{name}`' for name in names)} was set since the last call of the learner, and "
-                "the traces were not: they do not know of it, so the gradient goes on as if it had not been "
-                "done. To begin a new sequence, call `learner.reset_state()`, which resets both; what is "
-                "part of every step belongs in the model's `update`.",
                 about=self.model,
             )
 
@@ -489,10 +521,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         and traces are what they were before it or, with `progress` and outside of `jit`, after the last
         finished part.
         """
-        self._compiled_now()
-        check_chunk_size(chunk_size)
-        if self._settle():
-            self.init_etrace_state()
+        self._begin_sequence(chunk_size, keep_traces)
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
         report = Bar() if progress is True else progress or None
@@ -501,7 +530,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         )
         request = Request(sequence, has_aux, reduction, loss_output, return_value)
         weights = self._check_weights(self.param_states if weights is None else weights)
-        self._seen = None
         self._compare_masks()
         try:
             before = self.steps.value
@@ -518,6 +546,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 report.close()
             raise
         return request.result(grads, losses, aux)
+
+    def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
+        self._compiled_now()
+        check_chunk_size(chunk_size)
+        self._compare_states(keep=keep)
+        if self._settle():
+            self.init_etrace_state()
 
     def _check_weights(self, weights: Any) -> Any:
         if not isinstance(weights, Mapping):
@@ -545,10 +580,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         `chunk_size` is as in `etrace_grad`: how many steps are taken at once, or a window.
         """
-        self._compiled_now()
-        check_chunk_size(chunk_size)
-        if self._settle():
-            self.init_etrace_state()
+        self._begin_sequence(chunk_size, keep=True)
         sequence = Sequence.check(sequences, None)
         call = self if step_fn is None else step_fn
 
@@ -556,7 +588,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
             out = call(*slices)
             return out if return_outputs else None
 
-        self._seen = None
         self._compare_masks()
         with unchanged_on_error(list(self.states().values())):
             return self._driver.evolve(self, sequence, step, chunk_size, alone=step_fn is None)

@@ -15,7 +15,6 @@ from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .config import ETraceConfig
 from .driving import Driver
-from .resets import reset as reset_model
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 
@@ -199,7 +198,7 @@ def train_synthetic_gradient(
     history = []
     for _ in range(epochs):
         if reset:
-            reset_model(learner.model, **({} if batch_size is None else {"batch_size": batch_size}))
+            learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
         params, rest = learner._read(info)
         errors = []
         for i in range(0, len(leaves[0]), chunk_size):

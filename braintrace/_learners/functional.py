@@ -31,6 +31,7 @@ from .._online.programs import Programs
 from .._online.request import Request, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
+from .._report.beside import unused_parameters, warn_of_no_effect
 from .._report.diagnostics import kinds_of, warn_of
 from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
@@ -128,6 +129,7 @@ class OnlineFunctions:
         step = self.function.step
         with _meshes.no_types():
             graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+        warn_of_no_effect(unused_parameters(graph.module_info))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
@@ -293,11 +295,17 @@ class OnlineFunctions:
 
     # -- what users call ---------------------------------------------------------------------------
 
-    def init(self, params: Any, carry: Any) -> Values:
-        """What the rule keeps, at the start: a pytree of arrays."""
+    def init(self, params: Any, carry: Any, *, key: Any = None) -> Values:
+        """The rule's arrays at the start, a pytree.
+
+        Rules with random signs (`UORO`, `KF_RTRL`) draw those of `key`, a whole number or a random key; by
+        default the signs are the same at each call. To start every sequence by `init`, pass another `key`
+        each time, or their errors do not average out. `reset` goes on with the signs where they are.
+        """
         leaves = self._leaves(params, carry)
         self._spread_like(leaves, self.function.x.like)
-        return self._online.initial_values(leaves)
+        values = self._online.initial_values(leaves)
+        return values if key is None else self.rule.seeded(values, key)
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
         """One step: the new carry, traces and output. Its derivative in `params` is the online gradient.

@@ -78,10 +78,11 @@ class UORO(ETraceVjpAlgorithm):
     over many steps or samples are not. Tallec and Ollivier, 2017 (arXiv:1702.05043); there is one product for
     each sample of a batch.
 
-    `projection_key` is the key of the signs, which begin anew with `reset_state()`; `projection_eps` is added
-    to norms, as in the paper. `window=k` back-propagates through windows of `k` steps, of which each takes
-    one draw: the longer, the less noise. `samples` is as in `D_RTRL`. `fast_solve`, `control_flow`,
-    `random_feedback_key` and `snap_max_jacobian_elements` are accepted and have no effect, as in 0.2.6.
+    `projection_key` is the key of the signs. Their stream goes on over resets, so that sequences have
+    different signs. `projection_eps` is added to norms, as in the paper. `window=k` back-propagates through
+    windows of `k` steps, of which each takes one draw: the longer, the less noise. `samples` is as in
+    `D_RTRL`. `fast_solve`, `control_flow`, `random_feedback_key` and `snap_max_jacobian_elements` are
+    accepted and have no effect, as in 0.2.6.
     0.2.6 keeps a product for each group of states, and leaves out what goes from one group to another.
     """
 

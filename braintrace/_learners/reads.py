@@ -24,6 +24,7 @@ class Reads:
         self._watched: dict[str, int] = {}
         self._called_in: int | None = None
         self._paused = False
+        self.assigned: dict[str, list[int]] = {}  # the `id` of the leaves that each was last given
 
     def watch(self, states: Mapping[str, brainstate.State]) -> None:
         """Note what is read of these states from now on."""
@@ -61,6 +62,7 @@ class Reads:
 
     def _writer(self, name: str) -> Any:
         def written(context: Any) -> None:
+            self.assigned[name] = list(map(id, jax.tree.leaves(context.value)))
             if not self._paused:
                 self._noted.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""The values that a model's states begin with."""
+"""Reset the states of a model: the one way, for learners, training, evaluation and comparisons."""
 
 from __future__ import annotations
 
@@ -8,16 +8,70 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler import CompilationError
 from .._compiler.step import Path, show_path
 from .._frontends.pure import Pure
 
 
-def reset(model: brainstate.nn.Module, **options: Any) -> None:
-    """Reset all states; a module that has no `reset_state` of its own gets what its `init_state` makes."""
-    brainstate.nn.reset_all_states(model, **options)
-    for module in model.nodes(brainstate.nn.Module).values():
-        _reset_by_init(module, **options)
+def values_now(model: brainstate.nn.Module) -> dict[Path, Any]:
+    """The values of the short-term states by path, for `reset`; without those that are being traced."""
+    found = {path: st.value for path, st in model.states(brainstate.ShortTermState).items()}
+    return {p: v for p, v in found.items() if not any(map(_compat.is_tracer, jax.tree.leaves(v)))}
+
+
+def reset(model: brainstate.nn.Module, start: dict[Path, Any], **options: Any) -> set[int]:
+    """Reset all states: by each module's `reset_state`, or else its `init_state`, or else to `start`.
+
+    Returns the `id` of every state that was reset. A short-term state that its module's own `reset_state`
+    does not set is left as it is.
+    """
+    done = _reset_by_methods(model, **options)
+    for path, state in _without_methods(model, done, start).items():
+        state.value = start[path]
+        done.add(id(state))
+    return done
+
+
+def _reset_by_methods(model: brainstate.nn.Module, **options: Any) -> set[int]:
+    """Call `reset_state`, or `init_state` of modules without one; the `id` of every state that they set."""
+    with brainstate.StateTraceStack() as trace:
+        brainstate.nn.reset_all_states(model, **options)
+        for module in model.nodes(brainstate.nn.Module).values():
+            if _has_own(module, "init_state") and not _has_own(module, "reset_state"):
+                _reset_by_init(module, **options)
+    return set(map(id, trace.get_write_states()))
+
+
+def _without_methods(
+    model: brainstate.nn.Module, done: Any, start: dict[Path, Any]
+) -> dict[Path, brainstate.State]:
+    """The states in `start` that no method has set and whose module has no `reset_state`."""
+    modules = model.nodes(brainstate.nn.Module)
+    owner = lambda path: modules[max((p for p in modules if path[: len(p)] == p), key=len)]
+    found = {p: st for p, st in model.states().items() if p in start and id(st) not in done}
+    return {p: st for p, st in found.items() if not _has_own(owner(p), "reset_state")}
+
+
+def _has_own(module: brainstate.nn.Module, method: str) -> bool:
+    return getattr(type(module), method) is not getattr(brainstate.nn.Module, method)
+
+
+def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
+    """Give the states of a module the values of those that its `init_state` makes.
+
+    The state objects stay the same, because others may hold them.
+    """
+    is_leaf = lambda value: not isinstance(value, list | dict | tuple)
+    before = module.states()
+    names = {path[0] for path in before}
+    kept = {k: jax.tree.map(lambda a: a, vars(module)[k], is_leaf=is_leaf) for k in names}
+    module.init_state(**options)
+    made = module.states()
+    vars(module).update(kept)
+    for path, state in before.items():
+        if path in made and made[path] is not state:
+            state.value = made[path].value
 
 
 def strengthen(model: brainstate.nn.Module) -> None:
@@ -37,9 +91,13 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
     before = {id(st): st.value for st in model.states().values()}
 
     def start(size: int) -> dict[int, Any]:
-        """What a reset for so many samples writes, by the identity of the state."""
+        """The values that methods of the model set for `size` samples, by the `id` of the state."""
+
+        def methods() -> None:
+            _reset_by_methods(model, batch_size=size)
+
         try:
-            pure = Pure.trace(lambda: reset(model, batch_size=size))
+            pure = Pure.trace(methods)
             _, new = pure(pure.values())
         finally:
             for st in model.states().values():
@@ -48,7 +106,12 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
         return {id(st): jax.tree.unflatten(tree, leaves) for st, tree, leaves, written in parts if written}
 
     values, more = start(size), jax.eval_shape(lambda: start(size + 1))
-    found = {}
+    fixed = {path: learner._start[path] for path in _without_methods(model, values, learner._start)}
+    found = {
+        tuple(map(str, path)): value
+        for path, value in fixed.items()
+        if all(jnp.shape(leaf)[:1] == (size,) for leaf in jax.tree.leaves(value))
+    }
     for path, st in model.states().items():
         now = before[id(st)]
         if id(st) not in values or _shapes(now) != _shapes(values[id(st)]):
@@ -66,8 +129,8 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
     if missing:
         names = ", ".join(f"`{show_path(p)}`" for p in missing)
         raise CompilationError(
-            f"Samples of a batch cannot begin anew one by one: {names} has no axis of {size} samples in "
-            "front, or its module has no `reset_state` or `init_state` that gives it one for "
+            f"Samples of a batch cannot be reset one by one: {names} has no axis of {size} samples in "
+            "front, or the `reset_state` or `init_state` of its module does not give it one for "
             f"`batch_size={size}`."
         )
     return found
@@ -82,14 +145,3 @@ def _has_numbers(tree: Any) -> bool:
 def _shapes(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)  # which knows units
     return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]
-
-
-def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
-    kind, plain = type(module), brainstate.nn.Module
-    if kind.reset_state is not plain.reset_state or kind.init_state is plain.init_state:
-        return
-    states = {name: st for name, st in vars(module).items() if isinstance(st, brainstate.State)}
-    module.init_state(**options)
-    for name, state in states.items():
-        state.value = getattr(module, name).value
-        setattr(module, name, state)  # the same object as before: others may hold it

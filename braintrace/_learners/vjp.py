@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any, Literal
 
 import brainstate
@@ -169,12 +168,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         return self._online(self._compiled_now()).lasting
 
     def init_etrace_state(self) -> None:
-        lasting = {k: self.traces[k].value for k in self.lasting if k in self.traces}
         super().init_etrace_state()
-        for key, value in lasting.items():
-            if value.shape == self.traces[key].value.shape:
-                self.traces[key].value = value
-                self._zeros[key] = weakref.ref(value)
         self._made_of = self._masked_by = None
 
     # -- what a call is given for the signal -------------------------------------------------------
@@ -281,7 +275,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             window=self.window,
             keep=keep,
             # outside of `jit`, traces that are kept are zero in the first call only: two programs for one
-            fresh=self._is_fresh() and (not keep or is_traced(values)),
+            fresh=self.is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
 

@@ -81,7 +81,7 @@ class Online:
         Where `vmap` maps arrays that are `among` a step's, they are so, too.
         """
         at, specs = self.executor.spread, self.specs
-        lasting = self.rule.signal.start(self.executor)
+        lasting = self.rule.lasting(self.executor)
         zeros = {
             k: jnp.zeros(s.shape, s.dtype)
             if at is None or k not in specs
@@ -99,8 +99,8 @@ class Online:
 
     @cached_property
     def lasting(self) -> list[str]:
-        """The names of what outlasts a sequence: what the signal keeps."""
-        return list(jax.eval_shape(lambda: self.rule.signal.start(self.executor)))
+        """The names of the rule's arrays that a reset does not set back."""
+        return list(jax.eval_shape(lambda: self.rule.lasting(self.executor)))
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -157,7 +157,7 @@ class Online:
         """The shapes and types of what the rule keeps."""
         executor = self.executor
         with _meshes.no_types():
-            return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.signal.start(executor)})
+            return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.lasting(executor)})
 
     # -- calls -------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._compiler.dataflow import Flow, solve, union
+from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Node, Program, Var
-from .._compiler.slices import dependents, needed
-from .._compiler.step import show_path
+from .._compiler.slices import behind, dependents, needed
+from .._compiler.step import Path, show_path, show_paths
 from .._lines import warn_user
 from .._online.call import call_p
 from .._online.drive import Drive
@@ -25,6 +26,11 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     does not hold.
     """
     step = drive.step
+    params: dict[Path, Any] = {}
+    for i in weights:
+        params.setdefault((step.names[i],), []).append(step.leaves[i])
+    results = [*step.outs, *(step.new[i] for i in step.moving)]
+    warn_of_no_effect(_unused(step.program, results, params), about)
     if not step.calls:
         return
     before = "before the window" if drive.windows else "in earlier steps"
@@ -91,6 +97,29 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
             "`vjp_method='multi-step'`.",
             about=about,
         )
+
+
+def warn_of_no_effect(paths: list[Path], about: Any = None) -> None:
+    """Warn of parameters whose gradient is zero, because nothing that a step computes depends on them."""
+    if paths:
+        warn_user(
+            f"No output and no state of a step depends on {show_paths(paths)}: the gradient is zero. A reset "
+            "or an initial carry that is made of a parameter is a constant to the learner; a learned initial "
+            "state is used in the step: `h = jnp.where(first, h0, h)`, with a flag `first` among the inputs.",
+            about=about,
+        )
+
+
+def unused_parameters(info: ModuleInfo) -> list[Path]:
+    """The parameters that no output or new state of the model's step depends on."""
+    results = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
+    return _unused(info.program, results, {e.path: e.invars for e in info.params})
+
+
+def _unused(program: Program, results: Any, params: dict[Path, Any]) -> list[Path]:
+    reached = behind(program, results)
+    inexact = {k: [v for v in vs if jnp.issubdtype(v.aval.dtype, jnp.inexact)] for k, vs in params.items()}
+    return [k for k, vs in inexact.items() if vs and reached.isdisjoint(vs)]
 
 
 def _names(step: UserStep, leaves: Any) -> str:

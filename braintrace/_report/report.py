@@ -16,6 +16,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.step import Path
 from .._rules.rank import axis_of_samples
+from .beside import unused_parameters
 from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
 from .tables import number
 from .verdict import Exactness
@@ -84,9 +85,11 @@ class CompilationReport:
             why = record.kind is not DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
             if why and record.weight_path is not None and record.weight_path not in traced:
                 reasons.setdefault(record.weight_path, record.kind.value)
+        unused = unused_parameters(self.graph.module_info)
         for entry in self.graph.module_info.params:
             if entry.path not in traced:
-                reasons.setdefault(entry.path, "used by no marked op")
+                none = "no output or state depends on it" if entry.path in unused else "used by no marked op"
+                reasons.setdefault(entry.path, none)
         return reasons
 
     @property

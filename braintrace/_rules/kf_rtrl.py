@@ -35,9 +35,7 @@ from .._executor.window import Window, where_rows
 from .._ops.letters import Layout, Letters
 from .rank import finite, per_sample
 from .rule import Values
-from .signs import Estimate, key_at, signs
-
-COUNT = "steps so far"
+from .signs import COUNT, Estimate, key_at, signs
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class KF_RTRL(Estimate):
         return found
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        values: Values = {COUNT: jnp.zeros((1,), jnp.int32)}
+        values: Values = {}
         for use in self._uses(executor):
             inputs = use.weighted.site.no_inputs
             for name in use.layouts:
@@ -76,7 +74,7 @@ class KF_RTRL(Estimate):
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         """Over devices: samples as the states', inputs and outputs of an op as its weight's letters."""
-        found: dict[str, Spec] = {COUNT: (None,)}
+        found: dict[str, Spec] = {}
         for use in self._uses(executor):
             names, lead = use.names, use.per.lead
             for name in use.layouts:

@@ -42,6 +42,14 @@ class Rule(ABC):
     def start(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays at the start; called with abstract values, for shapes and types."""
 
+    def lasting(self, executor: ETraceGraphExecutor) -> Values:
+        """The arrays that a reset does not set back, at their start: those of the signal."""
+        return self.signal.start(executor)
+
+    def seeded(self, values: Values, key: Any) -> Values:
+        """The arrays at the start of another random stream; the same for a rule that draws nothing."""
+        return values
+
     @abstractmethod
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """The arrays after a window of steps."""

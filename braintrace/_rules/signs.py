@@ -1,4 +1,8 @@
-"""Rules that estimate by random signs: the same for the same key and count, so that a run can be repeated."""
+"""Rules that estimate by random signs: the same for the same key and count, so that a run can be repeated.
+
+The count goes on over resets. Estimates are right on average over draws only, and sequences that all began
+with the same signs would share one error.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
-from .rule import Rule
+from .._executor.executor import ETraceGraphExecutor
+from .rule import Rule, Values
 
 Key = int | tuple[int, ...]
+COUNT = "draws so far"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,15 @@ class Estimate(Rule):
         object.__setattr__(self, "key", as_key(self.key))
         if not self.eps > 0:
             raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
+
+    def lasting(self, executor: ETraceGraphExecutor) -> Values:
+        return {COUNT: jnp.zeros((1,), jnp.int32)}
+
+    def seeded(self, values: Values, key: Any) -> Values:
+        key = jnp.asarray(key)
+        if jnp.issubdtype(key.dtype, jnp.integer):
+            key = jax.random.wrap_key_data(key) if key.ndim else jax.random.key(key)
+        return {**values, COUNT: jax.random.randint(key, (1,), 0, jnp.iinfo(jnp.int32).max, jnp.int32)}
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(type(self).__name__, windows=windows, estimate=True)

@@ -28,9 +28,7 @@ from .._executor.spread import Spec
 from .._executor.window import Window
 from .rank import BASIS, Rank, finite, named, parts_of
 from .rule import Values
-from .signs import Estimate, key_at, signs
-
-COUNT = "windows so far"
+from .signs import COUNT, Estimate, key_at, signs
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class UORO(Estimate):
         return Rank(1, self.samples, beside_traces=False)
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        return {**self._kept.start(executor), COUNT: jnp.zeros((1,), jnp.int32)}
+        return self._kept.start(executor)
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.keep is not None:  # samples that begin anew at its start have no past
@@ -74,7 +72,7 @@ class UORO(Estimate):
         return [found.get(i) for i in range(len(window.params))]
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return {**self._kept.spread(executor, shapes), COUNT: (None,)}
+        return self._kept.spread(executor, shapes)
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}

@@ -161,8 +161,9 @@ def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
 def _states(engine: Engine) -> dict[str, brainstate.State]:
     """The optimiser, the random key, the parameters, and what else is not reset before each sequence."""
     learner = engine.learner
-    hidden = [*learner.hidden_states.values(), *learner.traces.values(), learner.steps]
-    skipped = {id(st) for st in hidden} if engine.reset else set()
+    traces = [st for k, st in learner.traces.items() if k not in learner.lasting]
+    reset = [*learner.hidden_states.values(), *traces, learner.steps]
+    skipped = set(map(id, reset)) if engine.reset else set()
     kept = {path: st for path, st in learner.states().items() if id(st) not in skipped}
     return {
         "optimizer": engine.opt_state,

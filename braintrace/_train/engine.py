@@ -106,11 +106,13 @@ class Engine:
                 learner.compile_graph(*args, **kwargs)
             elif not learner.is_set_for(args, kwargs):
                 with brainstate.random.seed_context(0):  # so that a resumed run draws the same numbers
-                    brainstate.nn.reset_all_states(model, **size)
+                    learner.reset_model(**size)
                 self._lay_out(xs)
                 if known:
+                    lasting = learner.lasting_values()
                     learner.traces = self._known[shapes][1]  # the states that this shape was compiled with
                     learner.set_for(args, kwargs)
+                    learner.keep_lasting(lasting)
                 else:
                     learner.compile_graph(*args, **kwargs)
             elif self.layout is not None:  # compiled before the arrays were on the mesh
@@ -244,7 +246,7 @@ class Engine:
         model = self.learner.model
         kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
         sequence = _sequence(xs, ys, mask)
-        brainstate.nn.reset_all_states(model, **({"batch_size": size_of(xs)} if self.batched else {}))
+        self.learner.reset_model(**({"batch_size": size_of(xs)} if self.batched else {}))
 
         def of_model(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self.learner.for_model(args, kwargs)

@@ -284,6 +284,7 @@ class OfModel:
             learner = candidate.learner(self.model)
             args, kwargs = self._arguments(learner)
             learner.compile_graph(*args, **kwargs)
+            learner.reset_model(**self._size)
             in_windows = learner.steps_at_once(self.chunk_size) is not None
             chunk_size = None if in_windows or candidate.is_bptt else self.chunk_size
 
@@ -343,6 +344,10 @@ class OfModel:
             raise KeyboardInterrupt
         return [float(v) for v in result.curve()[1]], False
 
+    @property
+    def _size(self) -> dict[str, int]:
+        return {"batch_size": size_of(self.sequence.arrays[0])} if self.batched else {}
+
     @contextmanager
     def _fresh(self) -> Iterator[list[tuple[brainstate.State, Any]]]:
         """States as they are at the start of a sequence, and random keys, the same each time.
@@ -351,10 +356,9 @@ class OfModel:
         """
         nodes = [(node, dict(vars(node))) for node in (self.model, *self.model.nodes().values())]
         kept = [(st, st.value) for st in self.model.states().values()]
-        size = {"batch_size": size_of(self.sequence.arrays[0])} if self.batched else {}
         with brainstate.random.seed_context(self.seed), brainstate.environ.context(fit=True):
             try:
-                brainstate.nn.init_all_states(self.model, **size)
+                brainstate.nn.init_all_states(self.model, **self._size)
                 yield kept
             finally:
                 for state, value in reversed(kept):  # what was first seen is what it was
@@ -403,13 +407,13 @@ class OfFunctions:
         inexact = [i for i, leaf in enumerate(leaves[0]) if is_inexact(leaf)]
         chunk_size = None if candidate.is_bptt else self.chunk_size
 
-        def gradient(params: Any, carry: Any, arrays: Any, mask: Any) -> tuple[Any, Any]:
+        def gradient(params: Any, carry: Any, arrays: Any, mask: Any, key: Any = None) -> tuple[Any, Any]:
             params, carry = trees[0].rebuild(params), trees[1].rebuild(carry)
             grads, _, (losses, _) = net.grad(
                 self._loss,
                 params,
                 carry,
-                net.init(params, carry),
+                net.init(params, carry, key=key),
                 *arrays,
                 mask=mask,
                 chunk_size=chunk_size,
@@ -444,18 +448,18 @@ class OfFunctions:
         state = training.optimizer.init(weights)
 
         @jax.jit
-        def update(weights: Any, state: Any, arrays: Any, mask: Any) -> Any:
+        def update(weights: Any, state: Any, arrays: Any, mask: Any, key: Any) -> Any:
             params = list(leaves[0])
             for i, w in zip(inexact, weights, strict=True):
                 params[i] = w
-            grads, losses = gradient(params, leaves[1], arrays, mask)
+            grads, losses = gradient(params, leaves[1], arrays, mask, key)
             moves, state = training.optimizer.update(list(map(jnp.conj, grads)), state, weights)
             weights = [(w + d).astype(w.dtype) for w, d in zip(weights, moves, strict=True)]
             return weights, state, (losses * mask).sum() / mask.sum()
 
         found: list[float] = []
-        for arrays, mask in self._batches(training):
-            weights, state, loss = update(weights, state, arrays, mask)
+        for key, (arrays, mask) in enumerate(self._batches(training)):
+            weights, state, loss = update(weights, state, arrays, mask, key)
             if not math.isfinite(loss):
                 return found, True
             found.append(float(loss))

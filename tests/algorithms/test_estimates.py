@@ -68,7 +68,7 @@ def test_kf_rtrl_refuses_what_is_no_product(name):
 
 # -- right on average ----------------------------------------------------------------------------------------
 
-B, N, X, T, KEYS = 2, 3, 2, 5, 4000
+B, N, X, T, KEYS, RESETS = 2, 3, 2, 5, 4000, 300
 
 
 def step(params: Any, h: Any, x: Any) -> Any:
@@ -76,26 +76,54 @@ def step(params: Any, h: Any, x: Any) -> Any:
     return h, h
 
 
-@pytest.mark.parametrize(("rule", "window"), every(2, [(UORO(), 1), (UORO(), 2), (KF_RTRL(), 1)]), ids=str)
-def test_they_are_right_on_average(rule, window):
+def problem(rule: Any, window: int) -> Any:
+    """The functions of a rule, traces at their start, a gradient from some traces, and that of BPTT."""
     rng = np.random.RandomState(0)
     params = {"w": rng.randn(X, N), "v": 0.7 * rng.randn(N, N), "b": 0.3 * rng.randn(N)}
     params, start = jax.tree.map(jnp.asarray, params), jnp.asarray(rng.randn(B, N))
     xs, ys = jnp.asarray(rng.randn(T, B, X)), jnp.asarray(rng.randn(T, B, N))
     loss = lambda y, target: jnp.sum((y - target) ** 2)
     net = braintrace.online(step, params, start, xs[0], rule=rule, window=window)
-    traces = net.init(params, start)
-    (count,) = (k for k in traces if traces[k].dtype == jnp.int32)
 
-    def gradient(first: Any) -> Any:
-        begun = {**traces, count: first[None]}
-        return net.grad(loss, params, start, begun, xs, ys, reduction="sum")[0]
+    def gradient(net: Any, traces: Any) -> Any:
+        grads, after, _ = net.grad(loss, params, start, traces, xs, ys, reduction="sum")
+        return grads, after
 
-    found = jax.jit(jax.vmap(gradient))(T * jnp.arange(KEYS, dtype=jnp.int32))
     exact = net.with_rule(braintrace.rules.BPTT())
-    truth = exact.grad(loss, params, start, exact.init(params, start), xs, ys, reduction="sum")[0]
-    errors = {k: (np.asarray(found[k]) - np.asarray(truth[k])).reshape(KEYS, -1) for k in truth}
-    for k, e in errors.items():
-        standard = e.std(0) / np.sqrt(KEYS)
+    begin = lambda **options: net.init(params, start, **options)
+    return net, begin, gradient, gradient(exact, exact.init(params, start))[0]
+
+
+def assert_right_on_average(found: Any, truth: Any, most: float) -> None:
+    for k in truth:
+        e = (np.asarray(found[k]) - np.asarray(truth[k])).reshape(len(found[k]), -1)
+        standard = e.std(0) / np.sqrt(len(e))
         assert np.all(standard > 0), k
-        assert np.all(np.abs(e.mean(0)) < 3 * standard), (k, e.mean(0) / standard)
+        assert np.all(np.abs(e.mean(0)) < most * standard), (k, e.mean(0) / standard)
+
+
+@pytest.mark.parametrize(("rule", "window"), every(2, [(UORO(), 1), (UORO(), 2), (KF_RTRL(), 1)]), ids=str)
+def test_they_are_right_on_average(rule, window):
+    net, begin, gradient, truth = problem(rule, window)
+    traces = begin()
+    (count,) = (k for k in traces if traces[k].dtype == jnp.int32)
+    first = T * jnp.arange(KEYS, dtype=jnp.int32)
+    found = jax.jit(jax.vmap(lambda n: gradient(net, {**traces, count: n[None]})[0]))(first)
+    assert_right_on_average(found, truth, 3)
+
+
+@pytest.mark.parametrize("rule", [UORO(), KF_RTRL()], ids=str)
+def test_sequences_have_signs_of_their_own(rule):
+    net, begin, gradient, truth = problem(rule, 1)
+
+    def body(traces: Any, _: Any) -> Any:
+        grads, after = gradient(net, traces)
+        return net.reset(*after)[1], grads
+
+    resets = jax.jit(lambda traces: jax.lax.scan(body, traces, length=RESETS)[1])(begin())
+    assert_right_on_average(resets, truth, 4)
+    found = jax.jit(jax.vmap(lambda key: gradient(net, begin(key=key))[0]))(jnp.arange(RESETS))
+    assert_right_on_average(found, truth, 4)
+    key = jax.random.key(1)
+    for given in (key, jax.random.key_data(key)):
+        jax.tree.map(np.testing.assert_array_equal, begin(key=given), begin(key=1))

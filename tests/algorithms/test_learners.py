@@ -464,6 +464,162 @@ def test_a_state_assigned_beside_the_model_is_told_of(step, size):
     assert told == (step in (halved_before, halved_after))
 
 
+def total(learner, xs):
+    return jnp.sum(brainstate.transform.for_loop(lambda x: jnp.sum(learner(x) ** 2), xs))
+
+
+def jitted(learner):
+    """The gradient over a sequence, compiled."""
+    gradient = brainstate.transform.grad(lambda xs: total(learner, xs), learner.param_states)
+    return brainstate.transform.jit(gradient)
+
+
+def reset_model(learner):
+    brainstate.nn.reset_all_states(learner.model, batch_size=BATCH)
+
+
+def reset_between(learner, xs):
+    go = jitted(learner)
+    go(xs), reset_model(learner), go(xs)
+
+
+def reset_inside(learner, xs):
+    def both(xs):
+        reset_model(learner)
+        return total(learner, xs)
+
+    brainstate.transform.jit(both)(xs)
+
+
+def reset_between_sequences(learner, xs, **options):
+    for _ in range(2):
+        learner.etrace_grad(xs, step_fn=lambda x: jnp.sum(learner(x) ** 2), **options)
+        reset_model(learner)
+
+
+def called_between(learner, xs):
+    go, model = jitted(learner), brainstate.transform.jit(learner.model.update)
+    go(xs), model(xs[0]), go(xs)
+
+
+def two_learners(learner, xs):
+    other = braintrace.D_RTRL(learner.model)
+    other.compile_graph(xs[0])
+    for go in (jitted(learner), jitted(other)) * 2:
+        go(xs)
+
+
+def two_learners_in_one(learner, xs):
+    other = braintrace.D_RTRL(learner.model)
+    other.compile_graph(xs[0])
+    brainstate.transform.jit(lambda x: learner(x) + other(x))(xs[0])
+
+
+def all_are_reset(learner, xs):
+    go = jitted(learner)
+    go(xs), learner.reset_state(BATCH), go(xs)
+    learner.init_etrace_state(), reset_model(learner), go(xs)
+    reset_model(learner), learner.init_etrace_state(), go(xs), go(xs)
+
+
+def all_are_reset_inside(learner, xs):
+    def both(xs):
+        reset_model(learner)
+        learner.init_etrace_state()
+        return total(learner, xs)
+
+    go = brainstate.transform.jit(both)
+    go(xs), learner.model(xs[0]), go(xs)
+
+
+def put_back(learner, xs):
+    @brainstate.transform.jit
+    def evaluate(xs):
+        states = learner.model.states(brainstate.HiddenState).values()
+        before = [state.value for state in states]
+        out = brainstate.transform.for_loop(learner.model, xs)
+        for state, value in zip(states, before, strict=True):
+            state.value = value
+        return out
+
+    go = jitted(learner)
+    go(xs), evaluate(xs), go(xs)
+
+
+def without_traces(learner, xs):
+    reset_between_sequences(learner, xs, keep_traces=False)
+
+
+TAMPERING = reset_between, reset_inside, reset_between_sequences, called_between, two_learners
+TAMPERING = (*TAMPERING, two_learners_in_one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "use",
+    [*TAMPERING, all_are_reset, all_are_reset_inside, put_back, without_traces],
+    ids=lambda f: f.__name__,
+)
+def test_a_model_reset_or_called_without_its_learner_is_told_of(use):
+    learner, (xs, _) = learner_of(), data()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use(learner, xs[:2])
+    told = any("`cell.h` was set since the last call" in str(w.message) for w in caught)
+    assert told == (use in TAMPERING), [str(w.message) for w in caught]
+
+
+class Started(brainstate.nn.Module):
+    """Leaky units whose first state is learned: in the step, by a flag, or by a reset."""
+
+    def __init__(self, by_reset):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.asarray(np.random.RandomState(0).randn(3, 2)))
+        self.h0 = brainstate.ParamState(jnp.array([0.5, -1.0]))
+        self.h = brainstate.HiddenState(jnp.zeros((BATCH, 2)))
+        self.by_reset = by_reset
+
+    def reset_state(self, batch_size=None):
+        start = jnp.broadcast_to(self.h0.value, (batch_size, 2))
+        self.h.value = start if self.by_reset else jnp.zeros_like(start)
+
+    def update(self, x, first):
+        h = self.h.value
+        if not self.by_reset:
+            h = jnp.where(first, braintrace.element_wise(self.h0.value), h)
+        self.h.value = 0.7 * h + jnp.tanh(braintrace.matmul(x, self.w.value))
+        return self.h.value
+
+
+def test_a_learned_initial_state_is_part_of_the_step():
+    xs, ys = data()
+    first = jnp.arange(LENGTH) == 0
+
+    def gradient(by_reset):
+        learner = braintrace.D_RTRL(Started(by_reset))
+        learner.compile_graph(xs[0], first[0])
+        learner.reset_state(BATCH)
+        loss = lambda x, f, y: jnp.sum((learner(x, f) - y) ** 2)
+        return learner.etrace_grad(xs, first, ys, step_fn=loss, reduction="sum")
+
+    def total(params):
+        def body(h, now):
+            h = 0.7 * h + jnp.tanh(now[0] @ params["w",])
+            return h, jnp.sum((h - now[1]) ** 2)
+
+        return jnp.sum(jax.lax.scan(body, jnp.broadcast_to(params["h0",], (BATCH, 2)), (xs, ys))[1])
+
+    params = {path: st.value for path, st in Started(False).states(brainstate.ParamState).items()}
+    assert agree(jax.grad(total)(params), gradient(by_reset=False), 1e-12)
+    with pytest.warns(UserWarning, match="No output and no state of a step depends on `h0`"):
+        gradient(by_reset=True)
+    step = lambda params, h, x: (0.7 * h + x @ params["w"],) * 2
+    values = {"w": jnp.ones((3, 2)), "h0": jnp.ones(2)}
+    net = braintrace.online(step, values, jnp.zeros((BATCH, 2)), xs[0])
+    with pytest.warns(UserWarning, match=r"depends on `params\.h0`: the gradient is zero"):
+        assert net.report.excluded_weights["params", "h0"] == "no output or state depends on it"
+
+
 def test_states_are_found_again_and_reset():
     learner = learner_of()
     xs, ys = data()

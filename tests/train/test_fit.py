@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -196,6 +198,91 @@ def test_evaluation_changes_nothing_and_is_right():
         expected.append((float(jnp.mean((outs - ys) ** 2)), float(jnp.mean(jnp.abs(outs)))))
     loss, size = np.average(expected, axis=0, weights=[BATCH, 2])
     assert b.metrics == pytest.approx({"loss": loss, "size": size}, rel=1e-5)
+
+
+def adaptive(model):
+    return braintrace.EProp(model, feedback="adaptive")
+
+
+@pytest.mark.parametrize("rule", [braintrace.UORO, adaptive])
+def test_a_resumed_run_goes_on_with_what_outlasts_a_sequence(rule, tmp_path):
+    """Random signs and adaptive feedback are not reset, are shared by batch sizes, and are saved."""
+    data = [batch(0), batch(1, size=2), batch(2), batch(3, size=2)]
+
+    def run(batches, **options):
+        learner, loss = make(rule)
+        braintrace.fit(learner, batches, loss, optax.sgd(0.1), progress=False, **options)
+        return learner, parameters(learner)
+
+    learner, whole = run(data)
+    run(data[:3], checkpoint_dir=tmp_path)
+    same(whole, run(data, checkpoint_dir=tmp_path, resume=True)[1], rtol=0)
+    if rule is braintrace.UORO:
+        assert int(learner.etrace_states["draws so far"].value[0]) == len(data) * LENGTH
+
+
+class Sum(brainstate.nn.Module):
+    """Adds up its inputs in a state that is made in `__init__`; its weight is one."""
+
+    def __init__(self, start=0.0):
+        super().__init__()
+        self.w = brainstate.ParamState(jnp.eye(1))
+        self.held = [brainstate.HiddenState(jnp.full((BATCH, 1), start))]
+
+    def update(self, x):
+        (h,) = self.held
+        h.value = h.value + braintrace.matmul(x, self.w.value)
+        return h.value
+
+
+class SumWithInit(Sum):
+    def init_state(self, batch_size=None):
+        self.held[0] = brainstate.HiddenState(jnp.zeros((batch_size, 1)))
+
+
+class SumWithReset(Sum):
+    def reset_state(self, batch_size=None):
+        self.held[0].value = jnp.zeros((batch_size, 1))
+
+
+class SumNeverReset(Sum):
+    def reset_state(self, batch_size=None):
+        pass
+
+
+class Sums(brainstate.nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = parts
+
+    def update(self, x):
+        return jnp.concatenate([part(x) for part in self.parts], -1)
+
+
+def test_hand_written_modules_are_reset(tmp_path):
+    xs = np.ones((LENGTH, BATCH, 1), np.float32)
+    data = [(xs, np.cumsum(xs, 0) + np.zeros(3, np.float32))] * 4
+
+    def run(batches=data, rate=0.0, **options):
+        learner = braintrace.D_RTRL(Sums(Sum(), SumWithInit(5.0), SumWithReset(5.0)))
+        loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+        options = {"eval_batches": data[:1], "eval_every": 1, "progress": False, **options}
+        return learner, braintrace.fit(learner, batches, loss, optax.sgd(rate), **options)
+
+    learner, result = run()
+    assert [row["loss"] for row in (*result.history, *result.evaluations)] == [0.0] * 8
+    for copied in (copy.deepcopy(learner), pickle.loads(pickle.dumps(learner))):
+        copied.reset_state(rows=jnp.arange(BATCH) == 1)
+        assert [part.held[0].value[:2, 0].tolist() for part in copied.model.parts] == [[LENGTH, 0]] * 3
+    # a resumed run resets to the values of its own new learner, not to those in the checkpoint
+    whole = run(rate=0.1)[1]
+    run(data[:2], 0.1, checkpoint_dir=tmp_path)
+    again = run(rate=0.1, checkpoint_dir=tmp_path, resume=True)[1]
+    assert [row["loss"] for row in again.history] == [row["loss"] for row in whole.history]
+    forgetful = braintrace.D_RTRL(Sums(Sum(), SumNeverReset()))
+    loss = lambda x, _: jnp.sum(forgetful(x))
+    with pytest.warns(UserWarning, match=r"A reset leaves `parts\.1\.held\.0` as it is"):
+        braintrace.fit(forgetful, data[:1], loss, optax.sgd(0.0), progress=False)
 
 
 def test_stops_when_asked():
