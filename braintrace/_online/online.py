@@ -411,9 +411,10 @@ class Online:
         return result
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
-        """Those constants of the model, and numbers in it, that its effective weights are made of."""
+        """Those constants of the model, and numbers in it, that weights and gains of readouts are made of."""
         program = self.info.program
         weights = [w for t in self.slots for w in t.relation.site.weights.values()]
+        weights += [a for h in self.info.hidden for a in h.coefficients]
         atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
         numbers = [a.val for a in atoms if isinstance(a, Literal)]
         made_of = self.executor.made_of
