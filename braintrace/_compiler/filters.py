@@ -105,7 +105,8 @@ class _Search:
             return None
         live = self._made_of([*units[0].hidden_invars, *units[0].hidden_outvars])
         ends, way, coefficients = self._way(r.outvar, live, units[0])
-        if len(ends) != 1 or not self._is_of_units(ends[0], units[0]):
+        reads_by_op = any(node.site is not None for node in way)  # else it is no readout
+        if len(ends) != 1 or not reads_by_op or not self._is_of_units(ends[0], units[0]):
             return None
         inner = {v for node in way for v in node.outputs} - {r.outvar}
         if _is_complex(r.invar) and not all(map(_is_complex, (*inner, *ends))):

@@ -7,7 +7,7 @@ affair. `live` are the arrays whose value at the start of a step some loss, then
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,10 +40,10 @@ class Carried:
 
 
 class Flows:
-    """The paths of one compiled step, found once."""
+    """The paths of one compiled step, found once; `seen` are hidden states that a loss reads, too."""
 
-    def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.info = graph, graph.module_info
+    def __init__(self, graph: ETraceGraph, seen: Container[Path] = ()) -> None:
+        self.graph, self.info, self._seen = graph, graph.module_info, seen
         self.program = self.info.program
         hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
         known = {old for _, _, old, _ in hidden}
@@ -90,7 +90,7 @@ class Flows:
 
     def _with_outputs(self, starts: Mapping[Var, Goal]) -> dict[Var, Goal]:
         found = dict(starts)
-        for atom in self.info.out_atoms:
+        for atom in (*self.info.out_atoms, *(c.new for c in self.carried if c.path in self._seen)):
             if isinstance(atom, Var):
                 found[atom] = found.get(atom, Goal()) | Goal(direct=self.outputs)
         return found
