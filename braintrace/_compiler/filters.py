@@ -13,7 +13,7 @@ in place of `z`, and a signal at the readout is one at `f`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,8 @@ from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
 from .own_rules import PullBack
 from .positions import Positions
-from .primitives import (
-    ELEMENT_WISE,
-    IN_ALL_OPERANDS,
-    IN_FIRST_OPERAND,
-    IN_ONE_OPERAND,
-    NOT_COMPLEX,
-    named,
-)
-from .program import Atom, Node, Program, Var, read_program
+from .primitives import ELEMENT_WISE, IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, NOT_COMPLEX, named
+from .program import Atom, Node, Program, Var, is_inexact, read_program
 from .provenance import Goal, spread
 from .reach import Reach
 from .slices import behind, between, needed, plain_site
@@ -100,7 +93,9 @@ class _Search:
         r = group.hidden[0]
         if group.num_state != 1 or not self._decays(r):
             return None
-        units = [g for g in self.graph.hidden_groups if g is not group and self._act(g, r)]
+        bit = self.flows.group_bits(group.index)
+        acting = {c.group for c in self.flows.carried for v in (c.old, c.new) if self.flows.reached(v) & bit}
+        units = [g for g in self.graph.hidden_groups if g is not group and g.index in acting]
         if len(units) != 1 or not self._is_exact(units[0]):
             return None
         live = self._made_of([*units[0].hidden_invars, *units[0].hidden_outvars])
@@ -141,11 +136,6 @@ class _Search:
         alike = node is not None and node.primitive in ELEMENT_WISE | {primitives.broadcast_in_dim_p}
         return alike and all(map(self._is_one_number, node.inputs))  # type: ignore[union-attr]
 
-    def _act(self, group: HiddenGroup, r: Hidden) -> bool:
-        bit = next(c.bit for c in self.flows.carried if c.old is r.invar)
-        states = self.flows.of(self.flows.group_bits(group.index))
-        return any(self.flows.reached(v) & bit for c in states for v in (c.old, c.new))
-
     def _is_exact(self, group: HiddenGroup) -> bool:
         """Whether traces follow a group exactly: unit by unit, without an op."""
         relations = self.graph.hidden_param_op_relations
@@ -183,7 +173,7 @@ class _Search:
         if node.site is not None:
             linear = node.site.primitive.is_known and node.site.num_inputs == 1 and on == [0]
         elif node.primitive in _SUMS:
-            linear, others = True, [a for a in others if not _is_inexact(a)]  # indices, and what selects
+            linear, others = True, [a for a in others if not is_inexact(a)]  # indices, and what selects
         else:
             one = node.primitive in IN_ONE_OPERAND and len(on) == 1
             linear = (one or (node.primitive in IN_FIRST_OPERAND and on == [0])) and not node.inner
@@ -232,10 +222,6 @@ class _Search:
 
 def _is_complex(atom: Atom) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
-
-
-def _is_inexact(atom: Atom) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
 
 def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
@@ -287,25 +273,15 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
 
     structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in (f.read, *given)]
     made = read_program(jax.make_jaxpr(make)(*structs))
-    known: dict[Var, Atom] = dict(zip(made.inputs, (f.read, *given), strict=True))
-    count = 1 + max(v.index for v in (*program.inputs, *program.consts, *_variables(program)))
-
-    def now(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else known[atom]
-
+    known: dict[Var, Var] = dict(zip(made.inputs, (f.read, *given), strict=True))
+    made_before = (v for node in program.walk() for v in node.outputs)
+    count = 1 + max(v.index for v in (*program.inputs, *program.consts, *made_before))
     result = []
     for node in needed(made, made.outputs):
-        inputs = tuple(map(now, node.inputs))
+        inputs = tuple(a if isinstance(a, Literal) else known[a] for a in node.inputs)
         for v in node.outputs:
             known[v] = Var(v.aval, count)
             count += 1
-        result.append(replace(node, inputs=inputs, outputs=tuple(known[v] for v in node.outputs)))  # type: ignore[misc]
-    old, new, read = (now(a) for a in made.outputs)
-    assert isinstance(old, Var)
-    assert isinstance(new, Var)
-    assert isinstance(read, Var)
+        result.append(replace(node, inputs=inputs, outputs=tuple(known[v] for v in node.outputs)))
+    old, new, read = (known[v] for v in made.outputs if isinstance(v, Var))
     return old, new, read, result
-
-
-def _variables(program: Program) -> Iterator[Var]:
-    return (v for node in program.walk() for v in node.outputs)
