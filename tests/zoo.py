@@ -1676,6 +1676,31 @@ def _(p, s, x):
     return {"h": h}, jnp.tanh(h[:2] + s.h @ p.o)
 
 
+@case("readout", "op_of_old_spikes", "matmul w: v z", w=(3, 4), o=(4, 2), v=4, z=4, groups="v z")
+def _(p, s, x):
+    v = 0.9 * s.v + bt.matmul(x, p.w)
+    return {"v": v, "z": vjp_spike(v - 0.3)}, bt.matmul(s.z, p.o)
+
+
+@case(
+    "readout",
+    "op_of_old_in_control_flow",
+    "matmul w: c h",
+    w=(3, 8),
+    o=(4, 4),
+    c=4,
+    h=4,
+    groups="c h",
+    positions={0: [0, 1, 2, 3, 0, 1, 2, 3]},
+)
+def _(p, s, x):
+    y = lax.cond(x[0] > 0, lambda h: bt.matmul(h, p.o), jnp.sin, s.h)
+    y, _ = lax.scan(lambda y, _: (jnp.tanh(bt.matmul(y, p.o)), None), y, length=2)
+    i, g = jnp.split(bt.matmul(x, p.w), 2)
+    c = 0.8 * s.c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return {"c": c, "h": jax.nn.sigmoid(g) * jnp.tanh(c)}, y
+
+
 @case("readout", "several_outputs", "matmul w: h", w=(3, 4), o=(4, 2))
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w)

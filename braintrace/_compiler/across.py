@@ -79,7 +79,7 @@ class Across:
             return 0
         found = sum(
             c.bit
-            for c in self.flows.of(self._reached(param) & ~own)
+            for c in self.flows.of(self.flows.reached(param) & ~own)
             if not any(self._in_one_loop(c, o) for o in self.flows.of(stands))
         )
         for c in self.flows.of(self._acted(param)):
@@ -133,13 +133,13 @@ class Across:
 
     def _acted(self, param: Var) -> int:
         """The states that a parameter acts on, in this step or a later one."""
-        return settled(self._reached(param), self._onto)
+        return settled(self.flows.reached(param), self._onto)
 
     def _onto(self, bits: int) -> int:
         """The states that some act on in a step."""
         found = 0
         for c in self.flows.of(bits):
-            found |= self._reached(c.old)
+            found |= self.flows.reached(c.old)
         return found
 
     def _in_one_loop(self, a: Carried, b: Carried) -> bool:
@@ -148,7 +148,7 @@ class Across:
 
     def _unfollowed(self, c: Carried) -> int:
         """The states that one acts on in a way that no trace follows."""
-        reached = self._reached(c.old) | self._reached(c.new)
+        reached = self.flows.reached(c.old) | self.flows.reached(c.new)
         if c.group is None:
             return reached
         own = self.flows.group_bits(c.group)
@@ -160,8 +160,3 @@ class Across:
         places, within = hidden[0].positions, hidden[1]
         strays = np.any((within.highest >= 0) & ((within.lowest != places) | (within.highest != places)))
         return reached & (~own | crossing | (own if strays else 0))
-
-    def _reached(self, var: Var) -> int:
-        """The states that something acts on in a step."""
-        goal = self.flows.whole.get(var, Goal())
-        return (goal.direct | goal.crossing) & (self.flows.outputs - 1)

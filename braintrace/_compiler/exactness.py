@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,12 @@ class Dropped:
         return (self.of, *self.states) if isinstance(self.of, tuple) and keeps else self.states
 
 
-def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropped]:
+def find_dropped(
+    graph: ETraceGraph, rule: RuleKind | None = None, seen: Container[Path] = ()
+) -> list[Dropped]:
     """What the gradient of a rule (D_RTRL where none is given) drops, by the order of parameters.
+
+    The loss reads the outputs, and the hidden states that are `seen`.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.ValinaRNNCell(2, 3)
@@ -134,7 +138,7 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     if rule.at_once:
         return []
     order = {e.path: i for i, e in enumerate(graph.module_info.params)}
-    verdict = _Verdict(graph, rule)
+    verdict = _Verdict(graph, rule, seen)
     kept = rule.directions(graph)
     whole = rule.whole or (kept is not None and kept[0] == kept[1])
     if whole:
@@ -150,6 +154,19 @@ def find_dropped(graph: ETraceGraph, rule: RuleKind | None = None) -> list[Dropp
     if rule.filters:
         found = _not_filtered(found, followed_by_filters(graph))
     return sorted(found, key=lambda d: order[d.weight_path])
+
+
+def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
+    """The hidden states that no output depends on, and what else is approximate if a loss reads them.
+
+    These are parameters of which the gradient is exact for a loss of the outputs.
+    """
+    flows = Flows(graph)
+    unseen = [c.path for c in flows.of(~flows.matters) if c.group is not None]
+    known = {d.weight_path for d in find_dropped(graph, rule)} if unseen else set()
+    found = {path: [d.weight_path for d in find_dropped(graph, rule, [path])] for path in unseen}
+    missed = {path: [w for w in dict.fromkeys(weights) if w not in known] for path, weights in found.items()}
+    return {path: weights for path, weights in missed.items() if weights}
 
 
 def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
@@ -169,8 +186,10 @@ def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -
 
 
 class _Verdict:
-    def __init__(self, graph: ETraceGraph, rule: RuleKind) -> None:
-        self.graph, self.rule, self.flows = graph, rule, Flows(graph)
+    def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Container[Path]) -> None:
+        self.graph, self.rule, self.flows = graph, rule, Flows(graph, seen)
+        if rule.rank:  # directions are of all states, so that what is missed of one is wrong in others
+            self.flows.live = self.flows.outputs - 1
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
         # where a path that is not followed does harm when it ends in a new state
         self.harmful = self.flows.live if rule.windows else self.flows.matters

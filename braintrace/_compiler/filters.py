@@ -1,9 +1,10 @@
-"""Leaky readouts: states that add up what an op makes of units, with one decay for all.
+"""Leaky readouts: states that sum up a fixed linear function of units, with one decay for all.
 
     r[t] = k r[t-1] + W z[t],   z[t] unit by unit of h[t]        is        r = W f,   f[t] = k f[t-1] + z[t]
 
-as far as derivatives go. So the filter `f`, which has the units of `h`, is one more state of its group, and
-what it remembers of the past is in the traces of that group. Its value is never wanted: the step is given
+as far as derivatives go, if `W` is the same at every step. So the filter `f`, which has the units of `h`, is
+one more state of its group, and the traces of that group follow what it remembers. Its value is never needed:
+the step is given
 
     z + (f - its value),  f = k 0 + z
 
@@ -12,7 +13,7 @@ in place of `z`, and a signal at the readout is one at `f`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,48 +23,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal, primitives
+from .dataflow import Flow, solve
+from .evaluation import View, evaluate
 from .flows import Flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
+from .own_rules import PullBack
 from .positions import Positions
-from .primitives import named
-from .program import Atom, Node, Program, Site, Var, is_inexact, read_program
+from .primitives import ELEMENT_WISE, IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, NOT_COMPLEX, named
+from .program import Atom, Node, Program, Var, is_inexact, read_program
+from .provenance import Goal, spread
 from .reach import Reach
-from .slices import behind, between
+from .slices import behind, between, needed, plain_site
 from .step import Path
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
-_AS_IT_IS = named("convert_element_type copy optimization_barrier")
-
-
-@dataclass(frozen=True)
-class Product:
-    """`sign * times / over`."""
-
-    sign: int
-    times: tuple[Atom, ...] = ()
-    over: tuple[Atom, ...] = ()
-
-
-Number = list[Product]  # their sum
+_SUMS = IN_ALL_OPERANDS | named("optimization_barrier")
+_SCALES = ELEMENT_WISE - named("select_n complex real imag conj")  # of linear ones: alike for all elements
 
 
 @dataclass(frozen=True, eq=False)
 class Filter:
-    """A readout with memory, the group that it reads, where, and its decay."""
+    """A leaky readout, and the group of units that it reads."""
 
     readout: Hidden
     group: HiddenGroup
-    site: Site
-    decay: Number
+    read: Var  # unit by unit of the group's new states
+    way: tuple[Node, ...]  # from there to the new readout: linear
+    coefficients: tuple[Atom, ...]  # of these nodes; the same at every step
 
 
 def find_filters(graph: ETraceGraph) -> list[Filter]:
     """The leaky readouts of groups that traces follow exactly."""
-    found = _Search(graph)
-    return [f for group in graph.hidden_groups if (f := found.of(group)) is not None]
+    search = _Search(graph)
+    return [f for group in graph.hidden_groups if (f := search.of(group)) is not None]
 
 
 def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
@@ -90,249 +85,203 @@ def with_filters(graph: ETraceGraph) -> ETraceGraph:
 
 class _Search:
     def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.info = graph, graph.module_info
+        self.graph, self.info, self.flows = graph, graph.module_info, Flows(graph)
         self.program = self.info.program
-        self._behind: dict[Var, set[Var]] = {}
-
-    @cached_property
-    def _positions(self) -> Positions:
-        return Positions(self.program)
-
-    @cached_property
-    def _exact(self) -> set[int]:
-        """The groups, by number, that traces follow exactly: unit by unit, without an op."""
-        flows, found = Flows(self.graph), set()
-        for group in self.graph.hidden_groups:
-            maps = [
-                m
-                for r in self.graph.hidden_param_op_relations
-                for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
-                if g is group
-            ]
-            states = [v for h in group.hidden for v in (h.invar, h.outvar)]
-            crossing = any(
-                flows.from_states[v].crossing & flows.group_bits(group.index)
-                for v in states
-                if v in flows.from_states
-            )
-            if maps and group.is_local and all(m.complete for m in maps) and not crossing:
-                found.add(group.index)
-        return found
 
     def of(self, group: HiddenGroup) -> Filter | None:
         """The filter of a readout, if it is one."""
         r = group.hidden[0]
-        if group.num_state != 1 or r.split:
+        if group.num_state != 1 or not self._decays(r):
             return None
-        decay = self._factor(r.outvar, r.invar)
-        if decay is None or not self._ends_in(group):
+        bit = self.flows.group_bits(group.index)
+        acting = {c.group for c in self.flows.carried for v in (c.old, c.new) if self.flows.reached(v) & bit}
+        units = [g for g in self.graph.hidden_groups if g is not group and g.index in acting]
+        if len(units) != 1 or not self._is_exact(units[0]):
             return None
-        sites = [s for s in self._sites(r) if self._groups_behind(s.inputs[: s.num_inputs], group)]
-        if len(sites) != 1 or not sites[0].primitive.is_known:
+        live = self._made_of([*units[0].hidden_invars, *units[0].hidden_outvars])
+        ends, way, coefficients = self._way(r.outvar, live, units[0])
+        reads_by_op = any(node.site is not None for node in way)  # else it is no readout
+        if len(ends) != 1 or not reads_by_op or not self._is_of_units(ends[0], units[0]):
             return None
-        site = sites[0]
-        if site.num_inputs != 1 or not isinstance(site.inputs[0], Var):
+        inner = {v for node in way for v in node.outputs} - {r.outvar}
+        if _is_complex(r.invar) and not all(map(_is_complex, (*inner, *ends))):
+            return None  # the decay may be complex, and the filter is of the type of what is read
+        new = [a for e in self.info.carried for a in e.outvars if a is not r.outvar]
+        if not inner.isdisjoint(behind(self.program, [*self.info.out_atoms, *new], stops={r.outvar})):
             return None
-        groups = self._groups_behind(site.inputs[:1], group)
-        if len(groups) != 1 or groups[0].index not in self._exact:
-            return None
-        even = self._factor(r.outvar, site.output) is not None
-        return Filter(r, groups[0], site, decay) if even and self._is_apart(r, groups[0], site) else None
+        return Filter(r, units[0], ends[0], tuple(way), tuple(coefficients))
 
-    def _ends_in(self, group: HiddenGroup) -> bool:
-        """Whether a state acts on itself alone, and what it was is told by what it is."""
-        if group.hidden[0].invar in behind(
-            self.program, self.info.out_atoms, stops=set(group.hidden_outvars)
-        ):
+    def _decays(self, r: Hidden) -> bool:
+        """Whether a state is one number times its old value plus something, and acts on no other state."""
+        c = next(c for c in self.flows.carried if c.old is r.invar)
+        alone = not any(
+            self.flows.reached(v) & ~c.bit for v in (c.old, c.new)
+        ) and not self.flows.is_read_old(c)
+        return alone and r.invar.aval.size > 0 and self._is_scaled(r.outvar, self._made_of([r.invar]))
+
+    def _is_scaled(self, var: Var, live: set[Var]) -> bool:
+        node = self._maker(var)
+        if node is None:
+            return True  # the old value
+        found = self._coefficients(node, live)
+        if found is None or node.primitive not in _SCALES or not all(map(self._is_one_number, found)):
             return False
-        own = {*group.hidden_invars, *group.hidden_outvars}
-        others = [
-            a
-            for e in self.info.carried
-            for a in e.outvars
-            if isinstance(a, Var) and a not in own and not own.isdisjoint(behind(self.program, [a]))
-        ]
-        return not others
+        return all(self._is_scaled(a, live) for a in node.inputs if isinstance(a, Var) and a in live)
 
-    def _sites(self, r: Hidden) -> list[Site]:
-        """The sites from which a new state comes without another between."""
-        ends = {r.outvar, *self._behind_without_sites(r.outvar)}
-        return [s for s in self.program.sites if s.output in ends]
-
-    def _behind_without_sites(self, var: Var) -> set[Var]:
-        seen: set[Var] = set()
-        stack = [var]
-        while stack:
-            node = self._maker(stack.pop())
-            if node is None or node.site is not None:
-                continue
-            new = [a for a in node.inputs if isinstance(a, Var) and a not in seen]
-            seen.update(new)
-            stack += new
-        return seen
-
-    def _groups_behind(self, atoms: Sequence[Atom], but: HiddenGroup) -> list[HiddenGroup]:
-        made_of = behind(self.program, atoms)
-        own = lambda g: {*g.hidden_invars, *g.hidden_outvars}
-        return [g for g in self.graph.hidden_groups if g is not but and not own(g).isdisjoint(made_of)]
-
-    def _is_apart(self, r: Hidden, group: HiddenGroup, site: Site) -> bool:
-        """Whether units act on the readout by what the site reads alone, unit by unit and at once."""
-        z = site.inputs[0]
-        assert isinstance(z, Var)
-        new = group.hidden_outvars
-        ways = between(self.program, new, [z])
-        if tuple(z.aval.shape) != tuple(new[0].aval.shape) or z.aval.dtype != new[0].aval.dtype:
-            return False
-        if any(h.num_state != 1 or h.split for h in group.hidden) or any(n.sites for n in ways):
-            return False
-        for h in group.hidden:
-            came = self._positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z)
-            if came is not None and np.any((came.highest >= 0) & ~_at_home(came, h)):
-                return False
-        # no way but through new states, and none around the site
-        states = {*group.hidden_invars}
-        if not states.isdisjoint(behind(self.program, [z], stops=set(new))) or z in group.hidden_invars:
-            return False
-        return set(new).isdisjoint(self._around(r, site)) and states.isdisjoint(self._around(r, site))
-
-    def _around(self, r: Hidden, site: Site) -> set[Var]:
-        """What the readout is made of, but for what the site reads."""
-        seen: set[Var] = set()
-        stack: list[Atom] = [r.outvar]
-        while stack:
-            atom = stack.pop()
-            node = self._maker(atom) if isinstance(atom, Var) else None
-            if node is None:
-                continue
-            given = node.inputs[1:] if node.site is site else node.inputs
-            new = [a for a in given if isinstance(a, Var) and a not in seen]
-            seen.update(new)
-            stack += new
-        return seen
-
-    # -- one number for all ------------------------------------------------------------------------
-
-    def _factor(self, end: Atom, start: Var) -> Number | None:
-        """The number by which `start` goes into `end`, which is linear in it; None: there is none."""
-        if end is start:
-            return [Product(1)]
-        node = self._maker(end) if isinstance(end, Var) else None
-        if node is None or node.site is not None:
-            return None
-        on = [i for i, a in enumerate(node.inputs) if isinstance(a, Var) and self._depends(a, start)]
-        terms = {i: self._factor(node.inputs[i], start) for i in on}
-        if not on or any(t is None for t in terms.values()):
-            return None
-        op, given = node.primitive, {i: t for i, t in terms.items() if t is not None}
-        if op in _AS_IT_IS and is_inexact(node.outputs[0]):
-            return given[0]
-        if op in (primitives.add_p, primitives.sub_p):
-            signs = (1, -1 if op is primitives.sub_p else 1)
-            return [replace(t, sign=t.sign * signs[i]) for i, several in given.items() for t in several]
-        if op is primitives.neg_p:
-            return [replace(t, sign=-t.sign) for t in given[0]]
-        number = self._number(node.inputs[1 - on[0]]) if len(on) == 1 and len(node.inputs) == 2 else None
-        if number is None:
-            return None
-        if op is primitives.mul_p:
-            return [replace(t, times=(*t.times, number)) for t in given[on[0]]]
-        if op is primitives.div_p and on == [0]:
-            return [replace(t, over=(*t.over, number)) for t in given[0]]
-        return None
-
-    def _depends(self, var: Var, start: Var) -> bool:
-        if var not in self._behind:
-            self._behind[var] = behind(self.program, [var])
-        return var is start or start in self._behind[var]
-
-    def _number(self, atom: Atom) -> Atom | None:
-        """The one number, made of constants alone, that an array is full of."""
-        if isinstance(atom, Literal):
-            return atom if np.ndim(atom.val) == 0 else None
+    def _is_one_number(self, atom: Atom) -> bool:
+        """Whether all elements of an array are equal, by the way it is made."""
         if atom.aval.shape == ():
-            return atom if self._moving.isdisjoint({atom, *behind(self.program, [atom])}) else None
+            return True
         node = self._maker(atom)
-        if node is not None and node.primitive in (primitives.broadcast_in_dim_p, *_AS_IT_IS):
-            return self._number(node.inputs[0])
-        return None
+        alike = node is not None and node.primitive in ELEMENT_WISE | {primitives.broadcast_in_dim_p}
+        return alike and all(map(self._is_one_number, node.inputs))  # type: ignore[union-attr]
+
+    def _is_exact(self, group: HiddenGroup) -> bool:
+        """Whether traces follow a group exactly: unit by unit, without an op."""
+        relations = self.graph.hidden_param_op_relations
+        pairs = [p for r in relations for p in zip(r.hidden_groups, r.position_maps, strict=True)]
+        maps = [m for g, m in pairs if g is group]
+        goals = [self.flows.from_states.get(v, Goal()) for h in group.hidden for v in (h.invar, h.outvar)]
+        crossing = any(goal.crossing & self.flows.group_bits(group.index) for goal in goals)
+        return bool(maps) and group.is_local and all(m.complete for m in maps) and not crossing
+
+    def _way(self, end: Var, live: set[Var], units: HiddenGroup) -> tuple[list[Var], list[Node], list[Atom]]:
+        """Go back from a variable while it is linear in what is live: where that ends, and what lies between.
+
+        Between are nodes, and their coefficients, which are the same at every step.
+        """
+        ends: dict[Var, None] = {}
+        way: dict[Node, None] = {}
+        coefficients: list[Atom] = []
+        stack, first = [end], {*units.hidden_invars, *units.hidden_outvars}
+        while stack:
+            var = stack.pop()
+            node = None if var in first else self._maker(var)
+            found = None if node is None else self._coefficients(node, live)
+            if node is None or found is None:
+                ends[var] = None
+            elif node not in way:
+                way[node] = None
+                coefficients += found
+                stack += [a for a in node.inputs if isinstance(a, Var) and a in live]
+        return list(ends), list(way), coefficients
+
+    def _coefficients(self, node: Node, live: set[Var]) -> list[Atom] | None:
+        """The operands that weigh live ones, if these are the same at every step; None: it is not linear."""
+        on = [i for i, a in enumerate(node.inputs) if isinstance(a, Var) and a in live]
+        others = [a for i, a in enumerate(node.inputs) if i not in on]
+        if node.site is not None:
+            linear = node.site.primitive.is_known and node.site.num_inputs == 1 and on == [0]
+        elif node.primitive in _SUMS:
+            linear, others = True, [a for a in others if not is_inexact(a)]  # indices, and what selects
+        else:
+            one = node.primitive in IN_ONE_OPERAND and len(on) == 1
+            linear = (one or (node.primitive in IN_FIRST_OPERAND and on == [0])) and not node.inner
+        conjugates = node.primitive in NOT_COMPLEX and _is_complex(node.outputs[0])
+        fixed = not any(isinstance(a, Var) and a in self._varying for a in others)
+        return others if linear and fixed and not conjugates else None
 
     @cached_property
-    def _moving(self) -> set[Var]:
-        return set(self.program.inputs)
+    def _varying(self) -> set[Var]:
+        """The variables that may differ from step to step, parameters being fixed."""
+        moving = [*self.info.arg_invars, *(v for e in self.info.carried for v in e.invars)]
+        moving += [v for node in self.program.nodes if node.eqn.effects for v in node.outputs]
+        return set(solve(Flow[bool](), self.program, ((v, True) for v in moving))[0])
+
+    def _made_of(self, variables: Sequence[Var]) -> set[Var]:
+        """What depends on variables, along derivatives."""
+        flow = Flow[bool](derivatives=True, enters=True, rule=PullBack.of)
+        return set(solve(flow, self.program, ((v, True) for v in variables))[0])
+
+    def _is_of_units(self, z: Var, group: HiddenGroup) -> bool:
+        """Whether a variable is made of a group's new states, unit by unit, and of no other hidden state."""
+        new = group.hidden_outvars
+        if any(z.aval.shape != v.aval.shape or z.aval.dtype != v.aval.dtype for v in new):
+            return False
+        if any(h.num_state != 1 for h in group.hidden):
+            return False
+        goals = spread(self.program, {z: Goal(direct=1)}, dict.fromkeys(new, 0))[0]
+        others = {v for h in self.info.hidden for v in (h.invar, h.outvar)} - set(new)
+        if not others.isdisjoint(goals) or any(goals.get(v, Goal()).crossing for v in new):
+            return False
+        found = [self._positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z) for h in group.hidden]
+        return any(found) and all(
+            np.all((r.highest < 0) | ((r.lowest == h.positions) & (r.highest == h.positions)))
+            for h, r in zip(group.hidden, found, strict=True)
+            if r is not None
+        )
+
+    @cached_property
+    def _positions(self) -> Positions:
+        return Positions(self.program)
 
     def _maker(self, atom: Atom) -> Node | None:
         number = self.program.producer.get(atom) if isinstance(atom, Var) else None
         return None if number is None else self.program.nodes[number]
 
 
-def _at_home(came: Reach, hidden: Hidden) -> Any:
-    """Where each position comes from the same one alone."""
-    return (came.lowest == hidden.positions) & (came.highest == hidden.positions)
+def _is_complex(atom: Atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
 
 
 def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
     """The step with one filter more."""
     program = info.program
-    site = next(s for s in program.sites if s.index == f.site.index)
-    z = site.inputs[0]
-    start, end, read, nodes = _nodes(program, z, f.decay)
-    at = program.holder[site.index]
-    new = replace(site, inputs=(read, *site.inputs[1:]))
-    holder = replace(program.nodes[at], inputs=new.inputs, site=new)
-    changed = Program(
-        program.inputs,
-        program.outputs,
-        [*program.nodes[:at], *nodes, holder, *program.nodes[at + 1 :]],
-        program.consts,
-        [new if s is site else s for s in program.sites],
-        program.opened,
-        program.read,
+    old, new, read, made = _nodes(program, f)
+
+    def instead(node: Node) -> Node:
+        inputs = tuple(read if a is f.read else a for a in node.inputs)
+        return replace(node, inputs=inputs, site=node.site and replace(node.site, inputs=inputs))
+
+    # only the readout needs what is on the way to it, so that its nodes may wait until the decay is known
+    last = program.producer[f.readout.outvar]
+    first = [n for n in program.nodes[:last] if n not in f.way]
+    way = [instead(n) for n in program.nodes[: last + 1] if n in f.way]
+    sites = {n.site.index: n.site for n in way if n.site is not None}
+    changed = replace(
+        program,
+        nodes=[*first, *made, *way, *program.nodes[last + 1 :]],
+        sites=[sites.get(s.index, s) for s in program.sites],
     )
-    hidden = Hidden((*f.readout.path, "filter"), None, start, end)
+    hidden = Hidden((*f.readout.path, "filter"), None, old, new, coefficients=f.coefficients)
     return replace(info, program=changed, hidden=(*info.hidden, hidden))
 
 
-def _nodes(program: Program, z: Atom, decay: Number) -> tuple[Var, Var, Var, list[Node]]:
-    """The old filter, the new one, what the site reads instead, and how they are made."""
+def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
+    """The old filter, the new one, what is read in place of the units, and the nodes that make them."""
+    r, later = f.readout, {v for node in f.way for v in node.outputs}
+    nodes = between(program, [r.invar], [r.outvar])
+    inner = {r.invar, *(v for node in nodes for v in node.outputs)}
+    reads = dict.fromkeys(a for node in nodes for a in node.inputs if isinstance(a, Var) and a not in inner)
+    given = [v for v in reads if v not in later]
 
-    atoms = [a for term in decay for a in (*term.times, *term.over)]
+    def make(z: Any, *values: Any) -> Any:
+        known = dict(zip(given, values, strict=True))
+        # the readout is linear in its old value, so that what is added to it may be zero
+        known |= {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in reads if v in later}
 
-    def make(z: Any, *numbers: Any) -> Any:
-        given = (jax.lax.convert_element_type(a, z.dtype) for a in numbers)
-        factor = jnp.zeros((), z.dtype)
-        for term in decay:
-            one = jnp.asarray(term.sign, z.dtype)
-            for _ in term.times:
-                one = one * next(given)
-            for _ in term.over:
-                one = one / next(given)
-            factor = factor + one
+        def readout(old: Any) -> Any:
+            view = View(known={**known, r.invar: old}, at_site=lambda site, world: plain_site)
+            return evaluate(program, [(r.outvar, None)], view)[0]
+
+        zero = jnp.zeros(r.invar.aval.shape, r.invar.aval.dtype)
+        decays = jax.lax.stop_gradient(jax.jvp(readout, (zero,), (jnp.ones_like(zero),))[1])
+        decay = jax.lax.index_in_dim(decays.ravel(), 0, keepdims=False).astype(z.dtype)
         old = jnp.zeros_like(z)
-        new = old * jnp.broadcast_to(factor, z.shape) + z
+        new = old * jnp.broadcast_to(decay, z.shape) + z
         return old, new, jax.lax.stop_gradient(z) + (new - jax.lax.stop_gradient(new))
 
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in (z, *atoms)]
+    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in (f.read, *given)]
     made = read_program(jax.make_jaxpr(make)(*structs))
-    known: dict[Var, Atom] = dict(zip(made.inputs, (z, *atoms), strict=True))
-    count = 1 + max(v.index for v in (*program.inputs, *program.consts, *_made(program)))
-
-    def now(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else known[atom]
-
-    nodes = []
-    for node in made.nodes:
-        inputs = tuple(map(now, node.inputs))
+    known: dict[Var, Var] = dict(zip(made.inputs, (f.read, *given), strict=True))
+    made_before = (v for node in program.walk() for v in node.outputs)
+    count = 1 + max(v.index for v in (*program.inputs, *program.consts, *made_before))
+    result = []
+    for node in needed(made, made.outputs):
+        inputs = tuple(a if isinstance(a, Literal) else known[a] for a in node.inputs)
         for v in node.outputs:
             known[v] = Var(v.aval, count)
             count += 1
-        nodes.append(replace(node, inputs=inputs, outputs=tuple(known[v] for v in node.outputs)))  # type: ignore[misc]
-    old, new, read = (now(a) for a in made.outputs)
-    assert isinstance(old, Var)
-    assert isinstance(new, Var)
-    assert isinstance(read, Var)
-    return old, new, read, nodes
-
-
-def _made(program: Program) -> Iterator[Var]:
-    return (v for node in program.walk() for v in node.outputs)
+        result.append(replace(node, inputs=inputs, outputs=tuple(known[v] for v in node.outputs)))
+    old, new, read = (known[v] for v in made.outputs if isinstance(v, Var))
+    return old, new, read, result

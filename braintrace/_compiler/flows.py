@@ -7,7 +7,7 @@ affair. `live` are the arrays whose value at the start of a step some loss, then
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,10 +40,10 @@ class Carried:
 
 
 class Flows:
-    """The paths of one compiled step, found once."""
+    """The paths of one compiled step, found once; `seen` are hidden states that a loss reads, too."""
 
-    def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.info = graph, graph.module_info
+    def __init__(self, graph: ETraceGraph, seen: Container[Path] = ()) -> None:
+        self.graph, self.info, self._seen = graph, graph.module_info, seen
         self.program = self.info.program
         hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
         known = {old for _, _, old, _ in hidden}
@@ -86,11 +86,14 @@ class Flows:
     @cached_property
     def whole(self) -> dict[Var, Goal]:
         """What each variable reaches by any path, the outputs included."""
-        starts = dict(self._starts)
-        for atom in self.info.out_atoms:
+        return spread(self.program, self._with_outputs(self._starts), {})[0]
+
+    def _with_outputs(self, starts: Mapping[Var, Goal]) -> dict[Var, Goal]:
+        found = dict(starts)
+        for atom in (*self.info.out_atoms, *(c.new for c in self.carried if c.path in self._seen)):
             if isinstance(atom, Var):
-                starts[atom] = starts.get(atom, Goal()) | Goal(direct=self.outputs)
-        return spread(self.program, starts, {})[0]
+                found[atom] = found.get(atom, Goal()) | Goal(direct=self.outputs)
+        return found
 
     @cached_property
     def from_states(self) -> dict[Var, Goal]:
@@ -143,6 +146,10 @@ class Flows:
             # no output tells of the states: a loss must read the states themselves
             return found | sum(c.bit for c in hidden)
         return found
+
+    def reached(self, var: Var) -> int:
+        """The carried arrays whose new value a variable acts on, along any path within the step."""
+        return self._goal(self.whole, var) & (self.outputs - 1)
 
     def _reaching(self, env: Mapping[Any, Goal], goal: int) -> int:
         """The arrays whose old value reaches a goal."""
@@ -239,11 +246,17 @@ class Flows:
         """Whether outputs tell of its new value, or of its old one other than through new hidden states."""
         return bool((self._goal(self.whole, c.new) | self._goal(self._past, c.old)) & self.outputs)
 
+    def is_read_old(self, c: Carried) -> bool:
+        """Whether outputs or states that are not hidden read its old value, through marked ops or not."""
+        hidden = sum(d.bit for d in self.carried if d.group is not None)
+        return bool(self._goal(self._past, c.old) & ~hidden)
+
     @cached_property
     def _past(self) -> dict[Var, Goal]:
-        """What reaches the outputs without passing a new hidden state."""
-        starts = {a: Goal(direct=self.outputs) for a in self.info.out_atoms if isinstance(a, Var)}
-        return spread(self.program, starts, {c.new: 0 for c in self.carried if c.group is not None})[0]
+        """What reaches the outputs, and states that are not hidden, without passing a new hidden state."""
+        others = {c.new: Goal(direct=c.bit) for c in self.carried if c.group is None}
+        ends = {c.new: 0 for c in self.carried if c.group is not None}
+        return spread(self.program, self._with_outputs(others), ends)[0]
 
     @cached_property
     def _learned(self) -> set[Path]:

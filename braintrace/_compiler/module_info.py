@@ -70,6 +70,7 @@ class Hidden:
     axis: int | None = None  # the axis of its states; None: there is one
     split: bool = False
     unit: str = ""
+    coefficients: tuple[Atom, ...] = ()  # of a filter: what must be the same at every step
 
     def __repr__(self) -> str:
         return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"

@@ -1,9 +1,9 @@
 """Which states of a group need traces: those that remember.
 
-A state whose old value only marked ops read, such as the output of an LSTM or the last spikes of a recurrent
-layer, carries nothing from step to step along the paths that traces follow. It is a function of the other
-states and of the ops of the same step, so that its derivative within the step gives the same gradient as
-a trace of its own would, for half of the memory where a group has two states.
+A state whose old value is read only by marked ops that act on hidden states, such as the output of an LSTM or
+the last spikes of a recurrent layer, carries nothing from step to step along the paths that traces follow. It
+is a function of the other states and of the ops of the same step, so that its derivative within the step
+gives the same gradient as a trace of its own would, for half of the memory where a group has two states.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from .filters import with_filters
+from .flows import Flows
 from .graph import ETraceGraph
 from .groups import HiddenGroup
 from .module_info import Hidden
 from .positions import Positions
-from .program import Atom, Var
+from .program import Var
 from .reach import Reach
 
 
@@ -28,8 +29,8 @@ def remembering(graph: ETraceGraph) -> ETraceGraph:
     A group stays as it is if none of its states does, or if it mixes positions: then a trace keeps the
     diagonal of what the derivative within the step has whole.
     """
-    positions = Positions(graph.module_info.program)
-    changed = {g: _reduced(graph, g, positions) for g in graph.hidden_groups}
+    positions, flows = Positions(graph.module_info.program), Flows(graph)
+    changed = {g: _reduced(graph, g, positions, flows) for g in graph.hidden_groups}
     return graph._replace(
         hidden_groups=type(graph.hidden_groups)(changed.values()),
         hidden_param_op_relations=type(graph.hidden_param_op_relations)(
@@ -44,7 +45,7 @@ def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
     return {g.index: g for g in remembering(with_filters(graph)).hidden_groups}
 
 
-def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions) -> HiddenGroup:
+def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Flows) -> HiddenGroup:
     maps = [
         m
         for r in graph.hidden_param_op_relations
@@ -53,7 +54,8 @@ def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions) -> Hi
     ]
     if len(group.hidden) == 1 or not group.is_local or not all(m.complete for m in maps):
         return group
-    kept = [_remembers(graph, group, h, positions) for h in group.hidden]
+    read = {c.old for c in flows.of(flows.group_bits(group.index)) if flows.is_read_old(c)}
+    kept = [h.invar in read or _remembers(graph, group, h, positions) for h in group.hidden]
     if not any(kept) or all(kept):
         return group
     pairs = [(h, r) for h, r, k in zip(group.hidden, group.within, kept, strict=True) if k]
@@ -61,16 +63,14 @@ def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions) -> Hi
 
 
 def _remembers(graph: ETraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
-    """Whether the old value is read otherwise than by marked ops, or the new one by another group."""
-    info = graph.module_info
-    new = [*(a for e in info.entries if not e.is_param for a in e.outvars), *(h.outvar for h in info.hidden)]
-    ends = [*info.out_atoms, *new]
+    """Whether states read the old value otherwise than by marked ops, or another group reads the new one."""
+    new = [h.outvar for h in graph.module_info.hidden]
     others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
     shared = any(h is not hidden and h.outvar is hidden.outvar for h in group.hidden)
-    return shared or _reaches(positions, hidden.invar, ends) or _reaches(positions, hidden.outvar, others)
+    return shared or _reaches(positions, hidden.invar, new) or _reaches(positions, hidden.outvar, others)
 
 
-def _reaches(positions: Positions, var: Var, ends: Sequence[Atom]) -> bool:
+def _reaches(positions: Positions, var: Var, ends: Sequence[Var]) -> bool:
     numbers = np.arange(np.prod(var.aval.shape, dtype=int)).reshape(var.aval.shape)
     came = positions.sources({var: Reach.at(numbers)}, {})
-    return any(isinstance(a, Var) and a in came for a in ends)
+    return any(v in came for v in ends)

@@ -15,7 +15,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var
 from .._compiler.samples import Samples, find_samples
-from .._compiler.slices import needed
+from .._compiler.slices import behind, needed
 from .._ops.letters import Layout, Letters
 from .jacobian import LocalGroup
 from .readings import find_readings, slopes
@@ -260,9 +260,10 @@ class ETraceGraphExecutor:
 
     @cached_property
     def made_of(self) -> set[Var]:
-        """The variables of the program that effective weights are made of."""
-        relations = self.graph.hidden_param_op_relations
-        return {v for r in relations for v in needs(self.info.program, r.site)}
+        """The variables of the program that effective weights and the gains of leaky readouts are made of."""
+        program, gains = self.info.program, [a for h in self.info.hidden for a in h.coefficients]
+        sites = [r.site for r in self.graph.hidden_param_op_relations]
+        return {v for site in sites for v in needs(program, site)} | behind(program, gains)
 
     @cached_property
     def masks(self) -> list[StateEntry]:

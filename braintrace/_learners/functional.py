@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _meshes
+from .._compiler.exactness import find_unseen
 from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
@@ -150,7 +151,8 @@ class OnlineFunctions:
         chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
         graph = with_filters(self.graph) if self.rule.kind(windows).filters else self.graph
         graph = remembering(graph) if chains else graph
-        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
+        unseen = find_unseen(self.graph, self.rule.kind(windows))
+        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows, unseen=unseen)
 
     @property
     def report(self) -> CompilationReport:

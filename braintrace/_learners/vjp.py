@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError
-from .._compiler.exactness import RuleKind
+from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.filters import with_filters
 from .._compiler.graph import graph_from_info
 from .._compiler.remembering import remembering
@@ -129,7 +129,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
     def _online(self, compiled: Compiled) -> Online:
         if compiled.online is None:
-            compiled.online = Online(compiled.executor, self.rule, windows=self._in_windows)
+            unseen = find_unseen(compiled.graph, self.rule_kind)
+            compiled.online = Online(compiled.executor, self.rule, windows=self._in_windows, unseen=unseen)
         return compiled.online
 
     def _initial_values(self, compiled: Compiled) -> Values:
@@ -282,11 +283,11 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:
     warn_user(
-        f"A weight is made of a parameter and of {what}, which {how} from step to step. A trace is of the "
-        "weight as the op sees it and goes back to the parameter with the last value, so that the gradient "
-        "is wrong if that changes. Apply it to the input or the output of the op instead of the weight, or "
-        f"set the traces back when it changes (`learner.reset_state()`); {instead}, it leaves the weight "
-        "without a trace.",
+        f"A weight, or the gain of a leaky readout, is made of {what}, which {how} from step to step. A "
+        "trace is of the weight as the op sees it and goes back to the parameter with the last value, so "
+        "that the gradient is wrong if that changes. Apply it to the input or the output of the op instead "
+        f"of the weight, or set the traces back when it changes (`learner.reset_state()`); {instead}, it "
+        "leaves the weight without a trace.",
         about=model,
     )
 

@@ -9,7 +9,7 @@ traces get no gradient: the losses of several calls add up, and nothing is count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,10 +23,12 @@ from .._compat import Literal, identity_primitive
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
+from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local, is_inexact, pull_back
 from .._executor.slots import Slot, states
 from .._executor.spread import Spec, plus, whole
 from .._executor.window import Record, Signals, Window
+from .._lines import warn_user
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, joined
@@ -38,10 +40,19 @@ class Online:
     """The functions of one rule on one compiled graph.
 
     With `windows`, a call is a window of steps, back-propagated through along all paths; else the signals of
-    a step are those of design section 1, and the traces after the step answer for them.
+    a step are those of design section 1, and the traces after the step answer for them. `unseen` are hidden
+    states that no output depends on, and the parameters of which the gradient is approximate if a loss does.
     """
 
-    def __init__(self, executor: ETraceGraphExecutor, rule: Rule, *, windows: bool) -> None:
+    def __init__(
+        self,
+        executor: ETraceGraphExecutor,
+        rule: Rule,
+        *,
+        windows: bool,
+        unseen: Mapping[Path, Sequence[Path]] | None = None,
+    ) -> None:
+        self.unseen = unseen or {}
         reads = rule.signal.is_broadcast
         if rule.recursion is not None or reads:
             executor = ETraceGraphExecutor(executor.graph, rule.recursion, reads=reads)
@@ -178,7 +189,33 @@ class Online:
             outs, new, after = self._window(params, args, consts, rest, values, stepped)
         else:
             outs, new, after = self._step(params, args, consts, rest, values)
-        return outs, new, {**values, **after}  # with what the rule leaves as it is
+        return outs, self._watched(new), {**values, **after}  # with what the rule leaves as it is
+
+    def _watched(self, new: list[Leaves]) -> list[Leaves]:
+        """New states that warn if someone asks for the derivative of a loss at one that is `unseen`."""
+        path_of = {h.invar: h.path for h in self.info.hidden if h.path in self.unseen}
+
+        def watched(path: Path) -> Callable[[Any], Any]:
+            def backward(_: None, d: Any) -> tuple[Any]:
+                if not isinstance(d, jax.custom_derivatives.SymbolicZero):
+                    warn_user(
+                        f"A derivative is asked for at `{show_path(path)}`, on which no output depends. If "
+                        f"the loss reads it, the gradient of {show_paths(self.unseen[path])} by "
+                        f"{self._called} is approximate, whatever the report says of a loss of the outputs. "
+                        "Return the state as an output for a report that covers it, or train by `RTRL`.",
+                        about=self.info.model,
+                    )
+                return (d,)
+
+            same = jax.custom_vjp(lambda x: x)
+            same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
+            return same
+
+        if not path_of:
+            return new
+        pairs = zip(self.info.carried, new, strict=True)
+        each = [list(zip(e.invars, leaves, strict=True)) for e, leaves in pairs]
+        return [[watched(path_of[v])(a) if v in path_of else a for v, a in one] for one in each]
 
     def _step(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
@@ -373,7 +410,8 @@ class Online:
         """One step in its differentiable form, deltas added to its states, and what traces need of it."""
         rest = jax.lax.stop_gradient(rest)
         local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
-        return *self.executor.signals(params, args, consts, rest, added, ys, read), local
+        outs, new = self.executor.signals(params, args, consts, rest, added, ys, read)
+        return outs, self._watched(new), local
 
     def chunk(
         self,
@@ -414,9 +452,10 @@ class Online:
         return result
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
-        """Those constants of the model, and numbers in it, that its effective weights are made of."""
+        """Those constants of the model, and numbers in it, that weights and gains of readouts are made of."""
         program = self.info.program
         weights = [w for t in self.slots for w in t.relation.site.weights.values()]
+        weights += [a for h in self.info.hidden for a in h.coefficients]
         atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
         numbers = [a.val for a in atoms if isinstance(a, Literal)]
         made_of = self.executor.made_of

@@ -92,9 +92,9 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if untraced:
         warn_user(
             f"The loss reads {_names(step, untraced)} as it was before the call of the learner. It has no "
-            "trace of its own, as only marked ops read it in the model: what parameters did to it in earlier "
-            "steps is not in the gradient. Return the old value from the model's `update`, or use "
-            "`vjp_method='multi-step'`.",
+            "trace of its own, as only marked ops read it in the model or as it is a leaky readout: what "
+            "parameters did to it in earlier steps is not in the gradient. Return the old value from the "
+            "model's `update`, or use `vjp_method='multi-step'`.",
             about=about,
         )
 
@@ -230,7 +230,8 @@ def _depend(program: Program, sources: list[Var]) -> Container[Any]:
 
 
 def _without_trace(step: UserStep) -> set[int | None]:
-    """The hidden states that no trace is of, because they do not remember."""
+    """The hidden states without a trace of all that they remember: because of others, or of a filter."""
     traced = {v for g in step.online.executor.graph.hidden_groups for v in g.hidden_invars}
+    filtered = {h.path[:-1] for h in step.online.info.hidden if h.coefficients}
     hidden = zip(step.online.info.hidden, step.hidden, strict=True)
-    return {i for h, i in hidden if h.invar not in traced}
+    return {i for h, i in hidden if h.invar not in traced or h.path in filtered}

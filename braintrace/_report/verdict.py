@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .._compiler.exactness import Cut, Dropped, RuleKind
+from .._compiler.exactness import Cut, Dropped, RuleKind, find_unseen
 from .._compiler.graph import ETraceGraph
 from .._compiler.outcomes import Use
 from .._compiler.step import Path, show_path, show_paths
@@ -77,6 +77,8 @@ class Exactness:
     windows: bool = False
     directions: tuple[int, int] | None = None  # kept beside the traces, and of how many
     estimate: bool = False  # random, and right on average
+    # hidden states that no output depends on, and the parameters that miss more if a loss reads them
+    unseen: dict[Path, list[Path]] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Dropped]) -> Exactness:
@@ -89,6 +91,7 @@ class Exactness:
             rule.windows,
             rule.directions(graph),
             rule.estimate,
+            find_unseen(graph, rule),
         )
 
     @property
@@ -117,7 +120,12 @@ class Exactness:
         """The verdict in words, with at most so many reasons."""
         items = self.items()
         more = [f"and {len(items) - most} more: see `.dropped`"] if len(items) > most else []
-        return "\n".join([self.headline, *(f"- {item}" for item in (*items[:most], *more))])
+        unseen = [
+            f"a loss that reads `{show_path(path)}`, on which no output depends, has an approximate gradient "
+            f"of {', '.join(f'`{show_path(p)}`' for p in params)}"
+            for path, params in self.unseen.items()
+        ]
+        return "\n".join([self.headline, *(f"- {item}" for item in (*items[:most], *more, *unseen))])
 
     @property
     def headline(self) -> str:

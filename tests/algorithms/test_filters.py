@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import braintrace as bt
 from braintrace import nn
@@ -31,13 +32,19 @@ def rotation(p: Any, s: Any, x: Any) -> Any:
     return {"a": a, "b": b, "r": r, "q": q}, (jnp.tanh(r), q)
 
 
-def leaky(read: Any, keep: Any = lambda r: 0.8 * r, out: Any = lambda r, s: jnp.tanh(r)) -> Any:
-    """`a` and a readout `r` of it; `read` is what is added to the readout."""
+def leaky(
+    read: Any,
+    keep: Any = lambda r: 0.8 * r,
+    out: Any = lambda r, y, s: jnp.tanh(r),
+    more: Any = lambda s: {},
+) -> Any:
+    """`a` and a readout `r` of it; `read` is what is added to the readout, `more` other new states."""
 
     def step(p: Any, s: Any, x: Any) -> Any:
         a = 0.9 * s.a + bt.matmul(x, p.w)
-        r = keep(s.r) + read(p, s, a, x)
-        return {"a": a, "r": r}, out(r, s)
+        y = read(p, s, a, x)
+        r = keep(s.r) + y
+        return {"a": a, "r": r, **more(s)}, out(r, y, s)
 
     return step
 
@@ -46,17 +53,52 @@ def plain(p: Any, s: Any, a: Any, x: Any) -> Any:
     return bt.matmul(jnp.tanh(a), p.o)
 
 
+def by(weight: Any, more: Any = lambda s: {}) -> Any:
+    """A readout with an effective weight."""
+    return leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a), weight(p, s, x)), more=more)
+
+
+def rotating(p: Any, s: Any, x: Any) -> Any:
+    """A readout with a complex decay."""
+    a = 0.9 * s.a + bt.matmul(x, p.w)
+    r = (0.8 + 0.3j) * s.r + bt.matmul(jnp.tanh(a), p.o).astype(s.r.dtype)
+    return {"a": a, "r": r}, (r.real, r.imag)
+
+
+BANK = np.random.RandomState(5).randn(2, 4, 2)
+OTHER_STATES = {
+    "counter": {"n": lambda draw: brainstate.LongTermState(jnp.zeros(()))},
+    "Hebbian": {"m": lambda draw: brainstate.LongTermState(draw((4, 2)))},
+    "complex decay": {"r": lambda draw: brainstate.HiddenState(lax.complex(draw(2), draw(2)))},
+}
+
 # a step, and how many filters its readouts have
 STEPS = {
     "rotation": (rotation, 2),
     "spikes": (leaky(lambda p, s, a, x: 0.2 * bt.matmul(vjp_spike(a - 0.5), p.o)), 1),
     "gated by data": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a) * jnp.cos(x[0]), p.o)), 1),
+    "fixed weight": (by(lambda p, s, x: jnp.asarray(BANK[0])), 1),
+    "gain of each": (leaky(lambda p, s, a, x: jnp.asarray([0.3, 0.7]) * plain(p, s, a, x)), 1),
+    "op of a linear op": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a) @ BANK[0] @ BANK[1].T, p.o)), 1),
+    "op of an op": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(bt.matmul(a, BANK[0] @ BANK[1].T)), p.o)), 0),
+    "scaled by data": (by(lambda p, s, x: x[0] * BANK[0]), 0),
+    "parameter scaled by data": (by(lambda p, s, x: x[0] * p.o), 0),
+    "picked by data": (by(lambda p, s, x: jnp.asarray(BANK)[(x[0] > 0).astype(int)]), 0),
+    "random mask": (
+        by(lambda p, s, x: BANK[0] * jax.random.uniform(jax.random.key((9 * x[0]).astype(int)), (4, 2))),
+        0,
+    ),
+    "counter": (by(lambda p, s, x: jnp.cos(s.n) * BANK[0], more=lambda s: {"n": s.n + 1}), 0),
+    "Hebbian": (by(lambda p, s, x: p.o + s.m, more=lambda s: {"m": 0.9 * s.m + jnp.outer(s.a, s.r)}), 0),
+    "selected by data": (leaky(lambda p, s, a, x: jnp.where(x[0] > 0, plain(p, s, a, x), 0.0)), 0),
+    "op is read": (leaky(plain, out=lambda r, y, s: (r, y)), 0),
+    "complex decay": (rotating, 0),
     "each its own decay": (leaky(plain, lambda r: jnp.asarray([0.5, 0.8]) * r), 0),
     "not linear": (leaky(plain, lambda r: jnp.tanh(r)), 0),
     "gain of data": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a), p.o) * jnp.cos(x[0])), 0),
     "around the op": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(a), p.o) + 0.1 * a[:2]), 0),
     "old units": (leaky(lambda p, s, a, x: bt.matmul(jnp.tanh(s.a), p.o)), 0),
-    "old readout": (leaky(plain, out=lambda r, s: jnp.tanh(r) * s.r), 0),
+    "old readout": (leaky(plain, out=lambda r, y, s: jnp.tanh(r) * s.r), 0),
     "mixed units": (leaky(lambda p, s, a, x: bt.matmul(jax.nn.softmax(a), p.o)), 0),
 }
 
@@ -66,7 +108,7 @@ def build(name: str) -> Step:
     states: dict[str, Any] = {"a": 4, "r": 2}
     if name == "rotation":
         params, states = {**params, "v": (3, 4)}, {**states, "b": 4, "q": 2}
-    return Step(STEPS[name][0], params, states)
+    return Step(STEPS[name][0], params, {**states, **OTHER_STATES.get(name, {})})
 
 
 def in_chunks(learner: Any, xs: list[Any], size: int | None) -> Any:

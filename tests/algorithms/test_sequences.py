@@ -290,6 +290,36 @@ def lstm():
     return bt.nn.LSTMCell(X, N)  # only marked ops read its `h`
 
 
+class Apart(Leaky):
+    """A recurrent state beside the one that is returned."""
+
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.r, self.o = brainstate.HiddenState(jnp.zeros((batch_size, N))), brainstate.ParamState(jnp.eye(N))
+
+    def update(self, x):
+        self.r.value = jnp.tanh(bt.matmul(self.r.value, self.o.value) + x @ jnp.ones((X, N)))
+        return super().update(x)
+
+
+def with_a_state_apart(learner):
+    return lambda x, y: jnp.sum((learner(x) + learner.model.r.value - y) ** 2)
+
+
+class Readout(Leaky):
+    def init_state(self, batch_size=None, **_):
+        super().init_state(batch_size)
+        self.r, self.o = brainstate.HiddenState(jnp.zeros((batch_size, N))), brainstate.ParamState(jnp.eye(N))
+
+    def update(self, x):
+        self.r.value = 0.8 * self.r.value + bt.matmul(super().update(x), self.o.value)
+        return self.r.value
+
+
+def with_the_old_readout(learner):
+    return lambda x, y: jnp.sum((learner.model.r.value + learner(x) - y) ** 2)
+
+
 @pytest.mark.parametrize(
     ("step", "message", "rule", "options"),
     [
@@ -303,6 +333,8 @@ def lstm():
         (with_pauses, "reads a hidden state", bt.D_RTRL, {}),
         (change_of_state, "reads `h` as it was before", bt.D_RTRL, {"model": lstm}),
         (with_an_average, "reads `mean`, which the model carries", bt.D_RTRL, {"model": Averaging}),
+        (with_a_state_apart, "at `r`, on which no output depends", bt.D_RTRL, {"model": Apart}),
+        (with_the_old_readout, "reads `r` as it was before", bt.D_RTRL, {"model": Readout}),
     ],
 )
 def test_paths_beside_the_model_are_told_of(step, message, rule, options):
