@@ -16,6 +16,7 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from .influence import find_reached
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
+from .readouts import find_readouts
 from .relation import HiddenParamOpRelation
 from .samples import find_samples
 from .slices import dependents
@@ -53,6 +55,7 @@ class RuleKind:
     reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
     estimate: bool = False  # the influence of everything on everything is kept as a random product
     signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
+    broadcast: bool = False  # that signal is for all groups but readouts
     leak: float | None = None  # by which traces decay; None: by how states go on
     filter: float | None = None  # by which what is read of a trace is averaged
     bounded: bool = False  # traces are held below a bound
@@ -177,6 +180,11 @@ class _Verdict:
         self.sites = {s.index: s for s in graph.module_info.program.sites}
         self.behind = {s.index: self.flows.site_params(s) for s in self.sites.values()}
 
+    @cached_property
+    def readouts(self) -> set[int]:
+        others = (self.rule.signal or None, self.rule.leak, self.rule.filter)
+        return find_readouts(self.graph) if any(a is not None for a in others) else set()
+
     def dropped(self) -> Iterator[Dropped]:
         for site in self.sites.values():
             if self.behind[site.index]:
@@ -252,11 +260,12 @@ class _Verdict:
             averaged = self.rule.averages is not None and not self._is_average(relation, group)
             if averaged and bits & self.harmful:
                 yield from _each(use.params, Cut.AVERAGED, use, states, use)
-            if self.rule.signal and bits & self.flows.matters:
+            own = group.index in self.readouts  # its own traces and the back-propagated signal
+            if self.rule.signal and not (own and self.rule.broadcast) and bits & self.flows.matters:
                 yield from _each(use.params, Cut.OTHER_SIGNAL, use, states)
-            if self.rule.leak is not None and bits & self.harmful:
+            if self.rule.leak is not None and not own and bits & self.harmful:
                 yield from _each(use.params, Cut.GIVEN_LEAK, use, states)
-            if self.rule.filter is not None and bits & self.flows.matters:
+            if self.rule.filter is not None and not own and bits & self.flows.matters:
                 yield from _each(use.params, Cut.FILTERED, use, states)
             if self.rule.bounded and bits & self.flows.matters:
                 yield from _each(use.params, Cut.BOUNDED, use, states)

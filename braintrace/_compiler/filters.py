@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal, primitives
+from .evaluation import View, evaluate
 from .flows import Flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
@@ -29,7 +30,7 @@ from .positions import Positions
 from .primitives import named
 from .program import Atom, Node, Program, Site, Var, is_inexact, read_program
 from .reach import Reach
-from .slices import behind, between
+from .slices import behind, between, plain_site
 from .step import Path
 
 if TYPE_CHECKING:
@@ -60,9 +61,9 @@ class Filter:
     decay: Number
 
 
-def find_filters(graph: ETraceGraph) -> list[Filter]:
-    """The leaky readouts of groups that traces follow exactly."""
-    found = _Search(graph)
+def find_filters(graph: ETraceGraph, *, exact: bool = True) -> list[Filter]:
+    """The leaky readouts of groups that traces follow exactly; or, unless `exact`, of any groups."""
+    found = _Search(graph, exact)
     return [f for group in graph.hidden_groups if (f := found.of(group)) is not None]
 
 
@@ -75,11 +76,11 @@ def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
     return result
 
 
-def with_filters(graph: ETraceGraph) -> ETraceGraph:
+def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
     """The graph of the step that has a filter for each leaky readout."""
     from .graph import graph_of
 
-    found = find_filters(graph)
+    found = find_filters(graph, exact=exact)
     if not found:
         return graph
     info = graph.module_info
@@ -88,9 +89,20 @@ def with_filters(graph: ETraceGraph) -> ETraceGraph:
     return graph_of(info, graph.hidden_perturb is not None)._replace(diagnostics=graph.diagnostics)
 
 
+def decay_of(graph: ETraceGraph, f: Filter) -> float:
+    """The decay of a leaky readout."""
+    program = graph.module_info.program
+    view = View(known=program.consts, at_site=lambda site, world: plain_site)
+
+    def value(atoms: Sequence[Atom]) -> float:
+        return float(np.prod(evaluate(program, [(a, None) for a in atoms], view)))
+
+    return sum(term.sign * value(term.times) / value(term.over) for term in f.decay)
+
+
 class _Search:
-    def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.info = graph, graph.module_info
+    def __init__(self, graph: ETraceGraph, exact: bool) -> None:
+        self.graph, self.info, self.exact = graph, graph.module_info, exact
         self.program = self.info.program
         self._behind: dict[Var, set[Var]] = {}
 
@@ -134,7 +146,7 @@ class _Search:
         if site.num_inputs != 1 or not isinstance(site.inputs[0], Var):
             return None
         groups = self._groups_behind(site.inputs[:1], group)
-        if len(groups) != 1 or groups[0].index not in self._exact:
+        if len(groups) != 1 or (self.exact and groups[0].index not in self._exact):
             return None
         even = self._factor(r.outvar, site.output) is not None
         return Filter(r, groups[0], site, decay) if even and self._is_apart(r, groups[0], site) else None

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _meshes
-from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import read_step
-from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
@@ -30,7 +28,7 @@ from .._online.programs import Programs
 from .._online.request import Request, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
-from .._report.diagnostics import kinds_of, warn_of
+from .._report.diagnostics import kinds_of, warn_of, warn_of_options
 from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
 
@@ -111,6 +109,7 @@ class OnlineFunctions:
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
+            warn_of_options(graph, self.rule.kind(self.rule.windows))
         return graph
 
     @cached_property
@@ -125,10 +124,8 @@ class OnlineFunctions:
 
     def _new_online(self) -> Online:
         windows = self.rule.windows or self.window is not None
-        chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
-        graph = with_filters(self.graph) if self.rule.kind(windows).filters else self.graph
-        graph = remembering(graph) if chains else graph
-        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows)
+        executor = ETraceGraphExecutor(self.rule.seen(self.graph, windows))
+        return Online(executor, self.rule, windows=windows)
 
     @property
     def report(self) -> CompilationReport:

@@ -31,7 +31,11 @@ from .vjp import ETraceVjpAlgorithm, VjpMethod
 # the rule of each name, by its options; a learner's own options are these
 RULES: dict[str, Callable[..., Rule]] = {
     "EProp": lambda dtype, kappa, signal: rules.D_RTRL(
-        dtype, recursion=Recursion(kappa=kappa) if kappa else None, signal=signal, called="EProp"
+        dtype,
+        recursion=Recursion(kappa=kappa) if kappa else None,
+        signal=signal,
+        called="EProp",
+        by_readouts=kappa is None,
     ),
     "RFLO": lambda dtype, leak, signal: rules.D_RTRL(
         dtype, recursion=None if leak is None else Recursion(Leak(leak)), signal=signal, called="RFLO"
@@ -69,8 +73,10 @@ class EProp(ETraceVjpAlgorithm):
         trace[t] = D[t] trace[t-1] + J[t] x[t]        e[t] = kappa e[t-1] + slope[t] trace[t]
         gradient = sum_t L[t] e[t]
 
-    `slope` is the derivative of what others read of the states (a spike of a voltage); `kappa_filter_decay`
-    is that of a leaky readout, 0 for none. `L` is, by `feedback`: 'symmetric', the back-propagated signal
+    `slope` is the derivative of what others read of the states (a spike of a voltage). `kappa_filter_decay`
+    is the decay of the filter, 0 for none; by default it is that of the model's leaky readout, if there is
+    one. A readout with memory (`nn.LeakyRateReadout`, `nn.LeakySpikeReadout`) learns by its own trace and the
+    back-propagated signal, without filter or feedback matrix: its gradient is exact. `L` is, by `feedback`: 'symmetric', the back-propagated signal
     there; 'random', the outputs' errors through fixed random matrices (drawn with `random_feedback_key`);
     'adaptive', through matrices that change as the readout does; each time, `feedback_decay` of their
     difference to it is forgotten (as if both decayed by that, as in the paper). 0.2.6 filters the traces of
@@ -82,7 +88,7 @@ class EProp(ETraceVjpAlgorithm):
         self,
         model: brainstate.nn.Module,
         feedback: str = "symmetric",
-        kappa_filter_decay: float = 0.0,
+        kappa_filter_decay: float | None = None,
         random_feedback_key: Any = None,
         name: str | None = None,
         vjp_method: VjpMethod | None = None,
@@ -96,7 +102,8 @@ class EProp(ETraceVjpAlgorithm):
         mark: Mark = "ops",
         normalize_matrix_spectrum: bool = False,
     ) -> None:
-        kappa = _decay("kappa_filter_decay", kappa_filter_decay)
+        given = kappa_filter_decay
+        kappa = None if given is None else _decay("kappa_filter_decay", given)
         signal = _feedback(feedback, random_feedback_key, feedback_decay)
         rule = RULES["EProp"](as_trace_dtype(trace_dtype), kappa, signal)
         rule = normalized(rule) if normalize_matrix_spectrum else rule
@@ -109,7 +116,7 @@ class RFLO(ETraceVjpAlgorithm):
         trace[t] = leak trace[t-1] + J[t] x[t]        gradient = sum_t (dL/dy B) slope[t] trace[t]
 
     `leak` is that of the units, `1 - 1/tau`; None: the local Jacobian, which on a leaky net is its leak.
-    `feedback` is as in `EProp`.
+    `feedback` is as in `EProp`, and so is how a readout with memory learns.
     """
 
     def __init__(
@@ -272,7 +279,8 @@ class OSTTP(ETraceVjpAlgorithm):
     `B_list` has a matrix for each group of hidden states, (targets, units); or `num_targets` says how many
     numbers a target has, and matrices are drawn with `key`. A target may also come last, `learner(x, y)`, or
     as `y_target=`. With `target_timing='sequence-end'` a call without a target has a signal of zero;
-    'per-step' makes it an error. Weights without a trace (the readout) learn by the loss.
+    'per-step' makes it an error. A readout, with memory or without, learns by the loss: its matrix, if given,
+    is not used.
     """
 
     def __init__(
@@ -340,7 +348,7 @@ class ThreeFactor(ETraceVjpAlgorithm):
         gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
 
     `m` is the signal at every state: one number, one for each sample, or an array like the states (with an
-    axis of states behind, where a unit has several). It takes the place of the loss's own signal; a mask of
+    axis of states behind, where a unit has several); also at those of a readout with memory. It takes the place of the loss's own signal; a mask of
     `etrace_grad` weighs it as it does the loss. `learner.modulator = m` stands for calls without one. Weights
     without a trace learn by the loss; in 0.2.6 their gradient is zero.
     """

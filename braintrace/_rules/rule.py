@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
+from .._compiler.graph import ETraceGraph
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.recursion import Leak, Recursion
 from .._executor.slots import Slot
@@ -69,6 +70,10 @@ class Rule(ABC):
         What is not named, XLA lays out.
         """
         return {}
+
+    def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
+        """The graph with the states that it keeps traces of; `windows` is as in `kind`."""
+        return graph
 
     @property
     def windows(self) -> bool:
@@ -242,7 +247,12 @@ def kind_of(rule: Rule) -> dict[str, Any]:
     """What a verdict has to know of a rule's signal and of how its traces advance."""
     recursion = rule.recursion or Recursion()
     leak = recursion.decay.value if isinstance(recursion.decay, Leak) else None
-    return {"signal": rule.signal.words, "leak": leak, "filter": recursion.kappa}
+    return {
+        "signal": rule.signal.words,
+        "broadcast": rule.signal.is_broadcast,
+        "leak": leak,
+        "filter": recursion.kappa,
+    }
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:

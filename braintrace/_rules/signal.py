@@ -1,7 +1,8 @@
 """Learning signals: what meets a trace, back-propagated or made of something else.
 
 A signal that is broadcast is one at what others read of a group (its spikes, say), and goes on to the states
-by the unit's own slope. Weights without a trace, such as a readout, keep their ordinary gradient.
+by the unit's own slope. Weights without a trace, such as a readout, keep their ordinary gradient, and so do
+those of a readout with memory: errors reach its units at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
+from .._compiler.groups import HiddenGroup
 from .._compiler.samples import Samples
 from .._compiler.slices import plain_site
 from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
@@ -154,7 +156,7 @@ class TargetProjection(BackPropagated):
                 "groups of hidden states: give one for each, (targets, units)."
             )
         values = {}
-        for group in executor.graph.hidden_groups:
+        for group in _broadcast_to(executor):
             k, width = group.index, _width(group.varshape, samples)
             for i, _ in enumerate(executor.readings[k]):
                 if self.matrices is None:
@@ -235,13 +237,13 @@ def joined(
     result: Signals = {}
     for k, g in back.items():
         of_states, of_readings = g, at_readings.get(k, [])
-        if made is not None and signal.is_broadcast:
+        if made is not None and signal.is_broadcast and k not in executor.readouts:
             of_readings = [a.astype(g.dtype) for a in made[k]]
             weighed = [
                 jnp.stack([s * a for s in each]) for each, a in zip(slopes[k], of_readings, strict=True)
             ]
             of_states = sum(weighed[1:], weighed[0]) if weighed else jnp.zeros_like(g)
-        elif made is not None:
+        elif made is not None and not signal.is_broadcast:
             of_states = made[k]
             of_readings = [made[k][0]] * len(of_readings)
         if executor.filters.get(k):
@@ -288,10 +290,15 @@ def as_key(key: Any) -> Key:
     return tuple(int(a) for a in np.asarray(key).ravel())
 
 
+def _broadcast_to(executor: ETraceGraphExecutor) -> list[HiddenGroup]:
+    """The groups to which errors are broadcast: all but readouts with memory."""
+    return [g for g in executor.graph.hidden_groups if g.index not in executor.readouts]
+
+
 def _places(executor: ETraceGraphExecutor, samples: Samples) -> Any:
     """Group, number of its reading, number of the output; numbers of the output and units of a sample."""
     outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
-    for group in executor.graph.hidden_groups:
+    for group in _broadcast_to(executor):
         for i, _ in enumerate(executor.readings[group.index]):
             for o, aval in enumerate(outs):
                 size, width = _width(aval.shape, samples), _width(group.varshape, samples)
@@ -337,7 +344,7 @@ def _projected(
 ) -> dict[int, list[Any]]:
     """Rows of errors, one for each sample or one for all, at the readings of each group."""
     found = {}
-    for group in executor.graph.hidden_groups:
+    for group in _broadcast_to(executor):
         k, shape = group.index, group.varshape
         each = []
         for i, _ in enumerate(executor.readings[k]):
@@ -385,7 +392,7 @@ def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> 
     known.update(executor.known_params(params, consts))
     atoms = [a for a in info.out_atoms if is_inexact(a.aval)]
     found = {}
-    for group in executor.graph.hidden_groups:
+    for group in _broadcast_to(executor):
         for i, v in enumerate(executor.readings[group.index]):
 
             def outs(read: Any, v: Any = v) -> list[Any]:
