@@ -9,9 +9,9 @@ filter is one more state for each reading, with these rows of `D` and `J`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -28,12 +28,8 @@ Jacobians = dict[int, Jacobian | None]
 Instants = dict[tuple[int, int], States]
 
 
-class Decay(Protocol):
-    """What a trace is multiplied with from step to step, of each group."""
-
-    def __call__(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
-    ) -> Jacobians: ...
+# what a trace is multiplied with from step to step, of each group
+Decay = Callable[["ETraceGraphExecutor", Mapping[Var, Any], Jacobians, Instants], Jacobians]
 
 
 @dataclass(frozen=True)

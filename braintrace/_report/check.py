@@ -9,7 +9,7 @@ from traces of zero; for the second the learner stands aside and the model itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +74,11 @@ class GradientCheck:
     @property
     def explanation(self) -> str:
         """In words, whose the difference is."""
+        zero = [show_path(p.path) for p in self.parameters if not p.norm]
+        words = [about_zeros(zero)] if zero else []
         if self.equal:
             why = "" if self.exactness.exact else " although the rule drops paths: they carry nothing here"
-            return f"{self.rule} gives the gradient of BPTT, to round-off{why}."
-        words = []
+            return "\n".join([*words, f"{self.rule} gives the gradient of BPTT, to round-off{why}."])
         rule = [p for p in self.parameters if p.cause == "rule"]
         if rule:
             words.append(
@@ -324,6 +325,15 @@ def round_off(values: Any) -> float:
     """By the coarsest type among parameters and traces."""
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
+
+
+def about_zeros(names: Iterable[str]) -> str:
+    """What to do about parameters whose gradient is zero."""
+    return (
+        f"The gradient of {', '.join(f'`{n}`' for n in names)} is exactly zero on these data, and nothing is "
+        "learned there. A weight that reads spikes has none if no unit ever fired: then make the input "
+        "weights (`w_init`) or `R` of the neurons larger (`R=tau/dt`), or `V_th` smaller."
+    )
 
 
 def _names(rows: list[ParameterCheck]) -> str:

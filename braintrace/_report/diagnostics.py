@@ -157,8 +157,8 @@ def warn_of_options(graph: ETraceGraph, rule: RuleKind) -> None:
         if rule.filter is not None and abs(decay - rule.filter) > 1e-3:
             warn_user(
                 f"{rule.name} filters traces with a decay of {rule.filter:g}, but the readout "
-                f"`{show_path(f.readout.path)}`, which reads these units, decays by {decay:.4g} a step. Give it "
-                "that decay (`EProp` takes it by itself if `kappa_filter_decay` is left out).",
+                f"`{show_path(f.readout.path)}`, which reads these units, decays by {decay:.4g} a step. Pass "
+                "that (`EProp` takes it by itself if `kappa_filter_decay` is left out).",
                 about=graph.module_info.model,
             )
     kept = rule.directions(graph)

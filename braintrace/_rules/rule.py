@@ -247,12 +247,8 @@ def kind_of(rule: Rule) -> dict[str, Any]:
     """What a verdict has to know of a rule's signal and of how its traces advance."""
     recursion = rule.recursion or Recursion()
     leak = recursion.decay.value if isinstance(recursion.decay, Leak) else None
-    return {
-        "signal": rule.signal.words,
-        "broadcast": rule.signal.is_broadcast,
-        "leak": leak,
-        "filter": recursion.kappa,
-    }
+    signal = {"signal": rule.signal.words, "broadcast": rule.signal.is_broadcast}
+    return {**signal, "leak": leak, "filter": recursion.kappa}
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:

@@ -78,7 +78,18 @@ PROPAGATED = BackPropagated()
 
 
 @dataclass(frozen=True)
-class Feedback(BackPropagated):
+class Broadcast(BackPropagated):
+    """A signal that comes to what is read of each group through matrices, (numbers, units)."""
+
+    is_broadcast: ClassVar[bool] = True
+    in_windows: ClassVar[bool] = False
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        return _columns(executor, shapes)
+
+
+@dataclass(frozen=True)
+class Feedback(Broadcast):
     """The outputs' errors through matrices of their own: `dL/dread = sum_o dL/do B`.
 
     `B` is random and fixed; with `adaptive`, whenever the readout changes from `R` to `R'` it becomes
@@ -89,9 +100,7 @@ class Feedback(BackPropagated):
     key: Key = (0, 0)
     adaptive: bool = False
     decay: float = 0.0
-    is_broadcast: ClassVar[bool] = True
     reads_outputs: ClassVar[bool] = True
-    in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "random feedback"
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -106,9 +115,6 @@ class Feedback(BackPropagated):
                 values[f"readout:{o}->{k}.{i}"] = jnp.zeros((size, width), dtype)
                 values["readout:seen"] = jnp.zeros((), bool)
         return values
-
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return _columns(executor, shapes)
 
     def prepared(
         self, executor: ETraceGraphExecutor, params: Leaves, consts: Leaves, values: Values
@@ -131,7 +137,7 @@ class Feedback(BackPropagated):
 
 
 @dataclass(frozen=True)
-class TargetProjection(BackPropagated):
+class TargetProjection(Broadcast):
     """A fixed random projection of the target that a call is given: `dL/dread = target B`.
 
     `matrices` are those of the groups, (targets, units), where they are not to be drawn.
@@ -143,8 +149,6 @@ class TargetProjection(BackPropagated):
     takes: ClassVar[tuple[str, ...]] = ("target",)
     spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
     comes_last: ClassVar[bool] = True
-    is_broadcast: ClassVar[bool] = True
-    in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "a projection of the target"
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -170,9 +174,6 @@ class TargetProjection(BackPropagated):
                         )
                 values[f"feedback:0->{k}.{i}"] = B.astype(group.dtype)
         return values
-
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return _columns(executor, shapes)
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         rows = jnp.asarray(given["target"]).reshape(-1, _values_of(values, "feedback:")[0].shape[0])

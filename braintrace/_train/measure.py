@@ -183,7 +183,8 @@ def run(subject: Subject, rules: Any, train: Any, memory_budget: int | None, pro
                 truth = truth or found
             rows.append(row)
     device = jax.devices()[0].device_kind
-    return Comparison(subject.length, device, rows, training.updates if training else None)
+    zero = [show_path(path) for path, gradient in truth.items() if not gradient.any()]
+    return Comparison(subject.length, device, rows, training.updates if training else None, zero)
 
 
 def _measure(
