@@ -9,9 +9,9 @@ from traces of zero; for the second the learner stands aside and the model itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import brainstate
@@ -61,6 +61,7 @@ class GradientCheck:
     norm_ratio: float
     exactness: Exactness
     tolerance: float
+    zero: list[str] = field(default_factory=list)  # the arrays whose gradient of BPTT is zero
 
     @property
     def ok(self) -> bool:
@@ -74,8 +75,7 @@ class GradientCheck:
     @property
     def explanation(self) -> str:
         """In words, whose the difference is."""
-        zero = [show_path(p.path) for p in self.parameters if not p.norm]
-        words = [about_zeros(zero)] if zero else []
+        words = [about_zeros(self.zero)] if self.zero else []
         if self.equal:
             why = "" if self.exactness.exact else " although the rule drops paths: they carry nothing here"
             return "\n".join([*words, f"{self.rule} gives the gradient of BPTT, to round-off{why}."])
@@ -207,7 +207,7 @@ def check_gradients(
     if tolerance is None:
         states = [*weights.values(), *learner.traces.values()]
         tolerance = round_off([st.value for st in states])
-    return put_beside(pairs, exactness, sequence.length, tolerance)
+    return replace(put_beside(pairs, exactness, sequence.length, tolerance), zero=zeros(expected))
 
 
 def check_functions(
@@ -234,7 +234,7 @@ def check_functions(
     pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     tolerance = round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
     length = Sequence.check(sequences, None).length
-    return put_beside(pairs, net.report.exactness, length, tolerance)
+    return replace(put_beside(pairs, net.report.exactness, length, tolerance), zero=zeros(expected))
 
 
 def put_beside(
@@ -325,6 +325,18 @@ def round_off(values: Any) -> float:
     """By the coarsest type among parameters and traces."""
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
+
+
+def by_name(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of parameters or their gradients, by names such as `readout.weight['bias']`."""
+    leaves = jax.tree_util.tree_leaves_with_path(dict(trees))
+    return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}  # type: ignore[attr-defined]
+
+
+def zeros(gradients: Mapping[Path, Any]) -> list[str]:
+    """The names of the arrays among gradients that are exactly zero."""
+    named = by_name({show_path(path): g for path, g in gradients.items()})
+    return [name for name, g in named.items() if g.size and not np.any(g)]
 
 
 def about_zeros(names: Iterable[str]) -> str:

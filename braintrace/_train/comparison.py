@@ -76,7 +76,7 @@ class Comparison:
     device: str
     rows: list[Compared]
     updates: int | None = None
-    zero: list[str] = field(default_factory=list)  # the parameters whose exact gradient is zero
+    zero: list[str] = field(default_factory=list)  # the arrays whose exact gradient is zero
     random: bool = False  # inputs and targets were drawn at random
 
     @property
@@ -235,7 +235,7 @@ def _digits(value: float | None, digits: str) -> str:
 def _choose(found: Comparison) -> tuple[Compared | None, str]:
     """The cheapest rule that is good enough, by what was learned or else by the gradient, and why."""
     online = [r for r in found.rows if r.ok and not r.is_bptt]
-    if found.zero and len(found.zero) == len(found.bptt.parameters):
+    if found.zero and {name.partition("[")[0] for name in found.zero} >= found.bptt.parameters.keys():
         return None, "There is no gradient to compare rules by."
     if not online:
         return None, "None of the rules can be used on this model: train it by BPTT."
@@ -313,6 +313,6 @@ def _unless_dear(found: Comparison, row: Compared, why: str) -> tuple[Compared, 
     if not _is_dear(found, row):
         return row, f"Take {words}"
     return found.bptt, (
-        f"Take BPTT for sequences of {found.length} steps: it is exact, and no rule that is close enough saves"
-        f" time or memory. For a stream, updates at every step or longer sequences, take {words}"
+        f"Take BPTT for sequences of {found.length} steps: it is exact, and no rule that is good enough takes"
+        f" less time or memory. For a stream, updates at every step or longer sequences, take {words}"
     )

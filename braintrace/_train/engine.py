@@ -19,7 +19,7 @@ from .._learners.bptt import call_model
 from .._lines import warn_user
 from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
-from .._report.check import about_zeros
+from .._report.check import about_zeros, by_name
 from .data import Batch, size_of
 from .layout import Layout
 from .outside import warn_of_unlearned
@@ -62,7 +62,7 @@ class Engine:
         self._kept: dict[int, Any] = {}  # of states, by identity
         self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
-        self._batches, self._zero = 0, np.ones(len(self.parameters()), bool)
+        self._batches, self._zero = 0, np.True_  # and which gradients have been zero in all of them
         self._train = brainstate.transform.jit(self._train_batch)
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
 
@@ -157,10 +157,10 @@ class Engine:
         if not self._looked_outside:
             warn_of_unlearned(self.step_fn, self._train.stateful_fun.get_states(*batch), self.learner.model)
             self._looked_outside = True
-        self._zero &= found.pop("zero")
-        self._batches += 1
+        self._batches, self._zero = self._batches + 1, self._zero & found.pop("zero")
         if self._batches == ZERO_FOR and self._zero.any():
-            warn_user(about_zeros(k for k, zero in zip(self.parameters(), self._zero, strict=True) if zero))
+            names = by_name(self.parameters())
+            warn_user(about_zeros(k for k, zero in zip(names, self._zero, strict=True) if zero))
         return found
 
     def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
@@ -201,9 +201,7 @@ class Engine:
         updates, opt_state = self._optimizer.update(grads, self.opt_state.value, params, value=loss)
         new = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, updates)
         bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
-        zero = jnp.stack(
-            [jax.tree.reduce(lambda all, g: all & (g == 0).all(), grads[k], True) for k in params]
-        )
+        zero = jnp.stack([(g == 0).all() for g in jax.tree.leaves(grads)])
         counts = ~bad.any() & jnp.isfinite(losses).all() & (mask != 0).any()
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(counts, x, y), a, b)
         new, opt_state = choose((new, opt_state), (params, self.opt_state.value))
