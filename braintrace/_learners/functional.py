@@ -109,7 +109,6 @@ class OnlineFunctions:
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
             warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
-            warn_of_options(graph, self.rule.kind(self.rule.windows))
         return graph
 
     @cached_property
@@ -124,6 +123,7 @@ class OnlineFunctions:
 
     def _new_online(self) -> Online:
         windows = self.rule.windows or self.window is not None
+        warn_of_options(self.graph, self.rule.kind(windows))
         executor = ETraceGraphExecutor(self.rule.seen(self.graph, windows))
         return Online(executor, self.rule, windows=windows)
 

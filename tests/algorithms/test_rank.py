@@ -255,6 +255,17 @@ def test_the_verdict_counts_the_directions_that_there_are():
     assert [exact for exact, _ in found.values()] == [False, False, True]
 
 
+def test_more_rank_than_states_is_warned_of():
+    cell = braintrace.nn.GRUCell(2, 3)
+    brainstate.nn.init_all_states(cell, batch_size=4)
+    said = r"`rank=9` is above the state size: a sample has 3 state variables, .* with `rank=3` is exact"
+    with pytest.warns(UserWarning, match=said):
+        braintrace.D_RTRL(cell, rank=9).compile_graph(jnp.ones((4, 2)))
+    learner = braintrace.compile(braintrace.nn.GRUCell(2, 3), "d_rtrl", jnp.ones((4, 2)), batch_size=4)
+    with pytest.warns(UserWarning, match=said):
+        learner.take_windows(rank=9)
+
+
 def test_the_verdict_where_samples_act_on_each_other():
     def step(w: Any, h: Any, x: Any) -> Any:
         h = jnp.tanh(x @ w + jnp.mean(h, 0, keepdims=True))
