@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal, primitives
-from .evaluation import View, evaluate
 from .flows import Flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
@@ -30,7 +29,7 @@ from .positions import Positions
 from .primitives import named
 from .program import Atom, Node, Program, Site, Var, is_inexact, read_program
 from .reach import Reach
-from .slices import behind, between, plain_site
+from .slices import behind, between
 from .step import Path
 
 if TYPE_CHECKING:
@@ -87,17 +86,6 @@ def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
     for f in found:
         info = _filtered(info, f)
     return graph_of(info, graph.hidden_perturb is not None)._replace(diagnostics=graph.diagnostics)
-
-
-def decay_of(graph: ETraceGraph, f: Filter) -> float:
-    """The decay of a leaky readout."""
-    program = graph.module_info.program
-    view = View(known=program.consts, at_site=lambda site, world: plain_site)
-
-    def value(atoms: Sequence[Atom]) -> float:
-        return float(np.prod(evaluate(program, [(a, None) for a in atoms], view)))
-
-    return sum(term.sign * value(term.times) / value(term.over) for term in f.decay)
 
 
 class _Search:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
 
 from .dataflow import Flow, solve
+from .evaluation import View, evaluate
 from .groups import HiddenGroup
+from .module_info import Hidden
 from .primitives import PRODUCTS
-from .program import Node, Var
-from .slices import behind
+from .program import Node, Var, read_program
+from .slices import behind, plain_site
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph
@@ -21,6 +26,24 @@ def find_readouts(graph: ETraceGraph) -> set[int]:
     other state: its own trace and the back-propagated signal give its exact gradient.
     """
     return {g.index for g in graph.hidden_groups if _is_readout(graph, g)}
+
+
+def decay_of(graph: ETraceGraph, readout: Hidden) -> float | None:
+    """The decay of a leaky readout; None if that is no constant, but made of parameters."""
+    program, old = graph.module_info.program, readout.invar
+
+    def decay(*values: Any) -> Any:
+        known = {**program.consts, **dict(zip(program.inputs, values, strict=True))}
+
+        def new(value: Any) -> Any:
+            view = View(known={**known, old: value}, at_site=lambda site, world: plain_site)
+            return evaluate(program, [(readout.outvar, None)], view)[0]
+
+        return jax.jvp(new, (known[old],), (jnp.ones_like(known[old]),))[1].ravel()[0]
+
+    zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in program.inputs]
+    made = read_program(jax.make_jaxpr(decay)(*zeros))
+    return float(decay(*zeros)) if behind(made, made.outputs).isdisjoint(made.inputs) else None
 
 
 def _is_readout(graph: ETraceGraph, group: HiddenGroup) -> bool:

@@ -330,7 +330,7 @@ def round_off(values: Any) -> float:
 def by_name(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of parameters or their gradients, by names such as `readout.weight['bias']`."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(trees))
-    return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}  # type: ignore[attr-defined]
+    return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}
 
 
 def zeros(gradients: Mapping[Path, Any]) -> list[str]:

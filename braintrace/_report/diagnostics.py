@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._compiler.exactness import RuleKind
-from .._compiler.filters import decay_of, find_filters
+from .._compiler.filters import find_filters
 from .._compiler.graph import ETraceGraph
 from .._compiler.outcomes import WhyNot
+from .._compiler.readouts import decay_of
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
 
@@ -153,8 +154,8 @@ def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(Diagnos
 def warn_of_options(graph: ETraceGraph, rule: RuleKind) -> None:
     """Warn of options of a rule that do not fit the model."""
     for f in find_filters(graph, exact=False) if rule.filter else ():
-        decay = decay_of(graph, f)
-        if rule.filter is not None and abs(decay - rule.filter) > 1e-3:
+        decay = decay_of(graph, f.readout)
+        if decay is not None and abs(decay - rule.filter) > 1e-3:  # type: ignore[operator]
             warn_user(
                 f"{rule.name} filters traces with a decay of {rule.filter:g}, but the readout "
                 f"`{show_path(f.readout.path)}`, which reads these units, decays by {decay:.4g} a step. Pass "

@@ -62,7 +62,8 @@ class Engine:
         self._kept: dict[int, Any] = {}  # of states, by identity
         self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
-        self._batches, self._zero = 0, np.True_  # and which gradients have been zero in all of them
+        self._batches = 0
+        self._zero: Any = np.True_  # which gradients have been zero in all of these
         self._train = brainstate.transform.jit(self._train_batch)
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
 

@@ -256,14 +256,17 @@ def test_the_verdict_counts_the_directions_that_there_are():
 
 
 def test_more_rank_than_states_is_warned_of():
-    cell = braintrace.nn.GRUCell(2, 3)
-    brainstate.nn.init_all_states(cell, batch_size=4)
-    said = r"`rank=9` is above the state size: a sample has 3 state variables, .* with `rank=3` is exact"
+    def rnn(p: Any, s: Any, x: Any) -> Any:
+        h = jnp.tanh(braintrace.matmul(x, p.w) + braintrace.matmul(s.h, p.v))
+        return {"h": h}, h
+
+    build = lambda: Step(rnn, {"w": (X, N), "v": (N, N)}, {"h": (B, N)})
+    said = f"`rank={N + 1}` is above the state size: a sample has {N} state variables, .*`rank={N}` is exact"
     with pytest.warns(UserWarning, match=said):
-        braintrace.D_RTRL(cell, rank=9).compile_graph(jnp.ones((4, 2)))
-    learner = braintrace.compile(braintrace.nn.GRUCell(2, 3), "d_rtrl", jnp.ones((4, 2)), batch_size=4)
+        braintrace.D_RTRL(build(), rank=N + 1).compile_graph(data()[0][0])
+    learner = compiled(braintrace.D_RTRL(build()), data()[0][0])
     with pytest.warns(UserWarning, match=said):
-        learner.take_windows(rank=9)
+        learner.take_windows(rank=N + 1)
 
 
 def test_the_verdict_where_samples_act_on_each_other():
