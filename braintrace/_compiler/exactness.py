@@ -16,7 +16,6 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,11 +178,8 @@ class _Verdict:
         self.harmful = self.flows.live if rule.windows else self.flows.matters
         self.sites = {s.index: s for s in graph.module_info.program.sites}
         self.behind = {s.index: self.flows.site_params(s) for s in self.sites.values()}
-
-    @cached_property
-    def readouts(self) -> set[int]:
-        others = (self.rule.signal or None, self.rule.leak, self.rule.filter)
-        return find_readouts(self.graph) if any(a is not None for a in others) else set()
+        spares = rule.broadcast or rule.leak is not None or rule.filter is not None
+        self.readouts = find_readouts(graph) if spares else set()
 
     def dropped(self) -> Iterator[Dropped]:
         for site in self.sites.values():

@@ -12,7 +12,7 @@ from .evaluation import View, evaluate
 from .groups import HiddenGroup
 from .module_info import Hidden
 from .primitives import PRODUCTS
-from .program import Node, Var, read_program
+from .program import Var, read_program
 from .slices import behind, plain_site
 
 if TYPE_CHECKING:
@@ -58,11 +58,10 @@ def _is_readout(graph: ETraceGraph, group: HiddenGroup) -> bool:
         return False
     if not at_once.isdisjoint(group.hidden_invars):  # an output reads what the state was
         return False
-    on_the_way = after & behind(program, [*info.out_atoms, *new])
     params = {v for e in info.params for v in e.invars}
-
-    def is_product(node: Node) -> bool:
-        weighs = node.primitive in PRODUCTS and not params.isdisjoint(behind(program, node.inputs))
-        return bool(node.sites) or weighs
-
-    return not any(is_product(n) for n in program.nodes if not on_the_way.isdisjoint(n.outputs))
+    on_the_way = after & behind(program, [*info.out_atoms, *new])
+    ways = [n for n in program.nodes if not on_the_way.isdisjoint(n.outputs)]
+    products = [
+        n for n in ways if n.primitive in PRODUCTS and not params.isdisjoint(behind(program, n.inputs))
+    ]
+    return not products and not any(n.sites for n in ways)

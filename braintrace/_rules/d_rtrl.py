@@ -60,6 +60,7 @@ class D_RTRL(TraceRule):
 
     @property
     def follows_chains(self) -> bool:
+        """Whether a trace of a state is the chain rule on those of others."""
         return self.recursion is None and self.signal == PROPAGATED and self.bound is None
 
     def __post_init__(self) -> None:

@@ -104,11 +104,6 @@ class TraceRule(Rule):
     any_window: ClassVar[bool] = False
 
     @property
-    def follows_chains(self) -> bool:
-        """Whether a trace of a state is the chain rule on those of others."""
-        return False
-
-    @property
     def beside(self) -> Rank | Layers | None:
         """What is kept beside the traces of what these leave out; None: nothing."""
         return None

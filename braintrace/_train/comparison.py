@@ -249,7 +249,7 @@ def _choose(found: Comparison) -> tuple[Compared | None, str]:
             f"with {best.cosine:.3f}, at {_costs(found, best)}; try longer windows or more rank, or let "
             "`train=` show whether it learns all the same."
         )
-    best = _cheapest(found, good)
+    best = min(good, key=lambda r: (_is_dear(found, r), r.cost))
     how = (
         "gives the exact gradient"
         if best.exact
@@ -277,7 +277,7 @@ def _by_curve(found: Comparison, online: list[Compared]) -> tuple[Compared | Non
             f"No online rule learns as BPTT does: {after} the loss is {learned[best.rule]:.4g} by {best.rule}"
             f", the best of them, and {true} by BPTT; try longer windows or more rank."
         )
-    best = _cheapest(found, good)
+    best = min(good, key=lambda r: (_is_dear(found, r), r.cost))
     cosine = "exact" if best.exact else f"cosine {best.cosine:.3f}"
     return _unless_dear(
         found,
@@ -292,10 +292,6 @@ def _costs(found: Comparison, row: Compared) -> str:
     time = row.step_seconds / found.bptt.step_seconds
     memory = row.total_bytes / max(found.bptt.total_bytes, 1)
     return f"{time:.2g} times the time and {memory:.2g} times the memory of BPTT"
-
-
-def _cheapest(found: Comparison, good: list[Compared]) -> Compared:
-    return min(good, key=lambda r: (_is_dear(found, r), r.cost))
 
 
 def _is_dear(found: Comparison, row: Compared) -> bool:

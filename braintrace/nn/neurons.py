@@ -9,9 +9,9 @@ of the state, and is no state itself. The next step begins with the reset, then 
 Inputs are currents or, from `COBA`, conductances, whose current depends on the voltage; several add up. All
 states of a neuron, and of synapses that feed it, are coupled unit by unit: traces of input weights are exact.
 
-With `R=1` a step adds only `dt / tau` of an input to the voltage, and units behind a default `Linear` hardly
-ever fire. With `R=tau/dt` each input adds its weight: `LIF(n, R=5.0)` at `dt` of 1 ms fires in 3 to 25 % of the
-steps for standard normal inputs and for spikes at rates of 10 to 50 %, and so does `ALIF`.
+With `R=1` a step adds only about `dt / tau` of an input to the voltage, and units behind a default `Linear`
+hardly ever fire. With `R=tau/dt` each input adds its weight: at `dt` of 1 ms, `LIF(n, R=5.0)` and `ALIF` fire
+in 3 to 25 % of the steps for standard normal inputs and for spikes at rates of 10 to 50 %.
 
 Voltages and times may have units or not, as long as all fit together.
 """
