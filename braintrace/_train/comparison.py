@@ -107,10 +107,10 @@ class Comparison:
     @property
     def recommendation(self) -> str:
         """Which rule to take and why, in words."""
-        words = [about_zeros(self.zero)] if self.zero else []
+        words = [*([about_zeros(self.zero)] if self.zero else []), _choose(self)[1]]
         if self.random:
             words.append("Inputs and targets were drawn at random: on your own data the cosines differ.")
-        return " ".join([*words, _choose(self)[1]])
+        return " ".join(words)
 
     # -- as data -----------------------------------------------------------------------------------
 
