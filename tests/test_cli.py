@@ -230,6 +230,7 @@ def test_compare(model, capsys, tmp_path):
     assert re.search(r"4 RTRL.* +exact", shown)
     assert "3 D_RTRL, windows of 2" in shown
     assert re.search(r"^\* (Take|No online)", shown, re.MULTILINE)
+    assert "drawn at random" in " ".join(shown.split())
     data = json.loads((tmp_path / "new" / "out" / "comparison.json").read_text())
     assert [row["rule"] for row in data["rows"]] == ["BPTT", "D_RTRL", "D_RTRL, windows of 2", "RTRL"]
     assert {p.name for p in (tmp_path / "new" / "out").iterdir()} >= {"comparison.html", "frontier.svg"}

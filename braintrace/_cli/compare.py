@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ def run(given: argparse.Namespace) -> int:
             step = _step(data)
             batched = given.batch_size is not None
             found = compare(model, data.xs, data.ys, step, batched=batched, seed=given.seed, **more)
+    found = replace(found, random=data.spread)
     found.show()
     if given.out is not None:
         names = ["comparison.html", "comparison.json", "frontier.svg"]

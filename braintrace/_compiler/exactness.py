@@ -29,6 +29,7 @@ from .influence import find_reached
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
+from .readouts import find_readouts
 from .relation import HiddenParamOpRelation
 from .samples import find_samples
 from .slices import dependents
@@ -53,6 +54,7 @@ class RuleKind:
     reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
     estimate: bool = False  # the influence of everything on everything is kept as a random product
     signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
+    broadcast: bool = False  # that signal is for all groups but readouts
     leak: float | None = None  # by which traces decay; None: by how states go on
     filter: float | None = None  # by which what is read of a trace is averaged
     bounded: bool = False  # traces are held below a bound
@@ -195,6 +197,8 @@ class _Verdict:
         self.harmful = self.flows.live if rule.windows else self.flows.matters
         self.sites = {s.index: s for s in graph.module_info.program.sites}
         self.behind = {s.index: self.flows.site_params(s) for s in self.sites.values()}
+        spares = rule.broadcast or rule.leak is not None or rule.filter is not None
+        self.readouts = find_readouts(graph) if spares else set()
 
     def dropped(self) -> Iterator[Dropped]:
         for site in self.sites.values():
@@ -271,11 +275,12 @@ class _Verdict:
             averaged = self.rule.averages is not None and not self._is_average(relation, group)
             if averaged and bits & self.harmful:
                 yield from _each(use.params, Cut.AVERAGED, use, states, use)
-            if self.rule.signal and bits & self.flows.matters:
+            own = group.index in self.readouts  # its own traces and the back-propagated signal
+            if self.rule.signal and not (own and self.rule.broadcast) and bits & self.flows.matters:
                 yield from _each(use.params, Cut.OTHER_SIGNAL, use, states)
-            if self.rule.leak is not None and bits & self.harmful:
+            if self.rule.leak is not None and not own and bits & self.harmful:
                 yield from _each(use.params, Cut.GIVEN_LEAK, use, states)
-            if self.rule.filter is not None and bits & self.flows.matters:
+            if self.rule.filter is not None and not own and bits & self.flows.matters:
                 yield from _each(use.params, Cut.FILTERED, use, states)
             if self.rule.bounded and bits & self.flows.matters:
                 yield from _each(use.params, Cut.BOUNDED, use, states)

@@ -55,9 +55,9 @@ class Filter:
     coefficients: tuple[Atom, ...]  # of these nodes; the same at every step
 
 
-def find_filters(graph: ETraceGraph) -> list[Filter]:
-    """The leaky readouts of groups that traces follow exactly."""
-    search = _Search(graph)
+def find_filters(graph: ETraceGraph, *, exact: bool = True) -> list[Filter]:
+    """The leaky readouts of groups that traces follow exactly; or, unless `exact`, of any groups."""
+    search = _Search(graph, exact)
     return [f for group in graph.hidden_groups if (f := search.of(group)) is not None]
 
 
@@ -70,11 +70,11 @@ def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
     return result
 
 
-def with_filters(graph: ETraceGraph) -> ETraceGraph:
+def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
     """The graph of the step that has a filter for each leaky readout."""
     from .graph import graph_of
 
-    found = find_filters(graph)
+    found = find_filters(graph, exact=exact)
     if not found:
         return graph
     info = graph.module_info
@@ -84,8 +84,8 @@ def with_filters(graph: ETraceGraph) -> ETraceGraph:
 
 
 class _Search:
-    def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.info, self.flows = graph, graph.module_info, Flows(graph)
+    def __init__(self, graph: ETraceGraph, exact: bool) -> None:
+        self.graph, self.info, self.flows, self.exact = graph, graph.module_info, Flows(graph), exact
         self.program = self.info.program
 
     def of(self, group: HiddenGroup) -> Filter | None:
@@ -96,7 +96,7 @@ class _Search:
         bit = self.flows.group_bits(group.index)
         acting = {c.group for c in self.flows.carried for v in (c.old, c.new) if self.flows.reached(v) & bit}
         units = [g for g in self.graph.hidden_groups if g is not group and g.index in acting]
-        if len(units) != 1 or not self._is_exact(units[0]):
+        if len(units) != 1 or (self.exact and not self._is_exact(units[0])):
             return None
         live = self._made_of([*units[0].hidden_invars, *units[0].hidden_outvars])
         ends, way, coefficients = self._way(r.outvar, live, units[0])

@@ -14,6 +14,7 @@ from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var
+from .._compiler.readouts import find_readouts
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
 from .._ops.letters import Layout, Letters
@@ -120,6 +121,11 @@ class ETraceGraphExecutor:
     def filters(self) -> dict[int, int]:
         """How many readings of each group are filtered."""
         return {} if self.recursion is None else self.recursion.filters(self)
+
+    @cached_property
+    def readouts(self) -> set[int]:
+        """The groups that learn by their own traces and the loss, whatever the rule has for the others."""
+        return find_readouts(self.graph)
 
     @cached_property
     def samples(self) -> Samples:

@@ -17,6 +17,7 @@ from .._compiler.evaluation import View, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.positions import Positions
+from .._compiler.primitives import FLAT
 from .._compiler.program import Var
 from .._compiler.reach import Reach
 from .._compiler.slices import behind, plain_site
@@ -57,7 +58,8 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
         if v not in matters or v in _after(program, found):
             continue
         readers = [program.nodes[i] for i in program.readers.get(v, [])]
-        beyond = any(o in matters and o not in by_unit for node in readers for o in node.outputs)
+        passed_on = [o for node in readers if node.primitive not in FLAT for o in node.outputs]
+        beyond = any(o in matters and o not in by_unit for o in passed_on)
         if beyond or any(v is a for a in ends):
             found.append(v)
     return found

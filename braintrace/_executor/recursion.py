@@ -9,9 +9,9 @@ filter is one more state for each reading, with these rows of `D` and `J`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -28,12 +28,8 @@ Jacobians = dict[int, Jacobian | None]
 Instants = dict[tuple[int, int], States]
 
 
-class Decay(Protocol):
-    """What a trace is multiplied with from step to step, of each group."""
-
-    def __call__(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
-    ) -> Jacobians: ...
+# what a trace is multiplied with from step to step, of each group
+Decay = Callable[["ETraceGraphExecutor", Mapping[Var, Any], Jacobians, Instants], Jacobians]
 
 
 @dataclass(frozen=True)
@@ -50,17 +46,17 @@ class Own:
 
 @dataclass(frozen=True)
 class Leak:
-    """A given number for every state of every unit; zero: nothing stays of a trace."""
+    """A given number for every state of every unit but those of readouts; zero: nothing stays of a trace."""
 
     value: float
 
     def __call__(
         self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
     ) -> Jacobians:
-        if not self.value:
-            return dict.fromkeys(D)
-        result: Jacobians = {}
+        result: Jacobians = {k: d if k in executor.readouts else None for k, d in D.items()}
         for local in executor.groups:
+            if local.group.index in executor.readouts or not self.value:
+                continue
             n, shape, dtype = range(local.group.num_state), local.group.varshape, local.group.dtype
             one, zero = jnp.full(shape, self.value, dtype), jnp.zeros(shape, dtype)
             result[local.group.index] = [[one if s == r else zero for r in n] for s in n]
@@ -84,6 +80,8 @@ class Recursion:
             others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
             read = behind(graph.module_info.program, others)
             readings = executor.readings[group.index]
+            if self.kappa and group.index in executor.readouts:  # it has a memory of its own
+                continue
             if self.one_layer_on and not any(v in read for v in readings):
                 continue
             if any(h.axis is not None or h.split for h in group.hidden):

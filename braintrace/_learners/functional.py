@@ -12,11 +12,9 @@ import jax.numpy as jnp
 
 from .. import _compat, _meshes
 from .._compiler.exactness import find_unseen
-from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import read_step
-from .._compiler.remembering import remembering
 from .._executor.executor import ETraceGraphExecutor, is_inexact
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
@@ -33,7 +31,7 @@ from .._online.request import Request, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.beside import unused_parameters, warn_of_no_effect
-from .._report.diagnostics import kinds_of, warn_of
+from .._report.diagnostics import kinds_of, warn_of, warn_of_options
 from .._rules import D_RTRL
 from .._rules.rule import Rule, TraceRule, Values
 from .compile import as_rule
@@ -148,11 +146,10 @@ class OnlineFunctions:
 
     def _new_online(self) -> Online:
         windows = self.rule.windows or self.window is not None
-        chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains and not windows
-        graph = with_filters(self.graph) if self.rule.kind(windows).filters else self.graph
-        graph = remembering(graph) if chains else graph
+        warn_of_options(self.graph, self.rule.kind(windows))
+        executor = ETraceGraphExecutor(self.rule.seen(self.graph, windows))
         unseen = find_unseen(self.graph, self.rule.kind(windows))
-        return Online(ETraceGraphExecutor(graph), self.rule, windows=windows, unseen=unseen)
+        return Online(executor, self.rule, windows=windows, unseen=unseen)
 
     @property
     def report(self) -> CompilationReport:

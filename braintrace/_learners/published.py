@@ -1,4 +1,4 @@
-"""Published learning rules, each a line of four choices: what is kept, its decay, the signal, the filter.
+"""Published learning rules, each by four choices: what is kept, its decay, the signal, the filter.
 
 Every learner here is approximate unless its report says otherwise. `fast_solve`, `chunked_trace`,
 `control_flow` and `snap_max_jacobian_elements` are accepted and have no effect: code written for 0.2.x chose
@@ -7,9 +7,8 @@ a code path by them.
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import brainstate
@@ -21,46 +20,11 @@ from .._executor.recursion import Leak, Own, Recursion
 from .._frontends.modules import Mark
 from .._rules.bounds import Clipped
 from .._rules.presynaptic import Presynaptic
-from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, TargetProjection, as_key
 from .._rules.snap import MOST
 from .config import ETraceConfig
 from .learners import as_config, as_trace_dtype, normalized
 from .vjp import ETraceVjpAlgorithm, VjpMethod
-
-# the rule of each name, by its options; a learner's own options are these
-RULES: dict[str, Callable[..., Rule]] = {
-    "EProp": lambda dtype, kappa, signal: rules.D_RTRL(
-        dtype, recursion=Recursion(kappa=kappa) if kappa else None, signal=signal, called="EProp"
-    ),
-    "RFLO": lambda dtype, leak, signal: rules.D_RTRL(
-        dtype, recursion=None if leak is None else Recursion(Leak(leak)), signal=signal, called="RFLO"
-    ),
-    "OSTLRecurrent": lambda dtype: rules.D_RTRL(dtype, recursion=Recursion(Own()), called="OSTLRecurrent"),
-    "OSTLFeedforward": lambda dtype, decay: (
-        rules.D_RTRL(dtype, called="OSTLFeedforward")
-        if decay is None
-        else rules.ES_D_RTRL(decay, dtype, called="OSTLFeedforward")
-    ),
-    "OTTT": lambda dtype, leak: Presynaptic(leak, called="OTTT", dtype=dtype),
-    "OTPE full": lambda dtype, leak: rules.D_RTRL(
-        dtype, recursion=Recursion(Leak(leak), kappa=leak, one_layer_on=True), called="OTPE"
-    ),
-    "OTPE approx": lambda dtype, leak: Presynaptic(
-        leak, out=leak, recursion=Recursion(kappa=0.0, one_layer_on=True), called="OTPE", dtype=dtype
-    ),
-    "OSTTP": lambda dtype, signal: rules.D_RTRL(dtype, signal=signal, called="OSTTP"),
-    "S_TLLR": lambda dtype, post, pre, after, ahead: Presynaptic(
-        post,
-        before=pre,
-        after=after,
-        ahead=ahead,
-        recursion=Recursion(kappa=0.0),
-        called="S_TLLR",
-        dtype=dtype,
-    ),
-    "ThreeFactor": lambda dtype: rules.D_RTRL(dtype, signal=Modulator(), called="ThreeFactor"),
-}
 
 
 class EProp(ETraceVjpAlgorithm):
@@ -69,20 +33,20 @@ class EProp(ETraceVjpAlgorithm):
         trace[t] = D[t] trace[t-1] + J[t] x[t]        e[t] = kappa e[t-1] + slope[t] trace[t]
         gradient = sum_t L[t] e[t]
 
-    `slope` is the derivative of what others read of the states (a spike of a voltage); `kappa_filter_decay`
-    is that of a leaky readout, 0 for none. `L` is, by `feedback`: 'symmetric', the back-propagated signal
-    there; 'random', the outputs' errors through fixed random matrices (drawn with `random_feedback_key`);
-    'adaptive', through matrices that change as the readout does; each time, `feedback_decay` of their
-    difference to it is forgotten (as if both decayed by that, as in the paper). 0.2.6 filters the traces of
-    the states instead (the same where these are read as they are), and projects the normalised
-    back-propagated signal; here as in the paper the outputs' errors are projected.
+    `slope` is the derivative of what others read of the states (a spike of a voltage). `kappa_filter_decay`
+    is the decay of the filter, 0 for none; by default it is that of the model's leaky readout, if there is
+    one. `L` is, by `feedback`: 'symmetric', the back-propagated signal there; 'random', the outputs' errors
+    through fixed random matrices (drawn with `random_feedback_key`); 'adaptive', through matrices that change
+    as the readout does; each time, `feedback_decay` of their difference to it is forgotten (as if both
+    decayed by that, as in the paper). A readout with memory (`nn.LeakyRateReadout`) has neither filter nor
+    matrix: its own trace and the back-propagated signal give its exact gradient.
     """
 
     def __init__(
         self,
         model: brainstate.nn.Module,
         feedback: str = "symmetric",
-        kappa_filter_decay: float = 0.0,
+        kappa_filter_decay: float | None = None,
         random_feedback_key: Any = None,
         name: str | None = None,
         vjp_method: VjpMethod | None = None,
@@ -96,9 +60,16 @@ class EProp(ETraceVjpAlgorithm):
         mark: Mark = "ops",
         normalize_matrix_spectrum: bool = False,
     ) -> None:
-        kappa = _decay("kappa_filter_decay", kappa_filter_decay)
+        given = kappa_filter_decay
+        kappa = None if given is None else _decay("kappa_filter_decay", given)
         signal = _feedback(feedback, random_feedback_key, feedback_decay)
-        rule = RULES["EProp"](as_trace_dtype(trace_dtype), kappa, signal)
+        rule = rules.D_RTRL(
+            as_trace_dtype(trace_dtype),
+            recursion=Recursion(kappa=kappa) if kappa else None,
+            signal=signal,
+            called="EProp",
+            by_readouts=kappa is None,
+        )
         rule = normalized(rule) if normalize_matrix_spectrum else rule
         kind = "symmetric" if feedback == "symmetric" else "random_feedback"
         config = ETraceConfig(learning_signal=kind, trace_filter="kappa", kappa=kappa)
@@ -111,7 +82,7 @@ class RFLO(ETraceVjpAlgorithm):
         trace[t] = leak trace[t-1] + J[t] x[t]        gradient = sum_t (dL/dy B) slope[t] trace[t]
 
     `leak` is that of the units, `1 - 1/tau`; None: the local Jacobian, which on a leaky net is its leak.
-    `feedback` is as in `EProp`.
+    `feedback` is as in `EProp`, and so is how a readout with memory learns.
     """
 
     def __init__(
@@ -126,9 +97,9 @@ class RFLO(ETraceVjpAlgorithm):
         mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
-        given = None if leak is None else _decay("leak", leak)
+        recursion = None if leak is None else Recursion(Leak(_decay("leak", leak)))
         signal = _feedback(feedback, random_feedback_key, feedback_decay)
-        rule = RULES["RFLO"](as_trace_dtype(trace_dtype), given, signal)
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), recursion=recursion, signal=signal, called="RFLO")
         super().__init__(model, rule, mark=mark, name=name)
 
 
@@ -160,7 +131,7 @@ class OSTLRecurrent(ETraceVjpAlgorithm):
         normalize_matrix_spectrum: bool = False,
     ) -> None:
         dtype = as_trace_dtype(trace_dtype)
-        rule = RULES["OSTLRecurrent"](dtype)
+        rule: rules.Rule = rules.D_RTRL(dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
         if config is not None:
             rule = as_config(config, type(self), "per_param").rule(
                 random_feedback_key, dtype, snap_max_jacobian_elements
@@ -175,8 +146,7 @@ class OSTLFeedforward(ETraceVjpAlgorithm):
 
         trace[t] = D[t] trace[t-1] + J[t] x[t]        D = dh[t]/dh[t-1] with marked ops closed
 
-    Exact for one layer without recurrent weights, as the paper says. 0.2.6 keeps nothing of a trace from step
-    to step here: `decay_or_rank=1e-6`, its default, gives that (`ES_D_RTRL` with this decay).
+    Exact for one layer without recurrent weights, as the paper says. With `decay_or_rank`, `ES_D_RTRL`.
     """
 
     regime = "without-H"
@@ -196,7 +166,9 @@ class OSTLFeedforward(ETraceVjpAlgorithm):
         trace_dtype: Any = None,
     ) -> None:
         dtype = as_trace_dtype(trace_dtype)
-        rule = RULES["OSTLFeedforward"](dtype, decay_or_rank)
+        rule: rules.Rule = rules.D_RTRL(dtype, called="OSTLFeedforward")
+        if decay_or_rank is not None:
+            rule = rules.ES_D_RTRL(decay_or_rank, dtype, called="OSTLFeedforward")
         if config is not None:
             rule = as_config(config, type(self), "io_factorized").rule(random_feedback_key, dtype)
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
@@ -208,8 +180,7 @@ class OTTT(ETraceVjpAlgorithm):
         x'[t] = leak x'[t-1] + x[t]        gradient = sum_t x'[t] (dL[t]/dh J[t])
 
     `leak` is that of the units. `mode` says when the user updates the weights, at the end of a sequence ('A')
-    or at every step ('O'); the gradient of a step is the same. 0.2.0 dropped the average in mode 'O'; a
-    `leak` of 0 gives that.
+    or at every step ('O'); the gradient of a step is the same.
     """
 
     def __init__(
@@ -225,7 +196,7 @@ class OTTT(ETraceVjpAlgorithm):
     ) -> None:
         if mode not in ("A", "O"):
             raise ValueError(f"`mode` is 'A' or 'O', not {mode!r}.")
-        rule = RULES["OTTT"](as_trace_dtype(trace_dtype), _decay("leak", leak))
+        rule = Presynaptic(_decay("leak", leak), called="OTTT", dtype=as_trace_dtype(trace_dtype))
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
         self.mode = mode
 
@@ -240,9 +211,7 @@ class OTPE(ETraceVjpAlgorithm):
     reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product, `R =
     z' f'`: `x'[t] = leak x'[t-1] + x[t]`, `z'[t] = leak z'[t-1] + x'[t]`, and `f'` the mean of `slope J` so
     far, with weights `leak^age`. On its way to a lower layer a signal goes through the slopes of the step,
-    where the authors' code takes `f'`. 0.2.0 has one average in place of the two of 'full', `x'` and a sum in
-    place of those of 'approx', and estimates for the last layer too. `trace_clip_abs` bounds each number of a
-    trace ('approx' has none).
+    where the authors' code takes `f'`. `trace_clip_abs` bounds each number of a trace ('approx' has none).
     """
 
     def __init__(
@@ -259,9 +228,13 @@ class OTPE(ETraceVjpAlgorithm):
     ) -> None:
         if mode not in ("full", "approx"):
             raise ValueError(f"`mode` is 'full' or 'approx', not {mode!r}.")
-        rule = RULES[f"OTPE {mode}"](as_trace_dtype(trace_dtype), _decay("leak", leak))
-        if trace_clip_abs is not None and mode == "full":
-            rule = dataclasses.replace(rule, bound=Clipped(trace_clip_abs))  # type: ignore[type-var]
+        leak, dtype = _decay("leak", leak), as_trace_dtype(trace_dtype)
+        on = Recursion(kappa=0.0, one_layer_on=True)
+        rule: rules.Rule = Presynaptic(leak, out=leak, recursion=on, called="OTPE", dtype=dtype)
+        if mode == "full":
+            bound = None if trace_clip_abs is None else Clipped(trace_clip_abs)
+            recursion = Recursion(Leak(leak), kappa=leak, one_layer_on=True)
+            rule = rules.D_RTRL(dtype, recursion=recursion, bound=bound, called="OTPE")
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
         self.mode = mode
 
@@ -274,7 +247,8 @@ class OSTTP(ETraceVjpAlgorithm):
     `B_list` has a matrix for each group of hidden states, (targets, units); or `num_targets` says how many
     numbers a target has, and matrices are drawn with `key`. A target may also come last, `learner(x, y)`, or
     as `y_target=`. With `target_timing='sequence-end'` a call without a target has a signal of zero;
-    'per-step' makes it an error. Weights without a trace (the readout) learn by the loss.
+    'per-step' makes it an error. A readout, with memory or without, learns by the loss: its matrix, if given,
+    is not used.
     """
 
     def __init__(
@@ -299,7 +273,7 @@ class OSTTP(ETraceVjpAlgorithm):
         given = None if B_list is None else tuple(_as_tuple(np.asarray(B)) for B in B_list)
         size = num_targets if given is None else len(given[0])
         signal = TargetProjection(size or 1, as_key(key), given)
-        rule = RULES["OSTTP"](as_trace_dtype(trace_dtype), signal)
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), signal=signal, called="OSTTP")
         rule = normalized(rule) if normalize_matrix_spectrum else rule
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
         self.target_timing = target_timing
@@ -331,8 +305,15 @@ class S_TLLR(ETraceVjpAlgorithm):
         mark: Mark = "ops",
         trace_dtype: Any = None,
     ) -> None:
-        decays = _decay("lambda_post", lambda_post), _decay("lambda_pre", lambda_pre)
-        rule = RULES["S_TLLR"](as_trace_dtype(trace_dtype), *decays, float(alpha_post), float(alpha_pre))
+        rule = Presynaptic(
+            _decay("lambda_post", lambda_post),
+            before=_decay("lambda_pre", lambda_pre),
+            after=float(alpha_post),
+            ahead=float(alpha_pre),
+            recursion=Recursion(kappa=0.0),
+            called="S_TLLR",
+            dtype=as_trace_dtype(trace_dtype),
+        )
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
 
 
@@ -341,10 +322,10 @@ class ThreeFactor(ETraceVjpAlgorithm):
 
         gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
 
-    `m` is the signal at every state: one number, one for each sample, or an array like the states (with an
-    axis of states behind, where a unit has several). It takes the place of the loss's own signal; a mask of
-    `etrace_grad` weighs it as it does the loss. `learner.modulator = m` stands for calls without one. Weights
-    without a trace learn by the loss; in 0.2.6 their gradient is zero.
+    `m` is the signal at every state, also of a readout with memory: one number, one for each sample, or an
+    array like the states (with an axis of states behind, where a unit has several). It takes the place of the
+    loss's own signal; a mask of `etrace_grad` weighs it as it does the loss. `learner.modulator = m` stands
+    for calls without one. Weights without a trace learn by the loss.
     """
 
     def __init__(
@@ -361,7 +342,7 @@ class ThreeFactor(ETraceVjpAlgorithm):
         *,
         mark: Mark = "ops",
     ) -> None:
-        rule = RULES["ThreeFactor"](as_trace_dtype(trace_dtype))
+        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), signal=Modulator(), called="ThreeFactor")
         config = ETraceConfig(learning_signal="modulatory")
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
         self.modulator = modulator

@@ -14,9 +14,7 @@ import numpy as np
 from .. import _compat
 from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind, find_unseen
-from .._compiler.filters import with_filters
 from .._compiler.graph import graph_from_info
-from .._compiler.remembering import remembering
 from .._compiler.step import show_path
 from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
@@ -29,7 +27,7 @@ from .._online.online import Online
 from .._online.request import check_window
 from .._online.sequence import Sequence, is_traced
 from .._online.user_step import UserStep
-from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of
+from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of, warn_of_options
 from .._rules.rule import Rule, TraceRule, Values
 from .base import ETraceAlgorithm
 from .config import ETraceConfig
@@ -104,6 +102,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.rule, self.window = rule, window or self.window
         self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
         if before != (self.rule, self.vjp_method) and self.is_compiled:  # for other traces
+            warn_of_options(self.graph, self.rule_kind)
             self._compiled, self._forms, self._driver = {}, [], Driver()
             self.init_etrace_state()
 
@@ -119,13 +118,12 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return graph
         graph = graph_from_info(extract_module_info(self.model, *args, mark=self.mark, **kwargs))
         warn_of(graph, kinds_of(self.rule_kind))
+        warn_of_options(graph, self.rule_kind)
         check_own_ops(find_slots(graph.hidden_param_op_relations))
         return graph
 
     def _reduced(self, graph: ETraceGraph) -> ETraceGraph:
-        chains = isinstance(self.rule, TraceRule) and self.rule.follows_chains
-        graph = with_filters(graph) if self.rule_kind.filters else graph
-        return remembering(graph) if chains and not self._in_windows else graph
+        return self.rule.seen(graph, self._in_windows)
 
     def _online(self, compiled: Compiled) -> Online:
         if compiled.online is None:

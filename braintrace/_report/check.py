@@ -9,9 +9,9 @@ from traces of zero; for the second the learner stands aside and the model itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import brainstate
@@ -61,6 +61,7 @@ class GradientCheck:
     norm_ratio: float
     exactness: Exactness
     tolerance: float
+    zero: list[str] = field(default_factory=list)  # the arrays whose gradient of BPTT is zero
 
     @property
     def ok(self) -> bool:
@@ -74,10 +75,10 @@ class GradientCheck:
     @property
     def explanation(self) -> str:
         """In words, whose the difference is."""
+        words = [about_zeros(self.zero)] if self.zero else []
         if self.equal:
             why = "" if self.exactness.exact else " although the rule drops paths: they carry nothing here"
-            return f"{self.rule} gives the gradient of BPTT, to round-off{why}."
-        words = []
+            return "\n".join([*words, f"{self.rule} gives the gradient of BPTT, to round-off{why}."])
         rule = [p for p in self.parameters if p.cause == "rule"]
         if rule:
             words.append(
@@ -211,7 +212,7 @@ def check_gradients(
     if tolerance is None:
         states = [*weights.values(), *learner.traces.values()]
         tolerance = round_off([st.value for st in states])
-    return put_beside(pairs, exactness, sequence.length, tolerance)
+    return replace(put_beside(pairs, exactness, sequence.length, tolerance), zero=zeros(expected))
 
 
 def check_functions(
@@ -238,7 +239,7 @@ def check_functions(
     pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     tolerance = round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
     length = Sequence.check(sequences, None).length
-    return put_beside(pairs, net.report.exactness, length, tolerance)
+    return replace(put_beside(pairs, net.report.exactness, length, tolerance), zero=zeros(expected))
 
 
 def put_beside(
@@ -334,6 +335,27 @@ def round_off(values: Any) -> float:
     """By the coarsest type among parameters and traces."""
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
+
+
+def by_name(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of parameters or their gradients, by names such as `readout.weight['bias']`."""
+    leaves = jax.tree_util.tree_leaves_with_path(dict(trees))
+    return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}
+
+
+def zeros(gradients: Mapping[Path, Any]) -> list[str]:
+    """The names of the arrays among gradients that are exactly zero."""
+    named = by_name({show_path(path): g for path, g in gradients.items()})
+    return [name for name, g in named.items() if g.size and not np.any(g)]
+
+
+def about_zeros(names: Iterable[str]) -> str:
+    """What to do about parameters whose gradient is zero."""
+    return (
+        f"The gradient of {', '.join(f'`{n}`' for n in names)} is exactly zero on these data, and nothing is "
+        "learned there. A weight that reads spikes has none if no unit ever fired: then make the input "
+        "weights (`w_init`) or `R` of the neurons larger (`R=tau/dt`), or `V_th` smaller."
+    )
 
 
 def _names(rows: list[ParameterCheck]) -> str:

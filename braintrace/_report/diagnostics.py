@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._compiler.exactness import RuleKind
+from .._compiler.filters import find_filters
 from .._compiler.graph import ETraceGraph
 from .._compiler.outcomes import WhyNot
-from .._compiler.step import Path
+from .._compiler.readouts import decay_of
+from .._compiler.step import Path, show_path
 from .._lines import warn_user
 
 
@@ -147,3 +149,23 @@ def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(Diagnos
     message = warning_of(graph.module_info.step.name, [r for r in graph.diagnostics if r.kind in kinds])
     if message is not None:
         warn_user(message, about=graph.module_info.model)
+
+
+def warn_of_options(graph: ETraceGraph, rule: RuleKind) -> None:
+    """Warn of options of a rule that do not fit the model."""
+    for f in find_filters(graph, exact=False) if rule.filter else ():
+        decay = decay_of(graph, f.readout)
+        if decay is not None and abs(decay - rule.filter) > 1e-3:  # type: ignore[operator]
+            warn_user(
+                f"{rule.name} filters traces with a decay of {rule.filter:g}, but the readout "
+                f"`{show_path(f.readout.path)}`, which reads these units, decays by {decay:.4g} a step. Pass "
+                "that (`EProp` takes it by itself if `kappa_filter_decay` is left out).",
+                about=graph.module_info.model,
+            )
+    kept = rule.directions(graph)
+    if kept is not None and rule.rank > kept[1]:
+        warn_user(
+            f"`rank={rule.rank}` is above the state size: a sample has {kept[1]} state variables, and "
+            f"{rule.name} with `rank={kept[1]}` is exact. That rank is used.",
+            about=graph.module_info.model,
+        )

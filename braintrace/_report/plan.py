@@ -468,23 +468,32 @@ def _recommend(
     good = exact or [r for r in fits if r.rule == "D_RTRL"] or fits
     few = _ABOUT * min(r.flops_per_step for r in good)
     best = min((r for r in good if r.flops_per_step <= few), key=lambda r: r.total_bytes)
-    chunks = {1: "step by step", length: "the whole sequence at once"}.get(
-        best.chunk_size, f"in chunks of {best.chunk_size}"
-    )
-    how = "" if best.window else f", {chunks}"
+    how = "" if best.window else f", {_in_chunks(best, length)}"
     words = [
         f"{best.title}{how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
         + ("exact." if best.exact else "an approximation (`report.exactness` says what it misses).")
     ]
     bptt = next((r for r in rows if r.rule == "BPTT" and r.chunk_size == length), None)
-    if bptt is not None:
-        steady = min((r.total_bytes for r in fits if r.chunk_size < length), default=best.total_bytes)
-        longer = math.ceil(length * steady / max(bptt.total_bytes, 1))
+    steady = [r for r in rows if r.title == best.title and r.chunk_size < length]
+    if bptt is not None and steady:
+        lean = min(steady, key=lambda r: r.total_bytes)
+        longer = math.ceil(length * lean.total_bytes / max(bptt.total_bytes, 1))
         words.append(
-            f"BPTT takes {show_bytes(bptt.total_bytes)} at this length and grows with it, an online rule in "
-            f"chunks does not: from about {longer} steps on BPTT takes more than the leanest."
+            f"BPTT takes {show_bytes(bptt.total_bytes)} at this length and grows with it; {lean.title} "
+            f"{_in_chunks(lean, length)} takes {show_bytes(lean.total_bytes)} at any length, less than BPTT "
+            f"from about {longer} steps on."
         )
+        if bptt.total_bytes <= best.total_bytes and bptt.flops_per_step <= best.flops_per_step:
+            words.append(
+                f"At {length} steps BPTT is exact and takes neither more memory nor more operations: take an "
+                "online rule for a stream, updates at every step or longer sequences."
+            )
     return best, " ".join(words)
+
+
+def _in_chunks(row: PlanRow, length: int) -> str:
+    known = {1: "step by step", length: "the whole sequence at once"}
+    return known.get(row.chunk_size, f"in chunks of {row.chunk_size}")
 
 
 def bytes_of(avals: Any) -> int:

@@ -15,6 +15,9 @@ import numpy as np
 
 from .._compat import row_major
 from .._compiler.exactness import RuleKind
+from .._compiler.filters import with_filters
+from .._compiler.graph import ETraceGraph
+from .._compiler.remembering import remembering
 from .._executor.executor import Local
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
 from .._executor.recursion import Recursion
@@ -40,7 +43,8 @@ class D_RTRL(TraceRule):
     the number of steps that turn the directions to what is strong. With `across='layers'`, the influence of
     each weight on the states above its traces, those of the layers above, is kept densely for each sample.
     `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them,
-    `bound` what keeps them from growing, and `called` what the verdict calls such a rule.
+    `bound` what keeps them from growing, and `called` what the verdict calls such a rule. With `by_readouts`,
+    the traces of units that a leaky readout reads are filtered by its decay even where they are approximate.
     """
 
     dtype: Any = None
@@ -52,9 +56,11 @@ class D_RTRL(TraceRule):
     bound: Bound | None = None
     called: str = "D_RTRL"
     across: str | None = None
+    by_readouts: bool = False
 
     @property
     def follows_chains(self) -> bool:
+        """Whether a trace of a state is the chain rule on those of others."""
         return self.recursion is None and self.signal == PROPAGATED and self.bound is None
 
     def __post_init__(self) -> None:
@@ -86,6 +92,11 @@ class D_RTRL(TraceRule):
         if self.across is not None:
             return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype, self.power) if self.rank else None
+
+    def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
+        if not windows and (self.follows_chains or self.by_readouts):
+            graph = with_filters(graph, exact=not self.by_readouts)
+        return remembering(graph) if self.follows_chains and not windows else graph
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(

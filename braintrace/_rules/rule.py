@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
+from .._compiler.graph import ETraceGraph
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.recursion import Leak, Recursion
 from .._executor.slots import Slot
@@ -78,6 +79,10 @@ class Rule(ABC):
         """
         return {}
 
+    def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
+        """The graph with the states that it keeps traces of; `windows` is as in `kind`."""
+        return graph
+
     @property
     def windows(self) -> bool:
         """Whether signals are taken at the start of a window, along all paths."""
@@ -105,11 +110,6 @@ class TraceRule(Rule):
     """
 
     any_window: ClassVar[bool] = False
-
-    @property
-    def follows_chains(self) -> bool:
-        """Whether a trace of a state is the chain rule on those of others."""
-        return False
 
     @property
     def beside(self) -> Rank | Layers | None:
@@ -250,7 +250,8 @@ def kind_of(rule: Rule) -> dict[str, Any]:
     """What a verdict has to know of a rule's signal and of how its traces advance."""
     recursion = rule.recursion or Recursion()
     leak = recursion.decay.value if isinstance(recursion.decay, Leak) else None
-    return {"signal": rule.signal.words, "leak": leak, "filter": recursion.kappa}
+    signal = {"signal": rule.signal.words, "broadcast": rule.signal.is_broadcast}
+    return {**signal, "leak": leak, "filter": recursion.kappa}
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:

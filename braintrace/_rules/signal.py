@@ -1,7 +1,8 @@
 """Learning signals: what meets a trace, back-propagated or made of something else.
 
 A signal that is broadcast is one at what others read of a group (its spikes, say), and goes on to the states
-by the unit's own slope. Weights without a trace, such as a readout, keep their ordinary gradient.
+by the unit's own slope. Weights without a trace, such as a readout, keep their ordinary gradient, and so do
+those of a readout with memory: errors reach its units at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
+from .._compiler.groups import HiddenGroup
 from .._compiler.samples import Samples
 from .._compiler.slices import plain_site
 from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
@@ -76,7 +78,18 @@ PROPAGATED = BackPropagated()
 
 
 @dataclass(frozen=True)
-class Feedback(BackPropagated):
+class Broadcast(BackPropagated):
+    """A signal that comes to what is read of each group through matrices, (numbers, units)."""
+
+    is_broadcast: ClassVar[bool] = True
+    in_windows: ClassVar[bool] = False
+
+    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        return _columns(executor, shapes)
+
+
+@dataclass(frozen=True)
+class Feedback(Broadcast):
     """The outputs' errors through matrices of their own: `dL/dread = sum_o dL/do B`.
 
     `B` is random and fixed; with `adaptive`, whenever the readout changes from `R` to `R'` it becomes
@@ -87,9 +100,7 @@ class Feedback(BackPropagated):
     key: Key = (0, 0)
     adaptive: bool = False
     decay: float = 0.0
-    is_broadcast: ClassVar[bool] = True
     reads_outputs: ClassVar[bool] = True
-    in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "random feedback"
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -104,9 +115,6 @@ class Feedback(BackPropagated):
                 values[f"readout:{o}->{k}.{i}"] = jnp.zeros((size, width), dtype)
                 values["readout:seen"] = jnp.zeros((), bool)
         return values
-
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return _columns(executor, shapes)
 
     def prepared(
         self, executor: ETraceGraphExecutor, params: Leaves, consts: Leaves, values: Values
@@ -129,7 +137,7 @@ class Feedback(BackPropagated):
 
 
 @dataclass(frozen=True)
-class TargetProjection(BackPropagated):
+class TargetProjection(Broadcast):
     """A fixed random projection of the target that a call is given: `dL/dread = target B`.
 
     `matrices` are those of the groups, (targets, units), where they are not to be drawn.
@@ -141,8 +149,6 @@ class TargetProjection(BackPropagated):
     takes: ClassVar[tuple[str, ...]] = ("target",)
     spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
     comes_last: ClassVar[bool] = True
-    is_broadcast: ClassVar[bool] = True
-    in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "a projection of the target"
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -154,7 +160,7 @@ class TargetProjection(BackPropagated):
                 "groups of hidden states: give one for each, (targets, units)."
             )
         values = {}
-        for group in executor.graph.hidden_groups:
+        for group in _broadcast_to(executor):
             k, width = group.index, _width(group.varshape, samples)
             for i, _ in enumerate(executor.readings[k]):
                 if self.matrices is None:
@@ -168,9 +174,6 @@ class TargetProjection(BackPropagated):
                         )
                 values[f"feedback:0->{k}.{i}"] = B.astype(group.dtype)
         return values
-
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return _columns(executor, shapes)
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         rows = jnp.asarray(given["target"]).reshape(-1, _values_of(values, "feedback:")[0].shape[0])
@@ -235,13 +238,13 @@ def joined(
     result: Signals = {}
     for k, g in back.items():
         of_states, of_readings = g, at_readings.get(k, [])
-        if made is not None and signal.is_broadcast:
+        if made is not None and signal.is_broadcast and k not in executor.readouts:
             of_readings = [a.astype(g.dtype) for a in made[k]]
             weighed = [
                 jnp.stack([s * a for s in each]) for each, a in zip(slopes[k], of_readings, strict=True)
             ]
             of_states = sum(weighed[1:], weighed[0]) if weighed else jnp.zeros_like(g)
-        elif made is not None:
+        elif made is not None and not signal.is_broadcast:
             of_states = made[k]
             of_readings = [made[k][0]] * len(of_readings)
         if executor.filters.get(k):
@@ -288,10 +291,15 @@ def as_key(key: Any) -> Key:
     return tuple(int(a) for a in np.asarray(key).ravel())
 
 
+def _broadcast_to(executor: ETraceGraphExecutor) -> list[HiddenGroup]:
+    """The groups to which errors are broadcast: all but readouts with memory."""
+    return [g for g in executor.graph.hidden_groups if g.index not in executor.readouts]
+
+
 def _places(executor: ETraceGraphExecutor, samples: Samples) -> Any:
     """Group, number of its reading, number of the output; numbers of the output and units of a sample."""
     outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
-    for group in executor.graph.hidden_groups:
+    for group in _broadcast_to(executor):
         for i, _ in enumerate(executor.readings[group.index]):
             for o, aval in enumerate(outs):
                 size, width = _width(aval.shape, samples), _width(group.varshape, samples)
@@ -337,7 +345,7 @@ def _projected(
 ) -> dict[int, list[Any]]:
     """Rows of errors, one for each sample or one for all, at the readings of each group."""
     found = {}
-    for group in executor.graph.hidden_groups:
+    for group in _broadcast_to(executor):
         k, shape = group.index, group.varshape
         each = []
         for i, _ in enumerate(executor.readings[k]):
@@ -385,7 +393,7 @@ def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> 
     known.update(executor.known_params(params, consts))
     atoms = [a for a in info.out_atoms if is_inexact(a.aval)]
     found = {}
-    for group in executor.graph.hidden_groups:
+    for group in _broadcast_to(executor):
         for i, v in enumerate(executor.readings[group.index]):
 
             def outs(read: Any, v: Any = v) -> list[Any]:

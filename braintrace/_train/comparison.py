@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from .._report.check import about_zeros
 from .._report.tables import Table, show_bytes
 
 GOOD = 0.95  # a cosine from which on a gradient is taken to be as good as the exact one
-LEARNED = 0.98  # of what the loss falls by in the best run, as much counts as learning as well
+LEARNED = 0.98  # of what the loss falls by in the best run: so much counts as learning as well
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Comparison:
     device: str
     rows: list[Compared]
     updates: int | None = None
+    zero: list[str] = field(default_factory=list)  # the arrays whose exact gradient is zero
+    random: bool = False  # inputs and targets were drawn at random
 
     @property
     def bptt(self) -> Compared:
@@ -98,13 +101,16 @@ class Comparison:
 
     @property
     def recommended(self) -> Compared | None:
-        """The rule to take; None where no online one is good enough."""
+        """The rule to take: an online one, or BPTT if that costs less of all; None: none is good enough."""
         return _choose(self)[0]
 
     @property
     def recommendation(self) -> str:
-        """Which rule to take and why, in a sentence."""
-        return _choose(self)[1]
+        """Which rule to take and why, in words."""
+        words = [*([about_zeros(self.zero)] if self.zero else []), _choose(self)[1]]
+        if self.random:
+            words.append("Inputs and targets were drawn at random: on your own data the cosines differ.")
+        return " ".join(words)
 
     # -- as data -----------------------------------------------------------------------------------
 
@@ -130,7 +136,8 @@ class Comparison:
             rows.append(
                 Compared(**{**row, "gradient": agreement, "parameters": parameters, "losses": losses})
             )
-        return Comparison(data["length"], data["device"], rows, data["updates"])
+        more = {k: data[k] for k in ("updates", "zero", "random")}
+        return Comparison(data["length"], data["device"], rows, **more)
 
     # -- for people --------------------------------------------------------------------------------
 
@@ -228,6 +235,8 @@ def _digits(value: float | None, digits: str) -> str:
 def _choose(found: Comparison) -> tuple[Compared | None, str]:
     """The cheapest rule that is good enough, by what was learned or else by the gradient, and why."""
     online = [r for r in found.rows if r.ok and not r.is_bptt]
+    if found.zero and {name.partition("[")[0] for name in found.zero} >= found.bptt.parameters.keys():
+        return None, "There is no gradient to compare rules by."
     if not online:
         return None, "None of the rules can be used on this model: train it by BPTT."
     if found.updates and found.bptt.losses and any(r.last_loss is not None for r in online):
@@ -240,7 +249,7 @@ def _choose(found: Comparison) -> tuple[Compared | None, str]:
             f"with {best.cosine:.3f}, at {_costs(found, best)}; try longer windows or more rank, or let "
             "`train=` show whether it learns all the same."
         )
-    best = min(good, key=lambda r: r.cost)
+    best = min(good, key=lambda r: (_is_dear(found, r), r.cost))
     how = (
         "gives the exact gradient"
         if best.exact
@@ -251,7 +260,7 @@ def _choose(found: Comparison) -> tuple[Compared | None, str]:
     if cheaper:
         closest = max(cheaper, key=lambda r: r.cosine)
         why = f"what is cheaper is further off ({closest.rule}: {closest.cosine:.3f})"
-    return best, f"Take {best.rule}: it {how}, at {_costs(found, best)}; {why}{_grows(found, best)}."
+    return _unless_dear(found, best, f"it {how}, at {_costs(found, best)}; {why}")
 
 
 def _by_curve(found: Comparison, online: list[Compared]) -> tuple[Compared | None, str]:
@@ -268,12 +277,14 @@ def _by_curve(found: Comparison, online: list[Compared]) -> tuple[Compared | Non
             f"No online rule learns as BPTT does: {after} the loss is {learned[best.rule]:.4g} by {best.rule}"
             f", the best of them, and {true} by BPTT; try longer windows or more rank."
         )
-    best = min(good, key=lambda r: r.cost)
+    best = min(good, key=lambda r: (_is_dear(found, r), r.cost))
     cosine = "exact" if best.exact else f"cosine {best.cosine:.3f}"
-    return best, (
-        f"Take {best.rule}: {after} its loss is {learned[best.rule]:.4g} (BPTT: {true}), at "
-        f"{_costs(found, best)}, the least time x memory of those that learn as well; its gradient: {cosine}"
-        f"{_grows(found, best)}."
+    return _unless_dear(
+        found,
+        best,
+        f"{after} its loss is {learned[best.rule]:.4g} (BPTT: {true}), at {_costs(found, best)}, the least "
+        f"time x memory of those that learn as well (the loss falls by {LEARNED:.0%} or more of what it does "
+        f"in the best run); its gradient: {cosine}",
     )
 
 
@@ -283,7 +294,21 @@ def _costs(found: Comparison, row: Compared) -> str:
     return f"{time:.2g} times the time and {memory:.2g} times the memory of BPTT"
 
 
-def _grows(found: Comparison, row: Compared) -> str:
-    if found.bptt.cost > row.cost:
-        return ""
-    return "; by that BPTT is cheaper at this length, but its memory grows with the length"
+def _is_dear(found: Comparison, row: Compared) -> bool:
+    """Whether a rule takes no less time and no less memory than BPTT."""
+    return row.step_seconds >= found.bptt.step_seconds and row.total_bytes >= found.bptt.total_bytes
+
+
+def _unless_dear(found: Comparison, row: Compared, why: str) -> tuple[Compared, str]:
+    """The rule to take, and why: BPTT where the online rule saves nothing."""
+    longer = math.ceil(found.length * row.trace_bytes / max(found.bptt.activation_bytes, 1))
+    words = (
+        f"{row.rule}: {why}. BPTT keeps all steps, so that its memory grows with the length: from about "
+        f"{longer} steps on, {row.rule} step by step takes less."
+    )
+    if not _is_dear(found, row):
+        return row, f"Take {words}"
+    return found.bptt, (
+        f"Take BPTT for sequences of {found.length} steps: it is exact, and no rule that is good enough takes"
+        f" less time or memory. For a stream, updates at every step or longer sequences, take {words}"
+    )

@@ -12,17 +12,21 @@ import brainstate
 import brainunit as u
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
+from .._lines import warn_user
 from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
+from .._report.check import about_zeros, by_name
 from .data import Batch, size_of
 from .layout import Layout
 from .outside import warn_of_unlearned
 
 Metric = Callable[[Any, Any, Any], Any]
 Parameters = dict[str, Any]
+ZERO_FOR = 3  # batches with a zero gradient until that is warned of: at the start it may be one of LoRA
 
 
 @dataclass(eq=False)
@@ -58,6 +62,8 @@ class Engine:
         self._kept: dict[int, Any] = {}  # of states, by identity
         self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
+        self._batches = 0
+        self._zero: Any = np.True_  # which gradients have been zero in all of these
         self._train = brainstate.transform.jit(self._train_batch)
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
 
@@ -154,6 +160,10 @@ class Engine:
         if not self._looked_outside:
             warn_of_unlearned(self.step_fn, self._train.stateful_fun.get_states(*batch), self.learner.model)
             self._looked_outside = True
+        self._batches, self._zero = self._batches + 1, self._zero & found.pop("zero")
+        if self._batches == ZERO_FOR and self._zero.any():
+            names = by_name(self.parameters())
+            warn_user(about_zeros(k for k, zero in zip(names, self._zero, strict=True) if zero))
         return found
 
     def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
@@ -162,18 +172,19 @@ class Engine:
         sequence = _sequence(xs, ys, mask)
         size = self.update_every or sequence.length
         update = lambda c, arrays, mask, _: (c, self._update(arrays, mask))
-        _, (losses, aux, bad) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
+        _, (losses, aux, bad, zero) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
         if self.layout is not None:  # XLA has its own mind about zeros and about what comes out of a loop
             for state in self._carried():
                 state.value = self.layout.keep(state.value, self._kept[id(state)])
-        return self._everywhere({**self._scores(losses, aux, sequence), "losses": losses, "bad": bad})
+        found = {**self._scores(losses, aux, sequence), "losses": losses, "bad": bad, "zero": zero.all(0)}
+        return self._everywhere(found)
 
     def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
         """Scores that every process can read."""
         return found if self.layout is None else self.layout.everywhere(found)
 
-    def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
-        """One update from some steps: their losses, what else `step_fn` returned, and what is not finite."""
+    def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+        """One update from some steps: losses, what else `step_fn` returned, bad and zero gradients."""
         learner, params = self.learner, self.parameters()
         if self.update_every == 1 and not self.in_windows:
             grads, losses, aux = self._gradient_of_step(arrays, mask)
@@ -193,6 +204,7 @@ class Engine:
         updates, opt_state = self._optimizer.update(grads, self.opt_state.value, params, value=loss)
         new = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, updates)
         bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
+        zero = jnp.stack([(g == 0).all() for g in jax.tree.leaves(grads)])
         counts = ~bad.any() & jnp.isfinite(losses).all() & (mask != 0).any()
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(counts, x, y), a, b)
         new, opt_state = choose((new, opt_state), (params, self.opt_state.value))
@@ -201,7 +213,8 @@ class Engine:
         for name, state in self.named_parameters().items():
             state.value = _with_units(new[name], state.value)
         self.opt_state.value = opt_state
-        return losses, aux, jnp.broadcast_to(bad, (*losses.shape, bad.size))
+        each = (jnp.broadcast_to(a, (len(losses), a.size)) for a in (bad, zero))
+        return losses, aux, *each
 
     def _gradient_of_step(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
         """The gradient of a single step, in one pass over each trace."""

@@ -29,7 +29,7 @@ from .._learners.functional import OnlineFunctions
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
-from .._report.check import flatten, put_beside, round_off, trace_afresh
+from .._report.check import flatten, put_beside, round_off, trace_afresh, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
@@ -45,7 +45,7 @@ RUNS, SECONDS = 5, 1.0  # of each program: so many runs, unless they take so lon
 RTRL_BYTES = 1 << 25  # more than that is not tried unless asked for
 LEARNING_RATE, CLIP = 5e-3, 1.0
 
-Vectors = dict[Path, Any]
+Gradients = dict[Path, Any]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
     """A rule on a model: what is compiled and run."""
 
     compile: Callable[[], tuple[Any, tuple[Any, ...]]]  # the program, and what it is called with
-    vectors: Callable[[Any], Vectors]  # of what it returns: the gradient of each parameter
+    gradients: Callable[[Any], Gradients]  # of what it returns: the gradient of each parameter
     traces: Any
     exactness: Exactness
     train: Callable[[Training], tuple[list[float], bool]]  # losses, and whether it diverged
@@ -170,7 +170,7 @@ def run(subject: Subject, rules: Any, train: Any, memory_budget: int | None, pro
         asked = read_rules(rules)
     first = next((c for c in asked if c.is_bptt), YARDSTICK)
     rows: list[Compared] = []
-    truth: Vectors = {}
+    truth: Gradients = {}
     with Stages([first, *(c for c in asked if c is not first)], progress) as stages:
         for candidate in stages:
             try:
@@ -183,12 +183,12 @@ def run(subject: Subject, rules: Any, train: Any, memory_budget: int | None, pro
                 truth = truth or found
             rows.append(row)
     device = jax.devices()[0].device_kind
-    return Comparison(subject.length, device, rows, training.updates if training else None)
+    return Comparison(subject.length, device, rows, training.updates if training else None, zeros(truth))
 
 
 def _measure(
-    subject: Subject, candidate: Candidate, truth: Vectors, training: Training | None, budget: int
-) -> tuple[Compared, Vectors]:
+    subject: Subject, candidate: Candidate, truth: Gradients, training: Training | None, budget: int
+) -> tuple[Compared, Gradients]:
     needed = subject.trace_bytes(candidate)
     if needed > budget:
         raise MemoryError(f"its traces take {show_bytes(needed)}, more than {show_bytes(budget)}")
@@ -198,10 +198,10 @@ def _measure(
         compiled = time.perf_counter()
         grads = jax.block_until_ready(program(*given))
         seconds = _best_time(lambda: program(*given))
-        found = case.vectors(grads)
-        if not all(np.isfinite(v).all() for v in found.values()):
+        found = case.gradients(grads)
+        pairs = {path: (flatten(g), flatten(truth.get(path, g))) for path, g in found.items()}
+        if not all(np.isfinite(v).all() for v, _ in pairs.values()):
             raise FloatingPointError("its gradient is not finite")
-        pairs = {path: (v, truth.get(path, v)) for path, v in found.items()}
         check = put_beside(pairs, case.exactness, subject.length, round_off([case.weights, case.traces]))
         losses, diverged = case.train(training) if training else (None, False)
     row = Compared(
@@ -306,7 +306,7 @@ class OfModel:
 
             yield Case(
                 compile,
-                lambda grads: {tuple(map(str, k)): flatten(v) for k, v in grads.items()},
+                lambda grads: {tuple(map(str, k)): v for k, v in grads.items()},
                 {k: st.value for k, st in learner.traces.items()},
                 learner.report.exactness,
                 train,
@@ -430,7 +430,7 @@ class OfFunctions:
 
         yield Case(
             compile,
-            lambda grads: {trees[0].paths[i]: flatten(g) for i, g in zip(inexact, grads, strict=True)},
+            lambda grads: dict(zip([trees[0].paths[i] for i in inexact], grads, strict=True)),
             net.init(self.params, self.carry),
             net.report.exactness,
             train,

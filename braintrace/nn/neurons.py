@@ -9,6 +9,10 @@ of the state, and is no state itself. The next step begins with the reset, then 
 Inputs are currents or, from `COBA`, conductances, whose current depends on the voltage; several add up. All
 states of a neuron, and of synapses that feed it, are coupled unit by unit: traces of input weights are exact.
 
+With `R=1` a step adds only about `dt / tau` of an input to the voltage, and units behind a default `Linear`
+hardly ever fire. With `R=tau/dt` each input adds its weight: at `dt` of 1 ms, `LIF(n, R=5.0)` and `ALIF` fire
+in 3 to 25 % of the steps for standard normal inputs and for spikes at rates of 10 to 50 %.
+
 Voltages and times may have units or not, as long as all fit together.
 """
 
@@ -153,6 +157,7 @@ class LIF(Neuron):
 
     None for `V_reset` and `V_rest`: zero, in the unit of `V_th`; for `V_initializer`: at rest. `reset` is
     `soft_reset`, `hard_reset` or a function like them; `reset_gradient=False` holds the spike fixed in it.
+    Behind a default `Linear`, take `R=tau/dt`: with less, units hardly ever fire.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import brainstate
@@ -13,6 +14,7 @@ import pytest
 import braintrace as bt
 from braintrace._frontends.pure import Pure
 from braintrace._report.flops import count_flops
+from braintrace._report.plan import _recommend
 
 pytestmark = pytest.mark.slow
 
@@ -136,6 +138,10 @@ def test_a_plan_reads_well_and_recommends():
     assert found.recommended is not None
     assert found.recommendation.startswith("D_RTRL, the whole sequence at once: ")
     assert "gradient on this model is exact" in found.recommendation
+    assert "at any length, less than BPTT from about" in found.recommendation
+    bptt, best = found.row("BPTT"), found.recommended
+    dear = bptt.total_bytes <= best.total_bytes and bptt.flops_per_step <= best.flops_per_step
+    assert ("BPTT is exact and takes neither more memory nor more" in found.recommendation) == dear
     text = str(found)
     assert text.splitlines()[1].split() == (
         "rule steps at once gradient traces activations together flops per step".split()
@@ -151,3 +157,11 @@ def test_mistakes():
         bt.plan(cell, jnp.ones((2, 3)), 2, 5, rules=["D"])
     with pytest.raises(ValueError, match="at least 1"):
         bt.plan(cell, jnp.ones((2, 3)), 2, 0)
+
+
+def test_what_is_no_cheaper_than_bptt_is_for_streams():
+    cell, x = bt.nn.GRUCell(3, 4), jax.ShapeDtypeStruct((2, 3), float)
+    found = bt.plan(cell, x, 2, 4, rules=["D_RTRL", "BPTT"], chunk_sizes=[1, 4], memory_budget=10**9)
+    bptt = dataclasses.replace(found.row("BPTT"), activation_bytes=1, flops_per_step=1.0)
+    words = _recommend([*found.rows[:2], bptt], 4, 10**9, 0, 0)[1]
+    assert "take an online rule for a stream" in words

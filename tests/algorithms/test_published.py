@@ -293,6 +293,62 @@ def test_rules_are_what_they_say(rule, net):
     assert inexact <= set(dropped), (inexact, learner.report.exactness)
 
 
+# -- readouts with memory ------------------------------------------------------------------------------
+
+
+def leaky_readout(p, s, x):
+    z = spike(s.v - 0.5)
+    v = 0.8 * s.v - 0.5 * jax.lax.stop_gradient(z) + bt.matmul(x, p.w) + bt.matmul(z, p.r)
+    y = 0.7 * s.y + bt.matmul(spike(v - 0.5), p.o)
+    return {"v": v, "y": y}, y
+
+
+def spiking_readout(p, s, x):
+    v = 0.8 * s.v + bt.matmul(x, p.w)
+    y = (0.7 - 0.2 * spike(s.y - 0.5)) * s.y + bt.matmul(spike(v - 0.5), p.o)
+    return {"v": v, "y": y}, jax.nn.log_softmax(spike(y - 0.5) + 0.1 * y)
+
+
+def with_readout(f):
+    params = {"w": (3, 4), "o": (4, 2), **({"r": (4, 4)} if f is leaky_readout else {})}
+    return Step(f, params, {"v": (2, 4), "y": (2, 2)})
+
+
+@cache
+def through_time(f):
+    return bptt(with_readout(f), XS)
+
+
+OWN_READOUT = [name for name in PUBLISHED if name != "ThreeFactor"]
+
+
+@pytest.mark.parametrize(
+    ("name", "f"),
+    every(7, [(n, f) for f in (leaky_readout, spiking_readout) for n in [*PUBLISHED, *AVERAGES]]),
+)
+@pytest.mark.filterwarnings("ignore:.*filters traces")
+def test_a_readout_with_memory_has_its_own_exact_gradient(name, f):
+    learner = compiled((PUBLISHED.get(name) or AVERAGES[name])[0](with_readout(f)), XS[0])
+    found, truth = in_chunks(learner, 3), through_time(f)
+    inexact = {k for k, d in difference(truth, found).items() if not d < ROUND_OFF}
+    assert inexact <= set(learner.report.exactness.weights)
+    if name in OWN_READOUT:
+        assert ("o",) not in inexact
+        assert ("o",) not in learner.report.exactness.weights
+
+
+@pytest.mark.parametrize("feedback", every(3, ["random", "symmetric", "adaptive"]))
+def test_the_filter_of_e_prop_is_that_of_the_readout(feedback):
+    given = [
+        in_chunks(compiled(bt.EProp(with_readout(leaky_readout), feedback, *kappa), XS[0]), 3)
+        for kappa in ((), (0.7,), (0.0,))
+    ]
+    assert agree(given[0], given[1], ROUND_OFF), difference(given[0], given[1])
+    assert not agree(given[0], given[2], 1e-3)
+    with pytest.warns(UserWarning, match="decay of 0.5, but the readout `y`.* decays by 0.7"):
+        bt.EProp(with_readout(leaky_readout), feedback, 0.5).compile_graph(XS[0])
+
+
 # -- identities ----------------------------------------------------------------------------------------
 
 

@@ -255,6 +255,20 @@ def test_the_verdict_counts_the_directions_that_there_are():
     assert [exact for exact, _ in found.values()] == [False, False, True]
 
 
+def test_more_rank_than_states_is_warned_of():
+    def rnn(p: Any, s: Any, x: Any) -> Any:
+        h = jnp.tanh(braintrace.matmul(x, p.w) + braintrace.matmul(s.h, p.v))
+        return {"h": h}, h
+
+    build = lambda: Step(rnn, {"w": (X, N), "v": (N, N)}, {"h": (B, N)})
+    said = f"`rank={N + 1}` is above the state size: a sample has {N} state variables, .*`rank={N}` is exact"
+    with pytest.warns(UserWarning, match=said):
+        braintrace.D_RTRL(build(), rank=N + 1).compile_graph(data()[0][0])
+    learner = compiled(braintrace.D_RTRL(build()), data()[0][0])
+    with pytest.warns(UserWarning, match=said):
+        learner.take_windows(rank=N + 1)
+
+
 def test_the_verdict_where_samples_act_on_each_other():
     def step(w: Any, h: Any, x: Any) -> Any:
         h = jnp.tanh(x @ w + jnp.mean(h, 0, keepdims=True))

@@ -1,5 +1,6 @@
 """Neurons and synapses by their equations, and networks of them against the oracles."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import braintrace as bt
@@ -460,6 +462,51 @@ NETS = {
         x_scale=2.0,
     ),
 }
+
+
+@pytest.mark.parametrize("cls", [nn.LIF, nn.ALIF])
+def test_neurons_behind_a_default_linear_fire_if_each_input_adds_its_weight(cls: Any) -> None:
+    rng = np.random.RandomState(0)
+
+    def rate(width: int, draw: Any, **options: Any) -> float:
+        brainstate.random.seed(0)
+        net = brainstate.nn.Sequential(nn.Linear(width, 256), cls(256, **options))
+        brainstate.nn.init_all_states(net, batch_size=8)
+        xs = jnp.asarray(draw(60, 8, width))
+        return float(brainstate.transform.for_loop(net, xs).mean())
+
+    spikes = lambda p: lambda *shape: (rng.rand(*shape) < p).astype(float)
+    with brainstate.environ.context(dt=1.0 * ms):
+        for draw in (rng.randn, spikes(0.1), spikes(0.5)):
+            for width in (8, 512):
+                assert 0.02 < rate(width, draw, R=5.0) < 0.27
+        assert rate(64, spikes(0.1)) < 0.002
+
+
+def test_a_net_that_never_fires_is_told_of() -> None:
+    class Silent(brainstate.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights, self.neurons = nn.Linear(3, 4, w_init=0.01 * jnp.ones((3, 4))), nn.LIF(4)
+            self.readout = nn.Linear(4, 2)
+
+        def update(self, x: Any) -> Any:
+            return self.readout(self.neurons(self.weights(x)))
+
+    xs, ys = jnp.ones((5, 2, 3)), jnp.zeros((5, 2, 2))
+    loss = lambda net, x, y: jnp.sum((net(x) + 1 - y) ** 2)
+    told = r"`readout.weight\['weight'\]` is exactly zero.*no unit ever fired.*R=tau/dt"
+    with brainstate.environ.context(dt=1.0 * ms):
+        found = bt.compare(Silent(), xs, ys, loss, ["d_rtrl"], progress=False)
+        assert found.zero == ["readout.weight['weight']"]
+        assert re.match(f"The gradient of {told}", found.recommendation)
+        learner = bt.compile(Silent(), "d_rtrl", xs[0], batch_size=2)
+        step = lambda x, y: loss(learner, x, y)
+        assert re.match(
+            f"The gradient of {told}", bt.check_gradients(learner, xs, ys, step_fn=step).explanation
+        )
+        with pytest.warns(UserWarning, match=told):
+            bt.fit(learner, [(xs, ys)] * 3, step, optax.sgd(1e-3), progress=False)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import brainstate
@@ -227,9 +228,8 @@ def row(rule, cosine, cost, losses=None, **more):
         rule,
         gradient=Agreement(cosine, 1.0, 0.1),
         step_seconds=1e-6 * cost,
-        activation_bytes=1000,
         losses=losses,
-        **more,
+        **{"activation_bytes": 1000, **more},
     )
 
 
@@ -245,13 +245,23 @@ def test_recommendations():
     far = Comparison(5, "cpu", rows[:2])
     assert far.recommended is None
     assert "the closest is cheap with 0.700" in far.recommendation
-    dear = Comparison(5, "cpu", [bptt, rows[3]])
-    assert "its memory grows with the length" in dear.recommendation
+    dear = Comparison(5, "cpu", [bptt, replace(rows[3], trace_bytes=2000)])
+    assert dear.recommended is bptt
+    assert dear.recommendation.startswith("Take BPTT for sequences of 5 steps: it is exact")
+    assert "For a stream" in dear.recommendation
+    assert "take dear: it has a cosine of 0.990" in dear.recommendation
+    assert "its memory grows with the length: from about 10 steps on" in dear.recommendation
+    lean = row("lean", 0.99, 30, activation_bytes=900)  # dearer by time x memory, but it saves something
+    assert Comparison(5, "cpu", [bptt, rows[3], lean]).recommended is lean
+    assert "drawn at random" in Comparison(5, "cpu", rows, random=True).recommendation
+    assert "`w` is exactly zero" in Comparison(5, "cpu", rows, zero=["w"]).recommendation
     learned = Comparison(5, "cpu", rows[:3], updates=2)
     assert learned.recommended is None
     assert "0.5 by good" in learned.recommendation
     rows[2] = row("good", 0.97, 4, [1.0, 0.1])
-    assert Comparison(5, "cpu", rows[:3], updates=2).recommended.rule == "good"
+    learned = Comparison(5, "cpu", rows[:3], updates=2)
+    assert learned.recommended.rule == "good"
+    assert "falls by 98% or more of what it does in the best run" in learned.recommendation
 
 
 def test_labels_keep_clear_of_each_other():
