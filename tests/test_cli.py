@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -17,6 +19,7 @@ import pytest
 from braintrace import tasks
 from braintrace._cli import main
 from braintrace._cli.train import CELLS
+from braintrace._train.lock import locked
 
 pytestmark = pytest.mark.slow
 
@@ -331,6 +334,56 @@ def test_train_and_resume(tmp_path, capsys):
     assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(lines))
 
 
+OWN = """\
+from pathlib import Path
+import braintrace
+Path("imported").touch()
+def make():
+    return braintrace.nn.ValinaRNNCell(10, 9)
+"""
+
+
+def test_resume_imports_only_what_the_user_names(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    (out / "inside").mkdir(parents=True)
+    for name in ("own_of_user.py", "run/own_of_run.py", "run/inside/__init__.py"):
+        (tmp_path / name).write_text(OWN)
+    resume = ["train", "--out", str(out), "--resume", "--steps", "1"]
+
+    def refused(model, *more):
+        kept = {"task": "copying", "set": {"delay": 1}, "hidden": 3, "batch_size": 2, "model": model}
+        (out / "config.json").write_text(json.dumps(kept))
+        assert main([*resume, *more]) == 2
+        assert not any(path.exists() for path in (tmp_path / "imported", out / "imported"))
+        return capsys.readouterr().err
+
+    assert "--model 'own_of_user:make', or add --trust" in refused("own_of_user:make")
+    assert "lies inside" in refused(f"{out}/own_of_run.py:make", "--trust")
+    with monkeypatch.context() as inside:
+        inside.chdir(out)
+        assert "lies inside" in refused("own_of_run:make", "--trust")
+        assert "lies inside" in refused("inside:make", "--trust")
+    refused("own_of_user:make")
+    assert main([*resume, "--trust"]) == 0
+    assert (tmp_path / "imported").exists()
+    assert main([*resume, "--model", "own_of_user:make"]) == 0
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path, capsys):
+    with locked(tmp_path / "run"):
+        assert main([*TRAIN, "--steps", "1"]) == 1
+        assert f"run is in use by another run (process {os.getpid()} on" in capsys.readouterr().err
+        assert not (tmp_path / "run" / "config.json").exists()
+    # of a process that is killed the file stays, and the system releases the lock
+    hold = 'import fcntl; f = open("run/.lock", "a"); fcntl.flock(f, 2); print(flush=True); input()'
+    child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    assert main([*TRAIN, "--steps", "1"]) == 1
+    child.kill()
+    child.communicate()
+    assert main([*TRAIN, "--steps", "1"]) == 0
+
+
 def test_an_interrupted_run_returns_130(monkeypatch, capsys):
     made = tasks.Task.batch
 
@@ -380,6 +433,9 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --optimizer contrib", "--optimizer: optax.contrib cannot be used here"),
         ("--task copying --optimizer lbfgs", "--optimizer: optax.lbfgs cannot be used here"),
         ("--task copying --out file", "--out file: file is a file"),
+        ("--task copying --out=", "--out: the name is empty"),
+        ("--taks copying", "did you mean --task?"),
+        ("--task copying --batchsize 3", "did you mean --batch-size?"),
         ("--task copying --out file/run", "/file is a file"),
         ("--resume", "--resume needs --out FOLDER"),
         ("--out nowhere --resume", "--resume: there is no run in nowhere"),

@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from . import functions, models
@@ -51,7 +50,12 @@ def add_to(commands: Any) -> None:
     )
     add("--task", help="learn this; `braintrace tasks` lists what there is")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the task")
-    add("--data", type=Path, metavar="FILE", help="a file of numpy (.npz) with xs, ys and, if need be, mask")
+    add(
+        "--data",
+        type=models.path,
+        metavar="FILE",
+        help="a file of numpy (.npz) with xs, ys and, if need be, mask",
+    )
     add("--cell", choices=CELLS, help="a net for the task instead of a model (default: gru, or alif)")
     add("--hidden", type=models.positive, default=32, help="units of that net (default: 32)")
     add("--length", type=models.positive, default=50, help="steps of random data (default: 50)")
@@ -59,7 +63,7 @@ def add_to(commands: Any) -> None:
     add("--train", type=count, default=0, metavar="N", help="learning curves of so many updates")
     add("--lr", type=float, default=DEFAULTS["lr"], help=f"learning rate (default: {DEFAULTS['lr']})")
     add("--optimizer", default=DEFAULTS["optimizer"], help=f"of optax (default: {DEFAULTS['optimizer']})")
-    add("--out", type=Path, metavar="FOLDER", help="where the page, the picture and the data go")
+    add("--out", type=models.path, metavar="FOLDER", help="where the page, the picture and the data go")
     parser.set_defaults(run=run)
 
 

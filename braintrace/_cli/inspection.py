@@ -83,7 +83,7 @@ def add_to(commands: Any) -> None:
                 ("svg", "a drawing"),
                 ("dot", "for graphviz"),
             ):
-                parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {what}")
+                parser.add_argument(f"--{kind}", type=models.path, metavar="FILE", help=f"write {what}")
         if name != "graph":
             length = 10 if name == "check" else 100
             parser.add_argument(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from .markup import Markup, join, tag
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,16 @@ class Table:
         for note in self.notes:
             console.print(note, markup=False, highlight=False)
 
-    def to_html(self) -> str:
-        def row(tag: str, cells: Sequence[str]) -> str:
+    def to_html(self) -> Markup:
+        def row(kind: str, cells: Sequence[str]) -> Markup:
             side = ["left"] + ["right"] * (len(cells) - 1)
-            style = [f'style="text-align:{s};padding:2px 8px"' for s in side]
-            inner = (f"<{tag} {s}>{html.escape(c)}</{tag}>" for s, c in zip(style, cells, strict=True))
-            return f"<tr>{''.join(inner)}</tr>"
+            style = (f"text-align:{s};padding:2px 8px" for s in side)
+            return tag("tr", *(tag(kind, c, style=s) for c, s in zip(cells, style, strict=True)))
 
-        body = "".join(row("td", r) for r in self.rows)
-        notes = "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
-        head = f"<caption style='text-align:left;font-weight:bold'>{html.escape(self.title)}</caption>"
-        return f"<table>{head}<thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>{notes}"
+        head = tag("caption", self.title, style="text-align:left;font-weight:bold")
+        body = tag("tbody", *(row("td", r) for r in self.rows))
+        table = tag("table", head, tag("thead", row("th", self.columns)), body)
+        return join(table, *(tag("p", n) for n in self.notes))
 
 
 def show_bytes(count: float) -> str:
