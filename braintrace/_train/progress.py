@@ -32,6 +32,13 @@ class Watch:
             self._bar = _make_bar(self.console)
             self._task = self._bar.add_task("training", total=total, now="compiling ...")
 
+    def begins(self, steps: int, sequences: int | None) -> None:
+        """Before the first batch, so that data whose first axis is not time are noticed."""
+        if not self._warm:
+            self.say(
+                f"batches of {f'{sequences} sequences, ' if sequences else ''}{steps} steps; compiling ..."
+            )
+
     def __enter__(self) -> Watch:
         if self._bar:
             self._bar.start()

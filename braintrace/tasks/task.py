@@ -143,7 +143,9 @@ def accuracy(outs: Any, ys: Any, mask: Any) -> jax.Array:
 
 def decision(outs: Any, ys: Any, mask: Any) -> jax.Array:
     """The share of sequences whose summed log-probabilities over the steps that count favour the class."""
-    votes = jnp.tensordot(jnp.asarray(mask, outs.dtype), jax.nn.log_softmax(outs), 1)
+    weights = jnp.asarray(mask, outs.dtype)
+    weights = jnp.expand_dims(weights, range(weights.ndim, outs.ndim))
+    votes = (weights * jax.nn.log_softmax(outs)).sum(0)
     return jnp.mean(votes.argmax(-1) == jnp.asarray(ys[-1], int))
 
 
@@ -166,7 +168,7 @@ def nrmse(outs: Any, ys: Any, mask: Any) -> jax.Array:
 
 
 def _mean(values: Any, mask: Any) -> jax.Array:
-    """The mean over the steps that count and all other axes."""
-    values = values.reshape(values.shape[0], -1).mean(1)
+    """The mean over the steps, or steps of samples, that count and all other axes."""
     weights = jnp.asarray(mask, values.dtype)
+    values = values.reshape(*weights.shape, -1).mean(-1)
     return jnp.sum(values * weights) / weights.sum()
