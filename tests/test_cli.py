@@ -358,11 +358,11 @@ def test_resume_imports_only_what_the_user_names(tmp_path, capsys, monkeypatch):
         return capsys.readouterr().err
 
     assert "--model 'own_of_user:make', or add --trust" in refused("own_of_user:make")
-    assert "lies inside" in refused(f"{out}/own_of_run.py:make", "--trust")
+    assert "inside of this folder" in refused(f"{out}/own_of_run.py:make", "--trust")
     with monkeypatch.context() as inside:
         inside.chdir(out)
-        assert "lies inside" in refused("own_of_run:make", "--trust")
-        assert "lies inside" in refused("inside:make", "--trust")
+        assert "inside of this folder" in refused("own_of_run:make", "--trust")
+        assert "inside of this folder" in refused("inside:make", "--trust")
     refused("own_of_user:make")
     assert main([*resume, "--trust"]) == 0
     assert (tmp_path / "imported").exists()

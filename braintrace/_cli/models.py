@@ -196,27 +196,9 @@ def _offered(module: ModuleType) -> list[str]:
     return sorted(own, key=lambda name: name not in models)
 
 
-def source_of(spec: str) -> list[Path]:
-    """The files or folders that a model's module would be imported from; nothing is imported."""
-    where = spec.partition(":")[0]
-    if where.endswith(".py"):
-        return [Path(where).resolve()]
-    _find_own_modules()
-    found = importlib.util.find_spec(where.partition(".")[0])
-    if found is None:
-        return []
-    places = [*(found.submodule_search_locations or ()), *([found.origin] if found.has_location else [])]
-    return [Path(str(place)).resolve() for place in places]
-
-
-def _find_own_modules() -> None:
-    """Let imports find the modules in the current folder, as `python -m` does."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
 def _module(where: str) -> ModuleType:
-    _find_own_modules()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
     try:
         if where.endswith(".py"):
             path = Path(where)

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import devices, dial, rules
 from .errors import UsageError
-from .models import SPEC, path, positive, source_of
+from .models import SPEC, path, positive
 
 CELLS = (
     "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
@@ -119,7 +119,7 @@ def _run(given: argparse.Namespace, mesh: Any) -> int:
     task = make_task(settings)
     own = settings["model"]
     if own and not hasattr(given, "model"):
-        _check_trust(own, out, getattr(given, "trust", False))
+        _check_trust(own, out, hasattr(given, "trust"))
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
     if mesh is not None:
         print(devices.words_of(mesh))
@@ -133,19 +133,15 @@ def _run(given: argparse.Namespace, mesh: Any) -> int:
 
 
 def _check_trust(spec: str, out: Path, trusted: bool) -> None:
-    """Refuse to import a model that only `config.json` names, unless the user trusts it.
-
-    Code inside the run folder is refused even then.
-    """
-    if not trusted:
+    """Refuse to import a model that only `config.json` names: without --trust, or from inside the folder."""
+    where = spec.partition(":")[0]
+    place = Path(where if where.endswith(".py") else where.replace(".", "/")).resolve()
+    inside = place.is_relative_to(out.resolve())
+    if inside or not trusted:
+        where, add = (", inside of this folder", "") if inside else ("", ", or add --trust")
         raise UsageError(
-            f"--resume: {out / 'config.json'} names the model {spec!r}, and to resume would run its code. If "
-            f"you trust it, name it yourself with --model {spec!r}, or add --trust."
-        )
-    if any(path.is_relative_to(out.resolve()) for path in source_of(spec)):
-        raise UsageError(
-            f"--resume: the model {spec!r} lies inside {out}, and a run folder's code is not run by --trust. "
-            f"If it is your own, name it with --model {spec!r}."
+            f"--resume: {out / 'config.json'} names the model {spec!r}{where}, whose code would be run. If you "
+            f"trust it, name it yourself: --model {spec!r}{add}."
         )
 
 

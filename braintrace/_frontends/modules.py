@@ -182,7 +182,7 @@ def _trace_as_it_is(
         cause = _cause(e)
         if said := _explained(cause, model, data):
             raise CompilationError(said) from cause
-        raise cause
+        raise cause from cause.__cause__
     closed = function.get_jaxpr(*data)
     out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
     return closed, out_tree, tuple(function.get_states(*data))
@@ -203,10 +203,7 @@ def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
     if isinstance(e, KeyError) and "'dt'" in str(e):
         return f"{failed}: no time step is set. Call `brainstate.environ.set(dt=1.0 * brainunit.ms)` first."
     if isinstance(e, AttributeError):
-        return (
-            f"{failed}: {e}. If the missing attribute is a state, call `brainstate.nn.init_all_states(model)` "
-            "first."
-        )
+        return f"{failed}: {e}. If that is a state, call `brainstate.nn.init_all_states(model)` first."
     traced = any(_is_traced(st.value) for st in model.states().values())
     if not isinstance(e, TypeError | ValueError) or isinstance(e, CompilationError) or traced:
         return None
@@ -217,10 +214,10 @@ def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
     }
     shapes = [tuple(jnp.shape(d)) for d in data]
     return (
-        f"{failed}, with arrays of shapes {shapes}: {e} Its states have the shapes {states}. Check the feature "
-        "size, that the arrays are those of one step and not of a sequence, and that inputs and states agree "
-        "about a batch axis (`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or "
-        "an array, such as a string, is passed to the model as it is."
+        f"{failed}, with arrays of shapes {shapes}: {e} Its states have the shapes {states}. Check the "
+        "feature size, that the arrays are those of one step and not of a sequence, and that inputs and "
+        "states agree about a batch axis (`brainstate.nn.init_all_states(model, batch_size=...)`); what is "
+        "not a number or an array, such as a string, is passed to the model as it is."
     )
 
 

@@ -62,8 +62,7 @@ def _check_time_first(name: str, shape: tuple[int, ...], of_xs: tuple[int, ...])
     if name == "ys" and shape == tuple(rest[:1]):
         raise ValueError(
             f"{said}. For one label per sequence give a target for each step, `np.broadcast_to(ys, ({time}, "
-            f"{rest[0]}))`, and a mask of the steps whose output counts: `np.arange({time}) == {time - 1}` for "
-            "the last one."
+            f"{rest[0]}))`, and a mask of the steps that count, such as `np.arange({time}) == {time - 1}`."
         )
     raise ValueError(f"{said}. Swap the first two axes of what has the batch first.")
 
@@ -74,9 +73,8 @@ def why_failed(batch: Batch) -> str:
     if not any(len(shape) == 1 for shape in of_ys) or len(of_xs[0]) < 2:
         return ""
     return (
-        f"`ys` has the shape {of_ys[0]}: one target a step for all {of_xs[0][1]} sequences. If it has labels of "
-        "sequences, `xs` has the batch first: swap its first two axes, and repeat the labels over time "
-        "(`np.broadcast_to(ys, (time, batch))`)."
+        f"`ys` has the shape {of_ys[0]}: one target a step for all {of_xs[0][1]} sequences. If these are "
+        "labels of sequences, `xs` has the batch first: swap its first two axes, and repeat the labels over time."
     )
 
 
@@ -87,8 +85,7 @@ def not_finite(xs: Any, ys: Any) -> str:
             if a.is_fully_addressable and not (finite := np.isfinite(np.asarray(a))).all():
                 at = tuple(map(int, np.argwhere(~finite)[0]))
                 return (
-                    f"The cause is in the data: `{name}` of this batch has {a[at]} at {list(at)} (time first), "
-                    "the first value of it that is not finite."
+                    f"The cause is in the data: `{name}` of this batch has {a[at]} at {list(at)}, time first."
                 )
     return ""
 

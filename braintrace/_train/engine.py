@@ -299,9 +299,8 @@ def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
     rows = {jnp.shape(a)[0] for a in states if jnp.ndim(a) > 1}
     if rows == {steps_of(xs)} and rows != {size_of(xs)}:
         warn_user(
-            f"The states of the model are made for batches of {steps_of(xs)}, and `xs` has {steps_of(xs)} steps "
-            f"of {size_of(xs)} sequences: the first axis is time. If it is the batch, swap the first two axes "
-            "of `xs` and `ys`."
+            f"The model's states are made for batches of {steps_of(xs)}, and that is the first axis of `xs`, "
+            "which is time. If it is the batch, swap the first two axes of `xs` and `ys`."
         )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-
-NAME = ".lock"
 
 
 @contextlib.contextmanager
@@ -19,34 +18,25 @@ def locked(folder: Path) -> Iterator[None]:
 
     The operating system releases the lock when the process ends, even if it is killed. File systems without
     locks, and Windows, are not protected.
-
-    Raises:
-        BlockingIOError: Another run holds the folder.
     """
-    try:
-        import fcntl
-    except ImportError:
+    if sys.platform == "win32" or jax.process_index():
         yield
         return
-    if jax.process_index():
-        yield
-        return
+    import fcntl
+
     folder.mkdir(parents=True, exist_ok=True)
-    lock = folder / NAME
+    lock = folder / ".lock"
     with lock.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise BlockingIOError(
-                f"{folder} is in use by another run ({file.read() or 'unknown process'}). Wait until it is "
-                "over, or choose another folder."
-            ) from None
+            owner = f"{folder} is in use by another run ({file.read()})."
+            raise BlockingIOError(f"{owner} Wait until it is over, or choose another folder.") from None
         except OSError:  # no locks here
             pass
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
         try:
             yield
         finally:

@@ -424,7 +424,7 @@ def test_says_what_is_wrong(tmp_path):
         go(iter([batch(0)]), epochs=2, max_batches=None)
     with pytest.raises(ValueError, match="checkpoint_dir"):
         go(resume=True)
-    xs, ys, mask = batch(0, size=3)
+    xs, ys, _ = batch(0, size=3)
     for data, words in (
         ((xs, ys[0, :, 0]), r"one label per sequence .* `np.broadcast_to\(ys, \(4, 3\)\)`"),
         ((xs, ys[:, 0, 0]), "xs` has the batch first"),
@@ -433,7 +433,7 @@ def test_says_what_is_wrong(tmp_path):
         ((xs, ys, np.ones((4, 3))), "must return 3 losses, one for each sample"),
     ):
         with pytest.raises(ValueError, match=words):
-            go([data], step_fn=lambda x, y: jnp.mean((learner(x)[:, 0] - (y if y.ndim else y[0])) ** 2))
+            go([data], step_fn=lambda x, y: jnp.mean((learner(x) - jnp.swapaxes(y, 0, 0)) ** 2))
     go(checkpoint_dir=tmp_path)
     with pytest.raises(FileExistsError, match="resume=True"):
         go(checkpoint_dir=tmp_path)
