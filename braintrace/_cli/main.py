@@ -31,7 +31,7 @@ examples:
 class Parser(argparse.ArgumentParser):
     """A parser whose messages name the option or command that was probably meant."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._typed = [*(sys.argv[1:] if args is None else args)]
         found, rest = super().parse_known_args(self._typed, namespace)
         if rest:
@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        if given.command not in ("tasks", "completion"):
+            _load()
         code: int = given.run(given)
         return code
     except KeyboardInterrupt:
@@ -91,6 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _ended(1, error)
             raise
         return _ended(_tell(error, given))
+
+
+def _load() -> None:
+    """Import the libraries, which takes seconds; a line says so."""
+    if "jax" not in sys.modules:
+        print("braintrace: loading JAX ...", file=sys.stderr, flush=True)
+    from .. import _precision as _precision
 
 
 def _ended(code: int, error: Exception | None = None) -> int:

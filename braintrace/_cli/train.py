@@ -140,8 +140,8 @@ def _check_trust(spec: str, out: Path, trusted: bool) -> None:
     if inside or not trusted:
         where, add = (", inside of this folder", "") if inside else ("", ", or add --trust")
         raise UsageError(
-            f"--resume: {out / 'config.json'} names the model {spec!r}{where}, whose code would be run. If you "
-            f"trust it, name it yourself: --model {spec!r}{add}."
+            f"--resume: {out / 'config.json'} names the model {spec!r}{where}, whose code would be run. If "
+            f"you trust it, name it yourself: --model {spec!r}{add}."
         )
 
 

@@ -74,7 +74,7 @@ def why_failed(batch: Batch) -> str:
         return ""
     return (
         f"`ys` has the shape {of_ys[0]}: one target a step for all {of_xs[0][1]} sequences. If these are "
-        "labels of sequences, `xs` has the batch first: swap its first two axes, and repeat the labels over time."
+        "labels of sequences, `xs` has the batch first: swap its first two axes, and repeat labels over time."
     )
 
 
