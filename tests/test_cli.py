@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import brainstate
 import jax
@@ -22,6 +23,7 @@ from braintrace._cli.train import CELLS
 from braintrace._train.lock import locked
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
 
 MODEL = """
 import brainstate, braintrace, jax.numpy as jnp
@@ -52,6 +54,7 @@ def step(params, h, x):
     return h, h @ params["out"]
 
 params = {"w": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}
+unbatched = jnp.zeros(4)
 
 def start(batch_size):
     return jnp.zeros(((batch_size,) if batch_size else ()) + (4,))
@@ -113,6 +116,27 @@ def test_no_command_and_versions(capsys):
     assert main([]) == 2
     assert main(["--version"]) == 0
     assert "jax" in capsys.readouterr().out
+
+
+def test_starts_without_jax():
+    code = "import sys; from braintrace._cli import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    for words in ("--help", "train --help", "tasks", "tasks copying", "completion bash", "--version"):
+        subprocess.run(
+            [sys.executable, "-c", code, *words.split()], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+
+
+def test_tables_fit_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    rules = ["--rules", "d_rtrl", "d_rtrl(window=2, rank=2)", "rtrl", "es_d_rtrl"]
+    short = ["braintrace.nn:GRUCell(3, 4)", "--input", "3", "--length", "6"]
+    for command in (["compare", *short, *rules], ["plan", *short, "--window", "2", "--rank", "2"]):
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        for whole in ("ES_D_RTRL", "memory" if command[0] == "compare" else "activations"):
+            assert whole in shown
+        assert "…" not in shown
 
 
 def test_tasks(capsys):
@@ -180,11 +204,13 @@ def test_graph_writes_files(model, tmp_path, capsys):
         ("{model}:number", "neither a model"),
         ("{model}:step", "--params NAME --carry NAME"),
         ("{model}:haiku", "with --carry"),
+        ("equinox.nn:GRUCell(3, 4) --batch-size 2 --carry {model}:unbatched", "first axis of 2"),
         ("{model}:start", "made <class"),
     ],
 )
 def test_graph_says_what_is_wrong(spec, words, model, capsys):
-    assert main(["graph", spec.format(model=model), "--input", "1,4,4"]) == 2
+    spec, _, options = spec.format(model=model).partition(" --")
+    assert main(["graph", spec, *f"--{options}".split() * bool(options), "--input", "1,4,4"]) == 2
     shown = capsys.readouterr().err
     assert words in shown
     assert "Traceback" not in shown
@@ -414,6 +440,7 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --optimizer adm", "no optimiser 'adm'"),
         ("--task copying --update-every 0", "--update-every"),
         ("--task copying --cell gru --model a:b", "not both"),
+        ("--task copying --model file.py:step", "step function is trained with `braintrace.online`"),
         (
             "--task copying --set delay=abc",
             "--set: The option 'delay' of the task 'copying' is a whole number",
@@ -446,6 +473,7 @@ def test_a_run_that_diverges_returns_1(capsys):
 )
 def test_train_says_what_is_wrong(arguments, words, capsys, tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "file.py").write_text("def step(params, carry, x):\n    return carry, x\n")
     for name, text in (("cut", '{"task": "copying", '), ("wrong", '{"task": "copying", "hidden": "x"}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)

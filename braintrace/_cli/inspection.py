@@ -184,9 +184,12 @@ def distance(outputs: Any, *targets: Any) -> Any:
 
 def outputs_of(model: Any, inputs: list[Any]) -> Any:
     """The shapes of a model's outputs."""
-    import brainstate
+    import jax
 
-    return brainstate.transform.StatefulFunction(model).make_jaxpr(*inputs).get_out_shapes(*inputs)[0]
+    from .._frontends.modules import step_of
+
+    step = step_of(model, tuple(inputs), {})
+    return jax.tree.unflatten(step.out_tree, step.closed_jaxpr.out_avals[: step.out_tree.num_leaves])
 
 
 def floating(outputs: Any) -> list[Any]:

@@ -156,10 +156,10 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
         except TypeError as error:
             if raising_line(error):  # it was called, and its own code failed
                 raise
-            other = "; or, if it is a step function, say what it is given: --params NAME --carry NAME"
-            other = other if given else ""
+            takes = "takes --params NAME --carry NAME" if given else "is trained with `braintrace.online`"
             raise UsageError(
-                f"`{spec}` cannot be made: {error}. Give arguments in the name: {SPEC}{other}."
+                f"`{spec}` cannot be called to make a model: {error}. Give arguments in the name: {SPEC}. A "
+                f"plain step function {takes}."
             ) from error
         if not is_made(model):
             other = " or another that `--help` names" if given else ""

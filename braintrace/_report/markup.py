@@ -13,12 +13,12 @@ class Markup(str):
 def tag(name: str, *children: Any, **attributes: Any) -> Markup:
     """An element; attributes, and children that are not `Markup`, are escaped.
 
-    An attribute that is None is left out; the underscore of `class_` is dropped.
+    An attribute that is None is left out; underscores in names become hyphens, the last one is dropped.
 
-    >>> tag("td", "a < b ", tag("b", "c"), class_="n", style=None)
+    >>> tag("td", "a < b ", tag("b", "c"), class_="n", font_size=None)
     '<td class="n">a &lt; b <b>c</b></td>'
     """
-    given = {k.rstrip("_"): escape(str(v)) for k, v in attributes.items() if v is not None}
+    given = {k.rstrip("_").replace("_", "-"): escape(str(v)) for k, v in attributes.items() if v is not None}
     named = "".join(f' {k}="{v}"' for k, v in given.items())
     return Markup(f"<{name}{named}>{join(*children)}</{name}>")
 

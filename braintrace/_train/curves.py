@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .drawing import Drawing, scale, ticks
 from .result import COUNTS, FitResult
 
 COLORS = (
@@ -16,6 +17,7 @@ COLORS = (
     *("#db2777", "#65a30d", "#0891b2", "#92400e", "#4338ca", "#dc2626"),
 )
 POINTS = 300  # of a line, at most
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 16, 34, 40
 Runs = Mapping[str, FitResult]
 
 
@@ -53,36 +55,57 @@ def lines_of(runs: Runs, metric: str) -> list[Line]:
 
 
 def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | None = None) -> None:
-    """Write the curves of runs, side by side; the format is that of the file's name."""
+    """Write the curves of runs, one metric below the other; the format is that of the file's name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    targets = targets or {}
-    if path.suffix == ".svg":
-        from .svg import draw_svg, stack
+    draw_curves(runs, names_of(runs), targets or {}).save(path)
 
-        panels = [draw_svg(lines_of(runs, m), m, targets.get(m)) for m in names_of(runs)]
-        path.write_text(stack(panels), encoding="utf-8")
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"To write {path.name} install matplotlib (`pip install 'braintrace[plot]'`), or write an .svg."
-        ) from error
-    names = names_of(runs)
-    figure = Figure(figsize=(5.2 * len(names), 3.6), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for line in lines_of(runs, metric):
-            if line.raw:
-                axes.plot(*line.raw, color=line.color, alpha=0.25, linewidth=0.8)
-            axes.plot(line.x, line.y, color=line.color, label=line.name or None)
-        if metric in targets:
-            axes.axhline(targets[metric], color="0.5", linestyle="--", linewidth=1, label="target")
-        axes.set(xlabel="batch", title=metric)
-        axes.spines[["top", "right"]].set_visible(False)
-        if any(runs) or metric in targets:
-            axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+
+def draw_curves(runs: Runs, metrics: Sequence[str], targets: Mapping[str, float]) -> Drawing:
+    """A panel for each metric, one below the other."""
+    drawing = Drawing(f"{', '.join(metrics)} against batches", WIDTH, HEIGHT * len(metrics))
+    for i, metric in enumerate(metrics):
+        _panel(drawing, i * HEIGHT, lines_of(runs, metric), metric.replace("_", " "), targets.get(metric))
+    return drawing
+
+
+def _panel(drawing: Drawing, top: float, lines: list[Line], title: str, target: float | None) -> None:
+    """Draw one metric, with its legend and the target."""
+    wide = max(1.0, *(float(line.x.max()) for line in lines))
+    drawn = [v for line in lines for v in (line.y, line.raw[1] if line.raw else line.y)]
+    ys = np.concatenate([*drawn, [] if target is None else [target], np.zeros(0)])
+    ys = ys[np.isfinite(ys)] if np.isfinite(ys).any() else np.zeros(1)
+    marks = ticks(float(ys.min()), float(ys.max()))
+    px = scale(LEFT, WIDTH - RIGHT, 0, wide)
+    py = scale(top + HEIGHT - BOTTOM, top + TOP, min(ys.min(), marks[0]), max(ys.max(), marks[-1]))
+    across = lambda y: [(LEFT, py(y)), (WIDTH - RIGHT, py(y))]
+    drawing.text(LEFT, top + 18, title, size=14, bold=True)
+    for mark in marks:
+        drawing.line(across(mark), opacity=0.15)
+        drawing.text(LEFT - 8, py(mark) + 4, f"{mark:g}", anchor="end")
+    for mark in ticks(0, wide):
+        drawing.text(px(mark), top + HEIGHT - BOTTOM + 17, f"{mark:g}", anchor="middle")
+    drawing.text((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT - 6, "batch", anchor="middle")
+    if target is not None:
+        drawing.line(across(target), opacity=0.55, dashed=True)
+        drawing.text(LEFT + 4, py(target) + 13, f"target {target:g}")
+    points = lambda x, y: [(px(a), py(b)) for a, b in zip(x, y, strict=True) if np.isfinite(b)]
+    for line in lines:
+        if line.raw:
+            drawing.line(points(*line.raw), line.color, 1, opacity=0.22)
+    at = WIDTH - RIGHT
+    for line in reversed(lines):
+        drawing.line(points(line.x, line.y), line.color, 2.2)
+        if len(line.x) <= 40:
+            for x, y in zip(line.x, line.y, strict=True):
+                if np.isfinite(y):
+                    title = f"{line.name} batch {x:g}: {y:.4g}"
+                    drawing.circle(px(x), py(y), 1.9, line.color, title=title)
+        if line.name:
+            at -= 7 * len(line.name)
+            drawing.line([(at - 22, top + 14), (at - 6, top + 14)], line.color, 3)
+            drawing.text(at, top + 18, line.name)
+            at -= 34
 
 
 def smooth(x: Any, y: Any) -> tuple[Any, Any]:
