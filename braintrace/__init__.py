@@ -15,16 +15,11 @@ if TYPE_CHECKING:
     from ._legacy import *
     from ._loading import *
     from ._ops import *
-    from ._report.check import GradientCheck as GradientCheck
-    from ._report.check import check_gradients as check_gradients
-    from ._report.diagnostics import CompilationRecord as CompilationRecord
-    from ._report.diagnostics import DiagnosticKind as DiagnosticKind
-    from ._report.diagnostics import DiagnosticLevel as DiagnosticLevel
-    from ._report.plan import Plan as Plan
-    from ._report.plan import plan as plan
-    from ._report.report import CompilationReport as CompilationReport
-    from ._report.verdict import DroppedPath as DroppedPath
-    from ._report.verdict import Exactness as Exactness
+    from ._report.check import *
+    from ._report.diagnostics import *
+    from ._report.plan import *
+    from ._report.report import *
+    from ._report.verdict import *
     from ._train import *
 
 _SUBMODULES = ("nn", "nnx", "rules", "tasks")

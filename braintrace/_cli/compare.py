@@ -13,6 +13,7 @@ from . import functions, models
 from .dial import count
 from .errors import UsageError
 from .inspection import distance, drawing, floating, outputs_of
+from .rules import parsed
 from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
 
 ABOUT = """\
@@ -85,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
 
     if given.out is not None:
         check_folder(given.out)
-    rules = None if given.rules is None else [_rule(text) for text in given.rules]
+    rules = given.rules and [parsed(text) for text in given.rules]
     try:
         _ = rules and read_rules(rules)
     except ValueError as error:
@@ -120,15 +121,6 @@ def _step(data: Data) -> Any:
     if data.spread:
         return lambda net, xs, ys: data.loss(net(*xs), *ys)
     return lambda net, x, y: data.loss(net(x), y)
-
-
-def _rule(text: str) -> tuple[str, dict[str, Any]]:
-    name, args, options = models.parse_call(text)
-    if args or not name:
-        raise UsageError(
-            f"--rules: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'."
-        )
-    return name, options
 
 
 @contextmanager

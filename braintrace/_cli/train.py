@@ -310,7 +310,7 @@ def _check(settings: dict[str, Any]) -> None:
     if settings["seed"] < 0:
         raise UsageError(f"--seed is 0 or more, not {settings['seed']}.")
     check_name(settings["task"])
-    _dial(settings)
+    rules.learner_of(settings["rule"], settings["window"], settings["rank"], num_targets=1)
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
     if settings["cell"] is None and not settings["model"]:
@@ -319,10 +319,6 @@ def _check(settings: dict[str, Any]) -> None:
     if every != "sequence" and not (str(every).isdigit() and int(every) >= 1):
         raise UsageError(f"--update-every is `sequence` or a number of time steps, not {every!r}.")
     make_optimizer(settings)
-
-
-def _dial(settings: dict[str, Any]) -> dict[str, Any]:
-    return rules.learner_of(settings["rule"], settings["window"], settings["rank"], num_targets=1)[1]
 
 
 def make_task(settings: dict[str, Any]) -> Any:

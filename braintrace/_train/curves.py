@@ -19,6 +19,7 @@ COLORS = (
 POINTS = 300  # of a line, at most
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 16, 34, 40
 Runs = Mapping[str, FitResult]
+Area = tuple[float, float, float, float]  # left, top, width and height of a panel
 
 
 @dataclass(frozen=True)
@@ -65,42 +66,45 @@ def draw_curves(runs: Runs, metrics: Sequence[str], targets: Mapping[str, float]
     """A panel for each metric, one below the other."""
     drawing = Drawing(f"{', '.join(metrics)} against batches", WIDTH, HEIGHT * len(metrics))
     for i, metric in enumerate(metrics):
-        _panel(drawing, i * HEIGHT, lines_of(runs, metric), metric.replace("_", " "), targets.get(metric))
+        title, lines = metric.replace("_", " "), lines_of(runs, metric)
+        draw_panel(drawing, (0, i * HEIGHT, WIDTH, HEIGHT), lines, title, "batch", targets.get(metric))
     return drawing
 
 
-def _panel(drawing: Drawing, top: float, lines: list[Line], title: str, target: float | None) -> None:
-    """Draw one metric, with its legend and the target."""
-    wide = max(1.0, *(float(line.x.max()) for line in lines))
-    drawn = [v for line in lines for v in (line.y, line.raw[1] if line.raw else line.y)]
-    ys = np.concatenate([*drawn, [] if target is None else [target], np.zeros(0)])
+def draw_panel(
+    drawing: Drawing, area: Area, lines: list[Line], title: str, below: str, target: float | None = None
+) -> None:
+    """Draw curves with their axes, the names of those that have one, and the target."""
+    x0, top, width, height = area
+    left, right, bottom = x0 + LEFT, x0 + width - RIGHT, top + height - BOTTOM
+    drawn = [pair for line in lines for pair in ((line.x, line.y), line.raw) if pair is not None]
+    wide = max([1.0, *(float(x.max()) for x, _ in drawn)])
+    ys = np.concatenate([*(y for _, y in drawn), [] if target is None else [target]])
     ys = ys[np.isfinite(ys)] if np.isfinite(ys).any() else np.zeros(1)
     marks = ticks(float(ys.min()), float(ys.max()))
-    px = scale(LEFT, WIDTH - RIGHT, 0, wide)
-    py = scale(top + HEIGHT - BOTTOM, top + TOP, min(ys.min(), marks[0]), max(ys.max(), marks[-1]))
-    across = lambda y: [(LEFT, py(y)), (WIDTH - RIGHT, py(y))]
-    drawing.text(LEFT, top + 18, title, size=14, bold=True)
+    px = scale(left, right, 0, wide)
+    py = scale(bottom, top + TOP, min(float(ys.min()), marks[0]), max(float(ys.max()), marks[-1]))
+    across = lambda y: [(left, py(y)), (right, py(y))]
+    drawing.text(left, top + 18, title, size=14, bold=True)
     for mark in marks:
         drawing.line(across(mark), opacity=0.15)
-        drawing.text(LEFT - 8, py(mark) + 4, f"{mark:g}", anchor="end")
+        drawing.text(left - 8, py(mark) + 4, f"{mark:g}", anchor="end")
     for mark in ticks(0, wide):
-        drawing.text(px(mark), top + HEIGHT - BOTTOM + 17, f"{mark:g}", anchor="middle")
-    drawing.text((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT - 6, "batch", anchor="middle")
+        drawing.text(px(mark), bottom + 17, f"{mark:g}", anchor="middle")
+    drawing.text((left + right) / 2, bottom + 34, below, anchor="middle")
     if target is not None:
         drawing.line(across(target), opacity=0.55, dashed=True)
-        drawing.text(LEFT + 4, py(target) + 13, f"target {target:g}")
+        drawing.text(left + 4, py(target) + 13, f"target {target:g}")
     points = lambda x, y: [(px(a), py(b)) for a, b in zip(x, y, strict=True) if np.isfinite(b)]
     for line in lines:
         if line.raw:
             drawing.line(points(*line.raw), line.color, 1, opacity=0.22)
-    at = WIDTH - RIGHT
+    at = right
     for line in reversed(lines):
-        drawing.line(points(line.x, line.y), line.color, 2.2)
-        if len(line.x) <= 40:
-            for x, y in zip(line.x, line.y, strict=True):
-                if np.isfinite(y):
-                    title = f"{line.name} batch {x:g}: {y:.4g}"
-                    drawing.circle(px(x), py(y), 1.9, line.color, title=title)
+        drawing.line(points(line.x, line.y), line.color, 2)
+        for x, y in zip(line.x, line.y, strict=True) if len(line.x) <= 40 else ():
+            if np.isfinite(y):
+                drawing.circle(px(x), py(y), 1.9, line.color, title=f"{line.name} batch {x:g}: {y:.4g}")
         if line.name:
             at -= 7 * len(line.name)
             drawing.line([(at - 22, top + 14), (at - 6, top + 14)], line.color, 3)

@@ -14,32 +14,104 @@ INK = "#475569"
 Point = tuple[float, float]
 
 
-@dataclass
+@dataclass(frozen=True)
+class Line:
+    """A line through points."""
+
+    points: Sequence[Point]
+    color: str = ""
+    width: float = 1.0
+    opacity: float = 1.0
+    dashed: bool = False
+
+    def to_svg(self, ink: str) -> Markup:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
+        stroke = {"stroke": self.color or ink, "stroke_width": self.width, "stroke_opacity": self.opacity}
+        dashes = "5 4" if self.dashed else None
+        return tag("polyline", points=points, fill="none", **stroke, stroke_dasharray=dashes)
+
+    def plot(self, axes: Any) -> None:
+        x, y = zip(*self.points, strict=True) if self.points else ((), ())
+        style = {"color": self.color or INK, "linewidth": self.width, "alpha": self.opacity}
+        axes.plot(x, y, "--" if self.dashed else "-", **style)
+
+
+@dataclass(frozen=True)
+class Circle:
+    """A disc, or a ring, with a title for those who point at it."""
+
+    x: float
+    y: float
+    r: float
+    color: str
+    fill: bool = True
+    title: str = ""
+
+    def to_svg(self, ink: str) -> Markup:
+        style = {"fill": self.color if self.fill else "none", "stroke": self.color, "stroke_width": 1.4}
+        return tag(
+            "circle", tag("title", self.title), cx=f"{self.x:.1f}", cy=f"{self.y:.1f}", r=self.r, **style
+        )
+
+    def plot(self, axes: Any) -> None:
+        face = self.color if self.fill else "none"
+        style = {"markersize": 2 * self.r, "markerfacecolor": face, "markeredgecolor": self.color}
+        axes.plot([self.x], [self.y], "o", **style)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Words, from, around or up to a point."""
+
+    x: float
+    y: float
+    words: str
+    anchor: str = "start"
+    color: str = ""
+    size: float = 11
+    bold: bool = False
+    turned: bool = False
+
+    def to_svg(self, ink: str) -> Markup:
+        style = {"text_anchor": self.anchor, "fill": self.color or ink, "font_size": self.size}
+        style |= {"font_weight": 600 if self.bold else None}
+        style |= {"transform": f"rotate(-90 {self.x:.1f} {self.y:.1f})" if self.turned else None}
+        return tag("text", self.words, x=f"{self.x:.1f}", y=f"{self.y:.1f}", **style)
+
+    def plot(self, axes: Any) -> None:
+        side = {"start": "left", "middle": "center", "end": "right"}[self.anchor]
+        turn = {"rotation": 90 if self.turned else 0, "rotation_mode": "anchor"}
+        font = {"fontsize": self.size * 0.92, "fontweight": "bold" if self.bold else "normal"}  # it is wide
+        words = self.words.replace("$", r"\$")
+        axes.text(self.x, self.y, words, ha=side, va="baseline", color=self.color or INK, **turn, **font)
+
+
+@dataclass(frozen=True)
 class Drawing:
     """Lines, circles and words, in pixels from the upper left corner."""
 
     label: str
     width: float
     height: float
-    items: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    items: list[Line | Circle | Text] = field(default_factory=list)
 
-    def line(self, points: Sequence[Point], color: str = "", width: float = 1.0, **style: Any) -> None:
-        self.items.append(("line", {"points": points, "color": color, "width": width, **style}))
+    def line(self, *args: Any, **style: Any) -> None:
+        self.items.append(Line(*args, **style))
 
-    def circle(self, x: float, y: float, r: float, color: str, **style: Any) -> None:
-        self.items.append(("circle", {"x": x, "y": y, "r": r, "color": color, **style}))
+    def circle(self, *args: Any, **style: Any) -> None:
+        self.items.append(Circle(*args, **style))
 
-    def text(self, x: float, y: float, words: str, **style: Any) -> None:
-        self.items.append(("text", {"x": x, "y": y, "words": words, **style}))
+    def text(self, *args: Any, **style: Any) -> None:
+        self.items.append(Text(*args, **style))
 
     def to_svg(self, *, in_page: bool = False) -> Markup:
         """The picture on white; for a page, without a background and in the colour of the text around it."""
         ink = "currentColor" if in_page else INK
         size = {"width": self.width, "height": self.height}
         parts = [] if in_page else [tag("rect", **size, fill="white")]
-        parts += [_SVG[kind](ink, **item) for kind, item in self.items]
         font = {"font_family": "system-ui, sans-serif", "font_size": 11}
         box = {"viewBox": f"0 0 {self.width:g} {self.height:g}", "role": "img", "aria_label": self.label}
+        parts += [item.to_svg(ink) for item in self.items]
         return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", **box, **size, **font)
 
     def save(self, path: Path) -> None:
@@ -57,78 +129,9 @@ class Drawing:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))
         axes.axis("off")
-        for kind, item in self.items:
-            _MATPLOTLIB[kind](axes, **item)
+        for item in self.items:
+            item.plot(axes)
         figure.savefig(path, dpi=150)
-
-
-def _svg_line(
-    ink: str, points: Sequence[Point], color: str, width: float, opacity: float = 1, dashed: bool = False
-) -> Markup:
-    shown = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    stroke = {"stroke": color or ink, "stroke_width": width, "stroke_opacity": opacity}
-    return tag("polyline", points=shown, fill="none", **stroke, stroke_dasharray="5 4" if dashed else None)
-
-
-def _svg_circle(
-    ink: str, x: float, y: float, r: float, color: str, fill: bool = True, title: str = ""
-) -> Markup:
-    style = {"fill": color if fill else "none", "stroke": color, "stroke_width": 1.4}
-    return tag(
-        "circle", *([tag("title", title)] if title else []), cx=f"{x:.1f}", cy=f"{y:.1f}", r=r, **style
-    )
-
-
-def _svg_text(
-    ink: str,
-    x: float,
-    y: float,
-    words: str,
-    anchor: str = "start",
-    color: str = "",
-    size: float = 11,
-    bold: bool = False,
-    turned: bool = False,
-) -> Markup:
-    style = {"text_anchor": anchor, "fill": color or ink, "font_size": size}
-    style |= {"font_weight": 600} if bold else {}
-    style |= {"transform": f"rotate(-90 {x:.1f} {y:.1f})"} if turned else {}
-    return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **style)
-
-
-_SVG: dict[str, Callable[..., Markup]] = {"line": _svg_line, "circle": _svg_circle, "text": _svg_text}
-
-
-def _plot_line(
-    axes: Any, points: Any, color: str, width: float, opacity: float = 1, dashed: bool = False
-) -> None:
-    x, y = zip(*points, strict=True) if points else ((), ())
-    axes.plot(x, y, "--" if dashed else "-", color=color or INK, linewidth=width, alpha=opacity)
-
-
-def _plot_circle(
-    axes: Any, x: float, y: float, r: float, color: str, fill: bool = True, title: str = ""
-) -> None:
-    face = color if fill else "none"
-    axes.plot([x], [y], "o", markersize=2 * r, markerfacecolor=face, markeredgecolor=color)
-
-
-def _plot_text(axes: Any, x: float, y: float, words: str, **style: Any) -> None:
-    axes.text(
-        x,
-        y,
-        words.replace("$", r"\$"),
-        ha={"start": "left", "middle": "center", "end": "right"}[style.get("anchor", "start")],
-        va="baseline",
-        rotation=90 if style.get("turned") else 0,
-        rotation_mode="anchor",
-        color=style.get("color") or INK,
-        fontsize=style.get("size", 11) * 0.92,  # its own font is wider than those of browsers
-        fontweight="bold" if style.get("bold") else "normal",
-    )
-
-
-_MATPLOTLIB: dict[str, Callable[..., None]] = {"line": _plot_line, "circle": _plot_circle, "text": _plot_text}
 
 
 def scale(first: float, last: float, low: float, high: float) -> Callable[[float], float]:

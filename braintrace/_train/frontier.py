@@ -12,8 +12,8 @@ import numpy as np
 
 from .._report.tables import show_bytes
 from .comparison import GOOD, Compared, Comparison, show_seconds
-from .curves import COLORS, smooth
-from .drawing import Drawing, Point, scale, ticks
+from .curves import COLORS, Line, draw_panel, smooth
+from .drawing import Drawing, Point, scale
 
 PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 336, 330, 58, 14, 40, 46
 LEGEND, LINE = 270, 19
@@ -123,23 +123,11 @@ def place_labels(
 
 
 def _curves(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]]) -> None:
-    lines = {i: np.array(row.losses) for i, row in numbered if row.losses}
-    values = np.concatenate([v[np.isfinite(v)] for v in lines.values()] or [np.zeros(1)])
-    low, high = float(values.min()), float(np.quantile(values, 0.99))
-    marks = ticks(low, high)
-    low, high = min(low, marks[0]), max(high, marks[-1])
-    most = max([len(v) for v in lines.values()] or [1])
-    px = scale(at + LEFT, at + PANEL - RIGHT, 0, most)
-    py = scale(HEIGHT - BOTTOM - 12, TOP, low, high if high > low else low + 1)
-    _frame(drawing, at, "loss", "updates")
-    for mark in marks:
-        _across(drawing, at, py(mark), f"{mark:g}")
-    for mark in ticks(0, most):
-        drawing.text(px(mark), HEIGHT - BOTTOM + 16, f"{mark:g}", anchor="middle")
-    for i, losses in lines.items():
-        x, y = smooth(np.arange(1, len(losses) + 1), losses)
-        kept = [(px(a), py(min(b, high))) for a, b in zip(x, y, strict=True) if math.isfinite(b)]
-        drawing.line(kept, _color(i), 1.8)
+    losses = {i: np.array(row.losses) for i, row in numbered if row.losses}
+    high = np.nanquantile(np.concatenate([*losses.values(), np.zeros(1)]), 0.99)  # of one that diverges
+    curves = {i: smooth(np.arange(1, len(v) + 1), np.minimum(v, high)) for i, v in losses.items()}
+    lines = [Line("", i - 1, x, y) for i, (x, y) in curves.items()]
+    draw_panel(drawing, (at, 0, PANEL, HEIGHT), lines, "loss", "updates")
 
 
 def _legend(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]], best: Compared | None) -> None:
