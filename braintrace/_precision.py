@@ -3,12 +3,12 @@
 import os
 import sys
 
-import jax
+import jax.numpy as jnp
 
 
 def keep_x64() -> None:
     """Import `brainstate` and, if the user had switched 64-bit types on, switch them on again, for both."""
-    was_on = bool(jax.config.jax_enable_x64)
+    was_on = jnp.result_type(float) == jnp.float64
     if "brainstate" in sys.modules:  # it has switched them off already: only the environment is left to ask
         was_on |= os.environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true", "yes", "on", "y", "t")
     import brainstate

@@ -138,10 +138,10 @@ def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, 
         carry = (zeros, zeros) if isinstance(model, eqx.nn.LSTMCell) else zeros
     step.__name__ = type(model).__name__
     carry = _carry(carry, model)
-    if batch_size and any(jnp.shape(a)[:1] != (batch_size,) for a in jax.tree.leaves(carry)):
-        shapes = [jnp.shape(a) for a in jax.tree.leaves(carry)]
+    shapes = [jnp.shape(a) for a in jax.tree.leaves(carry)]
+    if batch_size and any(shape[:1] != (batch_size,) for shape in shapes):
         raise UsageError(
-            f"With --batch-size {batch_size} the carry has a first axis of {batch_size}, and its shapes are "
+            f"With --batch-size {batch_size} the carry has a first axis of {batch_size}, not the shapes "
             f"{shapes}. Name a function of `batch_size` that makes it, or give no --batch-size."
         )
     return step, model, carry

@@ -36,14 +36,8 @@ def read(batches: Batches, epoch: int, start: int = 0) -> Iterator[Batch]:
 def check_batch(batch: Any) -> Batch:
     """A batch with its mask: one for each step, unless there is one."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        raise TypeError(
-            "A batch is `(xs, ys)` or `(xs, ys, mask)`, time first; this one is "
-            + (
-                f"a {type(batch).__name__} of {len(batch)}."
-                if hasattr(batch, "__len__")
-                else f"{type(batch)}."
-            )
-        )
+        found = f"a {type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch)
+        raise TypeError(f"A batch is `(xs, ys)` or `(xs, ys, mask)`, time first; this one is {found}.")
     xs, ys = batch[0], batch[1]
     length = steps_of(xs)
     mask = jnp.ones(length) if len(batch) == 2 or batch[2] is None else batch[2]
@@ -85,7 +79,7 @@ def not_finite(xs: Any, ys: Any) -> str:
             if a.is_fully_addressable and not (finite := np.isfinite(np.asarray(a))).all():
                 at = tuple(map(int, np.argwhere(~finite)[0]))
                 return (
-                    f"The cause is in the data: `{name}` of this batch has {a[at]} at {list(at)}, time first."
+                    f"The data are the cause: `{name}` of this batch has {a[at]} at {list(at)}, time first."
                 )
     return ""
 

@@ -262,18 +262,15 @@ class Engine:
             args, kwargs = self.learner.for_model(args, kwargs)
             return call_model(model, *args, **kwargs)
 
-        samples = sequence.mask.shape[1:]
+        checked = lambda out, *lead: split_loss(out, True, lead, sequence.mask.shape[1:])
         with _calling(self.learner, of_model):
             if self.in_windows:
-                run = lambda c, arrays, mask, _: (
-                    c,
-                    split_loss(self._step(*arrays), True, mask.shape[:1], samples),
-                )
+                run = lambda c, arrays, mask, _: (c, checked(self._step(*arrays), len(mask)))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan
                 _, (losses, aux) = over_chunks(run, (), sequence, size, scan)
             else:
-                step = lambda *slices: split_loss(self._step(*slices), True, (), samples)
-                losses, aux = brainstate.transform.for_loop(step, *sequence.arrays)
+                run = lambda *slices: checked(self._step(*slices))
+                losses, aux = brainstate.transform.for_loop(run, *sequence.arrays)
         for state, value in kept.values():
             state.value = value
         return self._everywhere(self._scores(losses, aux, sequence))

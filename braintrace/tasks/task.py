@@ -128,22 +128,22 @@ def drawn(
     return draw
 
 
-def cross_entropy(out: Any, y: Any) -> jax.Array:
+def cross_entropy(out: jax.Array, y: jax.Array) -> jax.Array:
     """The mean of `-log softmax(out)[y]` over a batch."""
     return _surprise(out, y).mean()
 
 
-def squared_error(out: Any, y: Any) -> jax.Array:
+def squared_error(out: jax.Array, y: jax.Array) -> jax.Array:
     """The mean of `(out - y)^2`."""
     return ((out - y.astype(out.dtype)) ** 2).mean()
 
 
-def accuracy(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def accuracy(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The share of right answers among the steps that count."""
     return _mean((outs.argmax(-1) == ys.astype(int)).astype(outs.dtype), mask)
 
 
-def decision(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def decision(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The share of sequences whose summed log-probabilities over the steps that count favour the class."""
     import jax
 
@@ -152,23 +152,23 @@ def decision(outs: Any, ys: Any, mask: Any) -> jax.Array:
     return (votes.argmax(-1) == ys[-1].astype(int)).mean()
 
 
-def bits(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def bits(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """Bits per symbol: the cross-entropy, to base 2."""
     return _mean(_surprise(outs, ys), mask) / math.log(2)
 
 
-def mse(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def mse(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean squared error over the steps that count."""
     return _mean((outs - ys.astype(outs.dtype)) ** 2, mask)
 
 
-def nrmse(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def nrmse(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The root of the mean squared error, over the standard deviation of the targets: 1 is the mean."""
     ys = ys.astype(outs.dtype)
     return (mse(outs, ys, mask) / _mean((ys - _mean(ys, mask)) ** 2, mask)) ** 0.5
 
 
-def _surprise(outs: Any, ys: Any) -> jax.Array:
+def _surprise(outs: jax.Array, ys: jax.Array) -> jax.Array:
     """`-log softmax(outs)[ys]`."""
     import jax
     import jax.numpy as jnp
@@ -176,7 +176,7 @@ def _surprise(outs: Any, ys: Any) -> jax.Array:
     return -jnp.take_along_axis(jax.nn.log_softmax(outs), ys[..., None], axis=-1)[..., 0]
 
 
-def _mean(values: Any, mask: Any) -> Any:
+def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean over the steps, or steps of samples, that count and all other axes."""
     weights = mask.astype(values.dtype)
     return (values.reshape(*mask.shape, -1).mean(-1) * weights).sum() / weights.sum()
