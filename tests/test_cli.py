@@ -126,6 +126,14 @@ def test_starts_without_jax():
         )
 
 
+def test_what_is_imported_late_keeps_the_precision():
+    code = (
+        "import braintrace, jax; jax.config.update('jax_enable_x64', True); braintrace.nn; braintrace.fit\n"
+    )
+    code += "assert jax.numpy.ones(1).dtype == 'float64'; from braintrace import *; assert D_RTRL and fit"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_tables_fit_the_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     rules = ["--rules", "d_rtrl", "d_rtrl(window=2, rank=2)", "rtrl", "es_d_rtrl"]

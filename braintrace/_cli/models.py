@@ -25,30 +25,23 @@ SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """How a model and its input are given; unless `required`, both may be left out."""
-    parser.add_argument(
-        "model",
-        nargs=None if required else "?",
-        help=f"a class, a function that makes a model, or a model: {SPEC}",
-    )
+    add = parser.add_argument
+    many = None if required else "?"
+    add("model", nargs=many, help=f"a class, a function that makes a model, or a model: {SPEC}")
     for name, what in (("params", "the parameters"), ("carry", "the carry at the start")):
-        parser.add_argument(
-            f"--{name}", metavar="NAME", help=f"of a step function: {what}, or a function that returns it"
-        )
-    parser.add_argument(
+        about = f"of a step function: {what}, or a function that returns it"
+        add(f"--{name}", metavar="NAME", help=about)
+    add(
         "--input",
         action="append",
         required=required,
         metavar="SHAPE",
         help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input",
     )
-    parser.add_argument(
-        "--dtype", action="append", default=[], help="of each input: float32 (default), int32, ..."
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, help="how many sequences at once (default: no batch axis)"
-    )
-    parser.add_argument("--dt", type=float, help="time step in ms, for neurons (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters (default: 0)")
+    add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
+    add("--batch-size", type=positive, help="how many sequences at once (default: no batch axis)")
+    add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
+    add("--seed", type=int, default=0, help="of the parameters (default: 0)")
 
 
 def positive(text: str) -> int:
