@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import brainstate
 import jax
@@ -17,8 +20,10 @@ import pytest
 from braintrace import tasks
 from braintrace._cli import main
 from braintrace._cli.train import CELLS
+from braintrace._train.lock import locked
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
 
 MODEL = """
 import brainstate, braintrace, jax.numpy as jnp
@@ -49,6 +54,7 @@ def step(params, h, x):
     return h, h @ params["out"]
 
 params = {"w": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}
+unbatched = jnp.zeros(4)
 
 def start(batch_size):
     return jnp.zeros(((batch_size,) if batch_size else ()) + (4,))
@@ -110,6 +116,35 @@ def test_no_command_and_versions(capsys):
     assert main([]) == 2
     assert main(["--version"]) == 0
     assert "jax" in capsys.readouterr().out
+
+
+def test_starts_without_jax():
+    code = "import sys; from braintrace._cli import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    for words in ("--help", "train --help", "tasks", "tasks copying", "completion bash", "--version"):
+        subprocess.run(
+            [sys.executable, "-c", code, *words.split()], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+
+
+def test_what_is_imported_late_keeps_the_precision():
+    code = (
+        "import braintrace, jax; jax.config.update('jax_enable_x64', True); braintrace.nn; braintrace.fit\n"
+    )
+    code += "assert jax.numpy.ones(1).dtype == 'float64'; from braintrace import *; assert D_RTRL and fit"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_tables_fit_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    rules = ["--rules", "d_rtrl", "d_rtrl(window=2, rank=2)", "rtrl", "es_d_rtrl"]
+    short = ["braintrace.nn:GRUCell(3, 4)", "--input", "3", "--length", "6"]
+    for command in (["compare", *short, *rules], ["plan", *short, "--window", "2", "--rank", "2"]):
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        for whole in ("ES_D_RTRL", "memory" if command[0] == "compare" else "activations"):
+            assert whole in shown
+        assert "…" not in shown
 
 
 def test_tasks(capsys):
@@ -177,11 +212,13 @@ def test_graph_writes_files(model, tmp_path, capsys):
         ("{model}:number", "neither a model"),
         ("{model}:step", "--params NAME --carry NAME"),
         ("{model}:haiku", "with --carry"),
+        ("equinox.nn:GRUCell(3, 4) --batch-size 2 --carry {model}:unbatched", "first axis of 2"),
         ("{model}:start", "made <class"),
     ],
 )
 def test_graph_says_what_is_wrong(spec, words, model, capsys):
-    assert main(["graph", spec.format(model=model), "--input", "1,4,4"]) == 2
+    spec, _, options = spec.format(model=model).partition(" --")
+    assert main(["graph", spec, *f"--{options}".split() * bool(options), "--input", "1,4,4"]) == 2
     shown = capsys.readouterr().err
     assert words in shown
     assert "Traceback" not in shown
@@ -332,6 +369,56 @@ def test_train_and_resume(tmp_path, capsys):
     assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(lines))
 
 
+OWN = """\
+from pathlib import Path
+import braintrace
+Path("imported").touch()
+def make():
+    return braintrace.nn.ValinaRNNCell(10, 9)
+"""
+
+
+def test_resume_imports_only_what_the_user_names(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
+    (out / "inside").mkdir(parents=True)
+    for name in ("own_of_user.py", "run/own_of_run.py", "run/inside/__init__.py"):
+        (tmp_path / name).write_text(OWN)
+    resume = ["train", "--out", str(out), "--resume", "--steps", "1"]
+
+    def refused(model, *more):
+        kept = {"task": "copying", "set": {"delay": 1}, "hidden": 3, "batch_size": 2, "model": model}
+        (out / "config.json").write_text(json.dumps(kept))
+        assert main([*resume, *more]) == 2
+        assert not any(path.exists() for path in (tmp_path / "imported", out / "imported"))
+        return capsys.readouterr().err
+
+    assert "--model 'own_of_user:make', or add --trust" in refused("own_of_user:make")
+    assert "inside of this folder" in refused(f"{out}/own_of_run.py:make", "--trust")
+    with monkeypatch.context() as inside:
+        inside.chdir(out)
+        assert "inside of this folder" in refused("own_of_run:make", "--trust")
+        assert "inside of this folder" in refused("inside:make", "--trust")
+    refused("own_of_user:make")
+    assert main([*resume, "--trust"]) == 0
+    assert (tmp_path / "imported").exists()
+    assert main([*resume, "--model", "own_of_user:make"]) == 0
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path, capsys):
+    with locked(tmp_path / "run"):
+        assert main([*TRAIN, "--steps", "1"]) == 1
+        assert f"run is in use by another run (process {os.getpid()} on" in capsys.readouterr().err
+        assert not (tmp_path / "run" / "config.json").exists()
+    # of a process that is killed the file stays, and the system releases the lock
+    hold = 'import fcntl; f = open("run/.lock", "a"); fcntl.flock(f, 2); print(flush=True); input()'
+    child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    assert main([*TRAIN, "--steps", "1"]) == 1
+    child.kill()
+    child.communicate()
+    assert main([*TRAIN, "--steps", "1"]) == 0
+
+
 def test_an_interrupted_run_returns_130(monkeypatch, capsys):
     made = tasks.Task.batch
 
@@ -362,6 +449,7 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --optimizer adm", "no optimiser 'adm'"),
         ("--task copying --update-every 0", "--update-every"),
         ("--task copying --cell gru --model a:b", "not both"),
+        ("--task copying --model file.py:step", "step function is trained with `braintrace.online`"),
         (
             "--task copying --set delay=abc",
             "--set: The option 'delay' of the task 'copying' is a whole number",
@@ -381,6 +469,9 @@ def test_a_run_that_diverges_returns_1(capsys):
         ("--task copying --optimizer contrib", "--optimizer: optax.contrib cannot be used here"),
         ("--task copying --optimizer lbfgs", "--optimizer: optax.lbfgs cannot be used here"),
         ("--task copying --out file", "--out file: file is a file"),
+        ("--task copying --out=", "--out: the name is empty"),
+        ("--taks copying", "did you mean --task?"),
+        ("--task copying --batchsize 3", "did you mean --batch-size?"),
         ("--task copying --out file/run", "/file is a file"),
         ("--resume", "--resume needs --out FOLDER"),
         ("--out nowhere --resume", "--resume: there is no run in nowhere"),
@@ -391,6 +482,7 @@ def test_a_run_that_diverges_returns_1(capsys):
 )
 def test_train_says_what_is_wrong(arguments, words, capsys, tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "file.py").write_text("def step(params, carry, x):\n    return carry, x\n")
     for name, text in (("cut", '{"task": "copying", '), ("wrong", '{"task": "copying", "hidden": "x"}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)

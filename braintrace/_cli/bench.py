@@ -74,11 +74,10 @@ def compare(given: argparse.Namespace) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from rich.console import Console
-    from rich.table import Table
 
     import braintrace
 
+    from .._report.tables import Table
     from ..tasks.task import squared_error
     from .nets import make_net
 
@@ -123,12 +122,11 @@ def compare(given: argparse.Namespace) -> None:
     found = {name: _time(brainstate.transform.jit(f), given.repeats) for name, f in cases.items()}
     sizes = f"{given.inputs} -> {given.hidden}, batch {given.batch_size}, {given.length} steps"
     title = f"{given.cell} {sizes}, {jax.devices()[0].device_kind}"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "ms per sequence", "of BPTT", "compile s"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, (first, best) in found.items():
-        table.add_row(name, f"{1e3 * best:.2f}", f"{best / found['BPTT'][1]:.2f}", f"{first - best:.2f}")
-    Console().print(table)
+    rows = [
+        (name, f"{1e3 * best:.2f}", f"{best / found['BPTT'][1]:.2f}", f"{first - best:.2f}")
+        for name, (first, best) in found.items()
+    ]
+    Table(title, ("rule", "ms per sequence", "of BPTT", "compile s"), rows).show()
 
 
 def _time(function: Any, repeats: int) -> tuple[float, float]:

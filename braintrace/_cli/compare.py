@@ -7,13 +7,13 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from . import functions, models
 from .dial import count
 from .errors import UsageError
 from .inspection import distance, drawing, floating, outputs_of
+from .rules import parsed
 from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
 
 ABOUT = """\
@@ -51,7 +51,12 @@ def add_to(commands: Any) -> None:
     )
     add("--task", help="learn this; `braintrace tasks` lists what there is")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the task")
-    add("--data", type=Path, metavar="FILE", help="a file of numpy (.npz) with xs, ys and, if need be, mask")
+    add(
+        "--data",
+        type=models.path,
+        metavar="FILE",
+        help="a file of numpy (.npz) with xs, ys and, if need be, mask",
+    )
     add("--cell", choices=CELLS, help="a net for the task instead of a model (default: gru, or alif)")
     add("--hidden", type=models.positive, default=32, help="units of that net (default: 32)")
     add("--length", type=models.positive, default=50, help="steps of random data (default: 50)")
@@ -59,7 +64,7 @@ def add_to(commands: Any) -> None:
     add("--train", type=count, default=0, metavar="N", help="learning curves of so many updates")
     add("--lr", type=float, default=DEFAULTS["lr"], help=f"learning rate (default: {DEFAULTS['lr']})")
     add("--optimizer", default=DEFAULTS["optimizer"], help=f"of optax (default: {DEFAULTS['optimizer']})")
-    add("--out", type=Path, metavar="FOLDER", help="where the page, the picture and the data go")
+    add("--out", type=models.path, metavar="FOLDER", help="where the page, the picture and the data go")
     parser.set_defaults(run=run)
 
 
@@ -81,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
 
     if given.out is not None:
         check_folder(given.out)
-    rules = None if given.rules is None else [_rule(text) for text in given.rules]
+    rules = given.rules and [parsed(text) for text in given.rules]
     try:
         _ = rules and read_rules(rules)
     except ValueError as error:
@@ -117,15 +122,6 @@ def _step(data: Data) -> Any:
     if data.spread:
         return lambda net, xs, ys: data.loss(net(*xs), *ys)
     return lambda net, x, y: data.loss(net(x), y)
-
-
-def _rule(text: str) -> tuple[str, dict[str, Any]]:
-    name, args, options = models.parse_call(text)
-    if args or not name:
-        raise UsageError(
-            f"--rules: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'."
-        )
-    return name, options
 
 
 @contextmanager

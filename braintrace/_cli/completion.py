@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from .models import path
 from .rules import NAMES
 
 ABOUT = """\
@@ -96,7 +96,7 @@ def fish(commands: dict[str, argparse.ArgumentParser], helps: dict[str, str]) ->
         for action in parser._actions:
             found = _choices(action)
             words = f" -x -a {quote(' '.join(found))}" if found else ""
-            if action.type is Path:
+            if action.type is path:
                 words = " -r -F"
             elif action.option_strings and action.nargs != 0 and not words:
                 words = " -x"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import subprocess
@@ -47,27 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=positive, metavar="N", help="how many there are")
     add("--process", type=int, metavar="I", help="which of them this one is, from 0")
     add("--distributed", action="store_true", help="several processes as SLURM, MPI or the like has them")
-    add(
-        "--heartbeat",
-        type=positive,
-        metavar="SECONDS",
-        help=f"a process that is silent for so long is lost (default: {HEARTBEAT})",
-    )
-    add(
-        "--wait",
-        type=positive,
-        metavar="SECONDS",
-        help=f"how long to wait for the others to start (default: {WAIT})",
-    )
+    seconds = functools.partial(add, type=positive, metavar="SECONDS")
+    seconds("--heartbeat", help=f"a process that is silent for so long is lost (default: {HEARTBEAT})")
+    seconds("--wait", help=f"how long to wait for the others to start (default: {WAIT})")
 
 
 def add_counts(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("devices")
-    add = group.add_argument
-    add(
-        "--devices", type=positive, metavar="N", help="spread batches over so many, of all processes together"
-    )
-    add("--model-parallel", type=positive, metavar="M", help="of which so many share the columns of weights")
+    add = functools.partial(group.add_argument, type=positive)
+    add("--devices", metavar="N", help="spread batches over so many, of all processes together")
+    add("--model-parallel", metavar="M", help="of which so many share the columns of weights")
     return group
 
 

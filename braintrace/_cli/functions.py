@@ -137,4 +137,11 @@ def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, 
         zeros = jnp.zeros((*([batch_size] if batch_size else []), model.hidden_size))
         carry = (zeros, zeros) if isinstance(model, eqx.nn.LSTMCell) else zeros
     step.__name__ = type(model).__name__
-    return step, model, _carry(carry, model)
+    carry = _carry(carry, model)
+    shapes = [jnp.shape(a) for a in jax.tree.leaves(carry)]
+    if batch_size and any(shape[:1] != (batch_size,) for shape in shapes):
+        raise UsageError(
+            f"With --batch-size {batch_size} the carry has a first axis of {batch_size}, not the shapes "
+            f"{shapes}. Name a function of `batch_size` that makes it, or give no --batch-size."
+        )
+    return step, model, carry

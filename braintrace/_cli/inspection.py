@@ -78,20 +78,13 @@ def add_to(commands: Any) -> None:
             rules.add_argument(parser, "d_rtrl", "whose gradient")
             parser.set_defaults(rule="d_rtrl")
         if name == "graph":
-            for kind, what in (
-                ("html", "an interactive page"),
-                ("svg", "a drawing"),
-                ("dot", "for graphviz"),
-            ):
-                parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write {what}")
+            files = {"html": "an interactive page", "svg": "a drawing", "dot": "for graphviz"}
+            for kind, what in files.items():
+                parser.add_argument(f"--{kind}", type=models.path, metavar="FILE", help=f"write {what}")
         if name != "graph":
             length = 10 if name == "check" else 100
-            parser.add_argument(
-                "--length",
-                type=models.positive,
-                default=length,
-                help=f"steps of a sequence (default: {length})",
-            )
+            about = f"steps of a sequence (default: {length})"
+            parser.add_argument("--length", type=models.positive, default=length, help=about)
         if name == "check":
             parser.add_argument("--exact", action="store_true", help="fail unless the gradients are equal")
 
@@ -184,9 +177,12 @@ def distance(outputs: Any, *targets: Any) -> Any:
 
 def outputs_of(model: Any, inputs: list[Any]) -> Any:
     """The shapes of a model's outputs."""
-    import brainstate
+    import jax
 
-    return brainstate.transform.StatefulFunction(model).make_jaxpr(*inputs).get_out_shapes(*inputs)[0]
+    from .._frontends.modules import step_of
+
+    step = step_of(model, tuple(inputs), {})
+    return jax.tree.unflatten(step.out_tree, step.closed_jaxpr.out_avals[: step.out_tree.num_leaves])
 
 
 def floating(outputs: Any) -> list[Any]:

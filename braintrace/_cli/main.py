@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .._lines import raising_line
 from . import bench, compare, completion, devices, inspection, tasks, train
@@ -27,8 +28,29 @@ examples:
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose messages name the option or command that was probably meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._typed = [*(sys.argv[1:] if args is None else args)]
+        found, rest = super().parse_known_args(self._typed, namespace)
+        if rest:
+            self.error(f"unknown arguments: {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        known = [o for a in self._actions for o in (a.option_strings or a.choices or ())]
+        near = []
+        for word in (typed.partition("=")[0] for typed in self._typed):
+            if not any(k.startswith(word) for k in known):  # an option may be abbreviated
+                alike = [k for k in known if k.startswith("-") == word.startswith("-")]
+                near += difflib.get_close_matches(word, alike, 1)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` has examples.\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="braintrace", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
@@ -55,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return 2
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
     try:
+        if given.command not in ("tasks", "completion"):
+            _load()
         code: int = given.run(given)
         return code
     except KeyboardInterrupt:
@@ -71,6 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _ended(1, error)
             raise
         return _ended(_tell(error, given))
+
+
+def _load() -> None:
+    """Import the libraries, which takes seconds; a line says so."""
+    if "jax" not in sys.modules:
+        print("braintrace: loading JAX ...", file=sys.stderr, flush=True)
+    from .. import _precision as _precision
 
 
 def _ended(code: int, error: Exception | None = None) -> int:

@@ -25,30 +25,23 @@ SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """How a model and its input are given; unless `required`, both may be left out."""
-    parser.add_argument(
-        "model",
-        nargs=None if required else "?",
-        help=f"a class, a function that makes a model, or a model: {SPEC}",
-    )
+    add = parser.add_argument
+    many = None if required else "?"
+    add("model", nargs=many, help=f"a class, a function that makes a model, or a model: {SPEC}")
     for name, what in (("params", "the parameters"), ("carry", "the carry at the start")):
-        parser.add_argument(
-            f"--{name}", metavar="NAME", help=f"of a step function: {what}, or a function that returns it"
-        )
-    parser.add_argument(
+        about = f"of a step function: {what}, or a function that returns it"
+        add(f"--{name}", metavar="NAME", help=about)
+    add(
         "--input",
         action="append",
         required=required,
         metavar="SHAPE",
         help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input",
     )
-    parser.add_argument(
-        "--dtype", action="append", default=[], help="of each input: float32 (default), int32, ..."
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, help="how many sequences at once (default: no batch axis)"
-    )
-    parser.add_argument("--dt", type=float, help="time step in ms, for neurons (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters (default: 0)")
+    add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
+    add("--batch-size", type=positive, help="how many sequences at once (default: no batch axis)")
+    add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
+    add("--seed", type=int, default=0, help="of the parameters (default: 0)")
 
 
 def positive(text: str) -> int:
@@ -56,6 +49,12 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def path(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(text)
 
 
 @contextmanager
@@ -150,10 +149,10 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
         except TypeError as error:
             if raising_line(error):  # it was called, and its own code failed
                 raise
-            other = "; or, if it is a step function, say what it is given: --params NAME --carry NAME"
-            other = other if given else ""
+            takes = "takes --params NAME --carry NAME" if given else "is trained with `braintrace.online`"
             raise UsageError(
-                f"`{spec}` cannot be made: {error}. Give arguments in the name: {SPEC}{other}."
+                f"`{spec}` cannot be called to make a model: {error}. Give arguments in the name: {SPEC}. A "
+                f"plain step function {takes}."
             ) from error
         if not is_made(model):
             other = " or another that `--help` names" if given else ""
@@ -191,6 +190,8 @@ def _offered(module: ModuleType) -> list[str]:
 
 
 def _module(where: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
     try:
         if where.endswith(".py"):
             path = Path(where)

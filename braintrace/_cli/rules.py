@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 from typing import Any
 
 from . import dial, models
@@ -37,15 +38,17 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     return name.lower(), options
 
 
-def learner_of(text: str, window: int, rank: int, **usual: Any) -> tuple[Any, dict[str, Any]]:
-    """The class of a rule and all its options; those of `usual` that it has, where none are given."""
-    import inspect
-
+def _read(text: str) -> tuple[str, dict[str, Any], Any, Any]:
+    """The name of a rule, the options given, its learner's class and the parameters of that."""
     from .._learners.compile import NAMES as LEARNERS
 
     name, options = parsed(text)
-    make = LEARNERS[name]
-    known = inspect.signature(make.__init__).parameters
+    return name, options, LEARNERS[name], inspect.signature(LEARNERS[name].__init__).parameters
+
+
+def learner_of(text: str, window: int, rank: int, **usual: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of a rule and all its options; those of `usual` that it has, where none are given."""
+    name, options, make, known = _read(text)
     for option in options:
         if option not in known:
             raise UsageError(f"--rule: {name} has no option {option!r}; it has {', '.join([*known][2:])}.")
@@ -69,10 +72,5 @@ TAKEN = {"num_targets": ("B_list",)}  # options that take the place of another
 
 def has_windows(text: str) -> bool:
     """Whether a rule goes back through windows of which nothing was said yet."""
-    import inspect
-
-    from .._learners.compile import NAMES as LEARNERS
-
-    name, options = parsed(text)
-    known = inspect.signature(LEARNERS[name].__init__).parameters
+    _, options, _, known = _read(text)
     return "window" in known and not {"window", "vjp_method"} & {*options}

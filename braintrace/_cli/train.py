@@ -15,7 +15,7 @@ from typing import Any
 
 from . import devices, dial, rules
 from .errors import UsageError
-from .models import SPEC, positive
+from .models import SPEC, path, positive
 
 CELLS = (
     "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
@@ -93,8 +93,9 @@ def add_to(commands: Any) -> None:
     add("--checkpoint-every", type=positive, metavar="N", help=say("checkpoint_every", "batches"))
     add("--seed", type=int, help=say("seed", "of parameters and data"))
     add("--to-target", action="store_true", help="stop when the task's target is reached")
-    add("--out", type=Path, metavar="FOLDER", help="where results go")
+    add("--out", type=path, metavar="FOLDER", help="where results go")
     add("--resume", action="store_true", help="go on where the run in --out stopped")
+    add("--trust", action="store_true", help="with --resume: import the model that the run folder names")
     devices.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -105,6 +106,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _run(given: argparse.Namespace, mesh: Any) -> int:
+    from .._train.lock import locked
     from .models import find, time_step
     from .nets import make_net
 
@@ -116,15 +118,31 @@ def _run(given: argparse.Namespace, mesh: Any) -> int:
         print(f"The run in {out} has no checkpoint yet: it starts from the beginning.")
     task = make_task(settings)
     own = settings["model"]
+    if own and not hasattr(given, "model"):
+        _check_trust(own, out, hasattr(given, "trust"))
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
     if mesh is not None:
         print(devices.words_of(mesh))
-    with time_step():
+    with time_step(), locked(out):
         result = train(settings, task, make, out, resume, mesh)
     if result.interrupted:
-        print(f"Interrupted after batch {result.batches}. Go on with: braintrace train --out {out} --resume")
+        again = f"braintrace train --out {out} --resume" + (f" --model {own!r}" if own else "")
+        print(f"Interrupted after batch {result.batches}. Go on with: {again}")
         return 130
     return 0
+
+
+def _check_trust(spec: str, out: Path, trusted: bool) -> None:
+    """Refuse to import a model that only `config.json` names: without --trust, or from inside the folder."""
+    where = spec.partition(":")[0]
+    place = Path(where if where.endswith(".py") else where.replace(".", "/")).resolve()
+    inside = place.is_relative_to(out.resolve())
+    if inside or not trusted:
+        where, add = (", inside of this folder", "") if inside else ("", ", or add --trust")
+        raise UsageError(
+            f"--resume: {out / 'config.json'} names the model {spec!r}{where}, whose code would be run. If "
+            f"you trust it, name it yourself: --model {spec!r}{add}."
+        )
 
 
 def train(
@@ -292,7 +310,7 @@ def _check(settings: dict[str, Any]) -> None:
     if settings["seed"] < 0:
         raise UsageError(f"--seed is 0 or more, not {settings['seed']}.")
     check_name(settings["task"])
-    _dial(settings)
+    rules.learner_of(settings["rule"], settings["window"], settings["rank"], num_targets=1)
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
     if settings["cell"] is None and not settings["model"]:
@@ -301,10 +319,6 @@ def _check(settings: dict[str, Any]) -> None:
     if every != "sequence" and not (str(every).isdigit() and int(every) >= 1):
         raise UsageError(f"--update-every is `sequence` or a number of time steps, not {every!r}.")
     make_optimizer(settings)
-
-
-def _dial(settings: dict[str, Any]) -> dict[str, Any]:
-    return rules.learner_of(settings["rule"], settings["window"], settings["rank"], num_targets=1)[1]
 
 
 def make_task(settings: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 import os as _os
 from importlib import import_module as _import_module
 
+from .. import _precision as _precision  # isort: skip
 import brainstate as _brainstate
 import brainunit as _brainunit
 

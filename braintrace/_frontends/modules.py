@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -177,37 +178,56 @@ def _trace_as_it_is(
     function = brainstate.transform.StatefulFunction(step, return_only_write=False)
     try:
         function.make_jaxpr(*data)
-    except StateGivenError as e:
-        raise CompilationError(str(e)) from e
-    except AttributeError as e:
-        raise CompilationError(
-            f"The model's step failed while it was traced{_at(e)}: {e}. If the missing attribute is a state, "
-            "call `brainstate.nn.init_all_states(model)` first."
-        ) from e
-    except (TypeError, ValueError) as e:
-        if isinstance(e, CompilationError) or any(_is_traced(st.value) for st in model.states().values()):
-            raise
-        states = {
-            ".".join(map(str, path)): [tuple(leaf.shape) for leaf in jax.tree.leaves(st.value)]
-            for path, st in model.states().items()
-            if isinstance(st, brainstate.ShortTermState)
-        }
-        shapes = [tuple(jnp.shape(d)) for d in data]
-        raise CompilationError(
-            f"The model's step failed while it was traced with arrays of shapes {shapes}{_at(e)}: {e} Its "
-            f"states have the shapes {states}. Check the feature size, that the arrays are those of one step "
-            "and not of a sequence, and that inputs and states agree about a batch axis "
-            "(`brainstate.nn.init_all_states(model, batch_size=...)`); what is not a number or an array, "
-            "such as a string, is passed to the model as it is."
-        ) from e
+    except Exception as e:
+        cause = _cause(e)
+        if said := _explained(cause, model, data):
+            raise CompilationError(said) from cause
+        raise cause from cause.__cause__
     closed = function.get_jaxpr(*data)
     out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
     return closed, out_tree, tuple(function.get_states(*data))
 
 
-def _at(error: Exception) -> str:
+def _cause(error: BaseException) -> BaseException:
+    """The error of a layer, without the printed layer that `brainstate.nn.Sequential` puts around it."""
+    while isinstance(error, brainstate.BrainStateError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
+    """Why and where a model's step failed; None for an error that says so itself."""
+    if isinstance(e, StateGivenError):
+        return str(e)
+    failed = f"The model's step failed while it was traced{_at(e, model)}"
+    if isinstance(e, KeyError) and "'dt'" in str(e):
+        return f"{failed}: no time step is set. Call `brainstate.environ.set(dt=1.0 * brainunit.ms)` first."
+    if isinstance(e, AttributeError):
+        return f"{failed}: {e}. If that is a state, call `brainstate.nn.init_all_states(model)` first."
+    traced = any(_is_traced(st.value) for st in model.states().values())
+    if not isinstance(e, TypeError | ValueError) or isinstance(e, CompilationError) or traced:
+        return None
+    states = {
+        ".".join(map(str, path)): [tuple(leaf.shape) for leaf in jax.tree.leaves(st.value)]
+        for path, st in model.states().items()
+        if isinstance(st, brainstate.ShortTermState)
+    }
+    shapes = [tuple(jnp.shape(d)) for d in data]
+    return (
+        f"{failed}, with arrays of shapes {shapes}: {e} Its states have the shapes {states}. Check the "
+        "feature size, that the arrays are those of one step and not of a sequence, and that inputs and "
+        "states agree about a batch axis (`brainstate.nn.init_all_states(model, batch_size=...)`); what is "
+        "not a number or an array, such as a string, is passed to the model as it is."
+    )
+
+
+def _at(error: BaseException, model: Any) -> str:
+    """Where a step failed: the innermost layer, by its path, and the user's line."""
+    paths = {id(node): ".".join(map(str, path)) for path, node in model.nodes().items() if path}
+    called = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layer = next((f", in `{paths[id(a)]}` ({type(a).__name__})" for a in called[::-1] if id(a) in paths), "")
     line = raising_line(error)
-    return f", at {line}" if line else ""
+    return f"{layer}, at {line}" if line else layer
 
 
 def _is_traced(value: Any) -> bool:

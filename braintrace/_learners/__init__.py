@@ -1,5 +1,6 @@
 """The learners that users of `brainstate` hold: they keep states and traces between calls."""
 
+from .. import _precision as _precision
 from .._online.data import MultiStepData as MultiStepData
 from .._online.data import SingleStepData as SingleStepData
 from .accumulators import FixedRandomFeedback as FixedRandomFeedback

@@ -136,8 +136,9 @@ def why_missing(asked: Key, compiled: Collection[Key]) -> str:
     return next(filter(None, (_mistake(asked, key) for key in like)), None) or (
         f"The learner is not compiled for inputs of shapes {shapes} with the states as they are now; it is "
         f"compiled for inputs {[_shapes(key.data) for key in compiled]}, given in the same way (by position "
-        "or by name). Check the batch and feature sizes; for another batch size, initialise the states for "
-        "it and call `learner.compile_graph(x)` again."
+        "or by name). Check the batch and feature sizes. For another batch size call "
+        "`learner.reset_state(batch_size)` and then `learner.compile_graph(x)`; to predict without learning, "
+        "`learner.reset_state(batch_size)` and then `learner.model(x)`."
     )
 
 

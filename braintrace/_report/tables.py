@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import html
+import math
+import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+
+from .markup import Markup, join, tag
+
+LEAST = 12  # characters of the first column
 
 
 @dataclass(frozen=True)
@@ -16,48 +23,51 @@ class Table:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
-    def to_str(self) -> str:
-        cells = [list(self.columns), *map(list, self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+    def to_str(self, width: float = math.inf) -> str:
+        """The table as text; where it is wider than `width`, words go below each other: names, then cells."""
+        rows = [list(self.columns), *map(list, self.rows)]
+        for broken in (0, 1, len(rows)):  # rows whose words are below each other
+            cells = [
+                [name, *(c.replace(" ", "\n") if i < broken else c for c in rest)]
+                for i, (name, *rest) in enumerate(rows)
+            ]
+            widths = [
+                max(len(t) for c in column for t in c.split("\n")) for column in zip(*cells, strict=True)
+            ]
+            left = width - sum(w + 2 for w in widths[1:])
+            if left >= (LEAST if broken else widths[0]):
+                break
+        widths[0] = int(min(widths[0], max(left, LEAST)))
 
-        def line(row: Sequence[str]) -> str:
-            first, *rest = (
-                c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            return "  ".join([first, *rest]).rstrip()
+        def lines(name: str, *rest: str) -> str:
+            split = [textwrap.wrap(name, widths[0]), *(c.split("\n") for c in rest)]
+            found = zip_longest(*split, fillvalue="")
+            align = lambda i, c: c.rjust(widths[i]) if i else c.ljust(widths[i])
+            return "\n".join("  ".join(align(*cell) for cell in enumerate(line)).rstrip() for line in found)
 
-        rule = "  ".join("-" * w for w in widths)
-        return "\n".join([self.title, line(self.columns), rule, *map(line, self.rows), *self.notes])
+        head, *body = (lines(*row) for row in cells)
+        return "\n".join([self.title, head, "  ".join("-" * w for w in widths), *body, *self.notes])
 
     def show(self) -> None:
-        """Print it, in colour where there is a terminal."""
+        """Print it, as wide as the terminal."""
         from rich.console import Console
-        from rich.table import Table as Rich
 
-        console = Console()
-        if not console.is_terminal:
-            print(self.to_str())
-            return
-        table = Rich(title=self.title, title_justify="left", title_style="bold")
-        for i, name in enumerate(self.columns):
-            table.add_column(name, justify="right" if i else "left", style=None if i else "cyan")
-        for row in self.rows:
-            table.add_row(*row)
-        console.print(table)
-        for note in self.notes:
-            console.print(note, markup=False, highlight=False)
+        console = Console(highlight=False)
+        known = console.is_terminal or "COLUMNS" in os.environ
+        title, _, rest = self.to_str(console.width if known else math.inf).partition("\n")
+        console.print(title, style="bold", markup=False, soft_wrap=not known)
+        console.print(rest, markup=False, soft_wrap=not known)
 
-    def to_html(self) -> str:
-        def row(tag: str, cells: Sequence[str]) -> str:
+    def to_html(self) -> Markup:
+        def row(kind: str, cells: Sequence[str]) -> Markup:
             side = ["left"] + ["right"] * (len(cells) - 1)
-            style = [f'style="text-align:{s};padding:2px 8px"' for s in side]
-            inner = (f"<{tag} {s}>{html.escape(c)}</{tag}>" for s, c in zip(style, cells, strict=True))
-            return f"<tr>{''.join(inner)}</tr>"
+            style = (f"text-align:{s};padding:2px 8px" for s in side)
+            return tag("tr", *(tag(kind, c, style=s) for c, s in zip(cells, style, strict=True)))
 
-        body = "".join(row("td", r) for r in self.rows)
-        notes = "".join(f"<p>{html.escape(n)}</p>" for n in self.notes)
-        head = f"<caption style='text-align:left;font-weight:bold'>{html.escape(self.title)}</caption>"
-        return f"<table>{head}<thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>{notes}"
+        head = tag("caption", self.title, style="text-align:left;font-weight:bold")
+        body = tag("tbody", *(row("td", r) for r in self.rows))
+        table = tag("table", head, tag("thead", row("th", self.columns)), body)
+        return join(table, *(tag("p", n) for n in self.notes))
 
 
 def show_bytes(count: float) -> str:

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from .._lines import warn_user
 from .engine import Engine
 from .layout import Layout
+from .lock import locked
 
 # what a run writes beside its arrays, and cannot go on without
 NOTES = {"learner", "epoch", "index", "batch_size", "seconds", "reached"}
@@ -30,6 +31,8 @@ class Checkpoints:
 
         self.folder = Path(folder).absolute()
         self._ocp = ocp
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked(self.folder))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
@@ -135,6 +138,7 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+        self._lock.close()
 
 
 def collect(engine: Engine) -> dict[str, Any]:

@@ -203,17 +203,17 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), the data (.json) or the picture: .svg, or with matplotlib .png, .pdf, ..."""
+        from .._report.markup import tag
         from .frontier import draw
-        from .report import write_page
+        from .report import card, write_page
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
             path.write_text(self.to_json(), encoding="utf-8")
         elif path.suffix == ".html":
-            card = '<div class="card">{}</div>'.format
-            parts = [card(draw(self).to_svg()), "<h2>Costs</h2>", card(self.table.to_html())]
-            parts += ["<h2>Parameters</h2>", card(self.by_parameter.to_html())]
+            parts = [card(draw(self).to_svg()), tag("h2", "Costs"), card(self.table.to_html())]
+            parts += [tag("h2", "Parameters"), card(self.by_parameter.to_html())]
             write_page(path, "Rules side by side", self.recommendation, parts)
         else:
             draw(self).save(path)

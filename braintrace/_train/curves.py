@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .drawing import Drawing, scale, ticks
 from .result import COUNTS, FitResult
 
 COLORS = (
@@ -16,7 +17,9 @@ COLORS = (
     *("#db2777", "#65a30d", "#0891b2", "#92400e", "#4338ca", "#dc2626"),
 )
 POINTS = 300  # of a line, at most
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 16, 34, 40
 Runs = Mapping[str, FitResult]
+Area = tuple[float, float, float, float]  # left, top, width and height of a panel
 
 
 @dataclass(frozen=True)
@@ -53,36 +56,60 @@ def lines_of(runs: Runs, metric: str) -> list[Line]:
 
 
 def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | None = None) -> None:
-    """Write the curves of runs, side by side; the format is that of the file's name."""
+    """Write the curves of runs, one metric below the other; the format is that of the file's name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    targets = targets or {}
-    if path.suffix == ".svg":
-        from .svg import draw_svg, stack
+    draw_curves(runs, names_of(runs), targets or {}).save(path)
 
-        panels = [draw_svg(lines_of(runs, m), m, targets.get(m)) for m in names_of(runs)]
-        path.write_text(stack(panels), encoding="utf-8")
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"To write {path.name} install matplotlib (`pip install 'braintrace[plot]'`), or write an .svg."
-        ) from error
-    names = names_of(runs)
-    figure = Figure(figsize=(5.2 * len(names), 3.6), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for line in lines_of(runs, metric):
-            if line.raw:
-                axes.plot(*line.raw, color=line.color, alpha=0.25, linewidth=0.8)
-            axes.plot(line.x, line.y, color=line.color, label=line.name or None)
-        if metric in targets:
-            axes.axhline(targets[metric], color="0.5", linestyle="--", linewidth=1, label="target")
-        axes.set(xlabel="batch", title=metric)
-        axes.spines[["top", "right"]].set_visible(False)
-        if any(runs) or metric in targets:
-            axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+
+def draw_curves(runs: Runs, metrics: Sequence[str], targets: Mapping[str, float]) -> Drawing:
+    """A panel for each metric, one below the other."""
+    drawing = Drawing(f"{', '.join(metrics)} against batches", WIDTH, HEIGHT * len(metrics))
+    for i, metric in enumerate(metrics):
+        title, lines = metric.replace("_", " "), lines_of(runs, metric)
+        draw_panel(drawing, (0, i * HEIGHT, WIDTH, HEIGHT), lines, title, "batch", targets.get(metric))
+    return drawing
+
+
+def draw_panel(
+    drawing: Drawing, area: Area, lines: list[Line], title: str, below: str, target: float | None = None
+) -> None:
+    """Draw curves with their axes, the names of those that have one, and the target."""
+    x0, top, width, height = area
+    left, right, bottom = x0 + LEFT, x0 + width - RIGHT, top + height - BOTTOM
+    drawn = [pair for line in lines for pair in ((line.x, line.y), line.raw) if pair is not None]
+    wide = max([1.0, *(float(x.max()) for x, _ in drawn)])
+    ys = np.concatenate([*(y for _, y in drawn), [] if target is None else [target]])
+    ys = ys[np.isfinite(ys)] if np.isfinite(ys).any() else np.zeros(1)
+    marks = ticks(float(ys.min()), float(ys.max()))
+    px = scale(left, right, 0, wide)
+    py = scale(bottom, top + TOP, min(float(ys.min()), marks[0]), max(float(ys.max()), marks[-1]))
+    across = lambda y: [(left, py(y)), (right, py(y))]
+    drawing.text(left, top + 18, title, size=14, bold=True)
+    for mark in marks:
+        drawing.line(across(mark), opacity=0.15)
+        drawing.text(left - 8, py(mark) + 4, f"{mark:g}", anchor="end")
+    for mark in ticks(0, wide):
+        drawing.text(px(mark), bottom + 17, f"{mark:g}", anchor="middle")
+    drawing.text((left + right) / 2, bottom + 34, below, anchor="middle")
+    if target is not None:
+        drawing.line(across(target), opacity=0.55, dashed=True)
+        drawing.text(left + 4, py(target) + 13, f"target {target:g}")
+    points = lambda x, y: [(px(a), py(b)) for a, b in zip(x, y, strict=True) if np.isfinite(b)]
+    for line in lines:
+        if line.raw:
+            drawing.line(points(*line.raw), line.color, 1, opacity=0.22)
+    at = right
+    for line in reversed(lines):
+        drawing.line(points(line.x, line.y), line.color, 2)
+        for x, y in zip(line.x, line.y, strict=True) if len(line.x) <= 40 else ():
+            if np.isfinite(y):
+                drawing.circle(px(x), py(y), 1.9, line.color, title=f"{line.name} batch {x:g}: {y:.4g}")
+        if line.name:
+            at -= 7 * len(line.name)
+            drawing.line([(at - 22, top + 14), (at - 6, top + 14)], line.color, 3)
+            drawing.text(at, top + 18, line.name)
+            at -= 34
 
 
 def smooth(x: Any, y: Any) -> tuple[Any, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import brainstate
@@ -20,13 +20,14 @@ from .._lines import warn_user
 from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
 from .._report.check import about_zeros, by_name
-from .data import Batch, size_of
+from .data import Batch, size_of, steps_of, why_failed
 from .layout import Layout
 from .outside import warn_of_unlearned
 
 Metric = Callable[[Any, Any, Any], Any]
 Parameters = dict[str, Any]
 ZERO_FOR = 3  # batches with a zero gradient until that is warned of: at the start it may be one of LoRA
+_fitted: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose states have been made for a batch of `fit`
 
 
 @dataclass(eq=False)
@@ -102,6 +103,9 @@ class Engine:
                 f"shapes; they changed from {self._shapes} to {shapes}."
             )
         model, learner = self.learner.model, self.learner
+        if self.batched and model not in _fitted:
+            _warn_of_batch_first(model, xs)
+        _fitted.add(model)
         size = {"batch_size": size_of(xs)} if self.batched else {}
         known = shapes in self._known
         args, kwargs = self._known[shapes][0] if known else self._arguments(xs, ys)
@@ -155,8 +159,13 @@ class Engine:
         self.prepare(batch)
         if self.layout is not None and self.batched and not self._warned_of_whole:
             self._warned_of_whole = self.layout.warn_of_whole(batch)
-        with brainstate.environ.context(fit=True):
-            found: dict[str, Any] = jax.device_get(self._train(*batch))
+        try:
+            with brainstate.environ.context(fit=True):
+                found: dict[str, Any] = jax.device_get(self._train(*batch))
+        except (TypeError, ValueError, IndexError) as error:
+            if self.batched and (why := why_failed(batch)):
+                raise ValueError(f"{error} {why}") from error
+            raise
         if not self._looked_outside:
             warn_of_unlearned(self.step_fn, self._train.stateful_fun.get_states(*batch), self.learner.model)
             self._looked_outside = True
@@ -169,14 +178,15 @@ class Engine:
     def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
-        sequence = _sequence(xs, ys, mask)
+        sequence = sequence_of(xs, ys, mask)
         size = self.update_every or sequence.length
         update = lambda c, arrays, mask, _: (c, self._update(arrays, mask))
         _, (losses, aux, bad, zero) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
         if self.layout is not None:  # XLA has its own mind about zeros and about what comes out of a loop
             for state in self._carried():
                 state.value = self.layout.keep(state.value, self._kept[id(state)])
-        found = {**self._scores(losses, aux, sequence), "losses": losses, "bad": bad, "zero": zero.all(0)}
+        each = jax.vmap(self._mean)(losses, sequence.mask)
+        found = {**self._scores(losses, aux, sequence), "losses": each, "bad": bad, "zero": zero.all(0)}
         return self._everywhere(found)
 
     def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -221,8 +231,8 @@ class Engine:
         slices = jax.tree.map(lambda a: a[0], arrays)
 
         def loss_of() -> Any:
-            loss, aux = split_loss(self._step(*slices), has_aux=True)
-            return jnp.where(mask[0] != 0, loss, jnp.zeros_like(loss)), (loss, aux)  # the mean of one step
+            loss, aux = split_loss(self._step(*slices), has_aux=True, samples=mask.shape[1:])
+            return self._mean(loss, mask[0]), (loss, aux)
 
         grads, kept = brainstate.transform.grad(loss_of, self.learner.param_states, has_aux=True)()
         return grads, *jax.tree.map(lambda a: jnp.asarray(a)[None], kept)
@@ -240,12 +250,13 @@ class Engine:
 
     def _scores(self, losses: Any, aux: Any, sequence: Sequence) -> dict[str, Any]:
         mask, (_, ys) = sequence.mask, sequence.arrays
-        mean = partial(self._mean, mask=mask)
-        scores = {"loss": mean(losses)}
+        weights = {mask.shape[:1]: mask.sum(tuple(range(1, mask.ndim))), mask.shape: mask}
+        scores = {"loss": self._mean(losses, mask)}
         if self.metrics:
             scores |= {name: metric(aux, ys, mask) for name, metric in self.metrics.items()}
         elif isinstance(aux, Mapping):
-            scores |= {k: mean(v) for k, v in aux.items() if jnp.shape(v) == mask.shape}
+            shapes = {k: jnp.shape(v) for k, v in aux.items()}
+            scores |= {k: self._mean(aux[k], weights[s]) for k, s in shapes.items() if s in weights}
         return scores
 
     # -- evaluation --------------------------------------------------------------------------------
@@ -258,36 +269,50 @@ class Engine:
     def _evaluate_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
         model = self.learner.model
         kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
-        sequence = _sequence(xs, ys, mask)
+        sequence = sequence_of(xs, ys, mask)
         self.learner.reset_model(**({"batch_size": size_of(xs)} if self.batched else {}))
 
         def of_model(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self.learner.for_model(args, kwargs)
             return call_model(model, *args, **kwargs)
 
+        checked = lambda out, *lead: split_loss(out, True, lead, sequence.mask.shape[1:])
         with _calling(self.learner, of_model):
             if self.in_windows:
-                run = lambda c, arrays, *_: (c, self._step(*arrays))
+                run = lambda c, arrays, mask, _: (c, checked(self._step(*arrays), len(mask)))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan
                 _, (losses, aux) = over_chunks(run, (), sequence, size, scan)
             else:
-                losses, aux = brainstate.transform.for_loop(self._step, *sequence.arrays)
+                run = lambda *slices: checked(self._step(*slices))
+                losses, aux = brainstate.transform.for_loop(run, *sequence.arrays)
         for state, value in kept.values():
             state.value = value
         return self._everywhere(self._scores(losses, aux, sequence))
 
 
-def _sequence(xs: Any, ys: Any, mask: Any) -> Sequence:
+def sequence_of(xs: Any, ys: Any, mask: Any) -> Sequence:
     """A batch as a sequence, in which targets that do not count are finite: 0 * NaN is NaN."""
     sequence = Sequence.check((xs, ys), mask)
 
     def clean(y: Any) -> Any:
-        if not jnp.issubdtype(y.dtype, jnp.inexact):
+        mask = sequence.mask
+        if not jnp.issubdtype(y.dtype, jnp.inexact) or y.ndim < mask.ndim:
             return y
-        left_out = jnp.expand_dims(sequence.mask == 0, range(1, y.ndim))
+        left_out = jnp.expand_dims(mask == 0, range(mask.ndim, y.ndim))
         return jnp.where(left_out & ~jnp.isfinite(y), jnp.zeros_like(y), y)
 
     return replace(sequence, arrays=(sequence.arrays[0], jax.tree.map(clean, sequence.arrays[1])))
+
+
+def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
+    """Warn if the states of a model have as many rows as the sequences seem to have steps."""
+    states = jax.tree.leaves([st.value for st in model.states(brainstate.HiddenState).values()])
+    rows = {jnp.shape(a)[0] for a in states if jnp.ndim(a) > 1}
+    if rows == {steps_of(xs)} and rows != {size_of(xs)}:
+        warn_user(
+            f"The model's states are made for batches of {steps_of(xs)}, and that is the first axis of `xs`, "
+            "which is time. If it is the batch, swap the first two axes of `xs` and `ys`."
+        )
 
 
 def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: Any) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ class DivergedError(ArithmeticError):
         loss: float,
         checkpoint: Path | None,
         result: Any,
+        cause: str = "",
     ) -> None:
         self.batch, self.epoch, self.step = batch, epoch, step
         self.parameters, self.loss, self.checkpoint, self.result = parameters, loss, checkpoint, result
@@ -35,8 +36,11 @@ class DivergedError(ArithmeticError):
         saved = f"The last good checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
         super().__init__(
             f"{what} at batch {batch} (epoch {epoch}), step {step} of the sequence (loss {loss:g}). "
-            f"The parameters are left as they were before that update. {saved}. Try a lower learning rate or "
-            "`optax.chain(optax.clip_by_global_norm(1.0), optimizer)`."
+            f"The parameters are left as they were before that update. {saved}. "
+            + (
+                cause
+                or "Try a lower learning rate or `optax.chain(optax.clip_by_global_norm(1.0), optimizer)`."
+            )
         )
 
 

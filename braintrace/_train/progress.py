@@ -16,6 +16,7 @@ from .._report.tables import show_bytes
 from .result import COUNTS, Row
 
 LINE_EVERY = 10.0  # seconds between lines, where there is no terminal
+BAR = 12 + 1 + 7 + 4  # characters of a bar, the slash and the time, and of the gaps between
 
 
 class Watch:
@@ -30,7 +31,14 @@ class Watch:
         self._bar: Progress | None = None
         if enabled and self.console.is_terminal:
             self._bar = _make_bar(self.console)
-            self._task = self._bar.add_task("training", total=total, now="compiling ...")
+            self._task = self._bar.add_task("", total=total, now="compiling ...")
+
+    def begins(self, steps: int, sequences: int | None) -> None:
+        """Before the first batch, so that data whose first axis is not time are noticed."""
+        if not self._warm:
+            self.say(
+                f"batches of {f'{sequences} sequences, ' if sequences else ''}{steps} steps; compiling ..."
+            )
 
     def __enter__(self) -> Watch:
         if self._bar:
@@ -64,8 +72,12 @@ class Watch:
         return f"batch {row['batch']:>{len(str(self._total or 99999))}}{of}"
 
     def _status(self, row: Row) -> str:
-        parts = [show_scores(row), self._speed()]
-        return "  ".join(p for p in parts if p)
+        """As many scores, the speed and the memory as there is room for beside the bar."""
+        parts = [*show_scores(row).split("  "), *self._speed().split("  ")]
+        room = self.console.width - BAR - 2 * len(str(self._total)) if self._bar else len("  ".join(parts))
+        while len("  ".join(parts)) > room and len(parts) > 1:
+            parts.pop()
+        return "  ".join(parts).rstrip()
 
     def _speed(self) -> str:
         if not self._times:
@@ -85,7 +97,7 @@ class Stages:
     def __enter__(self) -> Stages:
         if self._bar:
             self._bar.start()
-            self._task = self._bar.add_task("comparing", total=len(self.things), now="")
+            self._task = self._bar.add_task("", total=len(self.things), now="")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,8 +117,7 @@ class Stages:
 
 def _make_bar(console: Console) -> Progress:
     columns = [
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[now]}"),
         TimeRemainingColumn(),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 from .._learners.base import ETraceAlgorithm
-from .curves import COLORS, Runs, lines_of, names_of
+from .._report.markup import Markup, join, tag
+from .curves import COLORS, Runs, draw_curves, names_of
 from .result import FitResult
-from .svg import draw_svg
+
+BREAK = Markup("<br>")
 
 
 class Target(NamedTuple):
@@ -44,58 +46,52 @@ def write_report(
     """
     aim = None if target is None else Target(*target)
     parts = [
-        f'<div class="row">{"".join(_card(i, n, r, aim) for i, (n, r) in enumerate(runs.items()))}</div>',
-        "<h2>Learning curves</h2>",
-        f'<div class="row">{"".join(_panel(runs, m, aim) for m in names_of(runs))}</div>',
+        tag("div", *(_card(i, n, r, aim) for i, (n, r) in enumerate(runs.items())), class_="row"),
+        tag("h2", "Learning curves"),
+        tag("div", *(_panel(runs, m, aim) for m in names_of(runs)), class_="row"),
     ]
     if memory is not None:
-        parts += ["<h2>Memory and work</h2>", f'<div class="card">{memory._repr_html_()}</div>']
-    parts += [
-        "<h2>What is learned how</h2>",
-        f'<div class="card frame">{learner.report._repr_html_()}</div>',
-    ]
+        parts += [tag("h2", "Memory and work"), card(Markup(memory._repr_html_()))]
+    parts += [tag("h2", "What is learned how"), card(Markup(learner.report._repr_html_()), "card frame")]
     if settings:
-        items = "".join(
-            f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>"
-            for k, v in settings.items()
-            if v is not None
-        )
-        parts += ["<h2>Settings</h2>", f'<div class="card"><dl>{items}</dl></div>']
+        known = {k: v for k, v in settings.items() if v is not None}
+        items = (tag("div", tag("dt", k), tag("dd", v)) for k, v in known.items())
+        parts += [tag("h2", "Settings"), card(tag("dl", *items))]
     return write_page(path, title, subtitle, parts)
 
 
-def write_page(path: str | Path, title: str, subtitle: str, parts: list[str]) -> Path:
-    """Write a page of these parts, each of them HTML."""
+def write_page(path: str | Path, title: str, subtitle: str, parts: list[Markup]) -> Path:
+    """Write a page of these parts."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     page = Template(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
-    path.write_text(
-        page.substitute(title=escape(title), subtitle=escape(subtitle), body="\n".join(parts)),
-        encoding="utf-8",
-    )
+    filled = page.substitute(title=join(title), subtitle=join(subtitle), body=join(*parts))
+    path.write_text(filled, encoding="utf-8")
     return path
 
 
-def _card(number: int, name: str, run: FitResult, target: Target | None) -> str:
+def card(inner: Markup, kind: str = "card") -> Markup:
+    return tag("div", inner, class_=kind)
+
+
+def _card(number: int, name: str, run: FitResult, target: Target | None) -> Markup:
     metric = target.metric if target else "loss"
     score = run.metrics.get(metric, float("nan"))
-    said = ""
+    soft = partial(tag, "span", class_="soft")
+    said: list[Markup] = []
     if target is not None:
         ok = target.reached(score)
         reached = _when(run, target)
         when = f" at batch {reached}" if ok and reached else ""
-        said = (
-            f'<span class="{"good" if ok else "bad"}">target {target.value:g} '
-            f"{'reached' + when if ok else 'not reached'}</span><br>"
-        )
+        words = f"target {target.value:g} {'reached' + when if ok else 'not reached'}"
+        said = [tag("span", words, class_="good" if ok else "bad"), BREAK]
     seconds = run.history[-1]["seconds"] - run.compile_seconds if run.history else 0.0
     rate = f"{1e3 * seconds / (run.batches - 1):.1f} ms a batch" if run.batches > 1 else ""
-    return (
-        f'<div class="card run" style="--color: {COLORS[number % len(COLORS)]}"><div>{escape(name)}</div>'
-        f'<b>{score:.4g}</b> <span class="soft">{escape(metric.replace("_", " "))}</span><br>{said}'
-        f'<span class="soft">{run.batches} batches, {seconds:.1f} s of training ({rate}), first batch '
-        f"{run.compile_seconds:.1f} s (compiling)</span></div>"
-    )
+    costs = f"{run.batches} batches, {seconds:.1f} s of training ({rate}), first batch "
+    costs += f"{run.compile_seconds:.1f} s (compiling)"
+    shown = [tag("div", name), tag("b", f"{score:.4g}"), " ", soft(metric.replace("_", " ")), BREAK]
+    style = f"--color: {COLORS[number % len(COLORS)]}"
+    return tag("div", *shown, *said, soft(costs), class_="card run", style=style)
 
 
 def _when(run: FitResult, target: Target) -> int | None:
@@ -104,6 +100,6 @@ def _when(run: FitResult, target: Target) -> int | None:
     return next((int(b) for b, v in zip(x, y, strict=True) if target.reached(float(v))), None)
 
 
-def _panel(runs: Runs, metric: str, target: Target | None) -> str:
-    value = target.value if target and target.metric == metric else None
-    return f'<div class="card">{draw_svg(lines_of(runs, metric), metric.replace("_", " "), value)}</div>'
+def _panel(runs: Runs, metric: str, target: Target | None) -> Markup:
+    targets = {target.metric: target.value} if target else {}
+    return card(draw_curves(runs, [metric], targets).to_svg(in_page=True))

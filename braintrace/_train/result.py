@@ -14,7 +14,7 @@ Row = dict[str, float]
 COUNTS = ("batch", "epoch")  # what the other columns are measured against
 
 
-@dataclass
+@dataclass(repr=False)
 class FitResult:
     """The history of a run: a row for each batch, and one for each evaluation."""
 
@@ -24,6 +24,10 @@ class FitResult:
     reached: bool = False  # whether `stop_when` ended it
     checkpoint: Path | None = None  # the newest one
     compile_seconds: float = 0.0  # of the first batch: compiling, mostly
+
+    def __repr__(self) -> str:
+        scores = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items())
+        return f"<FitResult: {self.batches} batches{scores}{', interrupted' * self.interrupted}>"
 
     @property
     def batches(self) -> int:

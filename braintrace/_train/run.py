@@ -13,12 +13,13 @@ from types import FrameType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._lines import warn_user
 from .checkpoint import Checkpoints, collect, restore
-from .data import Batch, Batches, read, size_of, steps_of
-from .engine import Engine
+from .data import Batch, Batches, not_finite, read, size_of, steps_of
+from .engine import Engine, sequence_of
 from .errors import DivergedError
 from .progress import Watch
 from .result import FitResult, Log, Row, to_columns, to_rows
@@ -180,6 +181,7 @@ class Run:
     def _train(self, batch: Batch) -> None:
         began = time.perf_counter()
         batch = self.engine.place(batch)
+        self.watch.begins(steps_of(batch[0]), self._size(batch))
         found = self.engine.train(batch)
         passed = time.perf_counter() - began
         if not self.result.history:
@@ -189,7 +191,7 @@ class Run:
         self._trained, self._trained_size = (self.epoch, self.index), self._size(batch)
         losses, bad = found.pop("losses"), found.pop("bad")
         row = self._row(found)
-        self._stop_if_diverged(losses, bad, row)
+        self._stop_if_diverged(losses, bad, batch)
         self.result.history.append(row)
         self.log.write("train", row)
         self.watch.trained(row, steps_of(batch[0]), passed)
@@ -205,7 +207,7 @@ class Run:
         first = {"batch": self.batch, "epoch": self.epoch, "loss": float(scores.pop("loss"))}
         return {**first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
 
-    def _stop_if_diverged(self, losses: Any, bad: Any, row: Row) -> None:
+    def _stop_if_diverged(self, losses: Any, bad: Any, batch: Batch) -> None:
         steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
         if not len(steps):
             return
@@ -214,7 +216,10 @@ class Run:
         step = int(lost[0]) if len(lost) else int(steps[0])
         parameters = [str(n) for n in names[bad[steps[0]]]]
         saved = self.result.checkpoint
-        raise DivergedError(self.batch, self.epoch, step, parameters, float(losses[step]), saved, self.result)
+        cause = not_finite(*sequence_of(*batch).arrays)
+        raise DivergedError(
+            self.batch, self.epoch, step, parameters, float(losses[step]), saved, self.result, cause
+        )
 
     def _evaluate(self) -> None:
         """Average over the evaluation batches, unless that was done for this batch."""
@@ -222,10 +227,11 @@ class Run:
         if self.eval_batches is None or (done and done[-1]["batch"] == self.batch) or not self.batch:
             return
         scores: list[Any] = []
-        sizes: list[int] = []
+        sizes: list[float] = []
         for batch in map(self.engine.place, read(self.eval_batches, 0)):
             scores.append(self.engine.evaluate(batch))
-            sizes.append(self._size(batch) or 1)
+            ragged = jnp.ndim(batch[2]) > 1
+            sizes.append(float(jnp.sum(batch[2])) if ragged else self._size(batch) or 1)
         if not scores:
             raise ValueError("`eval_batches` gave no batch; an iterator can be read only once.")
         row = self._row(jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores))

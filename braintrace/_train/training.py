@@ -50,8 +50,11 @@ def fit(
     iterable, read once in each of `epochs` (1 by default), or a function of the epoch's number that returns
     one. `max_batches` stops sooner. `step_fn(x, y)` calls the learner once and returns the loss of the step,
     or a pair of the loss and anything else; `metrics` are functions of that, stacked over time, of `ys` and
-    of the mask. Without `metrics`, a dictionary of numbers beside the loss is averaged over the steps. Where
-    the mask is zero, targets need not be finite.
+    of the mask. Without `metrics`, a dictionary of numbers beside the loss is averaged over the steps.
+
+    A mask has a weight for each step, or for each step and sample, shape (time, batch); then `step_fn`
+    returns a loss for each sample. Where it is zero, targets need not be finite. Labels per sequence are
+    repeated over time, `np.broadcast_to(labels, (time, batch))`, with a mask of the steps that count.
 
     Weights change after every sequence, every `update_every` steps, or with 1 every step. `reset=False`
     carries states and traces on from batch to batch. With `window`, gradients go back through windows of so

@@ -6,6 +6,7 @@ A layer that multiplies by a weight does so with a marked operation. All that ha
 
 from typing import Any
 
+from .. import _precision as _precision  # isort: skip
 import brainstate as _brainstate
 
 from . import surrogate as surrogate

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:  # it takes long to import, and a list of tasks does without
+    import jax
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Array, Array, Array]
@@ -126,47 +128,55 @@ def drawn(
     return draw
 
 
-def cross_entropy(out: Any, y: Any) -> jax.Array:
+def cross_entropy(out: jax.Array, y: jax.Array) -> jax.Array:
     """The mean of `-log softmax(out)[y]` over a batch."""
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(out), y[..., None], axis=-1))
+    return _surprise(out, y).mean()
 
 
-def squared_error(out: Any, y: Any) -> jax.Array:
+def squared_error(out: jax.Array, y: jax.Array) -> jax.Array:
     """The mean of `(out - y)^2`."""
-    return jnp.mean((out - jnp.asarray(y, out.dtype)) ** 2)
+    return ((out - y.astype(out.dtype)) ** 2).mean()
 
 
-def accuracy(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def accuracy(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The share of right answers among the steps that count."""
-    return _mean((outs.argmax(-1) == jnp.asarray(ys, int)).astype(outs.dtype), mask)
+    return _mean((outs.argmax(-1) == ys.astype(int)).astype(outs.dtype), mask)
 
 
-def decision(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def decision(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The share of sequences whose summed log-probabilities over the steps that count favour the class."""
-    votes = jnp.tensordot(jnp.asarray(mask, outs.dtype), jax.nn.log_softmax(outs), 1)
-    return jnp.mean(votes.argmax(-1) == jnp.asarray(ys[-1], int))
+    import jax
+
+    weights = mask.reshape(*mask.shape, *[1] * (outs.ndim - mask.ndim)).astype(outs.dtype)
+    votes = (weights * jax.nn.log_softmax(outs)).sum(0)
+    return (votes.argmax(-1) == ys[-1].astype(int)).mean()
 
 
-def bits(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def bits(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """Bits per symbol: the cross-entropy, to base 2."""
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(outs), ys[..., None], axis=-1)[..., 0]
-    return _mean(losses, mask) / jnp.log(2.0).astype(outs.dtype)
+    return _mean(_surprise(outs, ys), mask) / math.log(2)
 
 
-def mse(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def mse(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean squared error over the steps that count."""
-    return _mean((outs - jnp.asarray(ys, outs.dtype)) ** 2, mask)
+    return _mean((outs - ys.astype(outs.dtype)) ** 2, mask)
 
 
-def nrmse(outs: Any, ys: Any, mask: Any) -> jax.Array:
+def nrmse(outs: jax.Array, ys: jax.Array, mask: jax.Array) -> jax.Array:
     """The root of the mean squared error, over the standard deviation of the targets: 1 is the mean."""
-    ys = jnp.asarray(ys, outs.dtype)
-    centre = _mean(ys, mask)
-    return jnp.sqrt(_mean((outs - ys) ** 2, mask) / _mean((ys - centre) ** 2, mask))
+    ys = ys.astype(outs.dtype)
+    return (mse(outs, ys, mask) / _mean((ys - _mean(ys, mask)) ** 2, mask)) ** 0.5
 
 
-def _mean(values: Any, mask: Any) -> jax.Array:
-    """The mean over the steps that count and all other axes."""
-    values = values.reshape(values.shape[0], -1).mean(1)
-    weights = jnp.asarray(mask, values.dtype)
-    return jnp.sum(values * weights) / weights.sum()
+def _surprise(outs: jax.Array, ys: jax.Array) -> jax.Array:
+    """`-log softmax(outs)[ys]`."""
+    import jax
+    import jax.numpy as jnp
+
+    return -jnp.take_along_axis(jax.nn.log_softmax(outs), ys[..., None], axis=-1)[..., 0]
+
+
+def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean over the steps, or steps of samples, that count and all other axes."""
+    weights = mask.astype(values.dtype)
+    return (values.reshape(*mask.shape, -1).mean(-1) * weights).sum() / weights.sum()

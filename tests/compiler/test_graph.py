@@ -594,6 +594,30 @@ def test_op_inside_something_unknown():
     assert "`etp_matmul` of `w` is inside `custom_vmap_call`" in message
 
 
+@pytest.mark.parametrize(
+    ("layer", "x", "start", "words"),
+    [
+        (
+            lambda: bt.nn.GRUCell(3, 4),
+            3,
+            False,
+            "in `layers.1` \\(GRUCell\\): .*no attribute 'h'.*init_all_states",
+        ),
+        (lambda: bt.nn.GRUCell(5, 4), 3, True, "in `layers.1` \\(GRUCell\\), with arrays of shapes"),
+        (lambda: bt.nn.LIF(3), 3, True, "in `layers.1` \\(LIF\\): .*brainstate.environ.set\\(dt="),
+    ],
+    ids=["not initialised", "shape", "no time step"],
+)
+def test_a_failing_layer_is_named_not_printed(layer, x, start, words):
+    with jax.numpy_rank_promotion("allow"):
+        model = brainstate.nn.Sequential(bt.nn.Linear(3, 3), layer())
+    if start:
+        brainstate.nn.init_all_states(model)
+    with pytest.raises(CompilationError, match=words) as caught:
+        bt.compile_etrace_graph(model, jnp.ones(x))
+    assert "\n" not in str(caught.value)
+
+
 def test_states_that_are_not_initialised():
     class Late(brainstate.nn.Module):
         def init_state(self):

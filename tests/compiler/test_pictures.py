@@ -222,15 +222,20 @@ def test_page_needs_nothing_else(graph, tmp_path):
     assert "Approximate." in page
 
 
+ODD = "<b>&\"'</script>"
+odd_p = bt.register_primitive(ODD, lambda x, **weights: x @ weights[ODD], {ODD: "i,io->o"})
+
+
 def test_names_cannot_break_out_of_a_page():
     class Odd(brainstate.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            setattr(self, "<b>&\"'</script>", brainstate.ParamState(jnp.zeros((2, 2))))
+            setattr(self, ODD, brainstate.ParamState(jnp.zeros((2, 2))))
             self.h = brainstate.HiddenState(jnp.zeros(2))
 
         def update(self, x: Any) -> Any:
-            self.h.value = 0.5 * self.h.value + bt.matmul(x, getattr(self, "<b>&\"'</script>").value)
+            w = getattr(self, ODD).value
+            self.h.value = 0.5 * self.h.value + bt.matmul(x, w) + odd_p(x, weights={ODD: w})
             return self.h.value
 
     graph = graph_of(Odd(), jnp.ones(2))

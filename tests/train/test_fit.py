@@ -84,6 +84,7 @@ def test_equals_a_loop_by_hand(rule, update_every):
         learner, batches, loss, optax.adam(1e-2), update_every=update_every, progress=False
     )
     assert [r["batch"] for r in result.history] == [1, 2]
+    assert str(result) == f"<FitResult: 2 batches, loss {result.history[-1]['loss']:.4g}>"
     same(parameters(learner), by_hand(rule, update_every, batches), rtol=1e-4, atol=1e-6)
 
 
@@ -311,9 +312,10 @@ def test_going_on_without_reset_streams():
 
 
 def test_stops_at_what_is_not_finite(tmp_path):
-    learner, loss = make()
+    learner, _ = make()
+    loss = lambda x, y: jnp.mean((learner(x) - y) ** 4)
     poisoned = batch(12)
-    poisoned[0][2] = np.inf
+    poisoned[1][2] = 1e15
     data = [*(batch(i) for i in range(6)), poisoned, batch(13)]
     with pytest.raises(braintrace.DivergedError) as caught:
         braintrace.fit(
@@ -327,6 +329,14 @@ def test_stops_at_what_is_not_finite(tmp_path):
         assert word in str(error)
     assert len(error.result.history) == 6
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(parameters(learner)))
+    for i, name in enumerate(("xs", "ys")):
+        data = batch(0)
+        data[i][3, 1, 1] = np.nan
+        with pytest.raises(
+            braintrace.DivergedError, match=rf"`{name}` of this batch has nan at \[3, 1, 1\]"
+        ) as caught:
+            braintrace.fit(learner, [data], loss, optax.adam(1e-2), progress=False)
+        assert "learning rate" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +361,52 @@ def test_the_mask_wins_over_what_is_not_finite(rule, update_every):
         )
         found.append((parameters(learner), without_time(result)))
     same(found[0], found[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"update_every": 1}, {"window": 3}])
+def test_a_mask_for_each_step_and_sample(options):
+    xs, ys, _ = batch(0)
+    mask = np.array([[1, 0, 1, 2], [0, 0, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0.5]], np.float32)
+    ys[mask == 0] = np.nan
+    eval_mask = mask[:, ::-1].copy()
+    of_sample = lambda out, y: jnp.mean((out - y) ** 2, -1)
+
+    def go(step_of, metric, data, data_to_evaluate):
+        learner, _ = make()
+        optimizer, shown = optax.sgd(0.1), {"metrics": {"error": metric}, "eval_batches": data_to_evaluate}
+        result = braintrace.fit(
+            learner, data, step_of(learner), optimizer, **shown, **options, progress=False, max_batches=2
+        )
+        return parameters(learner), without_time(result)
+
+    def of_samples(learner):
+        def step(x, y):
+            out = learner(x)
+            return of_sample(out, y), out
+
+        return step
+
+    def of_batch(learner):  # the same weighing by hand, with a number for each step
+        def step(x, y):
+            out, (y, m) = learner(x), y
+            return jnp.sum(m * of_sample(out, y)) / jnp.maximum(m.sum(), 1e-6), out
+
+        return step
+
+    clean = np.nan_to_num(ys)
+    by_hand = lambda m: (xs, (clean, m), m.sum(1))
+    ragged = [(xs, ys, m) for m in (mask, eval_mask)]
+    shown = go(of_samples, tasks.mse, ragged[:1] * 2, [(xs, clean, eval_mask), (xs, clean, mask)])
+    mse = lambda outs, ys, _: tasks.mse(outs, *ys)
+    same(shown, go(of_batch, mse, [by_hand(mask)] * 2, [by_hand(eval_mask), by_hand(mask)]), rtol=1e-5)
+
+
+def test_warns_of_a_batch_that_comes_first():
+    learner, loss = make()
+    brainstate.nn.init_all_states(learner.model, batch_size=7)
+    xs, ys, _ = (np.swapaxes(a, 0, 1) if a.ndim > 1 else a for a in batch(0, size=7))
+    with pytest.warns(UserWarning, match="If it is the batch, swap the first two axes"):
+        braintrace.fit(learner, [(xs, ys)], loss, optax.sgd(0.1), progress=False)
 
 
 def test_warns_of_parameters_that_are_not_the_models():
@@ -440,8 +496,8 @@ def test_ctrl_c_saves(number_of_signal, tmp_path):
 
 def test_says_what_is_wrong(tmp_path):
     learner, loss = make()
-    go = lambda data=epoch, learner=learner, **options: braintrace.fit(
-        learner, data, loss, optax.sgd(0.1), **{"max_batches": 1, "progress": False, **options}
+    go = lambda data=epoch, learner=learner, step_fn=loss, **options: braintrace.fit(
+        learner, data, step_fn, optax.sgd(0.1), **{"max_batches": 1, "progress": False, **options}
     )
     with pytest.raises(TypeError, match="trains a learner"):
         go(learner=Net())
@@ -455,6 +511,16 @@ def test_says_what_is_wrong(tmp_path):
         go(iter([batch(0)]), epochs=2, max_batches=None)
     with pytest.raises(ValueError, match="checkpoint_dir"):
         go(resume=True)
+    xs, ys, _ = batch(0, size=3)
+    for data, words in (
+        ((xs, ys[0, :, 0]), r"one label per sequence .* `np.broadcast_to\(ys, \(4, 3\)\)`"),
+        ((xs, ys[:, 0, 0]), "xs` has the batch first"),
+        ((xs, ys.swapaxes(0, 1)), "Swap the first two axes"),
+        ((xs, ys, np.ones((3, 4))), "Swap the first two axes"),
+        ((xs, ys, np.ones((4, 3))), "must return 3 losses, one for each sample"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            go([data], step_fn=lambda x, y: jnp.mean((learner(x) - jnp.swapaxes(y, 0, 0)) ** 2))
     go(checkpoint_dir=tmp_path)
     with pytest.raises(FileExistsError, match="resume=True"):
         go(checkpoint_dir=tmp_path)

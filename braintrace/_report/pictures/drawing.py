@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from importlib import resources
 
 from ..._compiler.graph import ETraceGraph
 from ..._compiler.step import show_path
+from ..markup import Markup, tag
 from ..report import CompilationReport
 from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
 from .details import details
@@ -18,30 +18,20 @@ STYLE = resources.files(__package__).joinpath("drawing.css").read_text(encoding=
 RADIUS = 6.0
 
 
-def to_svg(report: CompilationReport) -> str:
+def to_svg(report: CompilationReport) -> Markup:
     """The drawing of a graph, as one document that needs nothing else."""
     return draw(read_diagram(report), report.graph)
 
 
-def draw(diagram: Diagram, graph: ETraceGraph) -> str:
+def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
     placement = place_cards(make_cards(diagram))
     width, height = f"{placement.width:.0f}", f"{placement.height:.0f}"
     notes = details(diagram, graph)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="etrace" width="{width}" '
-        f'height="{height}" viewBox="0 0 {width} {height}" role="img" '
-        'aria-label="what feeds what in one step">',
-        f"<style>{STYLE}</style>",
-        '<rect class="sheet" width="100%" height="100%"/>',
-    ]
+    parts = [tag("style", Markup(STYLE)), tag("rect", class_="sheet", width="100%", height="100%")]
     for card in placement.cards:
         if card.group is not None:
-            parts.append(
-                f'<rect class="card" x="{card.x:.1f}" y="{card.y:.1f}" width="{card.width:.1f}" '
-                f'height="{card.height:.1f}" rx="10"/>'
-                f'<text class="head" x="{card.x + PAD + 2:.1f}" y="{card.y + 16:.1f}">'
-                f"{escape(card.title)}</text>"
-            )
+            parts.append(_rect("card", card.x, card.y, card.width, card.height, 10))
+            parts.append(_text("head", card.x + PAD + 2, card.y + 16, card.title))
     # neighbours in another hue, so that lines side by side can be told apart
     hues = {
         source: i % 4 for i, source in enumerate(dict.fromkeys(e.source for e in placement.routes if e.past))
@@ -50,20 +40,27 @@ def draw(diagram: Diagram, graph: ETraceGraph) -> str:
     for card in placement.cards:
         parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in _inner(card)]
         parts += [_box(card, placed, notes[key]) for key, placed in card.placed.items()]
-    return "\n".join([*parts, "</svg>\n"])
+    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    says = {"role": "img", "aria_label": "what feeds what in one step"}
+    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", class_="etrace", **size, **says)
 
 
-def _edge(edge: Edge, points: Sequence[Point], hue: int) -> str:
-    kind = "now"
-    if edge.past:
-        kind = f"past past{hue}"
+def _rect(style: str, x: float, y: float, width: float, height: float, rx: int) -> Markup:
+    size = {"width": f"{width:.1f}", "height": f"{height:.1f}"}
+    return tag("rect", class_=style, x=f"{x:.1f}", y=f"{y:.1f}", **size, rx=rx)
+
+
+def _text(style: str, x: float, y: float, words: str, anchor: str | None = None) -> Markup:
+    return tag("text", words, class_=style, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor)
+
+
+def _edge(edge: Edge, points: Sequence[Point], hue: int) -> Markup:
+    style = f"edge {f'past past{hue}' if edge.past else 'now'}{' dropped' * edge.dropped}"
     x, y = points[-1]
-    return (
-        f'<g class="edge {kind}{" dropped" * edge.dropped}" data-from="{escape(edge.source)}" '
-        f'data-to="{escape(edge.target)}"><path class="line" d="{_rounded([*points[:-1], (x - 4, y)])}"/>'
-        f'<path class="head" d="M{x - 7:.1f},{y - 3.4:.1f} L{x:.1f},{y:.1f} '
-        f'L{x - 7:.1f},{y + 3.4:.1f} z"/></g>'
-    )
+    line = tag("path", class_="line", d=_rounded([*points[:-1], (x - 4, y)]))
+    tip = f"M{x - 7:.1f},{y - 3.4:.1f} L{x:.1f},{y:.1f} L{x - 7:.1f},{y + 3.4:.1f} z"
+    ends = {"data_from": edge.source, "data_to": edge.target}
+    return tag("g", line, tag("path", class_="head", d=tip), class_=style, **ends)
 
 
 def _rounded(points: Sequence[Point]) -> str:
@@ -138,47 +135,32 @@ def _share(i: int, count: int) -> float:
     return 0.5 if count == 1 else abs(i - middle) / max(middle, 0.5) * 0.9
 
 
-def _box(card: Card, placed: Placed, note: list[tuple[str, str]]) -> str:
+def _box(card: Card, placed: Placed, note: list[tuple[str, str]]) -> Markup:
     box = placed.box
     kind = box.kind + (" online" if box.online else " within" if box.kind == "site" else "")
     x, y = card.x + placed.x, card.y + placed.y
     said = "\n".join(f"{name}: {text}" if name else text for name, text in note)
-    parts = [
-        f'<g class="box {kind}" id="{escape(box.key)}" data-key="{escape(box.key)}" tabindex="0">',
-        f"<title>{escape(said)}</title>",
-        f'<rect class="body" x="{x:.1f}" y="{y:.1f}" width="{placed.width:.1f}" '
-        f'height="{placed.height:.1f}" rx="{6 if box.kind in ("site", "plain", "group") else 12}"/>',
-    ]
+    corner = 6 if box.kind in ("site", "plain", "group") else 12
+    parts = [tag("title", said), _rect("body", x, y, placed.width, placed.height, corner)]
     for i, line in enumerate(placed.lines):
-        parts.append(_line(line, x + PAD, y + PAD / 2 + LINE * i, placed.width - 2 * PAD))
+        parts += _line(line, x + PAD, y + PAD / 2 + LINE * i, placed.width - 2 * PAD)
     at = x + PAD + placed.lines[0].width - (len(placed.lines[0].aside) * SMALL * 0.61 + 10) + 4
     for mark in placed.marks:
         width = len(mark) * SMALL * 0.61 + 8
-        parts.append(
-            f'<rect class="mark" x="{at:.1f}" y="{y + PAD / 2 + 2:.1f}" width="{width:.1f}" '
-            'height="13" rx="6"/>'
-            f'<text class="mark mono" x="{at + 4:.1f}" y="{y + PAD / 2 + 12:.1f}">{escape(mark)}</text>'
-        )
+        parts.append(_rect("mark", at, y + PAD / 2 + 2, width, 13, 6))
+        parts.append(_text("mark mono", at + 4, y + PAD / 2 + 12, mark))
         at += width + 4
-    return "".join([*parts, "</g>"])
+    return tag("g", *parts, class_=f"box {kind}", id=box.key, data_key=box.key, tabindex=0)
 
 
-def _line(line: Line, x: float, y: float, width: float) -> str:
-    indent, tag = 0.0, ""
-    if line.style in ("tag", "quiet"):
-        indent = 6.0
-        tag = (
-            f'<rect class="{line.style}" x="{x:.1f}" y="{y + 1.5:.1f}" '
-            f'width="{len(line.text) * TEXT * 0.61 + 10:.1f}" height="14" rx="4"/>'
-        )
-    style = "title" if line.style == "title" else "mono"
-    text = f'{tag}<text class="{style}" x="{x + indent:.1f}" y="{y + 12.5:.1f}">{escape(line.text)}</text>'
+def _line(line: Line, x: float, y: float, width: float) -> list[Markup]:
+    style, tagged = "title" if line.style == "title" else "mono", line.style in ("tag", "quiet")
+    parts = [_text(style, x + 6 * tagged, y + 12.5, line.text)]
+    if tagged:
+        parts.insert(0, _rect(line.style, x, y + 1.5, len(line.text) * TEXT * 0.61 + 10, 14, 4))
     if line.aside:
-        text += (
-            f'<text class="aside mono" x="{x + width:.1f}" y="{y + 12.5:.1f}" '
-            f'text-anchor="end">{escape(line.aside)}</text>'
-        )
-    return text
+        parts.append(_text("aside mono", x + width, y + 12.5, line.aside, "end"))
+    return parts
 
 
 def to_dot(report: CompilationReport) -> str:

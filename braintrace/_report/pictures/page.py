@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from html import escape
+from collections.abc import Iterable
 from importlib import resources
 from string import Template
+from typing import Any
 
-from ..._compiler.step import show_path
+from ..._compiler.step import Path, show_path
 from ..diagnostics import DiagnosticLevel
+from ..markup import Markup, join, tag
 from ..report import CompilationReport
 from ..tables import number, show_bytes
 from .details import details
@@ -33,114 +35,106 @@ def to_html(report: CompilationReport) -> str:
     notes = json.dumps(details(diagram, graph)).replace("<", "\\u003c")
     template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(graph.module_info.step.name),
-        counts=" &middot; ".join(said),
+        title=join(graph.module_info.step.name),
+        counts=join(" · ".join(said)),
         verdict=_verdict(report),
-        span=report.span,
-        missed=f"followed {report.kept}" if report.kept else f"not followed beyond the {report.span}",
+        span=join(report.span),
+        missed=join(f"followed {report.kept}" if report.kept else f"not followed beyond the {report.span}"),
         drawing=draw(diagram, graph),
-        tables="\n".join([_memory(diagram), _parameters(report), _findings(report)]),
+        tables=join(_memory(diagram), _parameters(report), _findings(report)),
         notes=notes,
     )
 
 
 def to_frame(report: CompilationReport) -> str:
     """The page inside a frame, for notebooks: its style and script stay its own."""
-    return (
-        f'<iframe srcdoc="{escape(to_html(report))}" style="width: 100%; height: 640px; border: 0" '
-        'title="what feeds what in one step"></iframe>'
-    )
+    style = "width: 100%; height: 640px; border: 0"
+    return tag("iframe", srcdoc=to_html(report), style=style, title="what feeds what in one step")
 
 
-def _verdict(report: CompilationReport) -> str:
+def _verdict(report: CompilationReport) -> Markup:
     verdict = report.exactness
-    first = escape(verdict.headline)
     if verdict.exact:
-        return f'<div class="verdict exact"><b>Exact.</b> {first}</div>'
-    items = [f"<li>{_code(item)}</li>" for item in verdict.items()]
-    more = ""
+        return tag("div", tag("b", "Exact."), " ", verdict.headline, class_="verdict exact")
+    items = [tag("li", _code(item)) for item in verdict.items()]
+    shown = [tag("b", "Approximate."), " ", verdict.headline, tag("ul", *items[:_SHOWN])]
     if len(items) > _SHOWN:
-        rest = "".join(items[_SHOWN:])
-        more = f"<details><summary>and {len(items) - _SHOWN} more</summary><ul>{rest}</ul></details>"
-    shown = "".join(items[:_SHOWN])
-    return f'<div class="verdict"><b>Approximate.</b> {first}<ul>{shown}</ul>{more}</div>'
+        more = tag("summary", f"and {len(items) - _SHOWN} more")
+        shown.append(tag("details", more, tag("ul", *items[_SHOWN:])))
+    return tag("div", *shown, class_="verdict")
 
 
-def _code(text: str) -> str:
+def _code(text: str) -> Markup:
     """Text in which `marks` become code."""
-    parts = escape(text.replace("`etp_", "`")).split("`")
-    return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(parts))
+    parts = text.replace("`etp_", "`").split("`")
+    return join(*(tag("code", p) if i % 2 else p for i, p in enumerate(parts)))
 
 
-def _memory(diagram: Diagram) -> str:
+def _names(paths: Iterable[Path], between: str) -> Markup:
+    """Paths as code, with something between them."""
+    found = [part for p in paths for part in (between, tag("code", show_path(p)))]
+    return join(*found[1:])
+
+
+def _row(kind: str, *cells: Any, class_: str | None = None) -> Markup:
+    """A row of a table; a pair is a cell and its class."""
+    pairs = [c if isinstance(c, tuple) else (c, None) for c in cells]
+    return tag("tr", *(tag(kind, c, class_=name) for c, name in pairs), class_=class_)
+
+
+def _memory(diagram: Diagram) -> Markup:
     sites = [(b, b.sizes) for b in diagram.of("site") if b.sizes is not None]
     if not sites:
-        return ""
+        return join()
     most = max(max(s.d_rtrl, s.es_d_rtrl) for _, s in sites)
-    rows = []
+    head = ["op", "parameters", ("group", "n"), "trace of D_RTRL", ("D_RTRL", "n"), "", ("ES_D_RTRL", "n")]
+    rows = [_row("th", *head)]
     for box, sizes in sites:
         assert box.relation is not None
-        names = " ".join(f"<code>{escape(show_path(p))}</code>" for p in box.params)
         groups = ", ".join(str(g.index) for g in box.relation.hidden_groups)
-        shapes = ", ".join(f"{name} <code>{list(s)}</code>" for (name, _), s in sizes.shapes.items())
-        rows.append(
-            f"<tr><td>{escape(box.op)}</td><td>{names}</td><td class=n>{groups}</td><td>{shapes}</td>"
-            f"<td class=n>{show_bytes(sizes.d_rtrl)}</td><td class=m>{_meter(sizes.d_rtrl, most, '')}"
-            f"{_meter(sizes.es_d_rtrl, most, ' es')}</td><td class=n>{show_bytes(sizes.es_d_rtrl)}</td></tr>"
-        )
-    d, es = sum(s.d_rtrl for _, s in sites), sum(s.es_d_rtrl for _, s in sites)
-    rows.append(
-        f"<tr class=sum><td>all</td><td></td><td></td><td></td><td class=n>{show_bytes(d)}</td><td></td>"
-        f"<td class=n>{show_bytes(es)}</td></tr>"
-    )
-    return (
-        "<h2>What traces cost</h2><div class=scroll><table><tr><th>op</th><th>parameters</th>"
-        "<th class=n>group</th><th>trace of D_RTRL</th><th class=n>D_RTRL</th><th></th>"
-        f"<th class=n>ES_D_RTRL</th></tr>{''.join(rows)}</table></div>"
-    )
+        shapes = [p for (name, _), s in sizes.shapes.items() for p in (", ", f"{name} ", tag("code", [*s]))]
+        meters = join(_meter(sizes.d_rtrl, most, "meter"), _meter(sizes.es_d_rtrl, most, "meter es"))
+        costs = (show_bytes(sizes.d_rtrl), "n"), (meters, "m"), (show_bytes(sizes.es_d_rtrl), "n")
+        rows.append(_row("td", box.op, _names(box.params, " "), (groups, "n"), join(*shapes[1:]), *costs))
+    d, es = (show_bytes(sum(getattr(s, rule) for _, s in sites)) for rule in ("d_rtrl", "es_d_rtrl"))
+    rows.append(_row("td", "all", "", "", "", (d, "n"), "", (es, "n"), class_="sum"))
+    return join(tag("h2", "What traces cost"), _table(rows))
 
 
-def _meter(value: int, most: int, style: str) -> str:
-    return f'<div class="meter{style}" style="width:{100 * value / max(most, 1):.1f}%"></div>'
+def _table(rows: Iterable[Markup]) -> Markup:
+    return tag("div", tag("table", *rows), class_="scroll")
 
 
-def _parameters(report: CompilationReport) -> str:
+def _meter(value: int, most: int, style: str) -> Markup:
+    return tag("div", class_=style, style=f"width:{100 * value / max(most, 1):.1f}%")
+
+
+def _parameters(report: CompilationReport) -> Markup:
     excluded, traced, ranked = report.excluded_weights, report.etrace_weights, report.ranked_weights
-    rows = []
+    rows = [_row("th", "parameter", "shape", "gradient")]
     for entry in report.graph.module_info.params:
-        shapes = " ".join(f"<code>{show_aval(v.aval)}</code>" for v in entry.invars)
+        shapes = [part for v in entry.invars for part in (" ", tag("code", show_aval(v.aval)))]
         if entry.path in traced:
-            how = "online, through " + ", ".join(
-                f"<code>{escape(show_path(p))}</code>" for p in traced[entry.path]
-            )
+            how = join("online, through ", _names(traced[entry.path], ", "))
         elif entry.path in ranked:
-            how = f"online, {report.kept}"
+            how = join(f"online, {report.kept}")
         else:
-            how = f"within the {report.span}: <span class=why>{escape(excluded[entry.path])}</span>"
-        rows.append(
-            f"<tr><td><code>{escape(show_path(entry.path))}</code></td><td>{shapes}</td><td>{how}</td></tr>"
-        )
-    carried = ""
+            how = join(f"within the {report.span}: ", tag("span", excluded[entry.path], class_="why"))
+        rows.append(_row("td", tag("code", show_path(entry.path)), join(*shapes[1:]), how))
+    found = [tag("h2", "How each parameter learns"), _table(rows)]
     if report.dynamic_states:
-        names = ", ".join(f"<code>{escape(show_path(p))}</code>" for p in report.dynamic_states)
-        carried = f"<p>Carried from step to step, not traced: {names}</p>"
-    return (
-        "<h2>How each parameter learns</h2><div class=scroll><table><tr><th>parameter</th><th>shape</th>"
-        f"<th>gradient</th></tr>{''.join(rows)}</table></div>{carried}"
-    )
+        names = _names(report.dynamic_states, ", ")
+        found.append(tag("p", "Carried from step to step, not traced: ", names))
+    return join(*found)
 
 
-def _findings(report: CompilationReport) -> str:
+def _findings(report: CompilationReport) -> Markup:
     ordered = sorted(report.diagnostics, key=lambda r: -r.level)
-    rows = [
-        f'<tr><td><span class="level {r.level.name.lower()}">{r.level.name.lower()}</span></td>'
-        f"<td>{_code(r.message)}</td></tr>"
-        for r in ordered
-    ]
+    levels = [(r.level.name.lower(), r.message) for r in ordered]
+    rows = [_row("td", tag("span", n, class_=f"level {n}"), _code(message)) for n, message in levels]
     if not rows:
-        return ""
+        return join()
     loud = sum(r.level >= DiagnosticLevel.WARNING for r in ordered)
-    table = f"<div class=scroll><table>{''.join(rows)}</table></div>"
-    state = " open" if loud or len(rows) <= 12 else ""
-    said = f"{number(len(rows), 'finding')}, {number(loud, 'warning')}"
-    return f"<h2>Findings</h2><details{state}><summary>{said}</summary>{table}</details>"
+    is_open = "" if loud or len(rows) <= 12 else None
+    said = tag("summary", f"{number(len(rows), 'finding')}, {number(loud, 'warning')}")
+    return join(tag("h2", "Findings"), tag("details", said, _table(rows), open=is_open))
