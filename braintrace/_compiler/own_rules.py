@@ -123,7 +123,9 @@ def _across(node: Node, ins: list[int]) -> list[int]:
         return _iterated(node, node.loop, ins)
     if node.inner:
         return _terms(node.inner[0], ins)
-    return [_made(node, ins)] * len(node.outputs)
+    made = _made(node, ins)
+    program = implementation(node) if made is _OTHER else None  # which may tell more
+    return [made] * len(node.outputs) if program is None else _terms(program, ins)
 
 
 def _iterated(node: Node, loop: Loop, ins: list[int]) -> list[int]:
@@ -166,6 +168,18 @@ def _fixed(node: Node) -> range | None:
     if primitive not in IN_ALL_OPERANDS:
         return None
     return range(len(node.inputs))[INDICES.get(primitive, _GIVEN_FIRST.get(primitive, slice(0)))]
+
+
+def implementation(node: Node) -> Program | None:
+    """A primitive as the program of its implementation, if that can be traced, and without effects."""
+    if node.eqn.effects:
+        return None
+    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
+    try:
+        program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
+    except Exception:  # whatever an implementation that is not JAX raises when it is traced
+        return None
+    return None if any(n.primitive is node.primitive for n in program.nodes) else program
 
 
 def has_own_rule(node: Node) -> bool:

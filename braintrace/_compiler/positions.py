@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,9 +21,9 @@ from .constants import Constants
 from .dataflow import Flow, along_rule, cross, solve, union
 from .fine_links import fine_links
 from .links import Array, Linked
-from .own_rules import PullBack
+from .own_rules import PullBack, implementation
 from .primitives import INDICES
-from .program import Atom, Node, Program, Var, read_program
+from .program import Atom, Node, Program, Var
 from .reach import Reach, SiteReach
 from .zeros import Zeros
 
@@ -121,7 +120,7 @@ class Positions:
     def _expanded(self, node: Node) -> Positions | None:
         """The positions of what a primitive computes, if that can be traced."""
         if node not in self._computed:
-            program = None if node.inner else _expand(node)
+            program = None if node.inner else implementation(node)
             if program is None or not self.fine:
                 self._computed[node] = program and Positions(program)
             else:
@@ -188,13 +187,3 @@ def _stack(parts: Sequence[Any], shape: tuple[int, ...]) -> Any:
 
 _FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix
 _UNROLL = 256  # iterations of a `scan` whose counters are followed one by one
-
-
-def _expand(node: Node) -> Program | None:
-    """A primitive as the program of its implementation, if that can be traced."""
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
-    try:
-        program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
-    except Exception:  # whatever an implementation that is not JAX raises when it is traced
-        return None
-    return None if any(n.primitive is node.primitive for n in program.nodes) else program

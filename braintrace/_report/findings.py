@@ -135,8 +135,8 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
         case found.NotLinear(node, params):
             message = (
                 f"The function called at {node.source} has a derivative rule (`custom_vjp`) that is not "
-                "linear in the gradient it is given, as clipping is not, or whose program does not show it, as "
-                "a callback does not. BPTT gives it the sum of what the losses of all steps send back, and no "
+                "linear in the gradient it is given, as clipping is not, or whose program does not show it, "
+                "as a callback does not. BPTT gives it the sum of what the losses of all steps send back; no "
                 f"online rule can: if it is not linear, the gradient of {show_paths(params)} is approximate. "
                 "Clip the gradients of parameters instead, or train with `braintrace.BPTT`."
             )
