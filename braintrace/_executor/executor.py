@@ -262,7 +262,7 @@ class ETraceGraphExecutor:
     def made_of(self) -> set[Var]:
         """The variables of the program that effective weights are made of."""
         relations = self.graph.hidden_param_op_relations
-        return {v for r in relations for v in needs(self.info.program, r.site)}
+        return {v for r in relations for v in needs(self.info.program, r.site, r.site.made_from(r.layouts))}
 
     @cached_property
     def masks(self) -> list[StateEntry]:

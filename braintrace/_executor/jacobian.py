@@ -64,9 +64,10 @@ class LocalGroup:
         back = [n for node in nodes for n in node.walk() if n.primitive is primitives.custom_vjp_call_p]
         if loops and back:
             raise NotSupportedError(
-                f"On the way to {show_paths(self.group.hidden_paths)}, a `while` loop at {loops[0].source} "
-                f"has no reverse mode and a `custom_vjp` function at {back[0].source} has no forward mode: no "
-                "derivative goes through both. Take a loop of known length (`lax.scan`), or a `custom_jvp`."
+                f"On the way to {show_paths(self.group.hidden_paths)}, a `while` loop at "
+                f"{loops[0].source} has no reverse mode and a `custom_vjp` function at {back[0].source} has "
+                "no forward mode: no derivative goes through both. Take a loop of known length (`lax.scan`), "
+                "or a `custom_jvp`."
             )
         return bool(loops)
 
