@@ -99,9 +99,8 @@ class Positions:
         if found is None and (own or not derivatives) and (inside := self._expanded(node)) is not None:
             return cross(inside._flow(back, derivatives), inside.program, given)[0]
         if found is None:
-            found = _links.all_with_all(
-                *([tuple(a.aval.shape) for a in ends] for ends in (node.inputs, node.outputs))
-            )
+            ins, outs = ([tuple(a.aval.shape) for a in ends] for ends in (node.inputs, node.outputs))
+            found = _links.all_with_all(ins, outs)
         for i, j, link in found:
             here, there = (j, i) if back else (i, j)
             reach, atom = given[here], far[there]
@@ -121,12 +120,13 @@ class Positions:
         """The positions of what a primitive computes, if that can be traced."""
         if node not in self._computed:
             program = None if node.inner else implementation(node)
-            if program is None or not self.fine:
-                self._computed[node] = program and Positions(program)
-            else:
+            known: dict[Var, Any] = {}
+            zeros: dict[Var, Any] = {}
+            if program is not None and self.fine:
                 known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
                 zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
-                self._computed[node] = Positions(program, known, fine=True, zeros=zeros)
+            found = None if program is None else Positions(program, known, fine=self.fine, zeros=zeros)
+            self._computed[node] = found
         return self._computed[node]
 
     # -- inside control flow -----------------------------------------------------------------------
