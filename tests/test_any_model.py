@@ -26,6 +26,7 @@ from .oracle import Brute, flatten, loss
 
 with warnings.catch_warnings(action="ignore"):
     import equinox as eqx
+    import equinox.internal as eqxi
     import haiku as hk
     from flax import linen, nnx
 
@@ -728,3 +729,45 @@ def test_the_users_precision_is_kept(monkeypatch):
 def test_the_users_precision_survives_the_import(value, before):
     code = f"{before}\nimport braintrace, jax\nassert jax.numpy.ones(1).dtype == 'float64'"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_ENABLE_X64": value})
+
+
+def checkpointed(*args: Any) -> Any:
+    return eqxi.while_loop(*args, max_steps=16, kind="checkpointed")
+
+
+def plain_loop_of_spikes(goes_on: Any, one: Any, start: Any) -> Any:
+    spike = jax.custom_vjp(lambda h: h)
+    spike.defvjp(lambda h: (h, None), lambda _, g: (g,))
+    return jax.lax.while_loop(goes_on, lambda c: one((spike(c[0]), c[1])), start)
+
+
+def within(loop: Any) -> Model:
+    """Units that go to what they are given in five steps of a loop."""
+
+    def step(p: Any, h: Any, x: Any) -> Any:
+        u = jnp.tanh(x @ p["w"])
+        h, _ = loop(lambda c: c[1] < 5, lambda c: (c[0] + 0.1 * (u - c[0]), c[1] + 1), (h, 0))
+        return h, jnp.sin(h)
+
+    return of_one(step, {"w": weights(IN, UNITS)}, zeros)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_checkpointed_loop_has_a_reverse_mode(window):
+    model, xs = within(checkpointed), data()[:, 0]
+    net = bt.online(model.step, model.params, model.carry, xs[0], window=window)
+    assert net.report.exactness.exact
+    assert agree(through_time(model, xs), gradient(net, model, xs, chunk_size=2))
+
+
+@pytest.mark.parametrize(
+    ("loop", "rule", "words"),
+    [
+        (checkpointed, bt.rules.UORO(), "has a `while` loop in its backward pass"),
+        (plain_loop_of_spikes, bt.rules.D_RTRL(), "`custom_vjp` function at .* has no forward mode"),
+    ],
+)
+def test_loops_that_a_rule_cannot_follow_are_refused_with_their_line(loop, rule, words):
+    model = within(loop)
+    with pytest.raises(bt.NotSupportedError, match=rf"test_any_model.py(.|\n)*{words}"):
+        gradient(online(model, rule), model, data()[:, 0])

@@ -473,6 +473,7 @@ tail("layer_norm_rolled", lambda y: jnp.roll(y, 1) - y.mean(), to=[1, 2, 3, 0], 
 tail("softmax", jax.nn.softmax, exact=False)
 tail("cumsum", jnp.cumsum, exact=False)
 tail("sort", jnp.sort, exact=False)
+tail("solve", lambda y: jnp.linalg.solve(jnp.eye(4) + jnp.outer(y, y), jnp.arange(4.0)), exact=False)
 tail("two_neighbours", lambda y: y + jnp.roll(y, 1), exact=False)
 tail("three_neighbours", lambda y: jnp.roll(y, 1) + y + jnp.roll(y, -1), exact=False)
 tail("plain_matrix", lambda y: y @ jnp.asarray(np.arange(16.0).reshape(4, 4) / 16, y.dtype), exact=False)
@@ -537,6 +538,7 @@ weight("weight_product", lambda p: p.w1 @ p.w2, "w1", w1=(3, 2), w2=(2, 4))
 weight("weight_standardise", lambda p: (p.w - p.w.mean(0, keepdims=True)) / p.w.std(0, keepdims=True))
 weight("weight_sign", lambda p: jnp.abs(p.w) * jnp.asarray(_SIGN, p.w.dtype), batched=True)
 weight("weight_softplus", lambda p: jax.nn.softplus(p.w))
+weight("weight_solve", lambda p: jnp.linalg.solve(jnp.eye(3) + 0.1 * p.m, p.w), "m", m=(3, 3), w=(3, 4))
 weight("weight_reshape", lambda p: p.w.reshape(3, 4), w=12)
 weight("weight_shared_rows", lambda p: jnp.broadcast_to(p.w, (3, 4)), w=(1, 4))
 weight("weight_gather", lambda p: p.w[np.array([1, 0, 1])], w=(2, 4))
@@ -549,6 +551,30 @@ weight("weight_of_jit", lambda p: jax.jit(jax.checkpoint(jnp.tanh))(p.w))
 @case("weight", "weight_fn", "matmul w: h", w={"weight": (3, 4), "bias": 4})
 def _(p, s, x):
     h = 0.9 * s.h + bt.matmul(x, p.w["weight"], p.w["bias"], weight_fn=jnp.tanh, bias_fn=jnp.sin)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("weight", "bias_of_data", "matmul w: h")
+def _(p, s, x):
+    h = 0.9 * s.h + jnp.tanh(bt.matmul(x, p.w, jnp.resize(x, (4,))))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("weight", "weight_of_data", "matmul b: h", b=4)
+def _(p, s, x):
+    h = 0.9 * s.h + jnp.tanh(bt.matmul(x, jnp.outer(x, jnp.resize(x, (4,))), p.b))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("weight", "bias_of_state", "", exact=False)
+def _(p, s, x):
+    h = jnp.tanh(bt.matmul(x, p.w, 0.9 * s.h))
+    return {"h": h}, jnp.tanh(h)
+
+
+@case("weight", "factor_of_data", "", w=(3, 2), exact=False)
+def _(p, s, x):
+    h = 0.9 * s.h + jnp.tanh(bt.lora_matmul(x, p.w, jnp.outer(x[:2], jnp.resize(x, (4,)))))
     return {"h": h}, jnp.tanh(h)
 
 

@@ -156,12 +156,16 @@ def _enter(
     if pull is None:  # read as what it computes
         inner = flow.at(node, node.inner[0], None, back=flow.back, derivatives=False)
         return cross(inner, node.inner[0], given, sites)
-    # what an input reaches is where its cotangent comes from
+    return along_rule(flow, node, pull, given), {}
+
+
+def along_rule(flow: Flow[V], node: Node, pull: Any, given: Values[V]) -> Values[V]:
+    """Across a node along its pull-back: what an input reaches is where its cotangent comes from."""
     turned = flow.at(node, pull.program, None, back=not flow.back, derivatives=False)
     near, far = (pull.cotangents, pull.results) if flow.back else (pull.results, pull.cotangents)
     env, _ = solve(turned, pull.program, ((atom, given[i]) for i, atom in near.items()))
     found = {i: env.get(atom) for i, atom in far.items() if isinstance(atom, Var)}
-    return [found.get(i) for i in range(len(node.inputs if flow.back else node.outputs))], {}
+    return [found.get(i) for i in range(len(node.inputs if flow.back else node.outputs))]
 
 
 def _iterate(

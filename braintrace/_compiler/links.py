@@ -79,12 +79,13 @@ def links(
         return [(i, j, link) for i in range(len(ins)) for j in range(len(outs))]
     if primitive in tables.ALONG_AN_AXIS:  # `top_k` has its axis among the parameters from 0.10 on
         axis = params.get("axis", params.get("reduction_dimension", len(out) - 1))
-        return [(0, 0, _mixed_along(len(out), [axis]))]
+        return [(0, 0, _mixed_along(len(out), [axis % len(out)]))]  # from the end, where it is negative
     if primitive is primitives.fft_p:
         n = len(params["fft_lengths"])
         return [(0, 0, _mixed_along(len(out), range(len(out) - n, len(out))))]
     if primitive in tables.ON_MATRICES:
-        return [(i, 0, _mixed_along(len(out), range(len(out) - 2, len(out)))) for i in range(len(ins))]
+        lead = max(map(len, shapes)) - 2
+        return all_with_all(shapes, [tuple(o.shape) for o in outs], lead)
     if primitive is _compat.split_p:
         cuts = np.cumsum(params["sizes"])[:-1]
         return _parts(np.split(_numbers(shapes[0]), cuts, axis=params["axis"]))
@@ -102,9 +103,10 @@ def links(
     return None
 
 
-def all_with_all(ins: Sequence[Shape], outs: Sequence[Shape]) -> Linked:
+def all_with_all(ins: Sequence[Shape], outs: Sequence[Shape], lead: int = 0) -> Linked:
+    """Link everything, but for places along so many `lead` axes, which stay apart."""
     return [
-        (i, j, Axes(tuple(range(len(s))), tuple(range(len(s), len(s) + len(o)))))
+        (i, j, Axes(tuple(range(len(s))), (*range(lead), *range(len(s), len(s) + len(o) - lead))))
         for i, s in enumerate(ins)
         for j, o in enumerate(outs)
     ]
@@ -208,14 +210,26 @@ def _somewhere(primitive: Any, params: dict[str, Any], shapes: list[Shape], out:
     numbers = params["dimension_numbers"]
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     window = [a for a in range(len(shapes[0])) if a not in gone]
-    return [(0, 0, _whole_axes(shapes[0], out, dict(zip(window, numbers.offset_dims, strict=True))))]
+    batch = [a for a in range(len(out)) if a not in numbers.offset_dims]
+    kept = (batch[a] for a in numbers.start_indices_batching_dims)
+    pairs = (
+        *zip(window, numbers.offset_dims, strict=True),
+        *zip(numbers.operand_batching_dims, kept, strict=True),
+    )
+    return [(0, 0, _whole_axes(shapes[0], out, dict(pairs)))]
 
 
 def _scattered_somewhere(params: dict[str, Any], updates: Shape, out: Shape) -> Link:
     numbers = params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [a for a in range(len(out)) if a not in gone]
-    return _whole_axes(updates, out, dict(zip(numbers.update_window_dims, window, strict=True)))
+    batch = [a for a in range(len(updates)) if a not in numbers.update_window_dims]
+    kept = (batch[a] for a in numbers.scatter_indices_batching_dims)
+    pairs = (
+        *zip(numbers.update_window_dims, window, strict=True),
+        *zip(kept, numbers.operand_batching_dims, strict=True),
+    )
+    return _whole_axes(updates, out, dict(pairs))
 
 
 def _whole_axes(inp: Shape, out: Shape, pairs: dict[int, int]) -> Link:

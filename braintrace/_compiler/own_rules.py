@@ -4,28 +4,26 @@ The pull-back of such a function is a program like any other, from the cotangent
 its inputs. Where a cotangent of an input comes from in it is what the input reaches.
 
 Every online rule adds up what the losses of single steps send back, and so takes pull-backs to be linear.
-That of a `custom_vjp` need not be: it may clip. Most are linear by their form; others are tried on numbers.
+That of a `custom_vjp` need not be: it may clip. The operations of its program decide; one that cannot be read
+(a callback to the host, say) counts as not linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
 from .._compat import Literal, primitives
-from .dataflow import Flow, solve
-from .evaluation import View, evaluate
-from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND
-from .program import Atom, Node, Program, Var, is_inexact, read_program
-from .slices import plain_site
+from .dataflow import Flow, solve, union
+from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, INDICES
+from .program import Atom, Loop, Node, Program, Var, is_inexact, read_program
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +71,10 @@ class PullBack:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether it is linear in the cotangents; one that can neither be seen to be nor be tried is not."""
-        if _is_linear_by_form(self):
-            return True
-        if any(n.eqn.effects and n.outputs for n in self.program.nodes):  # not to be run unasked
-            return False
-        try:
-            with jax.ensure_compile_time_eval():
-                return _is_linear_on_numbers(self)
-        except Exception:  # whatever a user's rule raises on numbers that are not its own
-            return False
+        """Whether the program shows that the result is linear in the cotangents."""
+        live = set(self.cotangents.values())
+        terms = _terms(self.program, [_LINEAR if v in live else _FREE for v in self.program.inputs])
+        return not any(t & ~_LINEAR for t in terms)
 
     @property
     def is_deaf(self) -> bool:
@@ -101,89 +93,93 @@ def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
                     yield holder, node
 
 
-_ZERO, _LINEAR, _OTHER = "zero", "linear", "other"
-_WHERE = {
-    primitives.select_n_p: 0,
-    primitives.scatter_add_p: 1,
-}  # the one operand of these that is not added up
+# kinds of terms that a value may be the sum of: constant in the cotangents, linear in them, or neither known
+_FREE, _LINEAR, _OTHER = 1, 2, 4
+_GIVEN_FIRST = dict.fromkeys((primitives.select_n_p, primitives.triangular_solve_p), slice(1))
 
 
-def _is_linear_by_form(pull: PullBack) -> bool:
-    """Whether its operations tell that it is linear in the cotangents."""
-    linear = ((v, _LINEAR) for v in pull.cotangents.values())
-    flow: Flow[str] = Flow(lambda node, given: _made(node.primitive, list(map(_kind, node.inputs, given))))
-    # all nodes: one that reads none of the cotangents may make zeros
-    env, _ = solve(flow, pull.program, linear, visit=range(len(pull.program.nodes)))
-    ends = pull.results.values()
-    return all(_kind(a, env.get(a) if isinstance(a, Var) else None) in (_ZERO, _LINEAR) for a in ends)
+def _terms(program: Program, given: Sequence[int]) -> list[int]:
+    """The kinds of terms of each output, from those of each input; no kind means zero."""
+    env = dict(zip(program.inputs, given, strict=True))
+    for v, value in program.consts.items():
+        env[v] = 0 if v.inexact and not _compat.is_tracer(value) and not np.any(value) else _FREE
+
+    def read(atom: Atom) -> int:
+        return env[atom] if isinstance(atom, Var) else _FREE * bool(np.any(atom.val))
+
+    for node in program.nodes:
+        made = _across(node, [read(a) for a in node.inputs])
+        for v, terms in zip(node.outputs, made, strict=True):
+            env[v] = terms if v.inexact or terms <= _FREE else _OTHER  # an integer is a rounded number
+    return [read(a) for a in program.outputs]
 
 
-def _kind(atom: Atom, found: str | None) -> str | None:
-    """None: it does not depend on the cotangents."""
-    zero = isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
-    return _ZERO if zero else found
+def _across(node: Node, ins: list[int]) -> list[int]:
+    """The kinds of terms of the outputs of a node."""
+    if node.primitive is primitives.cond_p:
+        ways = [_terms(program, ins[1:]) for program in node.inner]
+        return [union(outs) if ins[0] <= _FREE else _OTHER for outs in zip(*ways, strict=True)]
+    if node.loop is not None:
+        return _iterated(node, node.loop, ins)
+    if node.inner:
+        return _terms(node.inner[0], ins)
+    made = _made(node, ins)
+    program = implementation(node) if made is _OTHER else None  # which may tell more
+    return [made] * len(node.outputs) if program is None else _terms(program, ins)
 
 
-def _made(primitive: Any, ins: list[str | None]) -> str | None:
-    live = [k for k in ins if k in (_LINEAR, _OTHER)]
-    if primitive in IN_ONE_OPERAND and (_ZERO in ins or live == [_LINEAR]):
-        return _ZERO if _ZERO in ins else _LINEAR
-    if primitive in IN_FIRST_OPERAND and ins[0] is not None and live == [k for k in ins[:1] if k != _ZERO]:
+def _iterated(node: Node, loop: Loop, ins: list[int]) -> list[int]:
+    start = loop.before + loop.consts
+    carry, more = ins[start:][: loop.carry], ins[start + loop.carry :]
+    while True:
+        made = _terms(loop.body, [*ins[loop.before : start], *carry, *more])
+        after = [a | b for a, b in zip(carry, made, strict=False)]
+        if after == carry:
+            break
+        carry = after
+    goes_on = 0 if loop.length is not None else _terms(node.inner[0], [*ins[: loop.before], *carry])[0]
+    outs = [*carry, *made[loop.carry :]]
+    return outs if goes_on <= _FREE else [_OTHER] * len(outs)
+
+
+def _made(node: Node, ins: list[int]) -> int:
+    primitive, live = node.primitive, [i for i, terms in enumerate(ins) if terms > _FREE]
+    if primitive in IN_ONE_OPERAND and (0 in ins or len(live) == 1):
+        return 0 if 0 in ins else ins[live[0]]
+    if primitive in IN_FIRST_OPERAND and live in ([], [0]):
         return ins[0]
-    added = [k for i, k in enumerate(ins) if i != _WHERE.get(primitive)]
-    if primitive in IN_ALL_OPERANDS and None not in added and live == [k for k in added if k == _LINEAR]:
-        return _LINEAR if live else _ZERO
-    return _OTHER if live else None
+    if primitive is primitives.select_n_p and not ins[0]:  # never true
+        return ins[1]
+    fixed = _fixed(node)
+    if fixed is not None and not any(i in fixed for i in live):
+        return int(union(terms for i, terms in enumerate(ins) if i not in fixed))
+    if primitive is primitives.is_finite_p or not live:
+        return _FREE
+    is_nan = primitive is primitives.ne_p and node.inputs[0] is node.inputs[1]
+    infinite = any(isinstance(a, Literal) and np.isinf(a.val) for a in node.inputs)
+    return 0 if is_nan or (primitive is primitives.eq_p and infinite) else _OTHER
 
 
-def _is_linear_on_numbers(pull: PullBack) -> bool:
-    """Whether it adds up, and goes with the scale, at random points."""
-    program, numbers = pull.program, np.random.default_rng(0)
-    live = list(pull.cotangents.values())
-    given = [v for v in program.inputs if v not in live]
-    lowest = max(1e-6, *(float(jnp.finfo(v.aval.dtype).tiny) ** 0.5 for v in live))
-    highest = min(1e6, *(float(jnp.finfo(v.aval.dtype).max) ** 0.5 for v in live))
+def _fixed(node: Node) -> range | None:
+    """The operands given which a node is linear in all others together; None if it is not."""
+    primitive = node.primitive
+    if primitive is primitives.linear_solve_p:
+        return range(sum(node.params["const_lengths"]))
+    if primitive not in IN_ALL_OPERANDS:
+        return None
+    return range(len(node.inputs))[INDICES.get(primitive, _GIVEN_FIRST.get(primitive, slice(0)))]
 
-    def random(aval: Any, draw: Callable[..., Any] = numbers.standard_normal) -> Any:
-        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-            return jnp.broadcast_to(jax.random.key(0), aval.shape)
-        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            return jnp.asarray(draw(aval.shape) + 1j * draw(aval.shape), aval.dtype)
-        real = jnp.issubdtype(aval.dtype, jnp.inexact)
-        return jnp.asarray(draw(aval.shape) if real else numbers.integers(0, 2, aval.shape), aval.dtype)
 
-    consts = {v: random(v.aval) if _compat.is_tracer(c) else c for v, c in program.consts.items()}
-
-    @jax.jit
-    def differences(at: list[Any], one: list[Any], other: list[Any], scale: Any) -> list[Any]:
-        """How far it is from linear, and in units of what."""
-
-        def pulled(cotangents: list[Any]) -> list[Any]:
-            known = {**consts, **dict(zip([*given, *live], [*at, *cotangents], strict=True))}
-            view = View(known, at_site=lambda site, world: plain_site)
-            return evaluate(program, [(a, None) for a in pull.results.values()], view)
-
-        times = lambda arrays: [a * scale.astype(a.dtype) for a in arrays]
-        a, b = times(one), times(other)
-        pairs = [
-            *zip(times(pulled(one)), pulled(a), strict=True),
-            *zip(map(jnp.subtract, pulled(a), pulled(b)), pulled(list(map(jnp.subtract, a, b))), strict=True),
-        ]
-        size = lambda x: jnp.max(jnp.abs(x), initial=0).astype(float)
-        return [(size(x - y), jnp.maximum(size(x), size(y))) for x, y in pairs]
-
-    tried = False
-    rough = any(jnp.finfo(v.aval.dtype).bits < 32 for v in live)
-    for draw in (numbers.standard_normal, numbers.random):  # a root or a logarithm wants the second
-        at = [random(v.aval, draw) for v in given]
-        one, other = ([random(v.aval) for v in live] for _ in range(2))
-        for scale in (lowest, lowest**0.5, 1.0, highest**0.5, highest):
-            found = np.asarray(differences(at, one, other, jnp.asarray(scale)))
-            finite = np.all(np.isfinite(found), axis=1)
-            tried |= bool(np.any(finite))
-            if np.any(found[finite, 0] > (0.05 if rough else 1e-3) * found[finite, 1]):
-                return False
-    return tried
+def implementation(node: Node) -> Program | None:
+    """A primitive as the program of its implementation, if that can be traced, and without effects."""
+    if node.eqn.effects:
+        return None
+    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
+    try:
+        program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
+    except Exception:  # whatever an implementation that is not JAX raises when it is traced
+        return None
+    return None if any(n.primitive is node.primitive for n in program.nodes) else program
 
 
 def has_own_rule(node: Node) -> bool:

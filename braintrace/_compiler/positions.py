@@ -1,8 +1,8 @@
 """Which hidden position does each element of the program reach, and from which does it come?
 
 `reaches` goes backwards from a group's new states; `sources` goes forwards from a site's output. Derivatives
-are what is followed: integers and `stop_gradient` end a path, and the derivative rule of a function that has
-one of its own is followed instead of the function.
+are what is followed: integers and `stop_gradient` end a path. Of a function or a primitive with a derivative
+rule of its own, whose value need not show what it depends on (a linear solve), the rule is followed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._compat import primitives
+from .._ops.primitive import ETPPrimitive
 from . import links as _links
 from .constants import Constants
-from .dataflow import Flow, cross, solve, union
+from .dataflow import Flow, along_rule, cross, solve, union
 from .fine_links import fine_links
 from .links import Array, Linked
-from .own_rules import PullBack
+from .own_rules import PullBack, implementation
 from .primitives import INDICES
-from .program import Atom, Node, Program, Var, read_program
+from .program import Atom, Node, Program, Var
 from .reach import Reach, SiteReach
 from .zeros import Zeros
 
@@ -48,7 +48,8 @@ class Positions:
         self.program, self.through, self.fine = program, through, fine
         self.constants = Constants(program, known or {})
         self._zeros = Zeros(program, self.constants, zeros or {})
-        self._links: dict[Node, Linked | Positions] = {}
+        self._links: dict[Node, Linked | None] = {}
+        self._computed: dict[Node, Positions | None] = {}
         self._inner: dict[Any, Positions] = {}
         self._iterations: dict[Node, list[Any]] = {}
         self._flows: dict[tuple[bool, bool], Flow[Reach]] = {}
@@ -91,38 +92,42 @@ class Positions:
         made: list[Reach | None] = [None] * len(far)
         if node.site is not None and not self.through:
             return made
-        found = self._find_links(node)
-        if isinstance(found, Positions):
-            return cross(found._flow(back, False), found.program, given)[0]
-        takes = self._flow(back, derivatives).takes
+        found, flow = self._find_links(node), self._flow(back, derivatives)
+        own = isinstance(node.primitive, ETPPrimitive)  # its derivative is that of what it computes
+        if found is None and derivatives and not own and (pull := PullBack.of(node)) is not None:
+            return along_rule(flow, node, pull, given)
+        if found is None and (own or not derivatives) and (inside := self._expanded(node)) is not None:
+            return cross(inside._flow(back, derivatives), inside.program, given)[0]
+        if found is None:
+            ins, outs = ([tuple(a.aval.shape) for a in ends] for ends in (node.inputs, node.outputs))
+            found = _links.all_with_all(ins, outs)
         for i, j, link in found:
             here, there = (j, i) if back else (i, j)
             reach, atom = given[here], far[there]
-            if reach is not None and takes(atom):
+            if reach is not None and flow.takes(atom):
                 made[there] = union((made[there], reach.carry(link, atom.aval.shape, back=back)))
         return made
 
-    def _find_links(self, node: Node) -> Linked | Positions:
+    def _find_links(self, node: Node) -> Linked | None:
         if node not in self._links:
             ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
-            found: Linked | Positions | None = _links.links(
-                node.primitive, node.params, ins, outs, lambda i: self.constants(node.inputs[i])
-            )
-            if self.fine:
-                found = fine_links(node, self._zeros) or found
-            if found is None:
-                program = None if node.inner else _expand(node)
-                shapes = [tuple(a.shape) for a in ins], [tuple(o.shape) for o in outs]
-                found = _links.all_with_all(*shapes) if program is None else self._expanded(node, program)
-            self._links[node] = found
+            known = lambda i: self.constants(node.inputs[i])
+            fine = fine_links(node, self._zeros) if self.fine else None
+            self._links[node] = fine or _links.links(node.primitive, node.params, ins, outs, known)
         return self._links[node]
 
-    def _expanded(self, node: Node, program: Program) -> Positions:
-        if not self.fine:
-            return Positions(program)
-        known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
-        zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
-        return Positions(program, known, fine=True, zeros=zeros)
+    def _expanded(self, node: Node) -> Positions | None:
+        """The positions of what a primitive computes, if that can be traced."""
+        if node not in self._computed:
+            program = None if node.inner else implementation(node)
+            known: dict[Var, Any] = {}
+            zeros: dict[Var, Any] = {}
+            if program is not None and self.fine:
+                known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
+                zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
+            found = None if program is None else Positions(program, known, fine=self.fine, zeros=zeros)
+            self._computed[node] = found
+        return self._computed[node]
 
     # -- inside control flow -----------------------------------------------------------------------
 
@@ -182,13 +187,3 @@ def _stack(parts: Sequence[Any], shape: tuple[int, ...]) -> Any:
 
 _FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix
 _UNROLL = 256  # iterations of a `scan` whose counters are followed one by one
-
-
-def _expand(node: Node) -> Program | None:
-    """A third party's primitive as the program of its own implementation, if that can be traced."""
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
-    try:
-        program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
-    except Exception:  # whatever an implementation that is not JAX raises when it is traced
-        return None
-    return None if any(n.primitive is node.primitive for n in program.nodes) else program

@@ -46,7 +46,10 @@ REDUCTIONS = named("reduce_and reduce_max reduce_min reduce_or reduce_prod reduc
 WINDOWS = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 CUMULATIVE = named("cumsum cumprod cummax cummin cumlogsumexp")
 ALONG_AN_AXIS = named("approx_top_k sort top_k")  # mix along one axis
-ON_MATRICES = named("cholesky fft triangular_solve")  # mix along the last axes
+ON_MATRICES = named(  # mix along the last axes
+    """cholesky eig eigh fft hessenberg householder_product lu qr schur svd triangular_solve tridiagonal
+    tridiagonal_solve"""
+)
 PRODUCTS = named("conv_general_dilated dot_general")
 CONTROL_FLOW = named("cond scan while")
 CALLS = named("call closed_call custom_jvp_call custom_vjp_call jit remat")
@@ -66,11 +69,14 @@ IN_FIRST_OPERAND = (  # given the others
     LAYOUT
     | PARTS
     | named(
-        """neg real imag conj convert_element_type copy rev slice reduce_sum cumsum reduce_window_sum
-        dynamic_slice gather div name device_put sharding_constraint"""
+        """neg real imag conj convert_element_type copy rev slice tile reduce_sum cumsum reduce_window_sum
+        dynamic_slice gather div fft name device_put sharding_constraint"""
     )
 )
-IN_ALL_OPERANDS = named("add sub add_jaxvals concatenate pad complex select_n scatter_add")  # together
+IN_ALL_OPERANDS = named(  # together, given indices and what selects
+    """add sub add_jaxvals concatenate stack pad complex select_n scatter scatter_add scatter_sub
+    dynamic_update_slice triangular_solve"""
+)
 
 # which operands are indices
 INDICES = {

@@ -6,7 +6,7 @@ them. A *site* is one application of a marked operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -170,14 +170,24 @@ class Site:
         avals = [a.aval for a in self.inputs[: self.num_inputs]]
         return [jnp.zeros((*self.loops, *a.shape), a.dtype) for a in avals]
 
-    def layouts(self, varying: Sequence[str] = ()) -> dict[str, Layout]:
-        """The trace layout of each effective weight; loops are levels that `varying` weights have."""
+    def made_from(self, learned: Container[str]) -> tuple[str, ...]:
+        """The weights that effective ones are made from: `learned` ones, or all if the op merges them."""
+        return tuple(n for n in self.weight_names if self.primitive.merges or n in learned)
+
+    def layouts(
+        self, varying: Sequence[str] = (), learned: Container[str] | None = None
+    ) -> dict[str, Layout]:
+        """The trace layout of each effective weight that is made from `learned` weights (by default, any).
+
+        Loops are levels that `varying` weights have.
+        """
         n, names = self.num_inputs, self.weight_names
         loop = (*[True] * n, *[name in varying for name in names])
         params = {**self.params, "levels": (loop,) * len(self.loops) + self.params["levels"]}
         avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in self.weights.values()]
         effective = jax.eval_shape(lambda *w: self.primitive.effective(w, self.params), *avals)
-        return self.primitive.layouts(params, list(effective), len(self.shape))
+        kept = [n for n in effective if learned is None or self.primitive.merges or n in learned]
+        return self.primitive.layouts(params, kept, len(self.shape))
 
 
 @dataclass(eq=False)

@@ -130,7 +130,7 @@ class HiddenParamOpRelation:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        return self.site.layouts(self.varying)
+        return self.site.layouts(self.varying, self.trainable_paths)
 
     @cached_property
     def _slices(self) -> list[Slice]:

@@ -123,13 +123,14 @@ class _Search:
         return all(samples.letter(s, layout) for s in sites for layout in s.layouts().values())
 
     def _has_free_axis(self, count: int) -> bool:
-        """Whether every op that takes data has an axis of that length which its weights lack."""
-        for site in (s for s in self.info.program.sites if s.num_inputs):
+        """Whether some op takes data, and each such op has an axis of that length which its weights lack."""
+        sites = [s for s in self.info.program.sites if s.num_inputs]
+        for site in sites:
             for layout in site.layouts().values():
                 sizes = [n for a, n in zip(layout.y, site.shape, strict=False) if a not in layout.w]
                 if not layout.y_is_viewed and count not in sizes:
                     return False
-        return True
+        return bool(sites)
 
     def _samples(self, axis: int | None, count: int) -> Samples:
         starts = {new: Reach.at(_numbers(new, axis)) for _, _, new in self.carried if isinstance(new, Var)}

@@ -63,17 +63,28 @@ class SiteWeights:
             if frozen := self._frozen():
                 return NoTrace(Use(self.site, frozen), WhyNot.FROZEN)
             return NoTrace(self.use, WhyNot.NO_PARAMETER)
-        fixed = {v for e in self.info.fixed for v in e.invars}
-        for name, (inputs, carried, _) in self.found.items():
-            foreign = [v for v in inputs if v not in fixed]
-            if (foreign or carried) and self.behind[name]:
-                return NoTrace(self.use, WhyNot.CHANGES, tuple(map(self._state_of, foreign)))
+        if (foreign := self.changed_by()) is not None:
+            return NoTrace(self.use, WhyNot.CHANGES, tuple(map(self._state_of, foreign)))
         # the trace of an op that takes indices (a sparse one) goes by them: none, in a branch not taken
         if "cond" in self.site.context and self.site.num_inputs > 1:
             return NoTrace(self.use, WhyNot.UNKNOWN_INDICES)
         if goal.direct:
             return None
         return NoTrace(self.use, WhyNot.BEHIND_ANOTHER if goal.crossing else WhyNot.NO_STATE)
+
+    def changed_by(self) -> list[Var] | None:
+        """The inputs of the step that change a weight from step to step; None if its trace holds.
+
+        Data may change a weight that is not learned, such as a bias.
+        """
+        fixed = {v for e in self.info.fixed for v in e.invars}
+        learned = self.site.made_from(self.paths)
+        for name, (inputs, carried, _) in self.found.items():
+            harmless = fixed if name in learned else fixed.union(self.info.arg_invars)
+            foreign = [v for v in inputs if v not in harmless]
+            if foreign or carried:
+                return foreign
+        return None
 
     def _frozen(self) -> tuple[Path, ...]:
         """The parameters that `stop_gradient` cuts off from the site."""

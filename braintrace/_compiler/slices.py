@@ -13,6 +13,7 @@ import jax
 from .._compat import ClosedJaxpr, primitives
 from .dataflow import Flow, solve
 from .evaluation import View, evaluate
+from .own_rules import PullBack, has_own_rule
 from .program import Atom, Node, Program, Site, Var
 
 
@@ -129,4 +130,8 @@ def uses_while(program: Program, sources: Sequence[Var], targets: Sequence[Atom]
 
 
 def has_while(node: Node) -> bool:
-    return any(n.primitive is primitives.while_p for n in node.walk())
+    """Whether it is or holds a loop without reverse mode; a derivative rule of one's own may give it one."""
+    if has_own_rule(node) and PullBack.of(node) is not None:
+        return False
+    inside = (n for program in node.inner for n in program.nodes)
+    return node.primitive is primitives.while_p or any(map(has_while, inside))

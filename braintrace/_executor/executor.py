@@ -268,8 +268,9 @@ class ETraceGraphExecutor:
     def made_of(self) -> set[Var]:
         """The variables of the program that effective weights and the gains of leaky readouts are made of."""
         program, gains = self.info.program, [a for h in self.info.hidden for a in h.coefficients]
-        sites = [r.site for r in self.graph.hidden_param_op_relations]
-        return {v for site in sites for v in needs(program, site)} | behind(program, gains)
+        relations = self.graph.hidden_param_op_relations
+        weights = {v for r in relations for v in needs(program, r.site, r.site.made_from(r.layouts))}
+        return weights | behind(program, gains)
 
     @cached_property
     def masks(self) -> list[StateEntry]:

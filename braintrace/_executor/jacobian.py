@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import primitives
+from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
@@ -29,7 +31,8 @@ from .._compiler.positions import Positions
 from .._compiler.program import Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
-from .._compiler.slices import dependents, uses_while
+from .._compiler.slices import between, dependents, has_while
+from .._compiler.step import show_paths
 from .necks import Necks, through
 from .slots import Jacobian, States, states
 
@@ -54,8 +57,19 @@ class LocalGroup:
 
     @cached_property
     def forward_only(self) -> bool:
+        """Whether a loop without reverse mode is on the way to the new states."""
         sources = [*self.group.hidden_invars, *self._site_vars]
-        return uses_while(self.graph.module_info.program, sources, self.group.hidden_outvars)
+        nodes = between(self.graph.module_info.program, sources, self.group.hidden_outvars)
+        loops = [n for n in nodes if has_while(n)]
+        back = [n for node in nodes for n in node.walk() if n.primitive is primitives.custom_vjp_call_p]
+        if loops and back:
+            raise NotSupportedError(
+                f"On the way to {show_paths(self.group.hidden_paths)}, a `while` loop at "
+                f"{loops[0].source} has no reverse mode and a `custom_vjp` function at {back[0].source} has "
+                "no forward mode: no derivative goes through both. Take a loop of known length (`lax.scan`), "
+                "or a `custom_jvp`."
+            )
+        return bool(loops)
 
     @cached_property
     def _site_vars(self) -> list[Var]:

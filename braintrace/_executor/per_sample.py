@@ -128,7 +128,7 @@ class PerSample:
         Where units are spread over devices, each gets those of all: few numbers, that are asked for often.
         """
         by_var = dict(zip(self._leaves, leaves, strict=True))
-        parts = []
+        parts = [jnp.zeros((self.samples.count, 0), self.dtype)]  # parameters may act on nothing carried
         for v in self.samples.carried:
             one = self.whole(_first(by_var[v], self.samples.axis))
             each = [one.real, -one.imag if dual else one.imag] if jnp.iscomplexobj(one) else [one]
@@ -214,7 +214,8 @@ class PerSample:
         return [
             i
             for i, (v, is_param) in enumerate(leaves)
-            if is_param
+            if self.samples.carried
+            and is_param
             and v.inexact
             and v.aval.size
             and new & set(solve(flow, self.info.program, [(v, True)])[0])

@@ -37,16 +37,15 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
     """The sites whose weight terms the letters give; letters of users' own ops are known by a trace only."""
     params = [v for e in info.params for v in e.invars]
     origin = provenance(info.program, params)
-    fixed = {v for e in info.fixed for v in e.invars}
     found = []
     for site in info.program.sites:
         weights = SiteWeights(info, site, origin)
-        plain = all(set(inputs) <= fixed and not moves for inputs, moves, _ in weights.found.values())
+        plain = weights.changed_by() is None
         known = site.primitive.is_known or any(s is site for s in traced)
         # the letters of an op that takes indices go by them: none, in a branch not taken
         told = "cond" not in site.context or site.num_inputs < 2
         if weights.paths and plain and known and told:
-            found.append(Weighted(site, weights.varying, site.layouts(weights.varying)))
+            found.append(Weighted(site, weights.varying, site.layouts(weights.varying, weights.paths)))
     return found
 
 

@@ -21,6 +21,7 @@ from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.slices import behind, plain_site
 from .._ops.letters import over_levels
 
+Names = tuple[str, ...]
 Effective = dict[int, dict[str, Any]]  # by site, by name
 
 
@@ -31,31 +32,35 @@ def effective_weights(
     result: Effective = {}
     for relation in relations:
         site, varying = relation.site, relation.varying
-        raw = _site_weights(program, known, site, set(varying))
-        names = site.weight_names
+        names = site.made_from(relation.layouts)
+        raw = _site_weights(program, known, site, names, set(varying))
         loops = [tuple(name in varying for name in names)] * len(site.loops)
 
-        def effective(*weights: Any, site: Site = site) -> dict[str, Any]:
+        def effective(*weights: Any, site: Site = site, names: Names = names) -> dict[str, Any]:
+            if not site.primitive.merges:
+                return dict(zip(names, weights, strict=True))
             return site.primitive.effective(weights, site.params)
 
         result[site.index] = over_levels(effective, loops)(*raw)
     return result
 
 
-def _site_weights(program: Program, known: Mapping[Var, Any], site: Site, varying: set[str]) -> list[Any]:
-    """The weight operands of a site; those that vary in a loop have its axis in front."""
+def _site_weights(
+    program: Program, known: Mapping[Var, Any], site: Site, names: Names, varying: set[str]
+) -> list[Any]:
+    """Some weight operands of a site; those that vary in a loop have its axis in front."""
     node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
     if node.site is site:
-        return _values(program, known, list(site.weights.values()))
+        return _values(program, known, [site.weights[name] for name in names])
     inner = next(p for p in node.inner if any(s is site for s in p.sites))
-    wanted = needs(inner, site)
+    wanted = needs(inner, site, names)
     atoms = _operands(node)
     given = [i for i, v in enumerate(inner.inputs) if v in wanted]
     values = dict(zip(given, _values(program, known, [atoms[i] for i in given]), strict=True))
 
     def enter(values: Mapping[int, Any]) -> list[Any]:
-        return _site_weights(inner, {inner.inputs[i]: v for i, v in values.items()}, site, varying)
+        return _site_weights(inner, {inner.inputs[i]: v for i, v in values.items()}, site, names, varying)
 
     if node.primitive is not primitives.scan_p:
         return enter(values)
@@ -66,9 +71,9 @@ def _site_weights(program: Program, known: Mapping[Var, Any], site: Site, varyin
         length = node.params["length"]
         return [
             jnp.broadcast_to(w, (length, *w.shape)) if name in varying else w
-            for name, w in zip(site.weight_names, enter(fixed), strict=True)
+            for name, w in zip(names, enter(fixed), strict=True)
         ]
-    flags = [0 if name in varying else None for name in site.weight_names]
+    flags = [0 if name in varying else None for name in names]
     return jax.vmap(lambda s: enter({**fixed, **s}), out_axes=flags)(sliced)
 
 
@@ -82,14 +87,14 @@ def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -
     return evaluate(program, [(a, None) for a in atoms], view)
 
 
-def needs(program: Program, site: Site) -> set[Var]:
-    """The inputs of a program that the weights of a site inside it are made of."""
+def needs(program: Program, site: Site, names: Names) -> set[Var]:
+    """The inputs of a program that some weights of a site inside it are made of."""
     holder = program.nodes[program.holder[site.index]]
     if holder.site is site:
-        wanted = list(site.weights.values())
+        wanted = [site.weights[name] for name in names]
     else:
         inner = next(p for p in holder.inner if any(s is site for s in p.sites))
-        below = needs(inner, site)
+        below = needs(inner, site, names)
         pairs = zip(_operands(holder), inner.inputs, strict=True)
         wanted = [a for a, v in pairs if v in below]
     return behind(program, wanted)

@@ -123,16 +123,18 @@ class Window:
             function, before = self._live_step(now)
             if only_back:  # the way forward is the transpose of the way back
                 pull = jax.vjp(function, before, [], [])[1]
-                transposed = jax.linear_transpose(lambda c: pull(c)[0], before)
                 try:
+                    transposed = jax.linear_transpose(lambda c: pull(c)[0], before)
                     return jax.vmap(lambda t: transposed(t)[0])(tangents), None
-                except (AssertionError, NotImplementedError, RuntimeError) as e:  # as each primitive has it
+                # as each primitive has it; a `while` has the last
+                except (AssertionError, NotImplementedError, RuntimeError, ValueError) as e:
                     raise NotSupportedError(
                         "The rule pushes directions through the derivatives of `custom_vjp` functions "
                         f"(at {', '.join(dict.fromkeys(n.source for n in only_back))}), and one of them is "
                         "not made of operations that JAX knows to be linear in the cotangent (a clip, a "
-                        "`where` on the cotangent itself). Write it with linear operations, or leave `rank` "
-                        "out: windows go without it, and so does `KF_RTRL`."
+                        "`where` on the cotangent itself) or has a `while` loop in its backward pass (as "
+                        "Equinox's and diffrax's checkpointed loops have). Write it with linear operations, "
+                        "or leave `rank` out: windows go without it, and so do `RTRL`, `SnAp`, `KF_RTRL`."
                     ) from e
             return jax.vmap(lambda t: jax.jvp(lambda b: function(b, [], []), [before], [t])[1])(
                 tangents

@@ -2,6 +2,7 @@
 
 import os as _os
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 
 from .. import _precision as _precision  # isort: skip
 import brainstate as _brainstate
@@ -19,4 +20,5 @@ _compat.hide_from_tracebacks(
     _os.path.dirname(_brainstate.__file__),
     _os.path.dirname(_brainunit.__file__),
     _os.path.dirname(str(_import_module(_brainunit.Quantity.__module__.partition(".")[0]).__file__)),
+    *(_os.path.dirname(str(s.origin)) for s in map(_find_spec, ("equinox", "diffrax")) if s is not None),
 )

@@ -142,9 +142,10 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
         case found.NotLinear(node, params):
             message = (
                 f"The function called at {node.source} has a derivative rule (`custom_vjp`) that is not "
-                "linear in the gradient it is given, as clipping is not. BPTT gives it what the losses of "
-                f"all steps sum up to, and no online rule can: the gradient of {show_paths(params)} is "
-                "approximate. Clip the gradients of parameters instead, or train with `braintrace.BPTT`."
+                "linear in the gradient it is given, as clipping is not, or whose program does not show it, "
+                "as a callback does not. BPTT gives it the sum of what the losses of all steps send back; no "
+                f"online rule can: if it is not linear, the gradient of {show_paths(params)} is approximate. "
+                "Clip the gradients of parameters instead, or train with `braintrace.BPTT`."
             )
             more = {"sources": [node.source], "weight_paths": list(params)}
             return CompilationRecord(Kind.RULE_NOT_LINEAR, WARNING, message, node.primitive, context=more)

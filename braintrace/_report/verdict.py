@@ -38,7 +38,7 @@ _WORDS = {
     Cut.OUT_OF_REACH: ("what {of} does to {to} only after more steps than are followed", ""),
     Cut.RANDOM: ("how far a random estimate of what {of} does to {to} is off", ""),
     Cut.NOT_LINEAR: (
-        "what the losses of several steps do together in a derivative rule that is not linear,",
+        "what losses of several steps do together in a derivative rule that is not seen to be linear,",
         "that of",
     ),
 }

@@ -281,6 +281,8 @@ def orthonormal(rows: Any) -> Any:
     Where rows are lost (a hard reset), a little of the fixed basis takes their place.
     """
     _, size, numbers = rows.shape
+    if not size:  # parameters act on nothing that is carried
+        return rows
     rows = finite(rows)
     little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
     fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]

@@ -179,7 +179,19 @@ def with_backward(bwd: Any) -> Any:
     [
         (lambda x, g: jnp.where(jnp.abs(x) < 1, g / (1 + x**2), 0), True),
         (lambda x, g: jax.vjp(jax.nn.softmax, x)[1](g)[0] - g[::-1], True),
-        (lambda x, g: jnp.nan_to_num(g) * x, True),  # not by its form
+        (lambda x, g: jnp.nan_to_num(g) * x, True),
+        (lambda x, g: jnp.linalg.solve(jnp.diag(x), g) + jnp.fft.irfft(jnp.fft.rfft(g), 5), True),
+        (lambda x, g: lax.fori_loop(0, 2, lambda i, c: c.at[i].set(2 * c[i + 1]), g), True),
+        (
+            lambda x, g: lax.while_loop(lambda c: c[1] < x[0], lambda c: (2 * c[0], c[1] + 1), (g, 0.0))[0],
+            True,
+        ),
+        (lambda x, g: jnp.where(jnp.abs(x) > 50, jnp.clip(g, -1, 1), g), False),  # not near zero
+        (lambda x, g: lax.scan(lambda c, a: (a, c), 1.0, g)[1], False),
+        (lambda x, g: lax.while_loop(lambda c: jnp.abs(c[0]) > 1, lambda c: c / 2, g), False),
+        (lambda x, g: lax.cond(g[0] > 0, lambda: g, lambda: 2 * g), False),
+        (lambda x, g: g.astype(int).astype(g.dtype), False),
+        (lambda x, g: jax.pure_callback(lambda a: a, g, g), False),  # nobody knows
         (lambda x, g: lax.scan(lambda c, a: (c + a, c * 2), g[0], g)[1], True),
         (lambda x, g: jnp.clip(g, -0.1, 0.1), False),
         (lambda x, g: jnp.clip(g, -1e4, 1e4) * jnp.sqrt(x), False),
@@ -190,7 +202,7 @@ def with_backward(bwd: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_backward_is_tried_for_linearity(bwd, linear, dtype):
+def test_a_backward_is_read_for_linearity(bwd, linear, dtype):
     with jax.numpy_dtype_promotion("standard"):
         program = read_program(jax.make_jaxpr(with_backward(bwd))(jnp.ones(5, dtype)))
         assert (not list(not_linear(program))) == linear
