@@ -830,6 +830,18 @@ def _(p, s, x):
     return {"a": a, "b": b, "c": c}, jnp.tanh(c) + b**2
 
 
+def _written(draw: Draw) -> brainstate.State:
+    return brainstate.HiddenState(draw((2, 4)))
+
+
+@case("state", "read_by_dead_code", "matmul w: h", x=(2, 3), w=(3, 4), h=(2, 4), z=_written)
+def _(p, s, x):
+    bt.matmul(s.z, p.w.T @ p.w)
+    h, _ = jax.jit(lambda h, z: (0.9 * h + bt.matmul(x, p.w), 2 * z))(s.h, s.z)
+    (y, _), _ = lax.scan(lambda c, _: ((c[0] * h, c[1] * s.z), None), (h, s.z), None, length=2)
+    return {"h": h, "z": jax.nn.softmax(h)}, y * jax.nn.softmax(h)
+
+
 @case("state", "cascade_rolled", "matmul w: a", a=4, b=4, groups="a | b", exact=False)
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)

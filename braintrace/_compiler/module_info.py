@@ -19,6 +19,7 @@ from .links import Array
 from .marking import mark_found
 from .program import Atom, Node, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
+from .slices import behind
 from .step import Path, Role, State, Step, show_path
 
 
@@ -288,8 +289,7 @@ def _is_same(known: Any, now: Any) -> bool:
 
 
 def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:
-    used = {a for node in program.nodes for a in node.inputs if isinstance(a, Var)}
-    used.update(a for a in program.outputs if isinstance(a, Var))
+    used = behind(program, program.outputs)  # what is only printed is not
     return [
         h
         for entry in entries

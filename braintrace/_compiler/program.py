@@ -6,7 +6,7 @@ them. A *site* is one application of a marked operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -234,7 +234,10 @@ class UnreadableSite(Exception):
 
 
 def read_program(closed: _compat.ClosedJaxpr, *, marks: bool = True) -> Program:
-    """The program of a closed jaxpr; without `marks`, marked operations are operations like others."""
+    """The program of a closed jaxpr; without `marks`, marked operations are operations like others.
+
+    Dead code is left out: what nobody uses is no path of a gradient.
+    """
     return _Reader(marks).program(*_compat.parts(closed), (), ())
 
 
@@ -245,12 +248,13 @@ class _Reader:
         self.marks = marks
         self.num_vars = 0
         self.sites: list[Site] = []
-        self.holds: dict[int, bool] = {}
+        self.holds: dict[Any, bool] = {}
         self.callers: tuple[JaxprEqn, ...] = ()
         self.opened: list[Node] = []
 
     def is_site(self, eqn: JaxprEqn) -> bool:
-        return self.marks and isinstance(eqn.primitive, ETPPrimitive)
+        """Whether it is a marked op; one without any output element (of `associative_scan`) is no site."""
+        return self.marks and isinstance(eqn.primitive, ETPPrimitive) and eqn.outvars[0].aval.size > 0
 
     def var(self, aval: Any) -> Var:
         self.num_vars += 1
@@ -283,7 +287,7 @@ class _Reader:
         def read(atom: Any) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _compat.live_equations(jaxpr):
             inputs = tuple(read(a) for a in eqn.invars)
             call = _compat.called_jaxpr(eqn)
             custom = _compat.called_jaxpr(eqn, custom=True)
@@ -293,6 +297,11 @@ class _Reader:
             if call is not None:
                 with self.inside(eqn):
                     outs = self.inline(program, *call, inputs, loops, context)
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            if eqn.primitive is primitives.scan_p and eqn.params["length"] == 1:
+                with self.inside(eqn):
+                    outs = self.inline_once(program, eqn, inputs, loops, context)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outputs = tuple(self.var(v.aval) for v in eqn.outvars)
@@ -328,6 +337,28 @@ class _Reader:
             program.read += node.zeros
         return [read(a) for a in jaxpr.outvars]
 
+    def inline_once(
+        self,
+        program: Program,
+        eqn: JaxprEqn,
+        inputs: Sequence[Atom],
+        loops: tuple[int, ...],
+        context: tuple[str, ...],
+    ) -> list[Atom]:
+        """Inline the body of a `scan` of length one, which is no loop."""
+
+        def apply(function: Callable[[Any], Any], atom: Atom) -> Atom:
+            aval = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+            traced = _compat.parts(jax.make_jaxpr(function)(aval))
+            return self.inline(program, *traced, [atom], loops, context)[0]
+
+        num_consts, num_carry = _compat.scan_counts(eqn)
+        first, (body,) = num_consts + num_carry, _compat.inner_jaxprs(eqn)
+        slices = [apply(lambda x: jax.lax.squeeze(x, [0]), x) for x in inputs[first:]]
+        outs = self.inline(program, *body, [*inputs[:first], *slices], loops, context)
+        stacked = [apply(lambda y: jax.lax.expand_dims(y, [0]), y) for y in outs[num_carry:]]
+        return [*outs[:num_carry], *stacked]
+
     @contextmanager
     def inside(self, eqn: JaxprEqn) -> Iterator[None]:
         self.callers = (*self.callers, eqn)
@@ -347,8 +378,8 @@ class _Reader:
                 yield from self.site_eqns(inner)
 
     def holds_site(self, jaxpr: Any) -> bool:
-        if id(jaxpr) not in self.holds:
-            self.holds[id(jaxpr)] = any(
+        if jaxpr not in self.holds:
+            self.holds[jaxpr] = any(
                 self.is_site(eqn) or any(map(self.holds_site, _compat.all_jaxprs(eqn))) for eqn in jaxpr.eqns
             )
-        return self.holds[id(jaxpr)]
+        return self.holds[jaxpr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .._compiler import outcomes as found
@@ -19,11 +20,25 @@ INFO, WARNING = DiagnosticLevel.INFO, DiagnosticLevel.WARNING
 
 
 def records(outcomes: Iterable[Outcome], step: Step) -> list[CompilationRecord]:
-    """A record for each outcome, except that a gradient is zero where another warning names the weight."""
-    said = [record(outcome, step) for outcome in outcomes]
+    """A record for each outcome, equal ones once with a count.
+
+    That a gradient is zero is left out where another warning names the weight.
+    """
+    said = _counted(record(outcome, step) for outcome in outcomes)
     others = [r for r in said if r.level >= WARNING and r.kind is not Kind.GRADIENT_IS_ZERO]
     named = {p for r in others for p in (r.weight_path, *r.context.get("weight_paths", ()))}
     return [r for r in said if r.kind is not Kind.GRADIENT_IS_ZERO or r.weight_path not in named]
+
+
+def _counted(found: Iterable[CompilationRecord]) -> list[CompilationRecord]:
+    """Records with equal messages as one, which says how many they are."""
+    same: dict[str, list[CompilationRecord]] = {}
+    for r in found:
+        same.setdefault(r.message, []).append(r)
+    return [
+        rs[0] if len(rs) == 1 else replace(rs[0], message=f"{message} ({len(rs)} times)")
+        for message, rs in same.items()
+    ]
 
 
 def record(o: Outcome, step: Step) -> CompilationRecord:
