@@ -113,7 +113,7 @@ def parts(jaxpr: Any) -> tuple[Any, list[Any]]:
     return jaxpr, list(getattr(jaxpr, "consts", ()))
 
 
-def live_equations(jaxpr: Any) -> list[JaxprEqn]:
+def live_equations(jaxpr: Any) -> list[Any]:
     """The equations whose results are used, or that have effects, without what is unused inside them."""
     used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     live = []

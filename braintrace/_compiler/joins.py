@@ -56,21 +56,20 @@ class _Copies:
         self.found: dict[Var, Reach] = {}
         self.found.update({v: self._of(v) for v in roots})
 
-    def _of(self, atom: Atom) -> Reach | None:
-        if not isinstance(atom, Var):
-            return None
-        if atom in self.found:
-            return self.found[atom]
-        self._sources.append(atom)
-        self._starts.append(self._starts[-1] + atom.aval.size)
-        return Reach.at(np.arange(*self._starts[-2:]).reshape(atom.aval.shape))
+    def _of(self, var: Var) -> Reach:
+        if var in self.found:
+            return self.found[var]
+        self._sources.append(var)
+        self._starts.append(self._starts[-1] + var.aval.size)
+        return Reach.at(np.arange(*self._starts[-2:]).reshape(var.aval.shape))
 
     def follow(self, node: Node) -> None:
         """Follow elements across a node that copies them; not by indices that depend on data."""
         joined = node.primitive in _JOINS or any(isinstance(a, Var) and a in self.found for a in node.inputs)
         indices = node.inputs[INDICES.get(node.primitive, slice(0))]
         if joined and node.primitive in _COPIED and all(self._positions.is_known(a) for a in indices):
-            made = self._positions.across(node, [self._of(a) for a in node.inputs])
+            given = [self._of(a) if isinstance(a, Var) else None for a in node.inputs]
+            made = self._positions.across(node, given)
             pairs = zip(node.outputs, made, strict=True)
             self.found.update({v: r for v, r in pairs if r and np.array_equal(r.lowest, r.highest)})
 
@@ -131,6 +130,8 @@ def insert(program: Program, function: Callable[..., Any], atoms: Sequence[Atom]
         instead.update({v: Var(v.aval, first + v.index) for v in node.outputs})
         node.outputs = tuple(instead[v] for v in node.outputs)
     program.nodes[at:at] = traced.nodes
+    for cached in ("producer", "readers", "holder"):
+        vars(program).pop(cached, None)
     return list(_replaced(traced.outputs, instead))  # type: ignore[arg-type]
 
 

@@ -254,7 +254,9 @@ def read_step(step: Step) -> ModuleInfo:
     except UnreadableSite as e:
         raise _refusal(e, step) from None
     hidden = [e for e in _entries(step, program) if e.of.role is Role.HIDDEN and not e.of.grouped]
-    program, parts = split_states(program, {h.invar: h.outvar for e in hidden for h in hidden_arrays(e)})
+    pairs = [pair for e in hidden for pair in zip(e.invars, e.outvars, strict=True)]
+    states = {old: new for old, new in pairs if old.inexact and isinstance(new, Var)}
+    program, parts = split_states(program, states)
     entries = _with_own_outputs(program, _entries(step, program))
     return ModuleInfo(step, program, tuple(entries), tuple(_hidden_states(program, entries, parts)))
 
@@ -331,14 +333,11 @@ def hidden_arrays(entry: StateEntry) -> list[Hidden]:
     keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
     found = []
     for key, invar, outvar in zip(keys, entry.invars, entry.outvars, strict=True):
-        if (
-            not jnp.issubdtype(invar.aval.dtype, jnp.inexact)
-            or outvar is invar
-            or not isinstance(outvar, Var)
-        ):
+        if not jnp.issubdtype(invar.aval.dtype, jnp.inexact) or outvar is invar:
             continue
         name = jax.tree_util.keystr(key).strip(".[]'") if len(keys) > 1 else ""
         path = (*entry.path, name) if name else entry.path
+        assert isinstance(outvar, Var)
         axis = invar.aval.ndim - 1 if entry.of.grouped else None
         found.append(Hidden(path, entry.state, invar, outvar, axis, unit=entry.of.unit))
     return found

@@ -254,7 +254,8 @@ class _Reader:
 
     def is_site(self, eqn: JaxprEqn) -> bool:
         """Whether it is a marked op; one without any output element (of `associative_scan`) is no site."""
-        return self.marks and isinstance(eqn.primitive, ETPPrimitive) and eqn.outvars[0].aval.size > 0
+        shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
+        return self.marks and isinstance(eqn.primitive, ETPPrimitive) and 0 not in shape
 
     def var(self, aval: Any) -> Var:
         self.num_vars += 1
