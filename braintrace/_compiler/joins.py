@@ -67,7 +67,11 @@ class _Copies:
         """Follow elements across a node that copies them; not by indices that depend on data."""
         joined = node.primitive in _JOINS or any(isinstance(a, Var) and a in self.found for a in node.inputs)
         indices = node.inputs[INDICES.get(node.primitive, slice(0))]
-        if joined and node.primitive in _COPIED and all(self._positions.is_known(a) for a in indices):
+        if (
+            joined
+            and node.primitive in _COPIED
+            and not any(self._positions.constants(a) is None for a in indices)
+        ):
             given = [self._of(a) if isinstance(a, Var) else None for a in node.inputs]
             made = self._positions.across(node, given)
             pairs = zip(node.outputs, made, strict=True)

@@ -69,10 +69,6 @@ class Positions:
         """Where the outputs of one node come from, given where its inputs do."""
         return self._carry(node, given, back=False, derivatives=False)
 
-    def is_known(self, atom: Atom) -> bool:
-        """Whether an integer does not depend on data."""
-        return self.constants(atom) is not None
-
     def _until(self, stop: Callable[[Var], bool] | None, back: bool) -> Flow[Reach]:
         flow = self._flow(back, True)
         return flow if stop is None else replace(flow, beyond=lambda v, r: None if stop(v) else r)

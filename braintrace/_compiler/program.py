@@ -6,7 +6,7 @@ them. A *site* is one application of a marked operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -295,14 +295,11 @@ class _Reader:
             if call is None and custom is not None and self.holds_site(custom[0]):
                 call = custom
                 self.opened.append(Node(eqn, inputs, (), callers=self.callers))
+            if call is None and eqn.primitive is primitives.scan_p and eqn.params["length"] == 1:
+                call = self.applied_once(eqn)  # no loop
             if call is not None:
                 with self.inside(eqn):
                     outs = self.inline(program, *call, inputs, loops, context)
-                env.update(zip(eqn.outvars, outs, strict=True))
-                continue
-            if eqn.primitive is primitives.scan_p and eqn.params["length"] == 1:
-                with self.inside(eqn):
-                    outs = self.inline_once(program, eqn, inputs, loops, context)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outputs = tuple(self.var(v.aval) for v in eqn.outvars)
@@ -338,27 +335,17 @@ class _Reader:
             program.read += node.zeros
         return [read(a) for a in jaxpr.outvars]
 
-    def inline_once(
-        self,
-        program: Program,
-        eqn: JaxprEqn,
-        inputs: Sequence[Atom],
-        loops: tuple[int, ...],
-        context: tuple[str, ...],
-    ) -> list[Atom]:
-        """Inline the body of a `scan` of length one, which is no loop."""
-
-        def apply(function: Callable[[Any], Any], atom: Atom) -> Atom:
-            aval = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-            traced = _compat.parts(jax.make_jaxpr(function)(aval))
-            return self.inline(program, *traced, [atom], loops, context)[0]
-
+    def applied_once(self, eqn: JaxprEqn) -> tuple[Any, list[Any]]:
+        """The body of a `scan` of length one as a jaxpr of what the `scan` is given."""
         num_consts, num_carry = _compat.scan_counts(eqn)
-        first, (body,) = num_consts + num_carry, _compat.inner_jaxprs(eqn)
-        slices = [apply(lambda x: jax.lax.squeeze(x, [0]), x) for x in inputs[first:]]
-        outs = self.inline(program, *body, [*inputs[:first], *slices], loops, context)
-        stacked = [apply(lambda y: jax.lax.expand_dims(y, [0]), y) for y in outs[num_carry:]]
-        return [*outs[:num_carry], *stacked]
+
+        def once(*args: Any) -> list[Any]:
+            xs = [jax.lax.squeeze(x, [0]) for x in args[num_consts + num_carry :]]
+            ((body, consts),) = _compat.inner_jaxprs(eqn)
+            outs = jax.core.eval_jaxpr(body, consts, *args[: num_consts + num_carry], *xs)
+            return [*outs[:num_carry], *(jax.lax.expand_dims(y, [0]) for y in outs[num_carry:])]
+
+        return _compat.parts(jax.make_jaxpr(once)(*(a.aval for a in eqn.invars)))
 
     @contextmanager
     def inside(self, eqn: JaxprEqn) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,21 +25,17 @@ def records(outcomes: Iterable[Outcome], step: Step) -> list[CompilationRecord]:
 
     That a gradient is zero is left out where another warning names the weight.
     """
-    said = _counted(record(outcome, step) for outcome in outcomes)
+    each = [record(outcome, step) for outcome in outcomes]
+    times = Counter(r.message for r in each)
+    first = {r.message: r for r in reversed(each)}
+    said = [
+        replace(r, message=f"{r.message} ({times[r.message]} times)") if times[r.message] > 1 else r
+        for r in each
+        if r is first[r.message]
+    ]
     others = [r for r in said if r.level >= WARNING and r.kind is not Kind.GRADIENT_IS_ZERO]
     named = {p for r in others for p in (r.weight_path, *r.context.get("weight_paths", ()))}
     return [r for r in said if r.kind is not Kind.GRADIENT_IS_ZERO or r.weight_path not in named]
-
-
-def _counted(found: Iterable[CompilationRecord]) -> list[CompilationRecord]:
-    """Records with equal messages as one, which says how many they are."""
-    same: dict[str, list[CompilationRecord]] = {}
-    for r in found:
-        same.setdefault(r.message, []).append(r)
-    return [
-        rs[0] if len(rs) == 1 else replace(rs[0], message=f"{message} ({len(rs)} times)")
-        for message, rs in same.items()
-    ]
 
 
 def record(o: Outcome, step: Step) -> CompilationRecord:
