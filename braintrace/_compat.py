@@ -24,6 +24,7 @@ from jax.extend.core import primitives as primitives
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
+from jax.interpreters import partial_eval
 
 if TYPE_CHECKING:
 
@@ -110,6 +111,22 @@ def parts(jaxpr: Any) -> tuple[Any, list[Any]]:
     if hasattr(jaxpr, "jaxpr"):  # a ClosedJaxpr, or the one type that it became in 0.11
         return jaxpr.jaxpr, list(jaxpr.consts)
     return jaxpr, list(getattr(jaxpr, "consts", ()))
+
+
+def live_equations(jaxpr: Any) -> list[Any]:
+    """The equations whose results are used, or that have effects, without what is unused inside them."""
+    used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        wanted = [v in used for v in eqn.outvars]
+        if not any(wanted) and not eqn.effects:
+            continue
+        if eqn.primitive in partial_eval.dce_rules:
+            _, eqn = partial_eval.dce_rules[eqn.primitive](wanted, eqn)
+        if eqn is not None:
+            live.append(eqn)
+            used.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
 
 
 def called_jaxpr(eqn: JaxprEqn, *, custom: bool = False) -> tuple[Any, list[Any]] | None:

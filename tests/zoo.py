@@ -856,6 +856,48 @@ def _(p, s, x):
     return {"a": a, "b": b, "c": c}, jnp.tanh(c) + b**2
 
 
+def _state(*shape: int) -> Callable[[Draw], brainstate.State]:
+    return lambda draw: brainstate.HiddenState(draw(shape))
+
+
+@case("state", "read_by_dead_code", "matmul w: h", x=(2, 3), w=(3, 4), h=(2, 4), z=_state(2, 4))
+def _(p, s, x):
+    bt.matmul(s.z, p.w.T @ p.w)
+    h, _ = jax.jit(lambda h, z: (0.9 * h + bt.matmul(x, p.w), 2 * z))(s.h, s.z)
+    (y, _), _ = lax.scan(lambda c, _: ((c[0] * h, c[1] * s.z), None), (h, s.z), None, length=2)
+    return {"h": h, "z": jax.nn.softmax(h)}, y * jax.nn.softmax(h)
+
+
+@case("state", "packed", "matmul w: h.0:4 h.4:8", x=(2, 3), w=(3, 4), h=_state(2, 8), groups="h.0:4 h.4:8")
+def _(p, s, x):
+    v, a = jnp.split(s.h, 2, -1)
+    v = 0.9 * v - 0.2 * a + bt.matmul(x, p.w)
+    h = jnp.concatenate([v, 0.8 * a + 0.3 * jnp.tanh(v)], -1)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "state",
+    "layers_packed",
+    "matmul w: h.0:1",
+    w=(3, 4),
+    u=(4, 4),
+    h=_state(2, 4),
+    groups="h.0:1",
+)
+def _(p, s, x):
+    a = 0.9 * s.h[0] + bt.matmul(x, p.w)
+    b = jnp.tanh(bt.matmul(a, p.u))
+    return {"h": s.h.at[1].set(b).at[0].set(a)}, b
+
+
+@case("state", "joined_and_split", "element_wise a: h; matmul w: h", a=4, w=(3, 4), h=4)
+def _(p, s, x):
+    a, h = jnp.split(jnp.concatenate([bt.element_wise(p.a, jax.nn.sigmoid), s.h]), 2)
+    h = a * h + bt.matmul(x, p.w)
+    return {"h": h}, jnp.tanh(h)
+
+
 @case("state", "cascade_rolled", "matmul w: a", a=4, b=4, groups="a | b", exact=False)
 def _(p, s, x):
     a = 0.9 * s.a + bt.matmul(x, p.w)

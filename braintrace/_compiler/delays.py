@@ -34,6 +34,7 @@ def delay_lines(graph: ETraceGraph) -> list[Hidden]:
     """The delay lines through which parameters act on later losses, where a trace would count it."""
     flows = Flows(graph)
     arrays = {h.invar: h for e in graph.module_info.entries if not e.is_param for h in hidden_arrays(e)}
+    arrays.update({h.invar: h for h in graph.module_info.hidden})  # with parts of arrays
     found = []
     for c in flows.carried:
         line = arrays[c.old]

@@ -46,7 +46,7 @@ class Flows:
         self.graph, self.info, self._seen = graph, graph.module_info, seen
         self.program = self.info.program
         hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
-        known = {old for _, _, old, _ in hidden}
+        known = {h.leaf for g in graph.hidden_groups for h in g.hidden}
         others = [
             (e.path, None, old, new)
             for e in self.info.entries

@@ -20,6 +20,7 @@ from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
 from .evaluation import read
+from .joins import take_apart
 from .primitives import ELEMENT_WISE
 from .program import Atom, Node, Program, Var, read_program
 from .provenance import SLICED, provenance
@@ -31,7 +32,7 @@ Axes = list[int | None]
 
 def mark_found(step: Step) -> Step:
     """The same step with marked ops wherever a weight enters by an operation that can be one."""
-    program = read_program(step.closed_jaxpr, marks=False)
+    program = take_apart(read_program(step.closed_jaxpr, marks=False))
     num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
     ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
     params: list[Var] = []
@@ -60,7 +61,7 @@ def mark_found(step: Step) -> Step:
 
 def mark_uses(step: Step) -> Step:
     """The same step with a mark wherever a parameter meets data, also where one was set by hand before."""
-    program = read_program(step.closed_jaxpr, marks=False)
+    program = take_apart(read_program(step.closed_jaxpr, marks=False))
 
     def opened(*args: Any) -> list[Any]:
         env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,10 +15,12 @@ from .. import _compat
 from .._compat import Literal
 from .errors import CompilationError, NotSupportedError
 from .fingerprint import fingerprint
+from .joins import Part, insert, split_states, take_apart
 from .links import Array
 from .marking import mark_found
-from .program import Atom, Node, Program, UnreadableSite, Var, read_program
+from .program import Atom, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
+from .slices import behind
 from .step import Path, Role, State, Step, show_path
 
 
@@ -71,9 +73,23 @@ class Hidden:
     split: bool = False
     unit: str = ""
     coefficients: tuple[Atom, ...] = ()  # of a filter: what must be the same at every step
+    part: Part | None = None  # of the carried array that it is in, with others
 
     def __repr__(self) -> str:
         return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"
+
+    @property
+    def leaf(self) -> Var:
+        """The carried array that it is, or is a part of."""
+        return self.invar if self.part is None else self.part.leaf
+
+    def of_leaf(self, array: Any) -> Any:
+        """Its elements of an array like the leaf."""
+        return array if self.part is None else self.part.of(array)
+
+    def in_leaf(self, array: Any) -> Any:
+        """The transpose of `of_leaf`: an array like the leaf, zero elsewhere."""
+        return jax.linear_transpose(self.of_leaf, self.leaf.aval)(array)[0]
 
     @property
     def varshape(self) -> tuple[int, ...]:
@@ -235,9 +251,18 @@ def _show(variables: Sequence[Var]) -> str:
 def read_step(step: Step) -> ModuleInfo:
     """The program of a step, with its states."""
     try:
-        program = read_program(step.closed_jaxpr)
+        program = take_apart(read_program(step.closed_jaxpr))
     except UnreadableSite as e:
         raise _refusal(e, step) from None
+    hidden = [e for e in _entries(step, program) if e.of.role is Role.HIDDEN and not e.of.grouped]
+    pairs = [pair for e in hidden for pair in zip(e.invars, e.outvars, strict=True)]
+    states = {old: new for old, new in pairs if old.inexact and isinstance(new, Var)}
+    program, parts = split_states(program, states)
+    entries = _with_own_outputs(program, _entries(step, program))
+    return ModuleInfo(step, program, tuple(entries), tuple(_hidden_states(program, entries, parts)))
+
+
+def _entries(step: Step, program: Program) -> list[StateEntry]:
     num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
     ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
     entries = []
@@ -245,8 +270,7 @@ def read_step(step: Step) -> ModuleInfo:
         num = range(state.tree.num_leaves)
         entries.append(StateEntry(state, tuple(next(ins) for _ in num), tuple(next(outs) for _ in num)))
         _check_that_it_stays(entries[-1])
-    entries = _with_own_outputs(program, entries)
-    return ModuleInfo(step, program, tuple(entries), tuple(_hidden_states(program, entries)))
+    return entries
 
 
 def _check_that_it_stays(entry: StateEntry) -> None:
@@ -288,15 +312,25 @@ def _is_same(known: Any, now: Any) -> bool:
     return not _compat.is_tracer(now) and np.array_equal(np.asarray(known), np.asarray(now))
 
 
-def _hidden_states(program: Program, entries: Sequence[StateEntry]) -> list[Hidden]:
-    """The hidden arrays that a step reads; those that it only writes, if it reads none."""
-    found = [h for entry in entries if entry.of.role is Role.HIDDEN for h in hidden_arrays(entry)]
-    return [h for h in found if is_read(program, h)] or found
+def _hidden_states(
+    program: Program, entries: Sequence[StateEntry], parts: Mapping[Var, Part]
+) -> list[Hidden]:
+    """The hidden arrays that a step uses, each packed one as its parts; all, if it uses none."""
+    found = []
+    for h in (h for e in entries if e.of.role is Role.HIDDEN for h in hidden_arrays(e)):
+        mine = [
+            replace(h, path=(*h.path, f"{p.start}:{p.stop}"), invar=old, outvar=p.new, part=p)
+            for old, p in parts.items()
+            if p.leaf is h.invar
+        ]
+        found += mine or [h]
+    used = behind(program, program.outputs)  # what is only printed is not
+    return [h for h in found if h.invar in used] or found
 
 
 def is_read(program: Program, hidden: Hidden) -> bool:
     """Whether a step uses the value that a hidden array has before it."""
-    return any(hidden.invar in atoms for atoms in (*(n.inputs for n in program.nodes), program.outputs))
+    return hidden.invar in behind(program, program.outputs)
 
 
 def hidden_arrays(entry: StateEntry) -> list[Hidden]:
@@ -326,18 +360,9 @@ def _with_own_outputs(program: Program, entries: Sequence[StateEntry]) -> list[S
         outvars: list[Atom] = []
         for invar, atom in zip(entry.invars, entry.outvars, strict=True):
             if atom is not invar and (isinstance(atom, Literal) or atom in taken):
-                atom = _copy(program, atom)
+                (atom,) = insert(program, jax.lax.optimization_barrier, [atom], len(program.nodes))
             if isinstance(atom, Var):
                 taken.add(atom)
             outvars.append(atom)
         replaced.append(StateEntry(entry.of, entry.invars, tuple(outvars)))
     return replaced
-
-
-def _copy(program: Program, atom: Atom) -> Var:
-    struct = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-    (eqn,) = _compat.parts(jax.make_jaxpr(jax.lax.optimization_barrier)(struct))[0].eqns
-    last = max((v.index for node in program.nodes for v in node.outputs), default=len(program.inputs))
-    out = Var(atom.aval, max(last, max((v.index for v in program.inputs), default=0)) + 1)
-    program.nodes.append(Node(eqn, (atom,), (out,)))
-    return out

@@ -66,6 +66,10 @@ class Positions:
         """Where every variable comes from: `starts`, and the outputs of the sites in `origin`."""
         return solve(self._until(stop, back=False), self.program, starts.items(), origin)[0]
 
+    def across(self, node: Node, given: list[Reach | None]) -> list[Reach | None]:
+        """Where the outputs of one node come from, given where its inputs do."""
+        return self._carry(node, given, back=False, derivatives=False)
+
     def _until(self, stop: Callable[[Var], bool] | None, back: bool) -> Flow[Reach]:
         flow = self._flow(back, True)
         return flow if stop is None else replace(flow, beyond=lambda v, r: None if stop(v) else r)

@@ -244,7 +244,10 @@ class UnreadableSite(Exception):
 
 
 def read_program(closed: _compat.ClosedJaxpr, *, marks: bool = True) -> Program:
-    """The program of a closed jaxpr; without `marks`, marked operations are operations like others."""
+    """The program of a closed jaxpr; without `marks`, marked operations are operations like others.
+
+    Dead code is left out: what nobody uses is no path of a gradient.
+    """
     return _Reader(marks).program(*_compat.parts(closed), (), ())
 
 
@@ -255,12 +258,14 @@ class _Reader:
         self.marks = marks
         self.num_vars = 0
         self.sites: list[Site] = []
-        self.holds: dict[int, bool] = {}
+        self.holds: dict[Any, bool] = {}
         self.callers: tuple[JaxprEqn, ...] = ()
         self.opened: list[Node] = []
 
     def is_site(self, eqn: JaxprEqn) -> bool:
-        return self.marks and isinstance(eqn.primitive, ETPPrimitive)
+        """Whether it is a marked op; one without any output element (of `associative_scan`) is no site."""
+        shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
+        return self.marks and isinstance(eqn.primitive, ETPPrimitive) and 0 not in shape
 
     def var(self, aval: Any) -> Var:
         self.num_vars += 1
@@ -293,13 +298,15 @@ class _Reader:
         def read(atom: Any) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _compat.live_equations(jaxpr):
             inputs = tuple(read(a) for a in eqn.invars)
             call = _compat.called_jaxpr(eqn)
             custom = _compat.called_jaxpr(eqn, custom=True)
             if call is None and custom is not None and self.holds_site(custom[0]):
                 call = custom
                 self.opened.append(Node(eqn, inputs, (), callers=self.callers))
+            if call is None and eqn.primitive is primitives.scan_p and eqn.params["length"] == 1:
+                call = self.applied_once(eqn)  # no loop
             if call is not None:
                 with self.inside(eqn):
                     outs = self.inline(program, *call, inputs, loops, context)
@@ -338,6 +345,18 @@ class _Reader:
             program.read += node.zeros
         return [read(a) for a in jaxpr.outvars]
 
+    def applied_once(self, eqn: JaxprEqn) -> tuple[Any, list[Any]]:
+        """The body of a `scan` of length one as a jaxpr of what the `scan` is given."""
+        num_consts, num_carry = _compat.scan_counts(eqn)
+
+        def once(*args: Any) -> list[Any]:
+            xs = [jax.lax.squeeze(x, [0]) for x in args[num_consts + num_carry :]]
+            ((body, consts),) = _compat.inner_jaxprs(eqn)
+            outs = jax.core.eval_jaxpr(body, consts, *args[: num_consts + num_carry], *xs)
+            return [*outs[:num_carry], *(jax.lax.expand_dims(y, [0]) for y in outs[num_carry:])]
+
+        return _compat.parts(jax.make_jaxpr(once)(*(a.aval for a in eqn.invars)))
+
     @contextmanager
     def inside(self, eqn: JaxprEqn) -> Iterator[None]:
         self.callers = (*self.callers, eqn)
@@ -357,8 +376,8 @@ class _Reader:
                 yield from self.site_eqns(inner)
 
     def holds_site(self, jaxpr: Any) -> bool:
-        if id(jaxpr) not in self.holds:
-            self.holds[id(jaxpr)] = any(
+        if jaxpr not in self.holds:
+            self.holds[jaxpr] = any(
                 self.is_site(eqn) or any(map(self.holds_site, _compat.all_jaxprs(eqn))) for eqn in jaxpr.eqns
             )
-        return self.holds[id(jaxpr)]
+        return self.holds[jaxpr]

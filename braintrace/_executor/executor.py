@@ -425,7 +425,9 @@ class ETraceGraphExecutor:
         by_var = dict(zip(carried, signals, strict=True))
         none = self.zero_deltas()  # for a filter, which nobody reads
         pairs = zip(self.info.hidden, none, strict=True)
-        return self.group_signals([by_var.get(h.invar, zero) for h, zero in pairs])
+        return self.group_signals(
+            [h.of_leaf(by_var[h.leaf]) if h.leaf in by_var else zero for h, zero in pairs]
+        )
 
 
 ETraceVjpGraphExecutor = ETraceGraphExecutor

@@ -107,8 +107,10 @@ class Spread:
             return self._groups[group.index]
         result: list[Any] = [None] * len(group.varshape)
         for h in group.hidden:
-            spec = self.specs.get(h.invar)
-            kept = () if spec is None else [n for a, n in enumerate(spec) if a != h.axis]
+            spec, gone = self.specs.get(h.leaf), [h.axis]
+            if h.part is not None and h.leaf.aval.ndim != h.invar.aval.ndim:
+                gone = [h.part.axis]
+            kept = () if spec is None else [n for a, n in enumerate(spec) if a not in gone]
             result = [a if a is not None else b for a, b in zip(result, kept or result, strict=True)]
         for v in self.info.arg_invars:  # a batch that states were not laid out for
             spec = self.specs.get(v)

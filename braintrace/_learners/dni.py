@@ -145,7 +145,9 @@ def train_synthetic_gradient(
     consts = list(info.program.consts.values())
     loss = loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out)))
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
-    where = [at[h.invar] for h in info.hidden]
+
+    def hidden_of(leaves: Any) -> list[Any]:
+        return [h.of_leaf(leaves[at[h.leaf]]) for h in info.hidden]
 
     def grouped(arrays: list[Any]) -> dict[int, Any]:
         by_var = {h.outvar: a for h, a in zip(info.hidden, arrays, strict=True)}
@@ -157,24 +159,22 @@ def train_synthetic_gradient(
         """The target at the start of a window, and the states after it."""
         flat, tree = jax.tree.flatten(rest)
 
-        def total(hidden: list[Any]) -> Any:
-            now = list(flat)
-            for i, h in zip(where, hidden, strict=True):
-                now[i] = h
+        def total(hidden: dict[int, Any]) -> Any:
+            now = [hidden.get(i, a) for i, a in enumerate(flat)]
 
             def body(rest: Any, x: Any) -> Any:
                 outs, new, _, _ = executor.outputs(params, jax.tree.leaves(x), consts, rest)
                 return new, loss(jax.tree.unflatten(info.out_tree, outs))
 
             after, losses = jax.lax.scan(body, jax.tree.unflatten(tree, now), xs)
-            end = [jax.tree.leaves(after)[i] for i in where]
+            end = hidden_of(jax.tree.leaves(after))
             found = online.rule.signal.at_end(executor, {"synthesizer": values}, end)
             estimate = sum(jnp.sum(h * s) for h, s in zip(end, found or [], strict=True))
             return jnp.sum(losses) + estimate, after
 
-        start = [flat[i] for i in where]
+        start = {at[h.leaf]: flat[at[h.leaf]] for h in info.hidden}
         target, after = jax.grad(total, has_aux=True)(start)
-        return grouped(start), grouped(target), after
+        return grouped(hidden_of(start)), grouped(hidden_of(target)), after
 
     @jax.jit
     def fit(values: Any, states: Any, targets: Any) -> Any:
@@ -205,7 +205,7 @@ def train_synthetic_gradient(
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
             states, targets, rest = window(net.param_values(), params, rest, xs)
             errors.append(improve(states, targets))
-        end = grouped([jax.tree.leaves(rest)[i] for i in where])
+        end = grouped(hidden_of(jax.tree.leaves(rest)))
         errors.append(improve(end, jax.tree.map(jnp.zeros_like, end)))
         history.append(sum(errors) / len(errors))
     return history

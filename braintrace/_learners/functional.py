@@ -482,7 +482,7 @@ class OnlineFunctions:
 
     def _sampled(self, shape: tuple[int, ...]) -> list[int]:
         """Which leaves of the carry have so many samples in front; all that are hidden must."""
-        hidden = {h.invar for h in self._online.info.hidden}
+        hidden = {h.leaf for h in self._online.info.hidden}
         entries = self._online.info.entries[self._num_params :]
         odd = [
             ".".join(e.path)

@@ -285,9 +285,9 @@ class Drive:
 
         leaves = self._leaves(given, before, some)
         moved = list(leaves)  # what the loss reads of old states; the call adds deltas of its own
-        for i, delta in zip(step.hidden, old, strict=bool(old)):
+        for i, h, delta in zip(step.hidden, step.online.info.hidden, old, strict=bool(old)):
             if i is not None:
-                moved[i] = moved[i] + delta
+                moved[i] = moved[i] + h.in_leaf(delta)
         targets = [*step.outs, *step.node.outputs[:1]]  # type: ignore[union-attr]
         outs = step.run(given.consts, slices, moved, targets, at_call, for_call=leaves)
         return outs[: len(step.outs)], found[0]
@@ -360,9 +360,10 @@ class Drive:
     def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
         """`<s, h[end]>`, with what the signal says of later losses; zero where it says nothing."""
         online, at = self.step.online, dict(zip(self.step.moving, moving, strict=True))
-        hidden = [at.get(-1 if i is None else i) for i in self.step.hidden]
-        if online.rule.signal == PROPAGATED or any(h is None for h in hidden):
+        if online.rule.signal == PROPAGATED or any(i not in at for i in self.step.hidden):
             return jnp.zeros_like(loss)
+        pairs = zip(online.info.hidden, self.step.hidden, strict=True)
+        hidden = [h.of_leaf(at[i]) for h, i in pairs if i is not None]
         found = online.rule.signal.at_end(online.executor, given_to, hidden)
         terms = [jnp.sum(h * s).astype(loss.dtype) for h, s in zip(hidden, found or [], strict=True)]
         return sum(terms, jnp.zeros_like(loss))

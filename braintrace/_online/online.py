@@ -356,12 +356,15 @@ class Online:
     def at_end(self, values: Values, new: list[Leaves]) -> Leaves | None:
         """What the signal adds to the cotangents of the carried leaves after a window; None: nothing."""
         at = {v: i for i, v in enumerate(a for e in self.info.carried for a in e.invars)}
-        where = [at[h.invar] for h in self.info.hidden]
-        flat = _flat(new)
-        found = self.rule.signal.at_end(self.executor, self.given(values), [flat[i] for i in where])
+        flat, hidden = _flat(new), self.info.hidden
+        now = [h.of_leaf(flat[at[h.leaf]]) for h in hidden]
+        found = self.rule.signal.at_end(self.executor, self.given(values), now)
         if found is None:
             return None
-        by_leaf = dict(zip(where, found, strict=True))
+        by_leaf: dict[int, Any] = {}
+        for h, a in zip(hidden, found, strict=True):
+            i = at[h.leaf]
+            by_leaf[i] = h.in_leaf(a) + by_leaf[i] if i in by_leaf else h.in_leaf(a)
         return [by_leaf.get(i) for i in range(len(flat))]
 
     def inexact_outs(self, outs: Leaves) -> Leaves:

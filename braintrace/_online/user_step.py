@@ -149,7 +149,7 @@ class UserStep:
     def hidden(self) -> list[int | None]:
         """Which leaf each hidden array is."""
         at = dict(zip((v for e in self.online.info.carried for v in e.invars), self.carried, strict=True))
-        return [at.get(h.invar) for h in self.online.info.hidden]
+        return [at.get(h.leaf) for h in self.online.info.hidden]
 
     @cached_property
     def _behind_loss(self) -> dict[Var, bool]:

@@ -135,7 +135,7 @@ def _warn_of_assigned(step: UserStep, about: Any) -> None:
     before = [a for leaves in rest for a in leaves]
     later = [a for leaves in new for a in leaves]
     carried = [v for e in step.online.info.carried for v in e.invars]
-    hidden = {h.invar for h in step.online.info.hidden}
+    hidden = {h.leaf for h in step.online.info.hidden}
     assigned = [
         i
         for v, i, a, b in zip(carried, step.carried, before, later, strict=True)
@@ -210,7 +210,7 @@ def _forgotten(step: UserStep) -> list[int]:
     info = step.online.info
     if not isinstance(step.online.rule, TraceRule):
         return []
-    hidden = {h.invar for h in info.hidden}
+    hidden = {h.leaf for h in info.hidden}
     sources = [*hidden, *(v for e in info.params for v in e.invars)]
     moved = _depend(info.program, sources)
     found = []

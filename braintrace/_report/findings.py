@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .._compiler import outcomes as found
@@ -19,8 +21,18 @@ INFO, WARNING = DiagnosticLevel.INFO, DiagnosticLevel.WARNING
 
 
 def records(outcomes: Iterable[Outcome], step: Step) -> list[CompilationRecord]:
-    """A record for each outcome, except that a gradient is zero where another warning names the weight."""
-    said = [record(outcome, step) for outcome in outcomes]
+    """A record for each outcome, equal ones once with a count.
+
+    That a gradient is zero is left out where another warning names the weight.
+    """
+    each = [record(outcome, step) for outcome in outcomes]
+    times = Counter(r.message for r in each)
+    first = {r.message: r for r in reversed(each)}
+    said = [
+        replace(r, message=f"{r.message} ({times[r.message]} times)") if times[r.message] > 1 else r
+        for r in each
+        if r is first[r.message]
+    ]
     others = [r for r in said if r.level >= WARNING and r.kind is not Kind.GRADIENT_IS_ZERO]
     named = {p for r in others for p in (r.weight_path, *r.context.get("weight_paths", ()))}
     return [r for r in said if r.kind is not Kind.GRADIENT_IS_ZERO or r.weight_path not in named]

@@ -8,6 +8,7 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import braintrace
@@ -74,6 +75,62 @@ def test_one_step_has_its_whole_gradient_whatever_it_does_to_complex_numbers(rul
     xs = sequence(case, 1)
     truth, found = bptt(case.build(), xs), online(rule(case.build()), xs)
     assert agree(truth, found, ROUND_OFF), difference(truth, found)
+
+
+def adaptive(p: Any, v: Any, a: Any, x: Any) -> Any:
+    leak = braintrace.element_wise(p.leak, jax.nn.sigmoid)[None]
+    v = leak * v - 0.3 * a + braintrace.matmul(x, p.w) + 0.2 * braintrace.matmul(a, p.r)
+    return v, 0.8 * a + 0.2 * jnp.tanh(v)
+
+
+PACKED: dict[str, Any] = {
+    "joined": (lambda h: jnp.split(h, 2, -1), lambda parts, h: jnp.concatenate(parts, -1)),
+    "stacked": (lambda h: (h[0], h[1]), lambda parts, h: jnp.stack(parts)),
+    "stacked_last": (lambda h: (h[..., 0], h[..., 1]), lambda parts, h: jnp.stack(parts, -1)),
+    "set": (
+        lambda h: (h[:, :4], h[:, 4:]),
+        lambda parts, h: h.at[:, :4].set(parts[0]).at[:, 4:].set(parts[1]),
+    ),
+    "reshaped": (
+        lambda h: (h.reshape(2, 2, 4)[:, 0], h.reshape(2, 2, 4)[:, 1]),
+        lambda parts, h: jnp.stack(parts, 1).reshape(2, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", every(5, PACKED))
+@pytest.mark.parametrize(
+    ("rule", "window"),
+    every(
+        2,
+        [
+            (braintrace.D_RTRL, None),
+            (partial(braintrace.D_RTRL, vjp_method="multi-step"), 2),
+            (partial(braintrace.ES_D_RTRL, decay_or_rank=0.7), None),
+            (braintrace.RTRL, None),
+        ],
+    ),
+)
+def test_a_packed_state_is_its_parts(form, rule, window):
+    take, join = PACKED[form]
+    params = {"w": (3, 4), "r": (4, 4), "leak": 4}
+    rng = np.random.RandomState(0)
+    start = 0.3 * rng.randn(2, 2, 4)
+    xs = [jnp.asarray(rng.randn(2, 3)) for _ in range(4)]
+
+    def apart(p: Any, s: Any, x: Any) -> Any:
+        v, a = adaptive(p, s.v, s.a, x)
+        return {"v": v, "a": a}, jnp.sin(v)
+
+    def packed(p: Any, s: Any, x: Any) -> Any:
+        v, a = adaptive(p, *take(s.h), x)
+        return {"h": join([v, a], s.h)}, jnp.sin(v)
+
+    whole = jnp.concatenate(start, -1) if form in ("set", "reshaped") else join([*jnp.asarray(start)], None)
+    states = {"v": jnp.asarray(start[0]), "a": jnp.asarray(start[1])}
+    two = online(rule(Step(apart, params, states)), xs, window)
+    one = online(rule(Step(packed, params, {"h": whole})), xs, window)
+    assert agree(two, one, ROUND_OFF), difference(two, one)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import brainstate
@@ -113,6 +114,49 @@ def test_a_rule_of_ones_own_is_not_vouched_for():
     learner = bt.ETraceVjpAlgorithm(CASES["leaky"].build(), Own())
     learner.compile_graph(jnp.ones(3))
     assert "whatever the rule a rule of one's own leaves out" in str(learner.report.exactness)
+
+
+def test_a_scan_of_length_one_is_no_loop():
+    def plain(p: Any, s: Any, x: Any) -> Any:
+        h = jnp.tanh(0.5 * s.h + bt.matmul(x, p.w) + bt.matmul(s.h, p.r))
+        return {"h": h}, jnp.sin(h)
+
+    def scanned(p: Any, s: Any, x: Any) -> Any:
+        def cell(h: Any, x: Any) -> Any:
+            new, y = plain(p, SimpleNamespace(h=h), x)
+            return new["h"], y
+
+        h, y = lax.scan(cell, s.h, x[None])
+        return {"h": h}, y[0]
+
+    xs = sequence(CASES["rnn"])
+    learners = [bt.D_RTRL(Step(f, {"w": (3, 4), "r": (4, 4)}, {"h": 4})) for f in (plain, scanned)]
+    first, second = (online(learner, xs) for learner in learners)
+    assert agree(first, second, 1e-12), difference(first, second)
+    few, same = ([d.what for d in learner.report.exactness.dropped] for learner in learners)
+    assert few == same
+    assert not learners[1].report.graph.module_info.program.sites[0].loops
+
+
+def test_an_op_without_output_elements_is_no_site():
+    def f(p: Any, s: Any, x: Any) -> Any:
+        h = 0.9 * s.h + bt.matmul(x, p.w)
+        return {"h": h}, jnp.concatenate([h, bt.matmul(x[:0, None], p.w[:1])[:, 0]])
+
+    graph = graph_of(Step(f, {"w": (3, 4)}, {"h": 4}), jnp.ones(3))
+    assert len(graph.module_info.program.sites) == 1
+    assert graph.exactness().exact
+
+
+def test_equal_findings_are_one_with_a_count():
+    def f(p: Any, s: Any, x: Any) -> Any:
+        y = 0.9 * s.h
+        for _ in range(3):
+            y = y + bt.matmul(x, p.w)
+        return {"h": y}, y
+
+    records = graph_of(Step(f, {"w": (3, 4)}, {"h": 4}), jnp.ones(3)).diagnostics
+    assert [r.message.rsplit(". ", 1)[-1] for r in records] == ["(3 times)"], records
 
 
 def rnn(p: Any, s: Any, x: Any) -> Any:

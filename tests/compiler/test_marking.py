@@ -200,6 +200,14 @@ FOUND: dict[str, tuple[str, Any]] = {
         "dot_general",
         leaky(lambda p, h, x: x @ (jnp.tanh(p.u) @ p.v.T * jax.nn.softplus(p.g)), u=(3, 2), v=(4, 2), g=()),
     ),
+    "joined_with_a_state": (
+        "dot_general element_wise",
+        leaky(
+            lambda p, h, x: x @ p.w + jnp.split(jnp.concatenate([p.b, h]), 2)[0] * h,
+            w=(3, 4),
+            b=4,
+        ),
+    ),
     "start_that_is_learned": (
         "dot_general element_wise",
         leaky(lambda p, h, x: lax.cond(x[0] > 0, lambda: p.b, lambda: x @ p.w), w=(3, 4), b=4),

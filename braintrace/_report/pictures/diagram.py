@@ -139,7 +139,10 @@ class _Reader:
         info = self.info
         for i, (var, name) in enumerate(zip(info.arg_invars, _input_names(info), strict=True)):
             self.env[var] = self.add(Box(f"input:{i}", "input", i, name, show_aval(var.aval)))
-        hidden = {h.invar: g for g in self.graph.hidden_groups for h in g.hidden}
+        pairs = [
+            (h, self.token("old", f"group:{g.index}")) for g in self.graph.hidden_groups for h in g.hidden
+        ]
+        self.old = {v: token for h, token in pairs for v in (h.leaf, h.invar)}
         self.entries = {show_path(e.path): e for e in info.entries}
         for entry in info.entries:
             name = show_path(entry.path)
@@ -147,8 +150,8 @@ class _Reader:
                 if entry.is_param:
                     self.env[var] = self.token("param", name)
                     self.param_bits |= self.env[var]
-                elif var in hidden:
-                    self.env[var] = self.token("old", f"group:{hidden[var].index}")
+                elif var in self.old:
+                    self.env[var] = self.old[var]
                 elif entry.written and jnp.issubdtype(var.aval.dtype, jnp.inexact):
                     self.env[var] = self.token("old", f"state:{name}")
         self.walk(info.program, None)
@@ -195,7 +198,7 @@ class _Reader:
             else:
                 bits = self.at_plain(node, outer or node)
             for var in node.outputs:
-                self.env[var] = bits
+                self.env[var] = self.old.get(var, bits)
                 self.at_state(var)
 
     def at_state(self, var: Var) -> None:
