@@ -193,7 +193,7 @@ class Online:
 
     def _watched(self, new: list[Leaves]) -> list[Leaves]:
         """New states that warn if someone asks for the derivative of a loss at one that is `unseen`."""
-        path_of = {h.invar: h.path for h in self.info.hidden if h.path in self.unseen}
+        path_of = {h.leaf: h.path for h in self.info.hidden if h.path in self.unseen}
 
         def watched(path: Path) -> Callable[[Any], Any]:
             def backward(_: None, d: Any) -> tuple[Any]:
