@@ -279,6 +279,16 @@ class ETraceGraphExecutor:
         relations = self.graph.hidden_param_op_relations
         return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
 
+    def no_gradients(self, weights: Effective) -> dict[tuple[int, str], Any]:
+        """Zeros to add the gradients of effective weights to, by site and name."""
+        result = {}
+        for t in self.slots:
+            key = (t.relation.site.index, t.name)
+            weight = weights[key[0]][key[1]]
+            dtype = jnp.promote_types(weight.dtype, jnp.float32)
+            result[key] = jnp.zeros(t.layout.view_w(weight).shape, dtype)
+        return result
+
     @cached_property
     def weighted(self) -> list[Weighted]:
         """The sites whose weight terms the letters give."""

@@ -87,6 +87,14 @@ class D_RTRL(TraceRule):
             return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype, self.power) if self.rank else None
 
+    @property
+    def one_pass(self) -> bool:
+        return self.bound is None and self.across is None and not self.power
+
+    @property
+    def projection(self) -> Rank | None:
+        return self.beside if isinstance(self.beside, Rank) else None
+
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(
             self.called,
