@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
@@ -285,7 +286,7 @@ class ETraceGraphExecutor:
         for t in self.slots:
             key = (t.relation.site.index, t.name)
             weight = weights[key[0]][key[1]]
-            dtype = jnp.promote_types(weight.dtype, jnp.float32)
+            dtype = np.promote_types(weight.dtype, np.float32)
             result[key] = jnp.zeros(t.layout.view_w(weight).shape, dtype)
         return result
 
