@@ -71,6 +71,15 @@ def online(learner: Any, xs: list[Any], window: int | None = None, transform: An
     return {tuple(map(str, k)): v for k, v in total.items()}
 
 
+def in_one_pass(learner: Any, xs: list[Any], **options: Any) -> dict[Any, Any]:
+    """The same over the whole sequence: windows of the learner's are one backward pass."""
+    compiled(learner, xs[0])
+    stacked = [jax.tree.map(lambda *a: jnp.stack(a), *parts) for parts in zip(*map(as_args, xs), strict=True)]
+    step = lambda *x: loss(jax.tree.leaves(learner(*x)))
+    grads = learner.etrace_grad(*stacked, step_fn=step, reduction="sum", **options)
+    return {tuple(map(str, k)): jax.tree.map(np.asarray, v) for k, v in grads.items()}
+
+
 def by_brainstate(one: Any, params: Any) -> Any:
     return brainstate.transform.jit(lambda *x: brainstate.transform.grad(lambda: one(*x), params)())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
@@ -286,6 +287,16 @@ class ETraceGraphExecutor:
         fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
         relations = self.graph.hidden_param_op_relations
         return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
+
+    def no_gradients(self, weights: Effective) -> dict[tuple[int, str], Any]:
+        """Zeros to add the gradients of effective weights to, by site and name."""
+        result = {}
+        for t in self.slots:
+            key = (t.relation.site.index, t.name)
+            weight = weights[key[0]][key[1]]
+            dtype = np.promote_types(weight.dtype, np.float32)
+            result[key] = jnp.zeros(t.layout.view_w(weight).shape, dtype)
+        return result
 
     @cached_property
     def weighted(self) -> list[Weighted]:

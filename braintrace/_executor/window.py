@@ -202,17 +202,23 @@ class Window:
             return carry, jax.tree.map(lambda a: a[None], found)
         return jax.lax.scan(body, carry, steps, reverse=reverse)
 
-    def one_by_one(self, body: Callable[[Any, Window], Any], carry: Any) -> Any:
-        """`carry = body(carry, step)` over the steps, each a window of its own."""
-        if self.length == 1:
-            return body(carry, self)
-
-        def at(carry: Any, step: Any) -> Any:
-            one = Window(self.executor, 1, self.params, *jax.tree.map(lambda a: a[None], step))
-            return body(carry, one), None
-
+    def in_windows(self, size: int, body: Callable[[Any, Window], Any], carry: Any) -> Any:
+        """Run `carry = body(carry, window)` over windows of `size` steps; a shorter one comes first."""
         steps = (self.args, self.consts, self.before, self.ys, self.keep, self.inputs)
-        return jax.lax.scan(at, carry, steps)[0]
+        head, count = self.length % size, self.length // size
+
+        def at(carry: Any, some: Any) -> Any:
+            return body(carry, Window(self.executor, size, self.params, *some)), None
+
+        if head:
+            first = jax.tree.map(lambda a: a[:head], steps)
+            carry = body(carry, Window(self.executor, head, self.params, *first))
+        if count == 1 and not head:
+            return body(carry, self)
+        if count:
+            rest = jax.tree.map(lambda a: a[head:].reshape(count, size, *a.shape[1:]), steps)
+            carry = jax.lax.scan(at, carry, rest)[0]
+        return carry
 
     def end(self, params: Leaves, start: list[Leaves]) -> list[Leaves]:
         """The carried states after the window, along all paths, from those before it."""

@@ -501,11 +501,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Drive a whole sequence and return the accumulated online gradient, by parameter.
 
         `step_fn(*slices)` runs the learner once and returns the loss of that step. `chunk_size` steps are
-        taken at once (None: as many as memory allows): that changes speed and memory, never the numbers. A
-        multi-step learner back-propagates through windows of its `window` steps instead; there a `chunk_size`
-        of one means windows of one step, and one above that is the window of a `step_fn` that takes several
-        steps: slices have a leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as
-        many losses.
+        taken at once (None: as many as memory allows), rounded up to whole windows if the learner has a
+        `window`: that changes speed and memory, never the numbers. Only for a learner that was made as in
+        0.2.x, with `vjp_method='multi-step'` and no `window`, is `chunk_size` the window instead: slices have
+        a leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
 
         `mask` (one number a step) weighs the losses; states and traces advance at every step. With a number
         for each step and sample, `step_fn` returns a loss for each sample. 'mean' divides by the sum of the

@@ -458,13 +458,12 @@ class OnlineFunctions:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        has_windows = self._online.windows and not self.rule.any_window
         return choose(
             self._online,
             step,
             sequence,
             values=traces,
-            chunk_size=None if has_windows else chunk_size,  # a window is taken at once, whatever it is
+            chunk_size=chunk_size,
             window=window or self.window or 1,
             keep=True,
             fresh=False,

@@ -79,6 +79,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         self.rule = rule
         self.vjp_method: VjpMethod = vjp_method or ("multi-step" if in_windows else "single-step")
         self.window = window or 1
+        # as in 0.2.x, where the size of a chunk is the window
+        self._chunk_is_window = vjp_method == "multi-step" and window is None
         self.mark = mark
         self.memory_budget = memory_budget()
         self.standing: Values = {}  # what calls are given for the signal, unless they say otherwise
@@ -100,6 +102,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         check_window(window)
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window
+        self._chunk_is_window = self._chunk_is_window and window is None
         self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
         if before != (self.rule, self.vjp_method) and self.is_compiled:  # for other traces
             warn_of_options(self.graph, self.rule_kind)
@@ -254,7 +257,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
     # -- sequences ---------------------------------------------------------------------------------
 
     def steps_at_once(self, chunk_size: int | None) -> int | None:
-        return chunk_size if self.vjp_method == "multi-step" else None
+        return chunk_size if self._chunk_is_window else None
 
     def _how(
         self, step: UserStep, sequence: Sequence, chunk_size: int | None, keep: bool, *, is_window: bool
@@ -263,8 +266,6 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             return Drive(step, size=sequence.pace, turns=self.rule.turns)
         values = self._values()
         self._spread_like(self._compiled_now())
-        if not self.rule.any_window and self._in_windows and self.vjp_method == "single-step":
-            chunk_size = None  # a window is what changes numbers
         return choose(
             self._online(self._compiled_now()),
             step,

@@ -43,13 +43,24 @@ def choose(
     in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
     if online.windows:
         any_window = online.rule.any_window
-        size = chunk_size or (_WHOLE if any_window else window)
+        size = (chunk_size or _WHOLE) if any_window else window
         if why is not None and size > 1 and not any_window:
             raise NotSupportedError(
                 f"Windows of {size} steps cannot be taken: {why}. Call the learner once in a step, "
                 "outside of control flow and transformations, or take windows of one step."
             )
-        return in_turn if why is not None else Drive(step, size=min(size, sequence.length), windows=True)
+        if why is not None:
+            return in_turn
+        if any_window or not online.rule.one_pass:
+            return Drive(step, size=min(size, sequence.length), windows=True)
+        total, most = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
+        if chunk_size is None:
+            most = even_chunks(total, min(most, budget // max(1, size * online.record_bytes())))
+        several = min(most * size, sequence.length)
+        last = several == sequence.length
+        return Drive(
+            step, size=several, window=size, windows=True, keep=keep or not last, fresh=last and fresh
+        )
     size = int(min(chunk_size or _best_chunk(online, sequence, budget), sequence.length))
     alone = size == 1 and not online.rule.fuses(values)
     if why is not None or (alone and not step.reads_old_states):

@@ -10,7 +10,7 @@ what came before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from .. import _compat, _meshes
 from .._executor.executor import Leaves, Local, is_inexact
 from .._executor.spread import plus, whole
 from .._executor.window import Record, Window, each_step, where_rows
+from .._rules.rank import BASIS
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
 from .call import Call
@@ -37,6 +38,7 @@ class Drive:
     wanted: tuple[int, ...] = ()  # the leaves whose gradient is asked for; all inexact
     together: bool = False  # whether the steps of a chunk are taken together
     windows: bool = False
+    window: int = 0  # steps of a window, where a part has several; else a part is one
     again: int | None = None  # BPTT: the steps whose values are stored; those of others are computed again
     keep: bool = True  # what the rule keeps is wanted after the sequence
     fresh: bool = False  # it is known to be zero before
@@ -294,7 +296,9 @@ class Drive:
 
     def _no_traced(self, given: Given) -> Any:
         params = [given.leaves[i] for i in self.step.params or ()]
-        return self.step.online.no_gradients(params, self.step.fixed_consts(given.consts, given.leaves))
+        executor = self.step.online.executor
+        weights = executor.weights(params, self.step.fixed_consts(given.consts, given.leaves))
+        return executor.no_gradients(weights)
 
     def _with_traced(self, given: Given, total: Leaves, traced: Any) -> Leaves:
         """The gradients, with those of effective weights carried back to the parameters."""
@@ -313,42 +317,58 @@ class Drive:
     # -- in windows --------------------------------------------------------------------------------
 
     def _in_windows(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+        """One backward pass over the windows of a part.
+
+        Inside a window cotangents follow all paths. At its start, what the rule's projection lets through
+        goes on to the window before it; the traces account for the rest.
+        """
         step = self.step
         starts = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
+        start, length = [carry.moving[n] for n in starts], len(part.mask)
 
-        def losses(some: Leaves, start: Leaves, added: dict[int, Any]) -> Any:
+        def losses(some: Leaves, start: Leaves, rest: Leaves, added: dict[int, Any]) -> Any:
             moving = list(carry.moving)
             for n, leaf in zip(starts, start, strict=True):
                 moving[n] = leaf
-            moving, (outs, taken) = self._along(given, some, moving, part, added)
+            zero = jnp.zeros((), part.mask.dtype)
+            (moving, _, later), (outs, taken) = self._along_windows(
+                given, some, (moving, self._first_basis(given, carry.moving), zero), part, starts, rest, added
+            )
             loss = weighed(outs[0], part.mask)
-            if step.node is not None:
-                *taken, given_to = taken
-                loss = loss + self._after_window(moving, jax.tree.map(lambda a: a[-1], given_to), loss)
-            return loss, (outs, moving, jax.lax.stop_gradient(taken))
+            return loss + later.astype(loss.dtype), (outs, moving, jax.lax.stop_gradient(taken))
 
         now = self._leaves(given, carry.moving)
         some = [now[i] for i in self.wanted]
+        # cotangents that do not cross a window's start, by the step that follows it
+        rest = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if self.in_one_pass(length) else []
         loss, pull, (outs, moving, taken) = jax.vjp(
-            losses, some, [carry.moving[n] for n in starts], self._nothing_added(len(part.mask)), has_aux=True
+            losses, some, start, rest, self._nothing_added(length), has_aux=True
         )
-        grads, signals, dys = pull(jnp.ones_like(loss))
+        grads, signals, rest, dys = pull(jnp.ones_like(loss))
         total = add(carry.total, grads)
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
         if step.online.executor.spread is not None:
             # one after the other: what is sent in two loops at once may meet in any order on CPU devices
-            taken, signals = jax.lax.optimization_barrier((taken, signals))
+            taken, signals, rest = jax.lax.optimization_barrier((taken, signals, rest))
         window = self._window(given, carry.moving, part, taken)
+        executor, rule = step.online.executor, step.online.rule
         found: Leaves = [None] * len(window.params)
         if dys:
-            executor = step.online.executor
             found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
         values = {k: now[i] for k, i in step.traces.items()}
+        if rest:
+            rest = [r.at[0].add(s) for r, s in zip(rest, signals, strict=True)]
+            full = self._at_carried(dict(zip((step.moving[n] for n in starts), rest, strict=True)), (length,))
+            past, after = rule.over_windows(
+                executor, values, full, window, self.window, fresh=self.fresh, keep=self.keep
+            )
+            found = list(map(plus, found, past))
+            moving = self._with(moving, step.online.laid_out({**values, **after}))
+            return Carry(self._add_params(total, found), carry.traced, moving), outs
         by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
         if self.keep and not self.fresh:
-            rule, full = step.online.rule, self._at_carried(by_leaf)
-            past, after = rule.past_and_advance(step.online.executor, values, full, window)
+            past, after = rule.past_and_advance(executor, values, self._at_carried(by_leaf), window)
             after = step.online.laid_out({**values, **after})
             found, moving = list(map(plus, found, past)), self._with(moving, after)
         elif self.keep:
@@ -356,6 +376,91 @@ class Drive:
         elif not self.fresh:
             found = list(map(plus, found, self._past(window, values, by_leaf)))
         return Carry(self._add_params(total, found), carry.traced, moving), outs
+
+    def in_one_pass(self, length: int) -> bool:
+        """Whether a part of so many steps has several windows, for one backward pass."""
+        return bool(self.window) and length > self.window
+
+    def _first_basis(self, given: Given, moving: Leaves) -> Any:
+        """The basis of the rule's projection before the first window of a part; empty without one."""
+        step = self.step
+        projection = None if step.node is None else step.online.rule.projection
+        if projection is None:
+            return ()
+        leaves = self._leaves(given, moving)
+        values = {k: leaves[i] for k, i in step.traces.items()}
+        return jax.lax.stop_gradient(projection.basis_before(step.online.executor, values))
+
+    def _along_windows(
+        self,
+        given: Given,
+        some: Leaves,
+        first: tuple[Leaves, Any, Any],
+        part: Part,
+        starts: list[int],
+        rest: Leaves,
+        added: dict[int, Any],
+    ) -> Any:
+        """The windows of a part: what is carried after the last, and what each step returns and was given.
+
+        Carried are the leaves that move, the basis of the projection, and losses beyond the windows' ends.
+        """
+        step = self.step
+
+        def window(carry: Any, arrays: Any, mask: Any, reset: Any) -> Any:
+            moving, basis, later = carry
+            slices, rest, added = arrays
+            now = Part(slices, mask, reset)
+            if rest:
+                moving, basis = self._entered(moving, starts, [r[0] for r in rest], basis, now)
+            before = moving
+            moving, (outs, taken) = self._along(given, some, moving, now, added)
+            if step.node is not None:
+                *taken, given_to = taken
+                later = later + self._after_window(moving, jax.tree.map(lambda a: a[-1], given_to), later)
+            if rest and len(jax.tree.leaves(basis)):
+                steps = self._window(given, before, now, jax.lax.stop_gradient(taken))
+                steps = _as_if_begun(steps)
+                basis = jax.lax.stop_gradient(
+                    step.online.rule.projection.pushed(step.online.executor, basis, steps)
+                )
+            return (moving, basis, later), (outs, taken)
+
+        length = len(part.mask)
+        sequence = Sequence((part.slices, rest, added), length, part.mask, part.reset)
+        size = self.window if rest else length
+        return over_chunks(window, first, sequence, size, rest_first=True, cut=True)
+
+    def _entered(
+        self, moving: Leaves, starts: list[int], rest: Leaves, basis: Any, part: Part
+    ) -> tuple[Leaves, Any]:
+        """The leaves at a window's start, whose cotangents the projection splits, and the basis there."""
+        step = self.step
+        executor, projection = step.online.executor, step.online.rule.projection
+        if projection is None:
+            start = [jax.lax.stop_gradient(moving[n]) + r for n, r in zip(starts, rest, strict=True)]
+        else:
+            keep = None if part.reset is None else ~part.reset[0]
+            basis = projection.basis_before(executor, {BASIS: basis}, keep)
+            at = [step.carried.index(step.moving[n]) for n in starts]
+
+            @jax.custom_vjp
+            def enter(start: Leaves, rest: Leaves, basis: Any) -> Leaves:
+                return start
+
+            def backward(basis: Any, cotangents: Leaves) -> Any:
+                by_leaf = dict(zip((step.moving[n] for n in starts), cotangents, strict=True))
+                through = projection.crossing(executor, basis, self._at_carried(by_leaf))
+                through = [through[i] for i in at]
+                left = [c - t for c, t in zip(cotangents, through, strict=True)]
+                return through, left, jnp.zeros_like(basis)
+
+            enter.defvjp(lambda start, rest, basis: (start, basis), backward)
+            start = enter([moving[n] for n in starts], rest, basis)
+        entered = list(moving)
+        for n, leaf in zip(starts, start, strict=True):
+            entered[n] = leaf
+        return entered, basis
 
     def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
         """`<s, h[end]>`, with what the signal says of later losses; zero where it says nothing."""
@@ -427,11 +532,11 @@ class Drive:
         online = self.step.online
         return online.rule.past(online.executor, values, self._at_carried(signals), window)
 
-    def _at_carried(self, signals: dict[int, Any]) -> Leaves:
-        """Signals at some of the leaves, at all that are carried."""
+    def _at_carried(self, signals: dict[int, Any], lead: tuple[int, ...] = ()) -> Leaves:
+        """Signals at some of the leaves, at all that are carried; `lead` are axes in front."""
         avals = [v.aval for e in self.step.online.info.carried for v in e.invars]
         return [
-            signals[i] if i in signals else jnp.zeros(a.shape, a.dtype) if is_inexact(a) else None
+            signals[i] if i in signals else jnp.zeros((*lead, *a.shape), a.dtype) if is_inexact(a) else None
             for i, a in zip(self.step.carried, avals, strict=True)
         ]
 
@@ -476,6 +581,11 @@ class Drive:
         start = given.moving(self.step)
         moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
         return outs, self._laid_out(self._leaves(given, moving))
+
+
+def _as_if_begun(window: Window) -> Window:
+    """A window whose samples that are reset at its start count as begun before it."""
+    return window if window.keep is None else replace(window, keep=window.keep.at[0].set(True))
 
 
 def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:

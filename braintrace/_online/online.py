@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _meshes
 from .._compat import Literal, identity_primitive
@@ -443,16 +442,6 @@ class Online:
                 twice = over_time(slot, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return self.laid_out(values), grads
-
-    def no_gradients(self, params: Leaves, consts: Leaves) -> Gradients:
-        """Zeros to add the gradients of effective weights to."""
-        weights = self.executor.weights(params, consts)
-        result = {}
-        for t in self.slots:
-            key = (t.relation.site.index, t.name)
-            weight = weights[key[0]][key[1]]
-            result[key] = jnp.zeros(t.layout.view_w(weight).shape, np.promote_types(weight.dtype, np.float32))
-        return result
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
         """Those constants of the model, and numbers in it, that weights and gains of readouts are made of."""

@@ -116,11 +116,13 @@ def over_chunks(
     scan: Callable[..., tuple[Any, Any]] = jax.lax.scan,
     *,
     rest_first: bool = False,
+    cut: bool = False,
 ) -> tuple[Any, Any]:
     """`carry, outs = run(carry, arrays, mask, reset)` over chunks of a sequence, and over what is left.
 
     What is left comes last, or first. The outputs of `run` have time in front; so have the results. A `scan`
-    other than JAX's may carry states.
+    other than JAX's may carry states. With `cut`, arrays are cut before the loop, not sliced in it: for
+    derivatives, since that of a slice is a whole array.
     """
     count, left = divmod(sequence.length, size)
     begin = left if rest_first else 0
@@ -143,8 +145,9 @@ def over_chunks(
         report(begin + size)
     elif count > 1:
         # to reshape what is not cut evenly would copy it, and so would chunks of one step: memory would grow
-        whole = left > 0 or size == 1
-        cut = () if whole else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), sequence.steps)
+        whole = (left > 0 or size == 1) and not cut
+        steps = sequence.part(begin, begin + count * size) if left else sequence.steps
+        parts = () if whole else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
 
         def one(carry: Any, given: Any) -> Any:
             number, now = given
@@ -155,7 +158,7 @@ def over_chunks(
             report(begin + (number + 1) * size)
             return carry, out
 
-        carry, out = scan(one, carry, (jnp.arange(count), cut))
+        carry, out = scan(one, carry, (jnp.arange(count), parts))
         outs.append(jax.tree.map(lambda a: a.reshape(count * size, *a.shape[2:]), out))
     if left and not rest_first:
         carry, out = run(carry, *sequence.part(count * size, sequence.length))

@@ -63,10 +63,10 @@ class Backward:
 def backward(record: Record, group: int, *, products: bool) -> Backward:
     """`q`, and the products of `D` if the traces after the chunk are wanted."""
     D = record.local.D[group]
-    if record.signals is None:
+    if record.signals is None and record.old_signals is None:
         return Backward(None, None, None if D is None else _products(D))
-    g = record.signals[group]
     old = None if record.old_signals is None else record.old_signals[group]
+    g = jnp.zeros_like(old) if record.signals is None else record.signals[group]
     if D is None:
         if old is None:
             return Backward(states(g, 1), states(jnp.zeros_like(g[0]), 0), None)

@@ -98,6 +98,14 @@ class D_RTRL(TraceRule):
             graph = with_filters(graph, exact=not self.by_readouts)
         return remembering(graph) if self.follows_chains and not windows else graph
 
+    @property
+    def one_pass(self) -> bool:
+        return self.bound is None and self.across is None and not self.power
+
+    @property
+    def projection(self) -> Rank | None:
+        return self.beside if isinstance(self.beside, Rank) else None
+
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(
             self.called,

@@ -56,6 +56,10 @@ class ES_D_RTRL(TraceRule):
         return RuleKind(self.called, averages=(self.inp, self.out), windows=windows, **kind_of(self))
 
     @property
+    def one_pass(self) -> bool:
+        return True
+
+    @property
     def turns(self) -> int:
         """How many steps of a loop go together: on a GPU, a turn costs as much as a small kernel."""
         return 1 if jax.default_backend() == "cpu" else 2
@@ -156,11 +160,10 @@ class ES_D_RTRL(TraceRule):
     ) -> tuple[Values, Gradients]:
         """The averages step by step, which is cheap; all the products of the two at once."""
         record = record.begun_anew()
-        assert record.signals is not None
         start = {k: states(values[k], 0) for k in map(_state_key, slots)}
         x, f, after = self._averages(slots, values, start, record)
         counts = _counts(slots, values, record)
-        parts = [(x, f, counts, record.signals)]
+        parts = [] if record.signals is None else [(x, f, counts, record.signals)]
         if record.old_signals is not None:  # of the averages before each step
             old_x = {k: _before(values[k], v) for k, v in x.items()}
             old_f = {k: list(map(_before, start[k], v)) for k, v in f.items()}

@@ -108,7 +108,7 @@ class KF_RTRL(Estimate):
                 after[use.key("A")] = _times(c[0] / p1, pushed) + _times(c[1] / p2, J)
             return after
 
-        return window.one_by_one(step, values)  # type: ignore[no-any-return]
+        return window.in_windows(1, step, values)  # type: ignore[no-any-return]
 
     def _p(self, out: Any, inp: dict[str, Any]) -> Any:
         a, b = _norm([out]), _norm(list(inp.values()))

@@ -96,10 +96,8 @@ class Rank:
         comes with it; `course` says how traces go over the window.
         """
         per = self.per_sample(executor)
-        old = per.whole(_begun(per.whole(before[BASIS])))
-        pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(old))
-        basis = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)
-        basis = per.whole(orthonormal(per.whole(basis)))
+        old = self.basis_before(executor, before)
+        basis = self.pushed(executor, old, window)
         matrices, specs, courses = self._in_kernel(executor, per, before, window.length, course)
         left_out = partial(self._left_out, per, old, before, after, window, matrices)
         for _ in range(self.power):
@@ -192,6 +190,30 @@ class Rank:
                 new = new - _rows(of_new[i], rows, axis) if i in of_new else new
                 values[key] = new.astype(before[key].dtype)
         return values, (of_new, start, factors)
+
+    # -- the basis, for cotangents that cross from a window to the one before it ----------------------
+
+    def basis_before(self, executor: ETraceGraphExecutor, values: Values, keep: Any = None) -> Any:
+        """The basis before a window, (samples, rank, state size); `keep` is False for reset samples."""
+        per = self.per_sample(executor)
+        basis = per.whole(values[BASIS])
+        if keep is not None:
+            basis = where_rows(keep, basis, jnp.zeros_like(basis))
+        return per.whole(_begun(basis))
+
+    def pushed(self, executor: ETraceGraphExecutor, basis: Any, window: Window) -> Any:
+        """The basis after a window: pushed through all its paths, and orthonormal again."""
+        per = self.per_sample(executor)
+        after = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
+        rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
+        return per.whole(orthonormal(per.whole(rows)))
+
+    def crossing(self, executor: ETraceGraphExecutor, basis: Any, cotangents: Leaves) -> Leaves:
+        """The part of the carried leaves' cotangents that lies in the span of the basis."""
+        per = self.per_sample(executor)
+        vectors = per.whole(finite(per.vectors(cotangents, dual=True)))
+        along = _product("bn,brn->br", vectors, basis)
+        return per.leaves(_product("br,brn->bn", along, basis), dual=True)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """What it gives each leaf of the parameters, of signals at the carried states."""

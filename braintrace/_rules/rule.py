@@ -72,6 +72,16 @@ class Rule(ABC):
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
 
+    @property
+    def one_pass(self) -> bool:
+        """Whether the windows of a sequence can be one backward pass, by `over_windows`."""
+        return False
+
+    @property
+    def projection(self) -> Rank | None:
+        """The projection of the cotangents that cross a window's start; None if none crosses."""
+        return None
+
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         """How what it keeps, of these shapes, is spread over devices, as `executor.spread` has it.
 
@@ -240,6 +250,39 @@ class TraceRule(Rule):
             return found
         more = self.beside.past(executor, values, signals)
         return [plus(a, more.get(i)) for i, a in enumerate(found)]
+
+    def over_windows(
+        self,
+        executor: ETraceGraphExecutor,
+        values: Values,
+        signals: Leaves,
+        window: Window,
+        size: int,
+        *,
+        fresh: bool,
+        keep: bool,
+    ) -> tuple[Leaves, Values]:
+        """Past gradients of consecutive windows, and the arrays after the last, from one backward pass.
+
+        `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
+        `signals` are cotangents of the carried leaves before each step that no earlier window receives:
+        zero inside a window. At the first step they are whole.
+        """
+        first = [None if s is None else s[0] for s in signals]
+        at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
+        record = replace(window.record, old_signals=at_groups)
+        zeros = executor.no_gradients(record.local.weights)
+        after, grads = self.chunk(
+            executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.beside is None
+        )
+        found = executor.to_parameters(window.params, window.first_consts, grads)
+        if self.beside is None:
+            return found, after
+        if not fresh:
+            more = self.beside.past(executor, values, first)
+            found = [plus(a, more.get(i)) for i, a in enumerate(found)]
+        advance = lambda values, one: self.advance(executor, values, one)
+        return found, window.in_windows(size, advance, values) if keep else values
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = self.reset(executor.slots, values, ~rows)

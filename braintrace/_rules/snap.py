@@ -136,7 +136,7 @@ class SnAp(Rule):
                 b.key: self._advanced(executor, b, values[b.key], H, terms[b.dtype]) for b in pattern.blocks
             }
 
-        return window.one_by_one(step, values) if values else values
+        return window.in_windows(1, step, values) if values else values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)

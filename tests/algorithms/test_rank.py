@@ -17,7 +17,7 @@ from braintrace._rules import rank as rank_file
 from braintrace._rules.rank import per_sample
 
 from ..oracle import Brute, bptt
-from ..run import agree, by_bptt, compiled, difference, every, loops_forever, online, sequence
+from ..run import agree, by_bptt, compiled, difference, every, in_one_pass, loops_forever, online, sequence
 from ..zoo import CASES, Step
 from .test_gradients import is_flat
 
@@ -58,6 +58,9 @@ def test_rank_equals_its_definition(name, rank, window, power):
         leaves.append([n for n, p in enumerate(brute.f.state_paths) if p == path][i])
     expected = brute.d_rtrl_rank(xs, window, rank, leaves, samples.axis, power)
     assert agree(expected, found, 1e-9), difference(expected, found)
+    learner = braintrace.D_RTRL(case.build(), window=window, **options)
+    found = in_one_pass(learner, xs)
+    assert agree(expected, found, 1e-9), difference(expected, found)
 
 
 def with_all_directions() -> list[Any]:
@@ -80,7 +83,12 @@ def test_with_all_directions_it_is_bptt(name, window, apart, monkeypatch):
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
             online(learner, xs, window)
         return
-    found = online(learner, xs, window)
+    if apart:
+        found = online(learner, xs, window)
+    else:
+        found = in_one_pass(
+            braintrace.D_RTRL(case.build(), window=window, rank=ALL, **TOGETHER.get(name, {})), xs
+        )
     truth = by_bptt(name)
     assert agree(truth, found, 1e-10), difference(truth, found)
     assert learner.report.exactness.exact, str(learner.report.exactness)
