@@ -187,3 +187,266 @@ def check(seed: int) -> None:
                 assert not wrong, (wrong, str(graph.exactness()))
             if name != "D_RTRL" or not followed_by_filters(graph):
                 assert agree(expected, found, 1e-9), (name, difference(expected, found))
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------
+#
+# Stacks of layers as users write them: cells whose states are apart, packed or stacked, effective weights
+# that vary over time or go through linear algebra, readouts with memory behind anything, outputs that read
+# old states, dead code, and loops of length one.
+
+WIDTH, CLASSES, LENGTH = 3, 2, 5
+MIXED = jnp.asarray(np.random.RandomState(0).randn(WIDTH, WIDTH))
+
+
+@jax.custom_vjp
+def spike(v: Any) -> Any:
+    return jnp.where(v > 0, jnp.ones_like(v), 0)
+
+
+spike.defvjp(lambda v: (spike(v), v), lambda v, g: (g / (1 + 4 * jnp.abs(v)) ** 2,))
+
+
+def _positive(w: Any) -> Any:
+    return 2 * jnp.eye(len(w), dtype=w.dtype) + 0.3 * w @ w.T
+
+
+# effective weights of a parameter `w`, the input `x` and the number of the step `n`
+EFFECTIVE = {
+    "tanh": lambda w, x, n: jnp.tanh(w),
+    "standardised": lambda w, x, n: (w - w.mean()) / (w.std() + 0.1),
+    "solved": lambda w, x, n: jnp.linalg.solve(_positive(w), w),
+    "inverted": lambda w, x, n: jnp.linalg.inv(_positive(w)) @ w,
+    "by cholesky": lambda w, x, n: jnp.linalg.cholesky(_positive(w)) @ w,
+    "sorted": lambda w, x, n: jnp.sort(w, 0),
+    "scaled by the input": lambda w, x, n: w * (1 + x.mean()),
+    "scaled by a counter": lambda w, x, n: w * jnp.sin(n.astype(w.dtype)),
+    "picked by a counter": lambda w, x, n: jnp.stack([w, 2 * w, -w])[n % 3],
+}
+
+
+def leaky(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    return (0.8 * h[0] + i,), 0.8 * h[0] + i
+
+
+def leaky_by_parameter(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    new = jax.nn.sigmoid(p["d"]) * h[0] + i
+    return (new,), new
+
+
+def joined(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    both = jnp.concatenate([jnp.broadcast_to(p["d"], h[0].shape), h[0]], -1)
+    decay, old = jnp.split(both, 2, -1)
+    new = jnp.tanh(decay) * old + i
+    return (new,), new
+
+
+def lif(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    v = 0.9 * h[0] * (1 - spike(h[0] - 1)) + i
+    return (v,), spike(v - 1)
+
+
+def alif(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    v = 0.9 * h[0] - spike(h[0] - 1 - h[1]) + i
+    a = jax.nn.sigmoid(p["d"]) * h[1] + 0.3 * spike(v - 1 - h[1])
+    return (v, a), spike(v - 1 - a)
+
+
+def recurrent(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    new = jnp.tanh(i + mm(h[0], p["r"]))
+    return (new,), new
+
+
+def rolled(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    return (0.6 * jnp.roll(h[0], 1, -1) + i,), jnp.tanh(h[0])
+
+
+def cascade(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    a = 0.7 * h[0] - 0.2 * h[1] + i
+    b = 0.9 * h[1] + jnp.sin(a)
+    return (a, b), b
+
+
+def delayed(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    return (i, 1.0 * h[0]), h[1]
+
+
+def packed(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    new, out = cascade(jnp.split(h[0], 2, -1), i, p, mm)
+    return (jnp.concatenate(new, -1),), out
+
+
+def set_in_place(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    (a, b), out = cascade((h[0][..., :WIDTH], h[0][..., WIDTH:]), i, p, mm)
+    return (h[0].at[..., :WIDTH].set(a).at[..., WIDTH:].set(b),), out
+
+
+def stacked(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    new, out = cascade(tuple(h[0]), i, p, mm)
+    return (jnp.stack(new),), out
+
+
+def rotated(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    new = jnp.exp(-jnp.exp(p["d"]) + 1j * p["d"]) * h[0] + i
+    return (new,), new.real
+
+
+# of each cell: the function, the shapes of its states after the batch, and its parameters
+CELLS: dict[str, Any] = {
+    "leaky": (leaky, [(WIDTH,)], {}),
+    "leaky by parameter": (leaky_by_parameter, [(WIDTH,)], {"d": (WIDTH,)}),
+    "joined": (joined, [(WIDTH,)], {"d": (WIDTH,)}),
+    "lif": (lif, [(WIDTH,)], {}),
+    "alif": (alif, [(WIDTH,)] * 2, {"d": (WIDTH,)}),
+    "recurrent": (recurrent, [(WIDTH,)], {"r": (WIDTH, WIDTH)}),
+    "rolled": (rolled, [(WIDTH,)], {}),
+    "cascade": (cascade, [(WIDTH,)] * 2, {}),
+    "delayed": (delayed, [(WIDTH,)] * 2, {}),
+    "packed": (packed, [(2 * WIDTH,)], {}),
+    "set in place": (set_in_place, [(2 * WIDTH,)], {}),
+    "stacked": (stacked, [(WIDTH,)], {}),
+    "rotated": (rotated, [(WIDTH,)], {"d": (WIDTH,)}),
+}
+BETWEEN = {
+    "nothing": lambda z, p, mm: z,
+    "op": lambda z, p, mm: jnp.tanh(mm(z, p["c"])),
+    "fixed": lambda z, p, mm: z @ MIXED,
+    "tanh": lambda z, p, mm: jnp.tanh(z),
+}
+# of the old state, what the op gives and the input, the new state and the output
+READOUTS: dict[str, Any] = {
+    "none": lambda r, y, x: (r, y),
+    "leaky": lambda r, y, x: (0.9 * r + y, 0.9 * r + y),
+    "uneven": lambda r, y, x: (jnp.asarray([0.9, 0.5]) * r + y,) * 2,
+    "complex": lambda r, y, x: ((0.6 + 0.5j) * r + y, ((0.6 + 0.5j) * r + y).real),
+    "scaled by the input": lambda r, y, x: (0.9 * r + y * x.mean(),) * 2,
+    "late": lambda r, y, x: (0.9 * r + y, r),
+    "leaky and plain": lambda r, y, x: (0.9 * r + y, 0.9 * r + 2 * y),
+}
+
+
+def draw_stack(rng: np.random.RandomState) -> Any:
+    """A random step function `step(params, carry, x)`, its parameters, carry and mark."""
+    pick = lambda options: list(options)[rng.randint(len(options))]
+    draw = lambda shape, scale=0.6: jnp.asarray(scale * rng.randn(*shape))
+    lead = (BATCH,) if rng.rand() < 0.5 else ()
+    by_hand, odd = rng.rand() < 0.4, rng.rand() < 0.4
+    mm = bt.matmul if by_hand else jnp.matmul
+    params: dict[str, Any] = {"o": draw((WIDTH, CLASSES))}
+    carry: dict[str, Any] = {"n": jnp.asarray(0)}
+    layers = []
+    for k in range(rng.randint(1, 3)):
+        name, effective = pick(CELLS), pick(EFFECTIVE) if odd else None
+        _, states, own = CELLS[name]
+        params[f"w{k}"] = draw((WIDTH if k else IN, WIDTH))
+        params |= {f"{p}{k}": draw(shape) for p, shape in own.items()}
+        names = [f"h{k}{i}" for i in range(len(states))]
+        first = (2,) if name == "stacked" else ()
+        kind = complex if name == "rotated" else float
+        carry |= {n: draw((*first, *lead, *s)).astype(kind) for n, s in zip(names, states, strict=True)}
+        between, wrapped = pick(BETWEEN), pick(["as it is"] * 3 + ["scan", "cond"])
+        if between == "op":
+            params[f"c{k}"] = draw((WIDTH, WIDTH))
+        layers.append((k, name, names, effective, between, wrapped))
+    readout, weight = pick(READOUTS), pick(EFFECTIVE) if odd else None
+    if readout != "none":
+        carry["r"] = draw((*lead, CLASSES)).astype(complex if readout == "complex" else float)
+    looks_back, dead = pick(["no"] * 3 + ["op", "plain"]), rng.rand() < 0.2
+    if looks_back == "op":
+        params["q"] = draw((WIDTH, CLASSES))
+
+    def step(p: Any, s: Any, x: Any) -> Any:
+        made = lambda w, how: w if how is None else EFFECTIVE[how](w, x, s["n"])
+        new, z = {"n": s["n"] + 1}, x
+        for k, name, names, effective, between, wrapped in layers:
+            mine = {key[:-1]: v for key, v in p.items() if key.endswith(str(k))}
+
+            def cell(old: Any, z: Any, name=name, mine=mine, effective=effective) -> Any:
+                return CELLS[name][0](old, mm(z, made(mine["w"], effective)), mine, mm)
+
+            old = tuple(s[n] for n in names)
+            if wrapped == "scan":
+                after, z = jax.lax.scan(lambda h, z: cell(h, z), old, z[None])
+                z = z[0]
+            elif wrapped == "cond":
+                keeps = lambda h=old: (h, jnp.zeros((*lead, WIDTH)))
+                after, z = jax.lax.cond(s["n"] < 3, lambda h=old, z=z: cell(h, z), keeps)
+            else:
+                after, z = cell(old, z)
+            new |= dict(zip(names, after, strict=True))
+            z = BETWEEN[between](z, mine, mm)
+        r, y = READOUTS[readout](s.get("r"), mm(z, made(p["o"], weight)), x)
+        new |= {"r": r} if "r" in s else {}
+        back = s["h00"].real
+        back = back[0] if layers[0][1] == "stacked" else back[..., :WIDTH]
+        if looks_back == "op":
+            y = y + jnp.tanh(mm(back, p["q"]))
+        elif looks_back == "plain":
+            y = y + back @ MIXED[:, :CLASSES]
+        if dead:
+            mm(jnp.tanh(back @ MIXED), MIXED)
+        return {n: new[n] for n in s}, y
+
+    return step, params, carry, (*lead, IN), "ops" if by_hand else "auto"
+
+
+VERDICTS = {
+    "D_RTRL": (bt.rules.D_RTRL(), None),
+    "ES_D_RTRL": (bt.rules.ES_D_RTRL(0.7), None),
+    "windows": (bt.rules.D_RTRL(), 2),
+    "layers": (bt.rules.D_RTRL(across="layers"), None),
+    "rank": (bt.rules.D_RTRL(rank=64), 2),
+    "SnAp": (bt.rules.SnAp(2), None),
+    "RTRL": (bt.rules.RTRL(), None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+@settings(
+    max_examples=-(-EXAMPLES // SHARDS),
+    deadline=None,
+    derandomize=EXAMPLES <= 200,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(number=st.integers(0, 2**26 - 1))
+def test_what_a_verdict_calls_exact_is_bptt(shard, number):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        check_verdicts(SHARDS * number + shard)
+
+
+def check_verdicts(seed: int) -> None:
+    """Compare what rules claim to be exact with BPTT, on one random stack."""
+    rng = np.random.RandomState(seed)
+    step, params, carry, shape, mark = draw_stack(rng)
+    xs = jnp.asarray(rng.randn(LENGTH, *shape))
+    targets = jnp.asarray(rng.randn(LENGTH, *shape[:-1], CLASSES))
+    loss = lambda y, target: jnp.sum((y - target) ** 2)
+
+    def total(params: Any) -> Any:
+        losses, now = [], carry
+        for x, target in zip(xs, targets, strict=True):
+            now, y = step(params, now, x)
+            losses.append(loss(y, target))
+        return sum(losses)
+
+    truth: Any = None
+    others = list(VERDICTS)[1:]
+    for name in ("D_RTRL", others[seed % len(others)]):
+        rule, window = VERDICTS[name]
+        with warnings.catch_warnings(action="ignore"):
+            net = bt.online(step, params, carry, xs[0], rule=rule, window=window, mark=mark)
+            missed = {path[-1] for path in net.report.exactness.weights}
+            claimed = [k for k in params if k not in missed]
+            if not claimed:
+                continue
+            traces = net.init(params, carry)
+            found = jax.jit(lambda p: net.grad(loss, p, carry, traces, xs, targets, reduction="sum")[0])(  # noqa: B023
+                params
+            )
+        truth = jax.jit(jax.grad(total))(params) if truth is None else truth
+        size = max(float(jnp.max(jnp.abs(g))) for g in truth.values())
+        for k in claimed:
+            scale = float(jnp.max(jnp.abs(truth[k]))) + 1e-6 * size
+            assert float(jnp.max(jnp.abs(found[k] - truth[k]))) <= 1e-8 * scale, (seed, name, k)
