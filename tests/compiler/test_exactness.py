@@ -180,6 +180,24 @@ def test_only_paths_to_a_loss_count(step, exact):
     assert verdict.exact == exact, str(verdict)
 
 
+def test_a_state_that_no_output_depends_on():
+    def step(p: Any, s: Any, x: Any) -> Any:
+        return {"h": 0.9 * s.h + bt.matmul(x, p.w), "m": jnp.tanh(s.m + bt.matmul(s.h, p.r))}, jnp.tanh(s.h)
+
+    build = lambda: Step(step, {"w": (3, 4), "r": (4, 4)}, {"h": 4, "m": 4})
+    xs = [jnp.sin(jnp.arange(3.0) + t) for t in range(4)]
+    verdict = graph_of(build(), xs[0]).exactness()
+    assert verdict.exact
+    assert verdict.unseen == {("m",): [("w",)]}
+    assert "a loss that reads `m`, on which no output depends, has an approximate gradient of `w`" in str(
+        verdict
+    )
+    # directions of all states: what is missed of `m` is wrong in `h`
+    learner = bt.D_RTRL(build(), rank=1)
+    assert not agree(bptt(build(), xs), online(learner, xs), 1e-6)
+    assert set(learner.report.exactness.weights) == {("w",)}
+
+
 def test_a_frozen_weight_misses_nothing():
     step = lambda p, s, x: ({"h": bt.matmul(x, lax.stop_gradient(p.w)) + bt.matmul(s.h, p.r)}, s.h)
     model = Step(step, {"w": (3, 4), "r": (4, 4)}, {"h": 4})
