@@ -3,7 +3,13 @@
 Names are imported when they are first used, so that the command line starts quickly.
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING
+
+# `import brainstate` must come through `_precision`, before a user's own. Only the command line can wait.
+if (sys.argv or [""])[0] != "-m" and os.path.basename((sys.argv or [""])[0]) != "braintrace":
+    from . import _precision as _precision
 
 if TYPE_CHECKING:
     from . import nn as nn

@@ -723,11 +723,16 @@ def test_the_users_precision_is_kept(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("value", "before"),
-    [("0", "import jax; jax.config.update('jax_enable_x64', True)"), ("1", ""), ("1", "import brainstate")],
+    ("value", "before", "after"),
+    [
+        ("0", "import jax; jax.config.update('jax_enable_x64', True)", "import brainstate"),
+        ("0", "", "jax.config.update('jax_enable_x64', True); import brainstate"),
+        ("1", "", "braintrace.fit"),
+        ("1", "import brainstate", ""),
+    ],
 )
-def test_the_users_precision_survives_the_import(value, before):
-    code = f"{before}\nimport braintrace, jax\nassert jax.numpy.ones(1).dtype == 'float64'"
+def test_the_users_precision_survives_the_import(value, before, after):
+    code = f"{before}\nimport braintrace, jax\n{after}\nassert jax.numpy.ones(1).dtype == 'float64'"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_ENABLE_X64": value})
 
 
