@@ -39,7 +39,9 @@ class Across:
         self.graph, self.flows = graph, Flows(graph)
         info = graph.module_info
         self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]
-        self._number = {v: i for i, v in enumerate(v for e in info.carried for v in e.invars)}
+        number = {v: i for i, v in enumerate(v for e in info.carried for v in e.invars)}
+        # of a packed array, each part has the number of the array
+        self._number = number | {h.invar: number[h.leaf] for h in info.hidden}
         self._onto = cache(self._onto)  # type: ignore[method-assign]
 
     @cached_property
@@ -50,7 +52,7 @@ class Across:
         for c in self.flows.carried:
             if params := tuple(i for i, b in bits.items() if b & c.bit):
                 found.setdefault(params, []).append(self._number[c.old])
-        return [Above(tuple(states), params) for params, states in found.items()]
+        return [Above(tuple(dict.fromkeys(states)), params) for params, states in found.items()]
 
     def act(self, these: Above, others: Above) -> bool:
         """Whether states of one act on those of the other, in one step or several."""
@@ -84,7 +86,18 @@ class Across:
         )
         for c in self.flows.of(self._acted(param)):
             found |= sum(d.bit for d in self.flows.of(self._unfollowed(c)) if not self._in_one_loop(c, d))
-        return settled(found, self._onto)
+        found = settled(found, self._onto)
+        # the influence on an array is kept as a whole: one that is above in part only is left to its traces
+        in_part = any(found & bits and found & bits != bits for bits in self._bits.values())
+        return 0 if in_part else found
+
+    @cached_property
+    def _bits(self) -> dict[int, int]:
+        """The bits of each carried leaf, by its number."""
+        found: dict[int, int] = {}
+        for c in self.flows.carried:
+            found[self._number[c.old]] = found.get(self._number[c.old], 0) | c.bit
+        return found
 
     def _own(self, param: Var) -> int:
         """The states of which a parameter has traces."""
@@ -102,9 +115,8 @@ class Across:
         """The states that the data of a parameter's ops are made of; none for one that acts otherwise."""
         info = self.graph.module_info.marked
         program, params = info.program, [v for e in info.fixed for v in e.invars]
-        bit = {self._number[c.old]: c.bit for c in self.flows.carried}
         old = [v for e in info.carried for v in e.invars]
-        starts = [(v, bit[n]) for n, v in enumerate(old) if n in bit]
+        starts = [(v, self._bits[n]) for n, v in enumerate(old) if n in self._bits]
         made_of = solve(Flow[int](lambda node, given: union(given)), program, starts)[0]
         origin = provenance(program, params)
         found: dict[int, int] = {}
