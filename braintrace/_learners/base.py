@@ -324,7 +324,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self._reads.watch(hidden)
             self._seen = self._seen or Seen(self)
             self._seen.watch(hidden)
-            self._seen.before_call(self._reads.assigned, keep=keep)
+            self._seen.before_call(self._reads, keep=keep)
 
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the model's states, the traces and the step counter.
@@ -373,6 +373,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         for path, value in states.items():
             found[path].value = value
         self._store(traces)
+        self.steps.value = self.steps.value  # for `Seen`: the learner has set the states itself
 
     def _forget(self, values: Values, rows: Any) -> Values:
         """What the rule keeps, with nothing left of some samples."""

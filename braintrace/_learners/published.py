@@ -72,7 +72,8 @@ class EProp(ETraceVjpAlgorithm):
         )
         rule = normalized(rule) if normalize_matrix_spectrum else rule
         kind = "symmetric" if feedback == "symmetric" else "random_feedback"
-        config = ETraceConfig(learning_signal=kind, trace_filter="kappa", kappa=kappa)
+        name_of_filter = "kappa" if kappa else "none"
+        config = ETraceConfig(learning_signal=kind, trace_filter=name_of_filter, kappa=kappa or None)
         super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
 
 

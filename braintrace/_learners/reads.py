@@ -6,6 +6,7 @@ read is a constant to whoever differentiates. So it is noted, and said at the ca
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,16 +16,18 @@ import jax
 
 from .. import _compat
 
+Tracing = weakref.ref[Any]  # to JAX's trace: an `id` may be that of a later one
+
 
 class Reads:
     """Which states were read in the function that is being traced, before the learner's first call."""
 
     def __init__(self) -> None:
-        self._noted: dict[str, int] = {}  # and in which tracing, by its number
+        self._noted: dict[str, Tracing] = {}  # and in which tracing
         self._watched: dict[str, int] = {}
-        self._called_in: int | None = None
+        self._called_in: Tracing | None = None
         self._paused = False
-        self.assigned: dict[str, list[int]] = {}  # the `id` of the leaves that each was last given
+        self._assigned: dict[str, list[weakref.ref[Any]]] = {}  # the tracers that each was last given
 
     def watch(self, states: Mapping[str, brainstate.State]) -> None:
         """Note what is read of these states from now on."""
@@ -52,6 +55,11 @@ class Reads:
         self._called_in = next(filter(None, now.values()), None)
         return found
 
+    def has_assigned(self, name: str, tracers: list[Any]) -> bool:
+        """Whether a state was last given these tracers."""
+        given = self._assigned.get(name, [])
+        return len(given) == len(tracers) and all(r() is t for r, t in zip(given, tracers, strict=True))
+
     def _reader(self, name: str) -> Any:
         def read(context: Any) -> None:
             tracing = None if self._paused else _tracing(context.value)
@@ -62,14 +70,15 @@ class Reads:
 
     def _writer(self, name: str) -> Any:
         def written(context: Any) -> None:
-            self.assigned[name] = list(map(id, jax.tree.leaves(context.value)))
+            tracers = filter(_compat.is_tracer, jax.tree.leaves(context.value))
+            self._assigned[name] = list(map(weakref.ref, tracers))
             if not self._paused:
                 self._noted.pop(name, None)
 
         return written
 
 
-def _tracing(value: Any) -> int | None:
-    """A number for the tracing that a value belongs to; None: it is known."""
+def _tracing(value: Any) -> Tracing | None:
+    """The tracing that a value belongs to; None: it is known."""
     tracers = filter(_compat.is_tracer, jax.tree.leaves(value))
-    return next((id(_compat.trace_of(a)) for a in tracers), None)
+    return next((weakref.ref(_compat.trace_of(a)) for a in tracers), None)

@@ -14,6 +14,7 @@ from .._lines import warn_user
 
 if TYPE_CHECKING:
     from .base import ETraceAlgorithm
+    from .reads import Reads
 
 
 class Seen:
@@ -38,18 +39,15 @@ class Seen:
         """Follow these states from now on."""
         self._hidden = hidden
 
-    def before_call(self, assigned: dict[str, list[int]], *, keep: bool) -> None:
-        """Warn if a state was set and the traces were not; `keep`: traces are wanted after the call.
-
-        `assigned` has the `id` of the leaves that each state was last given.
-        """
+    def before_call(self, reads: Reads, *, keep: bool) -> None:
+        """Warn if a state was set and the traces were not; `keep`: traces are wanted after the call."""
         learner = self._learner()
         if learner is None or any(map(_compat.is_tracer, map(_raw, learner.traces.values()))):
             return  # the function that is being traced has set the traces
         if keep or not learner.is_fresh():
             # in a function that is being traced, a state that was only read is another tracer
-            traced = {k: v for k, v in self._now().items() if any(map(_compat.is_tracer, v))}
-            self._warn(k for k, v in traced.items() if _ids(v) == assigned.get(k))
+            traced = {k: list(filter(_compat.is_tracer, v)) for k, v in self._now().items()}
+            self._warn(k for k, v in traced.items() if v and reads.has_assigned(k, v))
         _ = self._guard.value
 
     def _now(self) -> dict[str, list[Any]]:

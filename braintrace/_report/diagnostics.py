@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._compiler.exactness import RuleKind
@@ -15,6 +15,7 @@ from .._compiler.outcomes import WhyNot
 from .._compiler.readouts import decay_of
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
+from .._rules.rank import axis_of_samples
 
 
 class DiagnosticLevel(enum.IntEnum):
@@ -162,7 +163,9 @@ def warn_of_options(graph: ETraceGraph, rule: RuleKind) -> None:
                 "that (`EProp` takes it by itself if `kappa_filter_decay` is left out).",
                 about=graph.module_info.model,
             )
-    kept = rule.directions(graph)
+    if not rule.rank:
+        return
+    kept = replace(rule, samples=axis_of_samples(graph, rule.samples)).directions(graph)
     if kept is not None and rule.rank > kept[1]:
         warn_user(
             f"`rank={rule.rank}` is above the state size: a sample has {kept[1]} state variables, and "

@@ -214,7 +214,7 @@ class Engine:
         updates, opt_state = self._optimizer.update(grads, self.opt_state.value, params, value=loss)
         new = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, updates)
         bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
-        zero = jnp.stack([(g == 0).all() for g in jax.tree.leaves(grads)])
+        zero = jnp.stack([(g == 0).all() for g in jax.tree.leaves(grads)]) & (losses != 0).any()
         counts = ~bad.any() & jnp.isfinite(losses).all() & (mask != 0).any()
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(counts, x, y), a, b)
         new, opt_state = choose((new, opt_state), (params, self.opt_state.value))

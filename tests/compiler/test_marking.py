@@ -45,6 +45,7 @@ EXCEPTIONS = {
     "lora": "two products, of which the first reaches the state through the second only",
     "lora_and_frozen": "the same",
     "vmap_of_cond": "`vmap` chooses between results, and not between weights",
+    "bias_of_state": "an ordinary sum, and not the bias of an op",
     "plain_bias_of_state": "a bias without a mark is found",
     "plain_input_weight": "a weight without a mark is found",
     "recurrent_lora": "the same",
