@@ -117,7 +117,7 @@ class _Reader:
         self.env: dict[Var, int] = {}
         self.plain: dict[int, Box] = {}  # by the node that made it
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
-        self.remembered = remembered(graph)
+        self.remembered, self.sizes = remembered(graph), trace_sizes(graph)
         self.param_bits = 0
         hidden = [h for g in graph.hidden_groups for h in g.hidden]
         number = {h.outvar: i for i, h in enumerate(hidden)}
@@ -224,7 +224,7 @@ class _Reader:
             shape=show_aval(site.output.aval),
             site=site,
             relation=relation,
-            sizes=trace_sizes(relation, self.remembered) if relation is not None else None,
+            sizes=self.sizes.get(site.index),
         )
         bits = self.data(site.inputs[: site.num_inputs])
         weights = self.union(site.weights.values())
@@ -250,7 +250,7 @@ class _Reader:
         return self.add(box, data)
 
     def inside(self, node: Node, outer: Node) -> None:
-        """Control diagram that holds sites."""
+        """Control flow that holds sites."""
         ins = [self.union([a]) for a in node.inputs]
         outs = [0] * len(node.outputs)
         if node.primitive is primitives.cond_p:
