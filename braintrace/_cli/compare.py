@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import functions, models
+from .common import UsageError, add_command
 from .dial import count
-from .errors import UsageError
 from .inspection import distance, drawing, floating, outputs_of
 from .rules import parsed
 from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
@@ -34,12 +34,13 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "compare",
-        help="which rule to take: gradients, time and memory, and what is learned",
-        description=ABOUT,
+        "which rule to take: gradients, time and memory, and what is learned",
+        ABOUT,
+        run,
         epilog=functions.KINDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     models.add_arguments(parser, required=False)
     add = parser.add_argument
@@ -65,7 +66,6 @@ def add_to(commands: Any) -> None:
     add("--lr", type=float, default=DEFAULTS["lr"], help=f"learning rate (default: {DEFAULTS['lr']})")
     add("--optimizer", default=DEFAULTS["optimizer"], help=f"of optax (default: {DEFAULTS['optimizer']})")
     add("--out", type=models.path, metavar="FOLDER", help="where the page, the picture and the data go")
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True)

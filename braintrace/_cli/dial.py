@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import Any
 
-from .errors import UsageError
+from .common import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser, window: int = 0) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .._lines import raising_line
 from . import functions
-from .errors import UsageError
+from .common import UsageError
 
 SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=32)'"
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 from typing import Any
 
 from . import dial, models
-from .errors import UsageError
+from .common import UsageError, hint
 
 # those of `braintrace.compile`, which takes long to import
 NAMES = (
@@ -32,9 +31,7 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     if args or not name:
         raise UsageError(f"--rule: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'.")
     if name.lower() not in NAMES:
-        near = difflib.get_close_matches(name.lower(), NAMES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMES)}."
-        raise UsageError(f"--rule: there is no rule {name!r}; {hint}")
+        raise UsageError(f"--rule: there is no rule {name!r}; {hint(name, NAMES)}")
     return name.lower(), options
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import devices, dial, rules
-from .errors import UsageError
+from .common import UsageError, add_command
 from .models import SPEC, path, positive
 
 CELLS = (
@@ -67,12 +67,13 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "train",
-        help="learn a task with an online rule, or with BPTT",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what was typed is told from what was not
+        "learn a task with an online rule, or with BPTT",
+        ABOUT,
+        run,
+        argument_default=argparse.SUPPRESS,
     )
     say = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
     add = parser.add_argument
@@ -97,7 +98,6 @@ def add_to(commands: Any) -> None:
     add("--resume", action="store_true", help="go on where the run in --out stopped")
     add("--trust", action="store_true", help="with --resume: import the model that the run folder names")
     devices.add_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
