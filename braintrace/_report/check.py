@@ -10,7 +10,7 @@ from traces of zero; for the second the learner stands aside and the model itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from .._online.sequence import Sequence, over_chunks
 from .._rules import BPTT
 from .tables import Table
 from .verdict import DroppedPath, Exactness
+
+Gradients = Mapping[Path, Any]
 
 # how far apart two ways of computing one gradient may be: sums of products in another order
 _ROUND_OFF = {8: 1e-9, 4: 1e-4, 2: 3e-2}
@@ -191,28 +193,23 @@ def check_gradients(
     exactness = learner.report.exactness
     options = {"mask": sequence.mask, "chunk_size": chunk_size, "weights": weights, "reduction": reduction}
 
+    total = (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
+
     def online(*arrays: Any) -> Any:
         grads = learner.etrace_grad(*arrays, step_fn=step_fn, has_aux=has_aux, **options)
         return grads[0] if has_aux else grads
 
     def true(*arrays: Any) -> Any:
-        with _standing_aside(learner):
-            return _bptt(
-                learner,
-                Sequence(arrays, sequence.length, sequence.mask),
-                step_fn,
-                chunk_size,
-                weights,
-                has_aux,
-            )
+        given = replace(sequence, arrays=arrays)
+        with calling_model(learner):
+            grads = _bptt(learner, given, step_fn, chunk_size, weights, has_aux)
+        return jax.tree.map(lambda g: g / total, grads)
 
     found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
-    scale = 1 / (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
-    pairs = {tuple(map(str, k)): (flatten(v), scale * flatten(expected[k])) for k, v in found.items()}
     if tolerance is None:
         states = [*weights.values(), *learner.traces.values()]
         tolerance = round_off([st.value for st in states])
-    return replace(put_beside(pairs, exactness, sequence.length, tolerance), zero=zeros(expected))
+    return put_beside(found, expected, exactness, sequence.length, tolerance)
 
 
 def check_functions(
@@ -224,11 +221,10 @@ def check_functions(
     tolerance: float | None = None,
     **options: Any,
 ) -> GradientCheck:
-    """The same for pure functions: `net.grad(loss, params, carry, traces of zero, *sequences, ...)`."""
-
+    """Compare `net.grad(loss, params, carry, traces of zero, *sequences, ...)` with BPTT."""
     given = {*net.rule.signal.takes, *net.rule.signal.spellings}
 
-    def gradient(net: OnlineFunctions) -> dict[Path, Any]:
+    def gradient(net: OnlineFunctions) -> Gradients:
         more = {k: v for k, v in options.items() if k not in given or net.rule.signal.takes}
         grads = net.grad(loss, params, carry, net.init(params, carry), *sequences, **more)[0]
         paths, leaves = net.function.params.paths, jax.tree.leaves(grads, is_leaf=lambda g: g is None)
@@ -236,17 +232,18 @@ def check_functions(
         return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
 
     found, expected = gradient(net), gradient(net.with_rule(BPTT()))
-    pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     tolerance = round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
-    length = Sequence.check(sequences, None).length
-    return replace(put_beside(pairs, net.report.exactness, length, tolerance), zero=zeros(expected))
+    return put_beside(
+        found, expected, net.report.exactness, Sequence.check(sequences, None).length, tolerance
+    )
 
 
 def put_beside(
-    pairs: dict[Path, tuple[Any, Any]], exactness: Exactness, length: int, tolerance: float
+    found: Gradients, expected: Gradients, exactness: Exactness, length: int, tolerance: float
 ) -> GradientCheck:
-    """Each parameter's gradient beside that of BPTT, and whose the difference is."""
+    """Compare each parameter's gradient with that of BPTT, and name the cause of the difference."""
     rows = []
+    pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     largest = max(float(np.linalg.norm(b)) for _, b in pairs.values())
     for path, (a, b) in pairs.items():
         error, cosine, ratio = _compare(a, b)
@@ -258,22 +255,27 @@ def put_beside(
         cause = "equal" if is_equal else "rule" if dropped else "numerical"
         rows.append(ParameterCheck(path, error, cosine, float(np.linalg.norm(b)), cause, dropped, ratio))
     a, b = (np.concatenate([pair[i] for pair in pairs.values()]) for i in (0, 1))
-    return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance)
+    return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance, zeros(expected))
 
 
 @contextmanager
-def _standing_aside(learner: ETraceAlgorithm) -> Iterator[None]:
-    """A call of the learner is one of its model."""
+def calling(learner: ETraceAlgorithm, function: Callable[..., Any]) -> Iterator[None]:
+    """Have `learner(...)` call another function."""
+    object.__setattr__(learner, "update", function)
+    try:
+        yield
+    finally:
+        object.__delattr__(learner, "update")
+
+
+def calling_model(learner: ETraceAlgorithm) -> AbstractContextManager[None]:
+    """Have `learner(...)` call its model, without traces."""
 
     def update(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = learner.for_model(args, kwargs)
         return call_model(learner.model, *args, **kwargs)
 
-    object.__setattr__(learner, "update", update)
-    try:
-        yield
-    finally:
-        object.__delattr__(learner, "update")
+    return calling(learner, update)
 
 
 def _bptt(
@@ -297,10 +299,11 @@ def _bptt(
     return brainstate.transform.grad(total, weights)()
 
 
-def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> dict[Any, Any]:
-    """What `function` returns, from traces of zero; no state is written."""
+def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:
+    """The gradients that `function` returns, from traces of zero; no state is written."""
     pure, values = trace_afresh(function, learner, sequence)
-    return jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)  # type: ignore[no-any-return]
+    found = jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)
+    return {tuple(map(str, path)): g for path, g in found.items()}
 
 
 def trace_afresh(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> tuple[Pure, list[list[Any]]]:
@@ -343,7 +346,7 @@ def by_name(trees: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}
 
 
-def zeros(gradients: Mapping[Path, Any]) -> list[str]:
+def zeros(gradients: Gradients) -> list[str]:
     """The names of the arrays among gradients that are exactly zero."""
     named = by_name({show_path(path): g for path, g in gradients.items()})
     return [name for name, g in named.items() if g.size and not np.any(g)]
