@@ -29,7 +29,7 @@ from .._online.drive import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._rules import BPTT
-from .tables import Table
+from .tables import Table, Tabled
 from .verdict import DroppedPath, Exactness
 
 Gradients = Mapping[Path, Any]
@@ -52,7 +52,7 @@ class ParameterCheck:
 
 
 @dataclass(frozen=True)
-class GradientCheck:
+class GradientCheck(Tabled):
     """A learner's gradient beside that of BPTT, parameter by parameter."""
 
     rule: str
@@ -144,16 +144,6 @@ class GradientCheck:
             rows,
             self.explanation.splitlines(),
         )
-
-    def show(self) -> None:
-        """Print the table, in colour where there is a terminal."""
-        self.table.show()
-
-    def __str__(self) -> str:
-        return self.table.to_str()
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html()
 
 
 _CAUSES = {"equal": "round-off", "rule": "the rule's", "numerical": "numerical"}

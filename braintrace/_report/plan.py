@@ -33,7 +33,7 @@ from .._meshes import longer, on_one_mesh, part_of
 from .._online.sequence import even_chunks
 from .flops import count_flops
 from .sent import bytes_sent
-from .tables import Table, show_bytes, show_count
+from .tables import Table, Tabled, show_bytes, show_count
 
 _USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
 RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")
@@ -70,7 +70,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Tabled):
     """The costs of every rule on one model, and which to take."""
 
     batch_size: int | None
@@ -132,16 +132,6 @@ class Plan:
                 f"! With parameters and states more than the {show_bytes(self.memory_budget)}{where}."
             )
         return Table(title, columns, rows, notes)
-
-    def show(self) -> None:
-        """Print the table, in colour where there is a terminal."""
-        self.table.show()
-
-    def __str__(self) -> str:
-        return self.table.to_str()
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html()
 
 
 def plan(

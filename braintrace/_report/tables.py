@@ -70,6 +70,24 @@ class Table:
         return join(table, *(tag("p", n) for n in self.notes))
 
 
+class Tabled:
+    """Something that is shown as a table."""
+
+    @property
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def show(self) -> None:
+        """Print the table, in colour where there is a terminal."""
+        self.table.show()
+
+    def __str__(self) -> str:
+        return self.table.to_str()
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html()
+
+
 def show_bytes(count: float) -> str:
     """
     >>> show_bytes(1536)

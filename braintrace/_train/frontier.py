@@ -16,7 +16,7 @@ from .curves import COLORS, Line, draw_panel, smooth
 from .drawing import Drawing, Point, scale
 
 PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 336, 330, 58, 14, 40, 46
-LEGEND, LINE = 270, 19
+LEGEND, LINE, LABEL = 270, 19, 13
 FLOOR = 1e-4  # errors below are drawn as exact
 
 
@@ -98,9 +98,7 @@ def _frontier(
         drawing.text(lx, ly + 4, str(i), anchor="middle", color=_color(i), bold=True)
 
 
-def place_labels(
-    points: dict[int, Point], box: tuple[float, float, float, float], size: float = 13
-) -> dict[int, Point]:
+def place_labels(points: dict[int, Point], box: tuple[float, float, float, float]) -> dict[int, Point]:
     """The middle of a label for each point, near it, clear of points and of other labels."""
     left, top, right, bottom = box
     placed: dict[int, Point] = {}
@@ -115,8 +113,8 @@ def place_labels(
         clear = [
             p
             for p in inside
-            if all(apart(p, q, size / 2 + 6) for q in points.values())
-            and all(apart(p, q, size) for q in placed.values())
+            if all(apart(p, q, LABEL / 2 + 6) for q in points.values())
+            and all(apart(p, q, LABEL) for q in placed.values())
         ]
         placed[i] = (clear or inside or around)[0]
     return placed

@@ -187,7 +187,7 @@ def _measure(
         raise MemoryError(f"its traces take {show_bytes(needed)}, more than {show_bytes(budget)}")
     began = time.perf_counter()
     with subject.opened(candidate) as case:
-        program = jax.jit(case.program).lower(*case.given).compile()
+        program: Any = jax.jit(case.program).lower(*case.given).compile()
         compiled = time.perf_counter()
         grads = jax.block_until_ready(program(*case.given))
         seconds = _best_time(lambda: program(*case.given))
