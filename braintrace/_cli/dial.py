@@ -41,9 +41,3 @@ def options(make: Any, rule: str, window: int, rank: int) -> dict[str, Any]:
             raise UsageError(f"--{name} is not for --rule {rule}; d_rtrl takes it.")
     found: dict[str, Any] = {"vjp_method": "multi-step", "window": window or 1} if window or rank else {}
     return found | ({"rank": rank} if rank else {})
-
-
-def title(rule: str, window: int, rank: int) -> str:
-    """A rule and its windows, in words."""
-    windows = f", windows of {window or 1}" if window or rank else ""
-    return rule + windows + (f", rank {rank}" if rank else "")

@@ -213,10 +213,11 @@ def _step(learner: Any, task: Any) -> Callable[..., Any]:
 
 def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
     """Curves, and of a run that came to its end a report and the verdict."""
+    from .._report.tables import title_of
     from .._train.curves import save_curves
     from .._train.report import write_report
 
-    rule = dial.title(type(learner).__name__, settings["window"], settings["rank"])
+    rule = title_of(type(learner).__name__, settings["window"], settings["rank"])
     runs, targets = {rule: result}, {name: task.target}
     save_curves(runs, out / "curves.svg", targets)
     if result.interrupted:

@@ -103,27 +103,13 @@ class GradientCheck(Tabled):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {
-            "rule": self.rule,
-            "length": self.length,
-            "relative_error": self.relative_error,
-            "cosine": self.cosine,
-            "norm_ratio": self.norm_ratio,
-            "tolerance": self.tolerance,
-            "exact": self.exactness.exact,
-            "explanation": self.explanation,
-            "parameters": {
-                show_path(p.path): {
-                    "relative_error": p.relative_error,
-                    "cosine": p.cosine,
-                    "norm_ratio": p.norm_ratio,
-                    "norm": p.norm,
-                    "cause": p.cause,
-                    "dropped": [d.reason for d in p.dropped],
-                }
-                for p in self.parameters
-            },
-        }
+        names = ("rule", "length", "relative_error", "cosine", "norm_ratio", "tolerance", "explanation")
+        found = {name: getattr(self, name) for name in names} | {"exact": self.exactness.exact}
+        found["parameters"] = rows = {show_path(p.path): dict(vars(p)) for p in self.parameters}
+        for row in rows.values():
+            del row["path"]
+            row["dropped"] = [d.reason for d in row["dropped"]]
+        return found
 
     @property
     def table(self) -> Table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,11 +29,11 @@ from .._learners import pickling
 from .._learners.base import ETraceAlgorithm
 from .._learners.compile import learner_named
 from .._learners.functional import OnlineFunctions
-from .._meshes import longer, on_one_mesh, part_of
+from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.sequence import even_chunks
 from .flops import count_flops
 from .sent import bytes_sent
-from .tables import Table, Tabled, show_bytes, show_count
+from .tables import Table, Tabled, show_bytes, show_count, title_of
 
 _USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
 RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")
@@ -64,9 +64,8 @@ class PlanRow:
 
     @property
     def title(self) -> str:
-        windows = "" if self.window is None else f", windows of {self.window}"
         across = f", across {self.across}" if self.across else ""
-        return self.rule + windows + (f", rank {self.rank}" if self.rank else "") + across
+        return title_of(self.rule, self.window, self.rank) + across
 
 
 @dataclass(frozen=True)
@@ -184,22 +183,12 @@ def plan(
         learner.adopt(graph, args)
         return lambda size: _row_of_learner(rule, learner, args, length, size, dial)
 
-    dial = _dial(window, rank, across)
+    dial = dial_of(window, rank, across)
     leaves = {e.path: jax.tree.leaves(e.state.value) for e in graph.module_info.entries}
     return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size, layout, leaves)
 
 
-def plan_functions(
-    net: OnlineFunctions,
-    length: int,
-    rules: Sequence[str],
-    chunk_sizes: Sequence[int] | None,
-    memory_budget: int | None,
-    window: int | None = None,
-    rank: int = 0,
-    across: str | None = None,
-    mesh: Any = None,
-) -> Plan:
+def plan_functions(net: OnlineFunctions, length: int, dial: dict[str, Any], mesh: Any, **asked: Any) -> Plan:
     """Plan for the functions of `braintrace.online`, as `plan` does for a model."""
     layout, leaves = None, None
     if mesh is not None:
@@ -213,8 +202,7 @@ def plan_functions(
         given = {"window": window, **dial}
         return lambda size: _row_of_functions(rule, other, length, size, given)
 
-    dial = _dial(window, rank, across)
-    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, None, layout, leaves)
+    return _plan(net.graph, rows_of, length, dial=dial_of(**dial), layout=layout, leaves=leaves, **asked)
 
 
 @dataclass(frozen=True)
@@ -234,24 +222,22 @@ class Layout:
         return Layout(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto), first, units)
 
     def of_input(self, a: Any) -> Any:
-        return self._put(a, [self.samples, *[None] * (len(a.shape) - 1)][: len(a.shape)])
+        return self._put(a, [self.samples])
 
     def of_state(self, a: Any) -> Any:
-        more = [None] * (len(a.shape) - 2)
-        return self._put(a, [self.samples, *more, self.units][: len(a.shape)])
+        return self._put(a, [self.samples, *[None] * (len(a.shape) - 2), self.units])
 
     def of_param(self, a: Any) -> Any:
         given = getattr(a, "sharding", None)
         if isinstance(given, jax.sharding.NamedSharding) and given.mesh.axis_names == self.mesh.axis_names:
-            return self._put(a, [*given.spec, *[None] * (len(a.shape) - len(given.spec))])
-        return self._put(a, [*[None] * (len(a.shape) - 1), self.units] if a.shape else [])
+            return self._put(a, given.spec)
+        return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
-    def _put(self, a: Any, names: Sequence[Any]) -> Any:
-        """A shape on the mesh; an axis that cannot be cut evenly stays whole."""
-        sizes = [math.prod(self.mesh.shape[n] for n in names_of(name)) for name in names]
-        spec = [n if size % ways == 0 else None for n, size, ways in zip(names, a.shape, sizes, strict=True)]
-        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    def _put(self, a: Any, names: Iterable[Any]) -> Any:
+        """A shape on the mesh, its first axes along these; one that cannot be cut evenly stays whole."""
+        ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
+        spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
+        return spread_shape(a, self.mesh, spec)
 
 
 def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
@@ -264,7 +250,7 @@ def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Lay
             state.value = jax.tree.map(layout.of_state, state.value)
 
 
-def _dial(window: int | None, rank: int, across: str | None) -> dict[str, Any]:
+def dial_of(window: int | None, rank: int, across: str | None) -> dict[str, Any]:
     """The options of D_RTRL in windows, of one step unless given; empty if none is asked for."""
     more = {k: v for k, v in (("rank", rank), ("across", across)) if v}
     return {"window": window or 1, **more} if window or more else {}
@@ -274,14 +260,15 @@ def _plan(
     graph: ETraceGraph,
     rows_of: Callable[..., Callable[[int], PlanRow]],
     length: int,
-    rules: Sequence[str],
-    chunk_sizes: Sequence[int] | None,
+    rules: Iterable[str],
+    chunk_sizes: Iterable[int] | None,
     memory_budget: int | None,
     dial: dict[str, Any],
     batch_size: int | None = None,
     layout: Layout | None = None,
     leaves: dict[Any, list[Any]] | None = None,
 ) -> Plan:
+    rules = list(rules)
     for rule in rules:
         if rule not in RULES:
             raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
@@ -347,7 +334,7 @@ def _row_of_learner(
         return learner.etrace_grad(*sequences, step_fn=lambda *x: _loss(learner(*x)), chunk_size=steps)
 
     with warnings.catch_warnings(action="ignore"):
-        sequences = _longer(args, length)
+        sequences = jax.tree.map(lambda a: longer(a, length), args)
         pure = Pure.trace(gradient, *sequences)
         traced = jax.jit(lambda values, *a: pure(values, *a)).trace(
             *on_one_mesh((jax.tree.map(_struct, pure.values()), *sequences))
@@ -367,7 +354,7 @@ def _row_of_functions(
 
     with warnings.catch_warnings(action="ignore"):
         traces = net.initial_shapes
-        given = on_one_mesh((params, carry, _longer(x, length), traces))
+        given = on_one_mesh((params, carry, [longer(a, length) for a in x], traces))
         traced = jax.jit(gradient).trace(*given)
     return _row(rule, size, length, net.report.exactness.exact, traces, traced, dial)
 
@@ -375,10 +362,6 @@ def _row_of_functions(
 def _loss(y: Any) -> Any:
     outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
     return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
-
-
-def _longer(args: Any, length: int) -> Any:
-    return jax.tree.map(lambda a: longer(a, length), args)
 
 
 def _row(
@@ -464,8 +447,6 @@ def bytes_of(avals: Any) -> int:
 
 
 def _struct(leaf: Any) -> Any:
-    return (
-        leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-        else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-    )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))

@@ -88,6 +88,15 @@ class Tabled:
         return self.table.to_html()
 
 
+def title_of(rule: str, window: int | None, rank: int | None) -> str:
+    """
+    >>> title_of("D_RTRL", 5, 4)
+    'D_RTRL, windows of 5, rank 4'
+    """
+    windows = f", windows of {window or 1}" if window or rank else ""
+    return rule + windows + (f", rank {rank}" if rank else "")
+
+
 def show_bytes(count: float) -> str:
     """
     >>> show_bytes(1536)
