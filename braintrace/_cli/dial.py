@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-from typing import Any
-
-from .common import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser, window: int = 0) -> None:
@@ -31,13 +27,3 @@ def count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is less than 0")
     return value
-
-
-def options(make: Any, rule: str, window: int, rank: int) -> dict[str, Any]:
-    """The options of a learner for these; `make` is its class."""
-    known = inspect.signature(make.__init__).parameters
-    for name, value in (("window", window), ("rank", rank)):
-        if value and name not in known:
-            raise UsageError(f"--{name} is not for --rule {rule}; d_rtrl takes it.")
-    found: dict[str, Any] = {"vjp_method": "multi-step", "window": window or 1} if window or rank else {}
-    return found | ({"rank": rank} if rank else {})

@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import Any
 
-from . import dial, models
+from . import models
 from .common import UsageError, hint
 
 # those of `braintrace.compile`, which takes long to import
@@ -55,7 +55,12 @@ def learner_of(text: str, window: int, rank: int, **usual: Any) -> tuple[Any, di
     ]
     if needed:
         raise UsageError(f"--rule: {name} needs an option: '{name}({needed[0]}=...)'.")
-    return make, {**more, **dial.options(make, name, window, rank), **options}
+    for option, value in (("window", window), ("rank", rank)):
+        if value and option not in known:
+            raise UsageError(f"--{option} is not for --rule {name}; d_rtrl takes it.")
+    more |= {"vjp_method": "multi-step", "window": window or 1} if window or rank else {}
+    more |= {"rank": rank} if rank else {}
+    return make, {**more, **options}
 
 
 def told(learner: Any, target: Any) -> dict[str, Any]:

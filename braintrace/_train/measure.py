@@ -154,7 +154,7 @@ def run(
     training = read_training(train)
     if rules is None:
         small = lambda candidate: _is_small(subject, candidate, min(budget, RTRL_BYTES))
-        asked = ladder(subject.length, small)
+        asked = ladder(subject.sequence.length, small)
     else:
         asked = read_rules(rules)
     first = next((c for c in asked if c.is_bptt), YARDSTICK)
@@ -172,7 +172,9 @@ def run(
                 truth = truth or found
             rows.append(row)
     device = jax.devices()[0].device_kind
-    return Comparison(subject.length, device, rows, training.updates if training else None, zeros(truth))
+    return Comparison(
+        subject.sequence.length, device, rows, training.updates if training else None, zeros(truth)
+    )
 
 
 def _measure(
@@ -195,7 +197,7 @@ def _measure(
         if not all(np.isfinite(flatten(g)).all() for g in found.values()):
             raise FloatingPointError("its gradient is not finite")
         tolerance = round_off([case.weights, case.traces])
-        check = put_beside(found, {**found, **truth}, case.exactness, subject.length, tolerance)
+        check = put_beside(found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance)
         losses, diverged = case.train(training) if training else (None, False)
     row = Compared(
         candidate.label,
@@ -203,7 +205,7 @@ def _measure(
         exact=check.equal,
         gradient=_agreement(check),
         parameters={show_path(p.path): _agreement(p) for p in check.parameters},
-        step_seconds=seconds / subject.length,
+        step_seconds=seconds / subject.sequence.length,
         compile_seconds=compiled - began,
         trace_bytes=bytes_of(jax.tree.leaves(case.traces)),
         activation_bytes=int(program.memory_analysis().temp_size_in_bytes),
@@ -255,10 +257,6 @@ class OfModel:
     batched: bool
     seed: int
     _known: tuple[ETraceGraph, Any] | None = None  # of BPTT, and its arguments: others are sized by it
-
-    @property
-    def length(self) -> int:
-        return self.sequence.length
 
     def trace_bytes(self, candidate: Candidate) -> int:
         with self._fresh():
@@ -364,10 +362,6 @@ class OfFunctions:
     carry: Any
     sequence: Sequence
     chunk_size: int | None
-
-    @property
-    def length(self) -> int:
-        return self.sequence.length
 
     def _net(self, candidate: Candidate) -> OnlineFunctions:
         rule, window = candidate.value()

@@ -311,11 +311,5 @@ class _Reader:
 
 
 def _input_names(info: ModuleInfo) -> list[str]:
-    count = len(info.arg_invars)
-    try:
-        names = list(info.step.arg_names)
-    except (TypeError, ValueError):
-        names = []
-    if count == 1 or count > len(names):
-        return names[:1] if count == 1 and names else [f"input {i}" for i in range(count)]
-    return names[:count]
+    count, names = len(info.arg_invars), list(info.step.arg_names)
+    return names[:count] if count <= len(names) else [f"input {i}" for i in range(count)]
