@@ -199,7 +199,7 @@ def plan_functions(net: OnlineFunctions, length: int, dial: dict[str, Any], mesh
 
     def rows_of(rule: str, window: int | None = None, **dial: Any) -> Callable[[int], PlanRow]:
         other = net.with_rule(getattr(_rules, rule)(**dial), window)
-        given = {"window": window, **dial}
+        given = {"window": window, **dial} if window else {}
         return lambda size: _row_of_functions(rule, other, length, size, given)
 
     return _plan(net.graph, rows_of, length, dial=dial_of(**dial), layout=layout, leaves=leaves, **asked)
@@ -350,7 +350,7 @@ def _row_of_functions(
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
         params, carry, xs = net.function.rebuild(params, carry, xs)
-        return net.grad(_loss, params, carry, traces, xs, chunk_size=size)
+        return net.grad(_loss, params, carry, traces, xs, chunk_size=None if dial else size)
 
     with warnings.catch_warnings(action="ignore"):
         traces = net.initial_shapes
