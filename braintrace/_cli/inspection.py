@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import devices, dial, functions, models, rules
+from . import devices, functions, models, rules
 from .common import add_command
 
 # what `braintrace.plan` knows, the usual ones first
@@ -58,7 +58,7 @@ def add_to(commands: Any) -> None:
     ):
         parser = add_command(commands, name, short, about, run, epilog=functions.KINDS)
         models.add_arguments(parser)
-        dial.add_arguments(parser)
+        models.add_windows(parser)
         parser.set_defaults(window=0, rank=0)
         if name == "plan":
             devices.add_counts(parser)

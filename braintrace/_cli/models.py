@@ -44,6 +44,30 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     add("--seed", type=int, default=0, help="of the parameters (default: 0)")
 
 
+def add_windows(parser: argparse.ArgumentParser, window: int = 0) -> None:
+    """`--window`, with its default, and `--rank`; a window of 0 is a single step at a time."""
+    usual = f"default: {window}" if window else "default: one step at a time"
+    parser.add_argument(
+        "--window",
+        type=count,
+        metavar="K",
+        help=f"go back through windows of so many steps, and by traces before them; 0 for none ({usual})",
+    )
+    parser.add_argument(
+        "--rank",
+        type=count,
+        metavar="R",
+        help="directions in which traces follow what passes from unit to unit (default: 0)",
+    )
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:

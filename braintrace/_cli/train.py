@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import devices, dial, rules
+from . import devices, rules
 from .common import UsageError, add_command
-from .models import SPEC, path, positive
+from .models import SPEC, add_windows, path, positive
 
 CELLS = (
     "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
@@ -67,20 +67,15 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "train",
-        "learn a task with an online rule, or with BPTT",
-        ABOUT,
-        run,
-        argument_default=argparse.SUPPRESS,
-    )
+    short = "learn a task with an online rule, or with BPTT"
+    # without defaults, options that were typed can be told from others
+    parser = add_command(commands, "train", short, ABOUT, run, argument_default=argparse.SUPPRESS)
     say = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
     add = parser.add_argument
     add("--task", help="what to learn")
     add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
     rules.add_argument(parser, DEFAULTS["rule"], "how gradients are made")
-    dial.add_arguments(parser, DEFAULTS["window"])
+    add_windows(parser, DEFAULTS["window"])
     add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
     add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
     add("--hidden", type=positive, help=say("hidden", "units"))

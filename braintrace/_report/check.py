@@ -4,7 +4,7 @@
     norm ratio      |online| / |bptt|
 
 Both gradients are those of the same `step_fn` over the same sequences, from the states as they are now and
-from traces of zero; for the second the learner stands aside and the model itself is called.
+from traces of zero; for that of BPTT, a call of the learner is one of its model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler.step import Path, show_path
+from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import is_inexact
 from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
@@ -84,8 +84,8 @@ class GradientCheck(Tabled):
         rule = [p for p in self.parameters if p.cause == "rule"]
         if rule:
             words.append(
-                f"The difference of {_names(rule)} is the rule's: {self.rule} does not count all of their "
-                "effect on later losses."
+                f"The difference of {show_paths(p.path for p in rule)} is the rule's: {self.rule} does not "
+                "count all of their effect on later losses."
             )
             dropped = dict.fromkeys(d.reason for p in rule for d in p.dropped)
             words += [f"- not counted: {reason}" for reason in list(dropped)[:5]]
@@ -94,8 +94,9 @@ class GradientCheck(Tabled):
         rest = [p for p in self.parameters if p.cause == "numerical"]
         if rest:
             words.append(
-                f"The difference of {_names(rest)} is numerical: no path is dropped, yet it is larger than "
-                f"{self.tolerance:.0e}. Compare again in float64 (`brainstate.environ.set(precision=64)`): "
+                f"The difference of {show_paths(p.path for p in rest)} is numerical: no path is dropped, yet "
+                f"it is larger than {self.tolerance:.0e}. Compare again in float64 "
+                "(`brainstate.environ.set(precision=64)`): "
                 "round-off shrinks, anything else stays. What stays comes from `step_fn`, if it reads or "
                 "assigns a state of the model by itself: traces know only of what the model's own step does."
             )
@@ -335,7 +336,3 @@ def about_zeros(names: Iterable[str]) -> str:
         "learned there. A weight that reads spikes has none if no unit ever fired: then make the input "
         "weights (`w_init`) or `R` of the neurons larger (`R=tau/dt`), or `V_th` smaller."
     )
-
-
-def _names(rows: list[ParameterCheck]) -> str:
-    return ", ".join(f"`{show_path(p.path)}`" for p in rows)
