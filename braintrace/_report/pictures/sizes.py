@@ -6,37 +6,45 @@ Nothing is computed or allocated: the start is traced with abstract values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 
 from ..._compiler.graph import ETraceGraph
 from ..._executor.executor import ETraceGraphExecutor
+from ..._executor.slots import Slot
 from ..._rules import D_RTRL, ES_D_RTRL
+from ..._rules.rule import TraceRule, Values
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     """The bytes that each rule keeps for one site, and the shapes of the traces of its weights."""
 
-    d_rtrl: int = 0
-    es_d_rtrl: int = 0
-    shapes: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)  # by weight and group
+    d_rtrl: int
+    es_d_rtrl: int
+    shapes: dict[tuple[str, int], tuple[int, ...]]  # by weight and group
 
 
 def trace_sizes(graph: ETraceGraph) -> dict[int, Sizes]:
     """The sizes of the traces of every site that has some, by the number of the site."""
-    sizes = {r.site.index: Sizes() for r in graph.hidden_param_op_relations}
-    for rule, total in ((D_RTRL(), "d_rtrl"), (ES_D_RTRL(), "es_d_rtrl")):
-        executor = ETraceGraphExecutor(rule.seen(graph, windows=False))
-        start = jax.eval_shape(lambda rule=rule, executor=executor: rule.start(executor))
-        for key, array in start.items():
-            site = key.partition(":")[0]  # counts of steps are not of a site
-            if site.isdigit():
-                size = math.prod(array.shape) * array.dtype.itemsize
-                setattr(sizes[int(site)], total, getattr(sizes[int(site)], total) + size)
-        for slot in executor.slots:
-            if slot.key in start:
-                shapes = sizes[slot.relation.site.index].shapes
-                shapes[slot.name, slot.group.index] = start[slot.key].shape
-    return sizes
+    slots, traces = _start(D_RTRL(), graph)
+    _, averages = _start(ES_D_RTRL(), graph)
+    found = {}
+    for site in (r.site.index for r in graph.hidden_param_op_relations):
+        own = [slot for slot in slots if slot.relation.site.index == site]
+        shapes = {(slot.name, slot.group.index): traces[slot.key].shape for slot in own}
+        found[site] = Sizes(_bytes(traces, site), _bytes(averages, site), shapes)
+    return found
+
+
+def _start(rule: TraceRule, graph: ETraceGraph) -> tuple[list[Slot], Values]:
+    """The slots of a rule's traces, and the shapes of the arrays that it starts with."""
+    executor = ETraceGraphExecutor(rule.seen(graph, windows=False))
+    return executor.slots, jax.eval_shape(lambda: rule.start(executor))
+
+
+def _bytes(arrays: Values, site: int) -> int:
+    """The bytes of the arrays of one site, whose names begin with its number."""
+    own = [a for name, a in arrays.items() if name.startswith(f"{site}:")]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
