@@ -27,8 +27,9 @@ def draw(found: Comparison) -> Drawing:
     height = max(HEIGHT, TOP + LINE * (len(numbered) + 1) + 10)
     drawing = Drawing("rules side by side", panels * PANEL + LEGEND, height)
     best = found.recommended
+    decades = [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
     costs: list[tuple[str, Callable[[Compared], float], Callable[[float], str], Sequence[float]]] = [
-        ("time a step", lambda r: r.step_seconds, show_seconds, _decades()),
+        ("time a step", lambda r: r.step_seconds, show_seconds, decades),
         ("memory", lambda r: max(r.total_bytes, 1.0), show_bytes, [4.0**k for k in range(26)]),
     ]
     for i, (name, cost, shown, places) in enumerate(costs):
@@ -157,10 +158,6 @@ def _error(row: Compared) -> float:
 
 def _color(number: int) -> str:
     return COLORS[(number - 1) % len(COLORS)]
-
-
-def _decades() -> list[float]:
-    return [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
 
 
 def _spread(places: list[float], x: Callable[[float], float], apart: float) -> list[float]:

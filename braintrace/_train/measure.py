@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler import ETraceGraph
-from .._compiler.step import Path, show_path
+from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
 from .._learners.functional import OnlineFunctions
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
-from .._report.check import flatten, put_beside, round_off, trace_afresh, zeros
+from .._report.check import Gradients, flatten, put_beside, round_off, trace_afresh, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
@@ -44,8 +44,6 @@ from .training import fit
 RUNS, SECONDS = 5, 1.0  # of each program: so many runs, unless they take so long
 RTRL_BYTES = 1 << 25  # more than that is not tried unless asked for
 LEARNING_RATE, CLIP = 5e-3, 1.0
-
-Gradients = dict[Path, Any]
 
 
 @dataclass(frozen=True)

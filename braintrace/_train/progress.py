@@ -26,7 +26,9 @@ class _Shown:
         self.console = Console(quiet=not enabled, highlight=False, stderr=stderr)
         self._bar: Progress | None = None
         if enabled and self.console.is_terminal:
-            self._bar = _make_bar(self.console)
+            shown = TextColumn("{task.fields[now]}"), TimeRemainingColumn()
+            columns = BarColumn(bar_width=12), MofNCompleteColumn(), *shown
+            self._bar = Progress(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task("", total=total, now=now)
 
     def __enter__(self) -> Self:
@@ -108,16 +110,6 @@ class Stages(_Shown):
                 last = time.monotonic()
                 self.console.print(f"{done}/{len(self.things)}  {thing.label}", markup=False)
             yield thing
-
-
-def _make_bar(console: Console) -> Progress:
-    columns = [
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[now]}"),
-        TimeRemainingColumn(),
-    ]
-    return Progress(*columns, console=console, transient=True)
 
 
 def show_scores(row: Row) -> str:
