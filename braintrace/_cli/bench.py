@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import rules
-from .errors import UsageError
+from .common import UsageError, add_command
 from .models import positive, time_step
 from .train import CELLS, DEFAULTS
 
@@ -31,12 +31,7 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="time the rules beside BPTT on this machine",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "bench", "time the rules beside BPTT on this machine", ABOUT, run)
     parser.add_argument("--cell", choices=CELLS, default="gru", help="default: gru")
     sizes = {"inputs": 32, "hidden": 128, "batch-size": 16, "length": 50, "repeats": 5}
     for name, default in sizes.items():
@@ -49,7 +44,6 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--suite", action="store_true", help="run the benchmarks of a checkout")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:

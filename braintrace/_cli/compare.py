@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import functions, models
-from .dial import count
-from .errors import UsageError
+from .common import UsageError, add_command
 from .inspection import distance, drawing, floating, outputs_of
 from .rules import parsed
 from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
@@ -34,13 +33,8 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
-        "compare",
-        help="which rule to take: gradients, time and memory, and what is learned",
-        description=ABOUT,
-        epilog=functions.KINDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    short = "which rule to take: gradients, time and memory, and what is learned"
+    parser = add_command(commands, "compare", short, ABOUT, run, epilog=functions.KINDS)
     models.add_arguments(parser, required=False)
     add = parser.add_argument
     add(
@@ -61,11 +55,10 @@ def add_to(commands: Any) -> None:
     add("--hidden", type=models.positive, default=32, help="units of that net (default: 32)")
     add("--length", type=models.positive, default=50, help="steps of random data (default: 50)")
     add("--chunk-size", type=models.positive, metavar="K", help="steps at once, of rules without windows")
-    add("--train", type=count, default=0, metavar="N", help="learning curves of so many updates")
+    add("--train", type=models.count, default=0, metavar="N", help="learning curves of so many updates")
     add("--lr", type=float, default=DEFAULTS["lr"], help=f"learning rate (default: {DEFAULTS['lr']})")
     add("--optimizer", default=DEFAULTS["optimizer"], help=f"of optax (default: {DEFAULTS['optimizer']})")
     add("--out", type=models.path, metavar="FOLDER", help="where the page, the picture and the data go")
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True)

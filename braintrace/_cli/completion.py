@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .common import add_command
 from .models import path
 from .rules import NAMES
 
@@ -19,14 +20,8 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
-        "completion",
-        help="print a script for tab completion",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "completion", "print a script for tab completion", ABOUT, run)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import UsageError
+from .common import UsageError
 from .models import positive
 
 HEARTBEAT = 30  # seconds; a process that says nothing for so long is lost

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import devices, dial, functions, models, rules
+from . import devices, functions, models, rules
+from .common import add_command
 
 # what `braintrace.plan` knows, the usual ones first
 PLANNED = {n.lower(): n for n in ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT", "SnAp", "UORO", "KF_RTRL")}
@@ -55,16 +56,10 @@ def add_to(commands: Any) -> None:
         ("check", CHECK, check, "compare a model's online gradient with that of BPTT"),
         ("plan", PLAN, show_plan, "what each rule would need in memory and operations"),
     ):
-        parser = commands.add_parser(
-            name,
-            help=short,
-            description=about,
-            epilog=functions.KINDS,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        parser = add_command(commands, name, short, about, run, epilog=functions.KINDS)
         models.add_arguments(parser)
-        dial.add_arguments(parser)
-        parser.set_defaults(run=run, window=0, rank=0)
+        models.add_windows(parser)
+        parser.set_defaults(window=0, rank=0)
         if name == "plan":
             devices.add_counts(parser)
             parser.add_argument(

@@ -18,7 +18,7 @@ from typing import Any
 
 from .._lines import raising_line
 from . import functions
-from .errors import UsageError
+from .common import UsageError
 
 SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=32)'"
 
@@ -42,6 +42,30 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     add("--batch-size", type=positive, help="how many sequences at once (default: no batch axis)")
     add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
     add("--seed", type=int, default=0, help="of the parameters (default: 0)")
+
+
+def add_windows(parser: argparse.ArgumentParser, window: int = 0) -> None:
+    """`--window`, with its default, and `--rank`; a window of 0 is a single step at a time."""
+    usual = f"default: {window}" if window else "default: one step at a time"
+    parser.add_argument(
+        "--window",
+        type=count,
+        metavar="K",
+        help=f"go back through windows of so many steps, and by traces before them; 0 for none ({usual})",
+    )
+    parser.add_argument(
+        "--rank",
+        type=count,
+        metavar="R",
+        help="directions in which traces follow what passes from unit to unit (default: 0)",
+    )
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
 
 
 def positive(text: str) -> int:

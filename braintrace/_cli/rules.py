@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 from typing import Any
 
-from . import dial, models
-from .errors import UsageError
+from . import models
+from .common import UsageError, hint
 
 # those of `braintrace.compile`, which takes long to import
 NAMES = (
@@ -32,9 +31,7 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     if args or not name:
         raise UsageError(f"--rule: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'.")
     if name.lower() not in NAMES:
-        near = difflib.get_close_matches(name.lower(), NAMES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMES)}."
-        raise UsageError(f"--rule: there is no rule {name!r}; {hint}")
+        raise UsageError(f"--rule: there is no rule {name!r}; {hint(name, NAMES)}")
     return name.lower(), options
 
 
@@ -58,7 +55,12 @@ def learner_of(text: str, window: int, rank: int, **usual: Any) -> tuple[Any, di
     ]
     if needed:
         raise UsageError(f"--rule: {name} needs an option: '{name}({needed[0]}=...)'.")
-    return make, {**more, **dial.options(make, name, window, rank), **options}
+    for option, value in (("window", window), ("rank", rank)):
+        if value and option not in known:
+            raise UsageError(f"--{option} is not for --rule {name}; d_rtrl takes it.")
+    more |= {"vjp_method": "multi-step", "window": window or 1} if window or rank else {}
+    more |= {"rank": rank} if rank else {}
+    return make, {**more, **options}
 
 
 def told(learner: Any, target: Any) -> dict[str, Any]:

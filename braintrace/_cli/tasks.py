@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import Any
 
-from .errors import UsageError
+from .common import UsageError, add_command, hint
 
 ABOUT = """\
 List the tasks, or describe one. None needs a download; some read data inside installed packages.
@@ -19,14 +19,8 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
-        "tasks",
-        help="list the tasks, or describe one",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "tasks", "list the tasks, or describe one", ABOUT, run)
     parser.add_argument("task", nargs="?", help="describe this one")
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -57,11 +51,7 @@ def run(given: argparse.Namespace) -> int:
 
 def check_name(name: str) -> None:
     """Say what is near, where a task's name is unknown."""
-    import difflib
-
     from .. import tasks
 
     if name not in tasks.names():
-        near = difflib.get_close_matches(name, tasks.names(), 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(tasks.names())}."
-        raise UsageError(f"There is no task {name!r}; {hint}")
+        raise UsageError(f"There is no task {name!r}; {hint(name, tasks.names())}")

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import devices, dial, rules
-from .errors import UsageError
-from .models import SPEC, path, positive
+from . import devices, rules
+from .common import UsageError, add_command
+from .models import SPEC, add_windows, path, positive
 
 CELLS = (
     "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
@@ -67,19 +67,15 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="learn a task with an online rule, or with BPTT",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what was typed is told from what was not
-    )
+    short = "learn a task with an online rule, or with BPTT"
+    # without defaults, options that were typed can be told from others
+    parser = add_command(commands, "train", short, ABOUT, run, argument_default=argparse.SUPPRESS)
     say = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
     add = parser.add_argument
     add("--task", help="what to learn")
     add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
     rules.add_argument(parser, DEFAULTS["rule"], "how gradients are made")
-    dial.add_arguments(parser, DEFAULTS["window"])
+    add_windows(parser, DEFAULTS["window"])
     add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
     add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
     add("--hidden", type=positive, help=say("hidden", "units"))
@@ -97,7 +93,6 @@ def add_to(commands: Any) -> None:
     add("--resume", action="store_true", help="go on where the run in --out stopped")
     add("--trust", action="store_true", help="with --resume: import the model that the run folder names")
     devices.add_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -213,10 +208,11 @@ def _step(learner: Any, task: Any) -> Callable[..., Any]:
 
 def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
     """Curves, and of a run that came to its end a report and the verdict."""
+    from .._report.tables import title_of
     from .._train.curves import save_curves
     from .._train.report import write_report
 
-    rule = dial.title(type(learner).__name__, settings["window"], settings["rank"])
+    rule = title_of(type(learner).__name__, settings["window"], settings["rank"])
     runs, targets = {rule: result}, {name: task.target}
     save_curves(runs, out / "curves.svg", targets)
     if result.interrupted:

@@ -99,13 +99,6 @@ class Function:
     aside: tuple[bool, ...]  # of each leaf of the carry, whether it is carried along, with no trace
 
     @property
-    def shapes(self) -> tuple[Leaves, Leaves, Leaves]:
-        """Of the leaves of parameters, carry and input."""
-        found = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.step.closed_jaxpr.in_avals]
-        end = len(self.x.paths) + len(self.params.paths)
-        return found[len(self.x.paths) : end], found[end:], found[: len(self.x.paths)]
-
-    @property
     def outputs(self) -> Leaves:
         """The shapes of the leaves of `y`."""
         avals = self.step.closed_jaxpr.out_avals[: self.step.out_tree.num_leaves]

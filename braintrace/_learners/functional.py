@@ -204,8 +204,9 @@ class OnlineFunctions:
         """What each rule would cost on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import plan_functions
 
-        sizes = None if chunk_sizes is None else list(chunk_sizes)
-        return plan_functions(self, length, list(rules), sizes, memory_budget, window, rank, across, mesh)
+        asked = {"rules": rules, "chunk_sizes": chunk_sizes, "memory_budget": memory_budget}
+        dial = {"window": window, "rank": rank, "across": across}
+        return plan_functions(self, length, dial, mesh, **asked)
 
     def laid_out(self, param: Shape, state: Shape, x: Shape) -> OnlineFunctions:
         """The same for arrays that are spread over devices as these functions of shapes say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     `weights` are the leaves whose gradient is asked for, and `outside` those of them that the model, `about`,
     does not hold.
     """
-    step = drive.step
+    step, warn = drive.step, partial(warn_user, about=about)
     params: dict[Path, Any] = {}
     for i in weights:
         params.setdefault((step.names[i],), []).append(step.leaves[i])
@@ -40,62 +41,55 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     carried = [i for i in _carried(step) if i not in step.carried and i not in weights]
     reached = _reached_by(step, outside)
     if reached:
-        warn_user(
+        warn(
             f"{_names(step, reached)} act through a state that the step carries on, but are not the model's: "
             f"their gradient is that within {'a window' if drive.windows else 'the step'} only. Make them "
             "part of the model that the learner is given, or train them by BPTT.",
-            about=about,
         )
     lost = _lost(step, carried, weights)
     if lost:
-        warn_user(
+        warn(
             f"`step_fn` carries {_names(step, lost)} from step to step and its loss reads it: what "
             f"parameters did to it {before} is not in "
             "the gradient. Make it a hidden state of the model.",
-            about=about,
         )
     fed = _fed(step, [i for i in step.carried if i is not None])
     if fed:
-        warn_user(
+        warn(
             f"`step_fn` feeds {_names(step, fed)} back into the model as an argument: traces do not "
             "follow that path through time. Read the state inside of the model.",
-            about=about,
         )
     used = [i for i in _fed(step, weights) if i not in reached] if _carried(step) else []
     if used and not fed:  # else by way of them, too
-        warn_user(
+        warn(
             f"`step_fn` makes an argument of the model with {_names(step, used)}: what that does to states "
             f"is in the gradient of {'its window' if drive.windows else 'the same step'} only. Do it in the "
             "model's `update`, or train by BPTT.",
-            about=about,
         )
     forgotten = _forgotten(step) if step.node is not None else []
     if forgotten:
-        warn_user(
+        warn(
             f"The loss reads {_names(step, forgotten)}, which the model carries from step to step without a "
             f"trace: what parameters did to it {before} "
             "is not in the gradient. Make it a `ShortTermState`, or train by `RTRL`.",
-            about=about,
         )
     if drive.windows:
         return
     read = [i for i in step.carried if i is not None and i in step.read_otherwise]
     if read and not drive.together and not drive.old_leaves:
-        warn_user(
+        warn(
             "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
             "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "
             "the learner once, at the top of `step_fn`.",
-            about=about,
         )
         return
     untraced = [i for i in read if i in _without_trace(step)]
     if untraced:
-        warn_user(
+        warn(
             f"The loss reads {_names(step, untraced)} as it was before the call of the learner. It has no "
             "trace of its own, as only marked ops read it in the model or as it is a leaky readout: what "
             "parameters did to it in earlier steps is not in the gradient. Return the old value from the "
             "model's `update`, or use `vjp_method='multi-step'`.",
-            about=about,
         )
 
 

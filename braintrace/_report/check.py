@@ -4,13 +4,13 @@
     norm ratio      |online| / |bptt|
 
 Both gradients are those of the same `step_fn` over the same sequences, from the states as they are now and
-from traces of zero; for the second the learner stands aside and the model itself is called.
+from traces of zero; for that of BPTT, a call of the learner is one of its model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler.step import Path, show_path
+from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import is_inexact
 from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
@@ -29,8 +29,10 @@ from .._online.drive import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._rules import BPTT
-from .tables import Table
+from .tables import Table, Tabled
 from .verdict import DroppedPath, Exactness
+
+Gradients = Mapping[Path, Any]
 
 # how far apart two ways of computing one gradient may be: sums of products in another order
 _ROUND_OFF = {8: 1e-9, 4: 1e-4, 2: 3e-2}
@@ -50,7 +52,7 @@ class ParameterCheck:
 
 
 @dataclass(frozen=True)
-class GradientCheck:
+class GradientCheck(Tabled):
     """A learner's gradient beside that of BPTT, parameter by parameter."""
 
     rule: str
@@ -82,8 +84,8 @@ class GradientCheck:
         rule = [p for p in self.parameters if p.cause == "rule"]
         if rule:
             words.append(
-                f"The difference of {_names(rule)} is the rule's: {self.rule} does not count all of their "
-                "effect on later losses."
+                f"The difference of {show_paths(p.path for p in rule)} is the rule's: {self.rule} does not "
+                "count all of their effect on later losses."
             )
             dropped = dict.fromkeys(d.reason for p in rule for d in p.dropped)
             words += [f"- not counted: {reason}" for reason in list(dropped)[:5]]
@@ -92,8 +94,9 @@ class GradientCheck:
         rest = [p for p in self.parameters if p.cause == "numerical"]
         if rest:
             words.append(
-                f"The difference of {_names(rest)} is numerical: no path is dropped, yet it is larger than "
-                f"{self.tolerance:.0e}. Compare again in float64 (`brainstate.environ.set(precision=64)`): "
+                f"The difference of {show_paths(p.path for p in rest)} is numerical: no path is dropped, yet "
+                f"it is larger than {self.tolerance:.0e}. Compare again in float64 "
+                "(`brainstate.environ.set(precision=64)`): "
                 "round-off shrinks, anything else stays. What stays comes from `step_fn`, if it reads or "
                 "assigns a state of the model by itself: traces know only of what the model's own step does."
             )
@@ -101,27 +104,13 @@ class GradientCheck:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {
-            "rule": self.rule,
-            "length": self.length,
-            "relative_error": self.relative_error,
-            "cosine": self.cosine,
-            "norm_ratio": self.norm_ratio,
-            "tolerance": self.tolerance,
-            "exact": self.exactness.exact,
-            "explanation": self.explanation,
-            "parameters": {
-                show_path(p.path): {
-                    "relative_error": p.relative_error,
-                    "cosine": p.cosine,
-                    "norm_ratio": p.norm_ratio,
-                    "norm": p.norm,
-                    "cause": p.cause,
-                    "dropped": [d.reason for d in p.dropped],
-                }
-                for p in self.parameters
-            },
-        }
+        names = ("rule", "length", "relative_error", "cosine", "norm_ratio", "tolerance", "explanation")
+        found = {name: getattr(self, name) for name in names} | {"exact": self.exactness.exact}
+        found["parameters"] = rows = {show_path(p.path): dict(vars(p)) for p in self.parameters}
+        for row in rows.values():
+            del row["path"]
+            row["dropped"] = [d.reason for d in row["dropped"]]
+        return found
 
     @property
     def table(self) -> Table:
@@ -142,16 +131,6 @@ class GradientCheck:
             rows,
             self.explanation.splitlines(),
         )
-
-    def show(self) -> None:
-        """Print the table, in colour where there is a terminal."""
-        self.table.show()
-
-    def __str__(self) -> str:
-        return self.table.to_str()
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html()
 
 
 _CAUSES = {"equal": "round-off", "rule": "the rule's", "numerical": "numerical"}
@@ -191,28 +170,23 @@ def check_gradients(
     exactness = learner.report.exactness
     options = {"mask": sequence.mask, "chunk_size": chunk_size, "weights": weights, "reduction": reduction}
 
+    total = (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
+
     def online(*arrays: Any) -> Any:
         grads = learner.etrace_grad(*arrays, step_fn=step_fn, has_aux=has_aux, **options)
         return grads[0] if has_aux else grads
 
     def true(*arrays: Any) -> Any:
-        with _standing_aside(learner):
-            return _bptt(
-                learner,
-                Sequence(arrays, sequence.length, sequence.mask),
-                step_fn,
-                chunk_size,
-                weights,
-                has_aux,
-            )
+        given = replace(sequence, arrays=arrays)
+        with calling_model(learner):
+            grads = _bptt(learner, given, step_fn, chunk_size, weights, has_aux)
+        return jax.tree.map(lambda g: g / total, grads)
 
     found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
-    scale = 1 / (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
-    pairs = {tuple(map(str, k)): (flatten(v), scale * flatten(expected[k])) for k, v in found.items()}
     if tolerance is None:
         states = [*weights.values(), *learner.traces.values()]
         tolerance = round_off([st.value for st in states])
-    return replace(put_beside(pairs, exactness, sequence.length, tolerance), zero=zeros(expected))
+    return put_beside(found, expected, exactness, sequence.length, tolerance)
 
 
 def check_functions(
@@ -224,11 +198,10 @@ def check_functions(
     tolerance: float | None = None,
     **options: Any,
 ) -> GradientCheck:
-    """The same for pure functions: `net.grad(loss, params, carry, traces of zero, *sequences, ...)`."""
-
+    """Compare `net.grad(loss, params, carry, traces of zero, *sequences, ...)` with BPTT."""
     given = {*net.rule.signal.takes, *net.rule.signal.spellings}
 
-    def gradient(net: OnlineFunctions) -> dict[Path, Any]:
+    def gradient(net: OnlineFunctions) -> Gradients:
         more = {k: v for k, v in options.items() if k not in given or net.rule.signal.takes}
         grads = net.grad(loss, params, carry, net.init(params, carry), *sequences, **more)[0]
         paths, leaves = net.function.params.paths, jax.tree.leaves(grads, is_leaf=lambda g: g is None)
@@ -236,17 +209,18 @@ def check_functions(
         return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
 
     found, expected = gradient(net), gradient(net.with_rule(BPTT()))
-    pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     tolerance = round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
-    length = Sequence.check(sequences, None).length
-    return replace(put_beside(pairs, net.report.exactness, length, tolerance), zero=zeros(expected))
+    return put_beside(
+        found, expected, net.report.exactness, Sequence.check(sequences, None).length, tolerance
+    )
 
 
 def put_beside(
-    pairs: dict[Path, tuple[Any, Any]], exactness: Exactness, length: int, tolerance: float
+    found: Gradients, expected: Gradients, exactness: Exactness, length: int, tolerance: float
 ) -> GradientCheck:
-    """Each parameter's gradient beside that of BPTT, and whose the difference is."""
+    """Compare each parameter's gradient with that of BPTT, and name the cause of the difference."""
     rows = []
+    pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     largest = max(float(np.linalg.norm(b)) for _, b in pairs.values())
     for path, (a, b) in pairs.items():
         error, cosine, ratio = _compare(a, b)
@@ -258,22 +232,27 @@ def put_beside(
         cause = "equal" if is_equal else "rule" if dropped else "numerical"
         rows.append(ParameterCheck(path, error, cosine, float(np.linalg.norm(b)), cause, dropped, ratio))
     a, b = (np.concatenate([pair[i] for pair in pairs.values()]) for i in (0, 1))
-    return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance)
+    return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance, zeros(expected))
 
 
 @contextmanager
-def _standing_aside(learner: ETraceAlgorithm) -> Iterator[None]:
-    """A call of the learner is one of its model."""
+def calling(learner: ETraceAlgorithm, function: Callable[..., Any]) -> Iterator[None]:
+    """Have `learner(...)` call another function."""
+    object.__setattr__(learner, "update", function)
+    try:
+        yield
+    finally:
+        object.__delattr__(learner, "update")
+
+
+def calling_model(learner: ETraceAlgorithm) -> AbstractContextManager[None]:
+    """Have `learner(...)` call its model, without traces."""
 
     def update(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = learner.for_model(args, kwargs)
         return call_model(learner.model, *args, **kwargs)
 
-    object.__setattr__(learner, "update", update)
-    try:
-        yield
-    finally:
-        object.__delattr__(learner, "update")
+    return calling(learner, update)
 
 
 def _bptt(
@@ -297,10 +276,11 @@ def _bptt(
     return brainstate.transform.grad(total, weights)()
 
 
-def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> dict[Any, Any]:
-    """What `function` returns, from traces of zero; no state is written."""
+def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:
+    """The gradients that `function` returns, from traces of zero; no state is written."""
     pure, values = trace_afresh(function, learner, sequence)
-    return jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)  # type: ignore[no-any-return]
+    found = jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)
+    return {tuple(map(str, path)): g for path, g in found.items()}
 
 
 def trace_afresh(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> tuple[Pure, list[list[Any]]]:
@@ -343,7 +323,7 @@ def by_name(trees: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}
 
 
-def zeros(gradients: Mapping[Path, Any]) -> list[str]:
+def zeros(gradients: Gradients) -> list[str]:
     """The names of the arrays among gradients that are exactly zero."""
     named = by_name({show_path(path): g for path, g in gradients.items()})
     return [name for name, g in named.items() if g.size and not np.any(g)]
@@ -356,7 +336,3 @@ def about_zeros(names: Iterable[str]) -> str:
         "learned there. A weight that reads spikes has none if no unit ever fired: then make the input "
         "weights (`w_init`) or `R` of the neurons larger (`R=tau/dt`), or `V_th` smaller."
     )
-
-
-def _names(rows: list[ParameterCheck]) -> str:
-    return ", ".join(f"`{show_path(p.path)}`" for p in rows)

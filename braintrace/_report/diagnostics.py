@@ -79,29 +79,25 @@ class CompilationRecord:
         return f"[{self.level.name}] {self.message}"
 
 
+_SHOWN = 3  # findings in a warning
 # which findings a warning names first: those that change the most
-_IMPORTANCE = {
-    kind: i
-    for i, kind in enumerate(
-        [
-            DiagnosticKind.RULE_NOT_LINEAR,
-            DiagnosticKind.NO_MARKED_OP,
-            DiagnosticKind.STATE_WITHOUT_TRACE,
-            DiagnosticKind.GRADIENT_IS_ZERO,
-            DiagnosticKind.PARAMETER_WITHOUT_MARK,
-            DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
-            DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
-            DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
-            DiagnosticKind.HIDDEN_STATE_MIXED,
-            DiagnosticKind.RELATION_PARTIAL_PATH,
-            DiagnosticKind.HIDDEN_STATE_CASCADE,
-            DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
-        ]
-    )
-}
+_FIRST = [
+    DiagnosticKind.RULE_NOT_LINEAR,
+    DiagnosticKind.NO_MARKED_OP,
+    DiagnosticKind.STATE_WITHOUT_TRACE,
+    DiagnosticKind.GRADIENT_IS_ZERO,
+    DiagnosticKind.PARAMETER_WITHOUT_MARK,
+    DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
+    DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+    DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
+    DiagnosticKind.HIDDEN_STATE_MIXED,
+    DiagnosticKind.RELATION_PARTIAL_PATH,
+    DiagnosticKind.HIDDEN_STATE_CASCADE,
+    DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
+]
 
 
-def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -> str | None:
+def warning_of(name: str, records: Iterable[CompilationRecord]) -> str | None:
     """One message with the most important of what the user may well not have meant; None if all is well.
 
     Of several findings of one kind one is told first, then one of the next kind.
@@ -111,15 +107,15 @@ def warning_of(name: str, records: Iterable[CompilationRecord], most: int = 3) -
         return None
     turn = Counter[DiagnosticKind]()
     order = []
-    for r in found:
-        order.append((turn[r.kind], _IMPORTANCE.get(r.kind, len(_IMPORTANCE))))
+    for i, r in enumerate(found):
+        order.append((turn[r.kind], _FIRST.index(r.kind) if r.kind in _FIRST else len(_FIRST), i))
         turn[r.kind] += 1
-    chosen = [r for _, r in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+    chosen = [found[i] for *_, i in sorted(order)]
     lines = [f"{name}: {chosen[0].message}"] if len(found) == 1 else [f"{name}, {len(found)} findings:"]
     if len(found) > 1:
-        lines += [f"{i}. {r.message}" for i, r in enumerate(chosen[:most], 1)]
-    if len(found) > most:
-        lines.append(f"And {len(found) - most} more in `report.diagnostics`.")
+        lines += [f"{i}. {r.message}" for i, r in enumerate(chosen[:_SHOWN], 1)]
+    if len(found) > _SHOWN:
+        lines.append(f"And {len(found) - _SHOWN} more in `report.diagnostics`.")
     lines.append("What the gradient misses in all is in `report.exactness`.")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,27 +27,16 @@ from .._frontends.modules import extract_module_info
 from .._frontends.pure import Pure
 from .._learners import pickling
 from .._learners.base import ETraceAlgorithm
-from .._learners.bptt import BPTT
+from .._learners.compile import learner_named
 from .._learners.functional import OnlineFunctions
-from .._learners.influence import KF_RTRL, UORO, SnAp
-from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
-from .._meshes import longer, on_one_mesh, part_of
+from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.sequence import even_chunks
 from .flops import count_flops
 from .sent import bytes_sent
-from .tables import Table, show_bytes, show_count
+from .tables import Table, Tabled, show_bytes, show_count, title_of
 
-RULES: dict[str, Callable[..., ETraceAlgorithm]] = {
-    "D_RTRL": D_RTRL,
-    "ES_D_RTRL": ES_D_RTRL,
-    "RTRL": RTRL,
-    "BPTT": BPTT,
-    "SnAp": SnAp,
-    "UORO": UORO,
-    "KF_RTRL": KF_RTRL,
-}
-FUNCTIONS = {name: getattr(_rules, name) for name in RULES}
 _USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
+RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -75,13 +64,12 @@ class PlanRow:
 
     @property
     def title(self) -> str:
-        windows = "" if self.window is None else f", windows of {self.window}"
         across = f", across {self.across}" if self.across else ""
-        return self.rule + windows + (f", rank {self.rank}" if self.rank else "") + across
+        return title_of(self.rule, self.window, self.rank) + across
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Tabled):
     """The costs of every rule on one model, and which to take."""
 
     batch_size: int | None
@@ -144,16 +132,6 @@ class Plan:
             )
         return Table(title, columns, rows, notes)
 
-    def show(self) -> None:
-        """Print the table, in colour where there is a terminal."""
-        self.table.show()
-
-    def __str__(self) -> str:
-        return self.table.to_str()
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html()
-
 
 def plan(
     model: brainstate.nn.Module,
@@ -200,30 +178,18 @@ def plan(
         _spread(twin, model, layout)
     graph = graph_from_info(extract_module_info(twin, *args))
 
-    def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
-        learner = RULES[rule](twin, **dial.across_of if dial else {})
-        if dial is not None:
-            learner.take_windows(dial.window, dial.rank or None)
+    def rows_of(rule: str, **dial: Any) -> Callable[[int], PlanRow]:
+        learner = learner_named(rule)(twin, **dial)
         learner.adopt(graph, args)
         return lambda size: _row_of_learner(rule, learner, args, length, size, dial)
 
-    dial = Dial.of(window, rank, across)
+    dial = dial_of(window, rank, across)
     leaves = {e.path: jax.tree.leaves(e.state.value) for e in graph.module_info.entries}
     return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size, layout, leaves)
 
 
-def plan_functions(
-    net: OnlineFunctions,
-    length: int,
-    rules: Sequence[str],
-    chunk_sizes: Sequence[int] | None,
-    memory_budget: int | None,
-    window: int | None = None,
-    rank: int = 0,
-    across: str | None = None,
-    mesh: Any = None,
-) -> Plan:
-    """The same for pure functions."""
+def plan_functions(net: OnlineFunctions, length: int, dial: dict[str, Any], mesh: Any, **asked: Any) -> Plan:
+    """Plan for the functions of `braintrace.online`, as `plan` does for a model."""
     layout, leaves = None, None
     if mesh is not None:
         layout = Layout.of(mesh)
@@ -231,14 +197,12 @@ def plan_functions(
         known = [*net.function.params.like, *net.function.carry.like]
         leaves = {e.path: [a] for e, a in zip(net.graph.module_info.entries, known, strict=True)}
 
-    def rows_of(rule: str, dial: Dial | None = None) -> Callable[[int], PlanRow]:
-        more: dict[str, Any] = {"rank": rank} if dial and rank else {}
-        more |= dial.across_of if dial else {}
-        other = net.with_rule(FUNCTIONS[rule](**more), dial.window if dial else None)
-        return lambda size: _row_of_functions(rule, other, length, size, dial)
+    def rows_of(rule: str, window: int | None = None, **dial: Any) -> Callable[[int], PlanRow]:
+        other = net.with_rule(getattr(_rules, rule)(**dial), window)
+        given = {"window": window, **dial} if window else {}
+        return lambda size: _row_of_functions(rule, other, length, size, given)
 
-    dial = Dial.of(window, rank, across)
-    return _plan(net.graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, None, layout, leaves)
+    return _plan(net.graph, rows_of, length, dial=dial_of(**dial), layout=layout, leaves=leaves, **asked)
 
 
 @dataclass(frozen=True)
@@ -258,24 +222,22 @@ class Layout:
         return Layout(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto), first, units)
 
     def of_input(self, a: Any) -> Any:
-        return self._put(a, [self.samples, *[None] * (len(a.shape) - 1)][: len(a.shape)])
+        return self._put(a, [self.samples])
 
     def of_state(self, a: Any) -> Any:
-        more = [None] * (len(a.shape) - 2)
-        return self._put(a, [self.samples, *more, self.units][: len(a.shape)])
+        return self._put(a, [self.samples, *[None] * (len(a.shape) - 2), self.units])
 
     def of_param(self, a: Any) -> Any:
         given = getattr(a, "sharding", None)
         if isinstance(given, jax.sharding.NamedSharding) and given.mesh.axis_names == self.mesh.axis_names:
-            return self._put(a, [*given.spec, *[None] * (len(a.shape) - len(given.spec))])
-        return self._put(a, [*[None] * (len(a.shape) - 1), self.units] if a.shape else [])
+            return self._put(a, given.spec)
+        return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
-    def _put(self, a: Any, names: Sequence[Any]) -> Any:
-        """A shape on the mesh; an axis that cannot be cut evenly stays whole."""
-        sizes = [math.prod(self.mesh.shape[n] for n in names_of(name)) for name in names]
-        spec = [n if size % ways == 0 else None for n, size, ways in zip(names, a.shape, sizes, strict=True)]
-        sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    def _put(self, a: Any, names: Iterable[Any]) -> Any:
+        """A shape on the mesh, its first axes along these; one that cannot be cut evenly stays whole."""
+        ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
+        spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
+        return spread_shape(a, self.mesh, spec)
 
 
 def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
@@ -288,36 +250,25 @@ def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Lay
             state.value = jax.tree.map(layout.of_state, state.value)
 
 
-@dataclass(frozen=True)
-class Dial:
-    """Windows, and what is kept beside traces: so many directions, or the influence across layers."""
-
-    window: int
-    rank: int
-    across: str | None = None
-
-    @staticmethod
-    def of(window: int | None, rank: int, across: str | None = None) -> Dial | None:
-        """None: neither; what is kept beside traces is in windows of one step."""
-        return Dial(window or 1, rank, across) if window or rank or across else None
-
-    @property
-    def across_of(self) -> dict[str, Any]:
-        return {"across": self.across} if self.across else {}
+def dial_of(window: int | None, rank: int, across: str | None) -> dict[str, Any]:
+    """The options of D_RTRL in windows, of one step unless given; empty if none is asked for."""
+    more = {k: v for k, v in (("rank", rank), ("across", across)) if v}
+    return {"window": window or 1, **more} if window or more else {}
 
 
 def _plan(
     graph: ETraceGraph,
     rows_of: Callable[..., Callable[[int], PlanRow]],
     length: int,
-    rules: Sequence[str],
-    chunk_sizes: Sequence[int] | None,
+    rules: Iterable[str],
+    chunk_sizes: Iterable[int] | None,
     memory_budget: int | None,
-    dial: Dial | None,
+    dial: dict[str, Any],
     batch_size: int | None = None,
     layout: Layout | None = None,
     leaves: dict[Any, list[Any]] | None = None,
 ) -> Plan:
+    rules = list(rules)
     for rule in rules:
         if rule not in RULES:
             raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
@@ -329,8 +280,8 @@ def _plan(
     whole = {"RTRL": one, "SnAp": one, "UORO": one, "KF_RTRL": one}
     whole["BPTT"] = [s for s in sizes if s > 1] or [length]
     rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
-    if dial is not None and "D_RTRL" in rules:
-        rows.append(rows_of("D_RTRL", dial)(min(dial.window, length)))
+    if dial and "D_RTRL" in rules:
+        rows.append(rows_of("D_RTRL", **dial)(min(dial["window"], length)))
     devices = () if layout is None else tuple(layout.mesh.devices.flat)
     budget = device_memory(devices) if memory_budget is None else memory_budget
     known = leaves or {e.path: [v.aval for v in e.invars] for e in graph.module_info.entries}
@@ -375,37 +326,37 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
 
 
 def _row_of_learner(
-    rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int, dial: Dial | None
+    rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int, dial: dict[str, Any]
 ) -> PlanRow:
-    steps = size if dial is None else None
+    steps = None if dial else size
 
     def gradient(*sequences: Any) -> Any:
         return learner.etrace_grad(*sequences, step_fn=lambda *x: _loss(learner(*x)), chunk_size=steps)
 
     with warnings.catch_warnings(action="ignore"):
-        sequences = _longer(args, length)
+        sequences = jax.tree.map(lambda a: longer(a, length), args)
         pure = Pure.trace(gradient, *sequences)
         traced = jax.jit(lambda values, *a: pure(values, *a)).trace(
             *on_one_mesh((jax.tree.map(_struct, pure.values()), *sequences))
         )
     values = [st.value for st in learner.traces.values()]
-    exact = learner.report.exactness.exact
-    return _row(rule, size, length, exact, values, pure.closed, traced, dial)
+    return _row(rule, size, length, learner.report.exactness.exact, values, traced, dial)
 
 
-def _row_of_functions(rule: str, net: OnlineFunctions, length: int, size: int, dial: Dial | None) -> PlanRow:
+def _row_of_functions(
+    rule: str, net: OnlineFunctions, length: int, size: int, dial: dict[str, Any]
+) -> PlanRow:
     params, carry, x = net.function.params.like, net.function.carry.like, net.function.x.like
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
         params, carry, xs = net.function.rebuild(params, carry, xs)
-        return net.grad(_loss, params, carry, traces, xs, chunk_size=size)
+        return net.grad(_loss, params, carry, traces, xs, chunk_size=None if dial else size)
 
     with warnings.catch_warnings(action="ignore"):
         traces = net.initial_shapes
-        given = on_one_mesh((params, carry, _longer(x, length), traces))
+        given = on_one_mesh((params, carry, [longer(a, length) for a in x], traces))
         traced = jax.jit(gradient).trace(*given)
-    exact = net.report.exactness.exact
-    return _row(rule, size, length, exact, traces, traced.jaxpr, traced, dial)
+    return _row(rule, size, length, net.report.exactness.exact, traces, traced, dial)
 
 
 def _loss(y: Any) -> Any:
@@ -413,12 +364,8 @@ def _loss(y: Any) -> Any:
     return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
 
-def _longer(args: Any, length: int) -> Any:
-    return jax.tree.map(lambda a: longer(a, length), args)
-
-
 def _row(
-    rule: str, size: int, length: int, exact: bool, traces: Any, closed: Any, traced: Any, dial: Dial | None
+    rule: str, size: int, length: int, exact: bool, traces: Any, traced: Any, dial: dict[str, Any]
 ) -> PlanRow:
     with warnings.catch_warnings(action="ignore"):
         quickly = _QUICKLY if jax.default_backend() == "cpu" else None
@@ -429,15 +376,13 @@ def _row(
     return PlanRow(
         rule=rule,
         chunk_size=size,
-        exact=exact or (dial is not None and dial.window >= length),
+        exact=exact or (dial.get("window") or 0) >= length,
         trace_bytes=bytes_of(jax.tree.leaves(traces)),
         activation_bytes=int(memory.temp_size_in_bytes),
-        flops_per_step=count_flops(closed) / length,
-        window=dial.window if dial else None,
-        rank=dial.rank if dial else 0,
-        across=dial.across if dial else None,
+        flops_per_step=count_flops(traced.jaxpr) / length,
         sent_per_step=sent / length,
         sent_per_chunk=sent / math.ceil(length / size),
+        **dial,
     )
 
 
@@ -502,8 +447,6 @@ def bytes_of(avals: Any) -> int:
 
 
 def _struct(leaf: Any) -> Any:
-    return (
-        leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-        else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-    )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))

@@ -70,6 +70,33 @@ class Table:
         return join(table, *(tag("p", n) for n in self.notes))
 
 
+class Tabled:
+    """Something that is shown as a table."""
+
+    @property
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def show(self) -> None:
+        """Print the table, in colour where there is a terminal."""
+        self.table.show()
+
+    def __str__(self) -> str:
+        return self.table.to_str()
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html()
+
+
+def title_of(rule: str, window: int | None, rank: int | None) -> str:
+    """
+    >>> title_of("D_RTRL", 5, 4)
+    'D_RTRL, windows of 5, rank 4'
+    """
+    windows = f", windows of {window or 1}" if window or rank else ""
+    return rule + windows + (f", rank {rank}" if rank else "")
+
+
 def show_bytes(count: float) -> str:
     """
     >>> show_bytes(1536)

@@ -13,6 +13,7 @@ from .._learners.bptt import BPTT
 from .._learners.compile import Nothing, learner_named
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._learners.vjp import ETraceVjpAlgorithm
+from .._report.tables import title_of
 from .._rules import BPTT as ThroughTime
 from .._rules.rule import Rule
 
@@ -101,12 +102,8 @@ def _title(rule: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> st
     else:
         name, given = rule.__name__, dict(options)
     method, window, rank = (given.pop(k, None) for k in ("vjp_method", "window", "rank"))
-    words = [name]
-    if window or rank or method == "multi-step":
-        words.append(f"windows of {window or 1}")
-    if rank:
-        words.append(f"rank {rank}")
-    return ", ".join([*words, *(f"{k}={v}" for k, v in given.items())])
+    words = title_of(name, window or (1 if method == "multi-step" else None), rank)
+    return ", ".join([words, *(f"{k}={v}" for k, v in given.items())])
 
 
 def _chosen(rule: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 Batch = tuple[Any, Any, Any]
 
 
-def read(batches: Batches, epoch: int, start: int = 0) -> Iterator[Batch]:
-    """The batches of one epoch from number `start` on, as `(xs, ys, mask)`.
+def read(batches: Batches, epoch: int) -> Iterator[Batch]:
+    """The batches of one epoch, as `(xs, ys, mask)`.
 
     `batches(epoch)` is an iterable, or `batches` is one, the same in every epoch.
     """
@@ -30,7 +29,7 @@ def read(batches: Batches, epoch: int, start: int = 0) -> Iterator[Batch]:
             "`batches` is an iterator, which can be read only once. For several epochs give a list, or a "
             "function of the epoch that returns an iterator."
         )
-    return map(check_batch, islice(given, start, None))
+    return map(check_batch, given)
 
 
 def check_batch(batch: Any) -> Batch:

@@ -1,4 +1,4 @@
-"""Pictures as lists of lines, circles and words, which become SVG, or a file of matplotlib."""
+"""Pictures of lines, circles and words, which become SVG, or a file of matplotlib."""
 
 from __future__ import annotations
 
@@ -15,104 +15,70 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line through points."""
-
-    points: Sequence[Point]
-    color: str = ""
-    width: float = 1.0
-    opacity: float = 1.0
-    dashed: bool = False
-
-    def to_svg(self, ink: str) -> Markup:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
-        stroke = {"stroke": self.color or ink, "stroke_width": self.width, "stroke_opacity": self.opacity}
-        dashes = "5 4" if self.dashed else None
-        return tag("polyline", points=points, fill="none", **stroke, stroke_dasharray=dashes)
-
-    def plot(self, axes: Any) -> None:
-        x, y = zip(*self.points, strict=True) if self.points else ((), ())
-        style = {"color": self.color or INK, "linewidth": self.width, "alpha": self.opacity}
-        axes.plot(x, y, "--" if self.dashed else "-", **style)
-
-
-@dataclass(frozen=True)
-class Circle:
-    """A disc, or a ring, with a title for those who point at it."""
-
-    x: float
-    y: float
-    r: float
-    color: str
-    fill: bool = True
-    title: str = ""
-
-    def to_svg(self, ink: str) -> Markup:
-        style = {"fill": self.color if self.fill else "none", "stroke": self.color, "stroke_width": 1.4}
-        return tag(
-            "circle", tag("title", self.title), cx=f"{self.x:.1f}", cy=f"{self.y:.1f}", r=self.r, **style
-        )
-
-    def plot(self, axes: Any) -> None:
-        face = self.color if self.fill else "none"
-        style = {"markersize": 2 * self.r, "markerfacecolor": face, "markeredgecolor": self.color}
-        axes.plot([self.x], [self.y], "o", **style)
-
-
-@dataclass(frozen=True)
-class Text:
-    """Words, from, around or up to a point."""
-
-    x: float
-    y: float
-    words: str
-    anchor: str = "start"
-    color: str = ""
-    size: float = 11
-    bold: bool = False
-    turned: bool = False
-
-    def to_svg(self, ink: str) -> Markup:
-        style = {"text_anchor": self.anchor, "fill": self.color or ink, "font_size": self.size}
-        style |= {"font_weight": 600 if self.bold else None}
-        style |= {"transform": f"rotate(-90 {self.x:.1f} {self.y:.1f})" if self.turned else None}
-        return tag("text", self.words, x=f"{self.x:.1f}", y=f"{self.y:.1f}", **style)
-
-    def plot(self, axes: Any) -> None:
-        side = {"start": "left", "middle": "center", "end": "right"}[self.anchor]
-        turn = {"rotation": 90 if self.turned else 0, "rotation_mode": "anchor"}
-        font = {"fontsize": self.size * 0.92, "fontweight": "bold" if self.bold else "normal"}  # it is wide
-        words = self.words.replace("$", r"\$")
-        axes.text(self.x, self.y, words, ha=side, va="baseline", color=self.color or INK, **turn, **font)
-
-
-@dataclass(frozen=True)
 class Drawing:
-    """Lines, circles and words, in pixels from the upper left corner."""
+    """Lines, circles and words, in pixels from the upper left corner: as SVG and as calls of matplotlib."""
 
     label: str
     width: float
     height: float
-    items: list[Line | Circle | Text] = field(default_factory=list)
+    elements: list[Markup] = field(default_factory=list)
+    plots: list[Callable[[Any], Any]] = field(default_factory=list)  # each draws on axes
 
-    def line(self, *args: Any, **style: Any) -> None:
-        self.items.append(Line(*args, **style))
+    def line(
+        self,
+        points: Sequence[Point],
+        color: str = "",
+        width: float = 1.0,
+        opacity: float = 1.0,
+        dashed: bool = False,
+    ) -> None:
+        """A line through points."""
+        shown = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        stroke = {"stroke": color or "currentColor", "stroke_width": width, "stroke_opacity": opacity}
+        dashes = "5 4" if dashed else None
+        self.elements.append(tag("polyline", points=shown, fill="none", **stroke, stroke_dasharray=dashes))
+        x, y = zip(*points, strict=True) if points else ((), ())
+        style = {"color": color or INK, "linewidth": width, "alpha": opacity}
+        self.plots.append(lambda axes: axes.plot(x, y, "--" if dashed else "-", **style))
 
-    def circle(self, *args: Any, **style: Any) -> None:
-        self.items.append(Circle(*args, **style))
+    def circle(self, x: float, y: float, r: float, color: str, fill: bool = True, title: str = "") -> None:
+        """A disc, or a ring, with a title for those who point at it."""
+        face = color if fill else "none"
+        style = {"fill": face, "stroke": color, "stroke_width": 1.4}
+        self.elements.append(tag("circle", tag("title", title), cx=f"{x:.1f}", cy=f"{y:.1f}", r=r, **style))
+        marker = {"markersize": 2 * r, "markerfacecolor": face, "markeredgecolor": color}
+        self.plots.append(lambda axes: axes.plot([x], [y], "o", **marker))
 
-    def text(self, *args: Any, **style: Any) -> None:
-        self.items.append(Text(*args, **style))
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        anchor: str = "start",
+        color: str = "",
+        size: float = 11,
+        bold: bool = False,
+        turned: bool = False,
+    ) -> None:
+        """Words, from, around or up to a point."""
+        style = {"text_anchor": anchor, "fill": color or "currentColor", "font_size": size}
+        style |= {"font_weight": 600 if bold else None}
+        style |= {"transform": f"rotate(-90 {x:.1f} {y:.1f})" if turned else None}
+        self.elements.append(tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **style))
+        side = {"start": "left", "middle": "center", "end": "right"}[anchor]
+        turn = {"rotation": 90 if turned else 0, "rotation_mode": "anchor"}
+        font = {"fontsize": size * 0.92, "fontweight": "bold" if bold else "normal"}  # it is wide
+        plain = words.replace("$", r"\$")
+        more = {"ha": side, "va": "baseline", "color": color or INK, **turn, **font}
+        self.plots.append(lambda axes: axes.text(x, y, plain, **more))
 
     def to_svg(self, *, in_page: bool = False) -> Markup:
         """The picture on white; for a page, without a background and in the colour of the text around it."""
-        ink = "currentColor" if in_page else INK
         size = {"width": self.width, "height": self.height}
-        parts = [] if in_page else [tag("rect", **size, fill="white")]
-        font = {"font_family": "system-ui, sans-serif", "font_size": 11}
+        back = [] if in_page else [tag("rect", **size, fill="white")]
+        font = {"font_family": "system-ui, sans-serif", "font_size": 11, "color": None if in_page else INK}
         box = {"viewBox": f"0 0 {self.width:g} {self.height:g}", "role": "img", "aria_label": self.label}
-        parts += [item.to_svg(ink) for item in self.items]
-        return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", **box, **size, **font)
+        return tag("svg", *back, *self.elements, xmlns="http://www.w3.org/2000/svg", **box, **size, **font)
 
     def save(self, path: Path) -> None:
         """Write it; the format is that of the file's name."""
@@ -129,8 +95,8 @@ class Drawing:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))
         axes.axis("off")
-        for item in self.items:
-            item.plot(axes)
+        for plot in self.plots:
+            plot(axes)
         figure.savefig(path, dpi=150)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._learners.base import ETraceAlgorithm
-from .._learners.bptt import call_model
 from .._lines import warn_user
+from .._online.drive import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
-from .._report.check import about_zeros, by_name
+from .._report.check import about_zeros, by_name, calling, calling_model
 from .data import Batch, size_of, steps_of, why_failed
 from .layout import Layout
 from .outside import warn_of_unlearned
@@ -238,8 +238,7 @@ class Engine:
         return grads, *jax.tree.map(lambda a: jnp.asarray(a)[None], kept)
 
     def _step(self, *slices: Any) -> tuple[Any, Any]:
-        out = self.step_fn(*slices)
-        return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        return with_aux(self.step_fn(*slices))
 
     @staticmethod
     def _mean(values: Any, mask: Any) -> Any:
@@ -272,12 +271,8 @@ class Engine:
         sequence = sequence_of(xs, ys, mask)
         self.learner.reset_model(**({"batch_size": size_of(xs)} if self.batched else {}))
 
-        def of_model(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.learner.for_model(args, kwargs)
-            return call_model(model, *args, **kwargs)
-
         checked = lambda out, *lead: split_loss(out, True, lead, sequence.mask.shape[1:])
-        with _calling(self.learner, of_model):
+        with calling_model(self.learner):
             if self.in_windows:
                 run = lambda c, arrays, mask, _: (c, checked(self._step(*arrays), len(mask)))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan
@@ -290,18 +285,18 @@ class Engine:
         return self._everywhere(self._scores(losses, aux, sequence))
 
 
+def with_aux(out: Any) -> tuple[Any, Any]:
+    """A loss, or a pair of it and anything else, as a pair."""
+    return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+
+
 def sequence_of(xs: Any, ys: Any, mask: Any) -> Sequence:
     """A batch as a sequence, in which targets that do not count are finite: 0 * NaN is NaN."""
     sequence = Sequence.check((xs, ys), mask)
-
-    def clean(y: Any) -> Any:
-        mask = sequence.mask
-        if not jnp.issubdtype(y.dtype, jnp.inexact) or y.ndim < mask.ndim:
-            return y
-        left_out = jnp.expand_dims(mask == 0, range(mask.ndim, y.ndim))
-        return jnp.where(left_out & ~jnp.isfinite(y), jnp.zeros_like(y), y)
-
-    return replace(sequence, arrays=(sequence.arrays[0], jax.tree.map(clean, sequence.arrays[1])))
+    xs, ys = sequence.arrays
+    leaves, tree = jax.tree.flatten(ys)
+    finite = finite_targets(leaves, sequence.mask, [True] * len(leaves))
+    return replace(sequence, arrays=(xs, jax.tree.unflatten(tree, finite)))
 
 
 def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
@@ -323,7 +318,7 @@ def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: A
         seen.append((args, kwargs))
         raise _Called
 
-    with _calling(learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
+    with calling(learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
         step_fn(*slices)
     if not seen:
         raise NeverCalledError
@@ -333,16 +328,6 @@ def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: A
 
 class _Called(Exception):
     """The learner was called."""
-
-
-@contextlib.contextmanager
-def _calling(learner: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Have `learner(...)` call something else."""
-    object.__setattr__(learner, "update", function)
-    try:
-        yield
-    finally:
-        object.__delattr__(learner, "update")
 
 
 def _shardings(tree: Any) -> Any:

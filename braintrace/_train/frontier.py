@@ -16,7 +16,7 @@ from .curves import COLORS, Line, draw_panel, smooth
 from .drawing import Drawing, Point, scale
 
 PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 336, 330, 58, 14, 40, 46
-LEGEND, LINE = 270, 19
+LEGEND, LINE, LABEL = 270, 19, 13
 FLOOR = 1e-4  # errors below are drawn as exact
 
 
@@ -27,8 +27,9 @@ def draw(found: Comparison) -> Drawing:
     height = max(HEIGHT, TOP + LINE * (len(numbered) + 1) + 10)
     drawing = Drawing("rules side by side", panels * PANEL + LEGEND, height)
     best = found.recommended
+    decades = [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
     costs: list[tuple[str, Callable[[Compared], float], Callable[[float], str], Sequence[float]]] = [
-        ("time a step", lambda r: r.step_seconds, show_seconds, _decades()),
+        ("time a step", lambda r: r.step_seconds, show_seconds, decades),
         ("memory", lambda r: max(r.total_bytes, 1.0), show_bytes, [4.0**k for k in range(26)]),
     ]
     for i, (name, cost, shown, places) in enumerate(costs):
@@ -98,9 +99,7 @@ def _frontier(
         drawing.text(lx, ly + 4, str(i), anchor="middle", color=_color(i), bold=True)
 
 
-def place_labels(
-    points: dict[int, Point], box: tuple[float, float, float, float], size: float = 13
-) -> dict[int, Point]:
+def place_labels(points: dict[int, Point], box: tuple[float, float, float, float]) -> dict[int, Point]:
     """The middle of a label for each point, near it, clear of points and of other labels."""
     left, top, right, bottom = box
     placed: dict[int, Point] = {}
@@ -115,8 +114,8 @@ def place_labels(
         clear = [
             p
             for p in inside
-            if all(apart(p, q, size / 2 + 6) for q in points.values())
-            and all(apart(p, q, size) for q in placed.values())
+            if all(apart(p, q, LABEL / 2 + 6) for q in points.values())
+            and all(apart(p, q, LABEL) for q in placed.values())
         ]
         placed[i] = (clear or inside or around)[0]
     return placed
@@ -159,10 +158,6 @@ def _error(row: Compared) -> float:
 
 def _color(number: int) -> str:
     return COLORS[(number - 1) % len(COLORS)]
-
-
-def _decades() -> list[float]:
-    return [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
 
 
 def _spread(places: list[float], x: Callable[[float], float], apart: float) -> list[float]:

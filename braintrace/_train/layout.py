@@ -89,17 +89,16 @@ class Layout:
 
     def parameters(self, tree: Any) -> Any:
         """Parameters with their columns along 'model', unless they lie on the mesh in a way of their own."""
-        return jax.tree.map(lambda a: self._own(a) if self._has(a) else self._put(a, self._columns(a)), tree)
+        own = lambda a: self._put(a, a.sharding.spec if self._has(a) else self._columns(a))
+        return jax.tree.map(own, tree)
 
     def states(self, tree: Any, samples: int | None) -> Any:
         """States of a batch of so many samples: these along the first axis, units along 'model'."""
 
         def one(a: Any) -> Any:
-            if self._has(a):
-                return self._own(a)
             shape = np.shape(a)
-            if samples is None or not shape or shape[0] != samples:
-                return self._put(a, P())
+            if self._has(a) or samples is None or not shape or shape[0] != samples:
+                return self.as_before(a, a)
             first = self.mesh.axis_names[0]
             return self._put(a, P(first, *self._columns(a)[1:]) if len(shape) > 1 else P(first))
 
@@ -127,9 +126,7 @@ class Layout:
 
     def everywhere(self, tree: Any) -> Any:
         """Inside of a compiled function: arrays that every device has as a whole."""
-        return jax.tree.map(
-            lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(self.mesh, P())), tree
-        )
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
     def _columns(self, a: Any) -> P:
         shape = np.shape(a)
@@ -140,9 +137,6 @@ class Layout:
         """Whether an array lies on the mesh already."""
         found = getattr(a, "sharding", None)
         return isinstance(found, NamedSharding) and np.array_equal(found.mesh.devices, self.mesh.devices)
-
-    def _own(self, a: Any) -> Any:
-        return self._put(a, a.sharding.spec)
 
     def _fitting(self, spec: P, shape: tuple[int, ...]) -> NamedSharding:
         """Without what does not divide an axis evenly."""

@@ -11,10 +11,10 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import brainstate
 import jax
@@ -22,21 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler import ETraceGraph
-from .._compiler.step import Path, show_path
+from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
 from .._learners.functional import OnlineFunctions
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
-from .._report.check import flatten, put_beside, round_off, trace_afresh, zeros
+from .._report.check import Gradients, flatten, put_beside, round_off, trace_afresh, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
 from .data import Batches, read, size_of
-from .engine import called_with
+from .engine import called_with, with_aux
 from .errors import DivergedError
 from .progress import Stages
 from .training import fit
@@ -44,8 +44,6 @@ from .training import fit
 RUNS, SECONDS = 5, 1.0  # of each program: so many runs, unless they take so long
 RTRL_BYTES = 1 << 25  # more than that is not tried unless asked for
 LEARNING_RATE, CLIP = 5e-3, 1.0
-
-Gradients = dict[Path, Any]
 
 
 @dataclass(frozen=True)
@@ -61,26 +59,13 @@ class Training:
 class Case:
     """A rule on a model: what is compiled and run."""
 
-    compile: Callable[[], tuple[Any, tuple[Any, ...]]]  # the program, and what it is called with
+    program: Callable[..., Any]
+    given: tuple[Any, ...]  # the arguments of the program
     gradients: Callable[[Any], Gradients]  # of what it returns: the gradient of each parameter
     traces: Any
     exactness: Exactness
     train: Callable[[Training], tuple[list[float], bool]]  # losses, and whether it diverged
     weights: Any
-
-
-class Subject(Protocol):
-    """What is compared on: a model or functions, with data."""
-
-    @property
-    def length(self) -> int:
-        """The steps of the sequences."""
-
-    def trace_bytes(self, candidate: Candidate) -> int:
-        """What a rule would keep from step to step; nothing is allocated."""
-
-    def opened(self, candidate: Candidate) -> AbstractContextManager[Case]:
-        """A rule on it; all is as before afterwards."""
 
 
 def compare(
@@ -150,7 +135,7 @@ def compare_functions(
     memory_budget: int | None = None,
     progress: bool = True,
 ) -> Comparison:
-    """The same for pure functions: gradients of `net.grad(loss, params, carry, traces, *sequences)`."""
+    """Compare rules by the gradients of `net.grad(loss, params, carry, traces, *sequences)`."""
     check_chunk_size(chunk_size)
     if not callable(loss):
         raise TypeError(f"`loss(y, *slices)` is a function that returns the loss of a step, not {loss!r}.")
@@ -159,13 +144,15 @@ def compare_functions(
     return run(subject, rules, train, memory_budget, progress)
 
 
-def run(subject: Subject, rules: Any, train: Any, memory_budget: int | None, progress: bool) -> Comparison:
+def run(
+    subject: OfModel | OfFunctions, rules: Any, train: Any, memory_budget: int | None, progress: bool
+) -> Comparison:
     """Measure rule after rule, BPTT first."""
     budget = device_memory() if memory_budget is None else memory_budget
     training = read_training(train)
     if rules is None:
         small = lambda candidate: _is_small(subject, candidate, min(budget, RTRL_BYTES))
-        asked = ladder(subject.length, small)
+        asked = ladder(subject.sequence.length, small)
     else:
         asked = read_rules(rules)
     first = next((c for c in asked if c.is_bptt), YARDSTICK)
@@ -183,26 +170,32 @@ def run(subject: Subject, rules: Any, train: Any, memory_budget: int | None, pro
                 truth = truth or found
             rows.append(row)
     device = jax.devices()[0].device_kind
-    return Comparison(subject.length, device, rows, training.updates if training else None, zeros(truth))
+    return Comparison(
+        subject.sequence.length, device, rows, training.updates if training else None, zeros(truth)
+    )
 
 
 def _measure(
-    subject: Subject, candidate: Candidate, truth: Gradients, training: Training | None, budget: int
+    subject: OfModel | OfFunctions,
+    candidate: Candidate,
+    truth: Gradients,
+    training: Training | None,
+    budget: int,
 ) -> tuple[Compared, Gradients]:
     needed = subject.trace_bytes(candidate)
     if needed > budget:
         raise MemoryError(f"its traces take {show_bytes(needed)}, more than {show_bytes(budget)}")
     began = time.perf_counter()
     with subject.opened(candidate) as case:
-        program, given = case.compile()
+        program: Any = jax.jit(case.program).lower(*case.given).compile()
         compiled = time.perf_counter()
-        grads = jax.block_until_ready(program(*given))
-        seconds = _best_time(lambda: program(*given))
+        grads = jax.block_until_ready(program(*case.given))
+        seconds = _best_time(lambda: program(*case.given))
         found = case.gradients(grads)
-        pairs = {path: (flatten(g), flatten(truth.get(path, g))) for path, g in found.items()}
-        if not all(np.isfinite(v).all() for v, _ in pairs.values()):
+        if not all(np.isfinite(flatten(g)).all() for g in found.values()):
             raise FloatingPointError("its gradient is not finite")
-        check = put_beside(pairs, case.exactness, subject.length, round_off([case.weights, case.traces]))
+        tolerance = round_off([case.weights, case.traces])
+        check = put_beside(found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance)
         losses, diverged = case.train(training) if training else (None, False)
     row = Compared(
         candidate.label,
@@ -210,7 +203,7 @@ def _measure(
         exact=check.equal,
         gradient=_agreement(check),
         parameters={show_path(p.path): _agreement(p) for p in check.parameters},
-        step_seconds=seconds / subject.length,
+        step_seconds=seconds / subject.sequence.length,
         compile_seconds=compiled - began,
         trace_bytes=bytes_of(jax.tree.leaves(case.traces)),
         activation_bytes=int(program.memory_analysis().temp_size_in_bytes),
@@ -234,7 +227,7 @@ def _best_time(function: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _is_small(subject: Subject, candidate: Candidate, most: int) -> bool:
+def _is_small(subject: OfModel | OfFunctions, candidate: Candidate, most: int) -> bool:
     try:
         return subject.trace_bytes(candidate) <= most
     except Exception:  # its row would say why; nobody asked for it
@@ -262,10 +255,6 @@ class OfModel:
     batched: bool
     seed: int
     _known: tuple[ETraceGraph, Any] | None = None  # of BPTT, and its arguments: others are sized by it
-
-    @property
-    def length(self) -> int:
-        return self.sequence.length
 
     def trace_bytes(self, candidate: Candidate) -> int:
         with self._fresh():
@@ -295,30 +284,20 @@ class OfModel:
                     *arrays, step_fn=self._step(learner), keep_traces=False, **options
                 )[0]
 
-            def compile() -> Any:
-                pure, values = trace_afresh(gradient, learner, self.sequence)
-                kept.extend((st, st.value) for st in pure.states)
-                given = values, self.sequence.arrays
-                return jax.jit(lambda values, arrays: pure(values, *arrays)[0]).lower(*given).compile(), given
-
-            def train(training: Training) -> tuple[list[float], bool]:
-                return self._train(learner, training, chunk_size)
-
+            pure, values = trace_afresh(gradient, learner, self.sequence)
+            kept.extend((st, st.value) for st in pure.states)
             yield Case(
-                compile,
+                lambda values, arrays: pure(values, *arrays)[0],
+                (values, self.sequence.arrays),
                 lambda grads: {tuple(map(str, k)): v for k, v in grads.items()},
                 {k: st.value for k, st in learner.traces.items()},
                 learner.report.exactness,
-                train,
+                lambda training: self._train(learner, training, chunk_size),
                 [st.value for st in learner.param_states.values()],
             )
 
     def _step(self, learner: Any) -> Callable[..., Any]:
-        def step(*slices: Any) -> Any:
-            out = self.step_fn(learner, *slices)
-            return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-
-        return step
+        return lambda *slices: with_aux(self.step_fn(learner, *slices))
 
     def _arguments(self, learner: Any) -> tuple[Any, Any]:
         return called_with(learner, self._step(learner), jax.tree.map(lambda a: a[0], self.sequence.arrays))
@@ -382,10 +361,6 @@ class OfFunctions:
     sequence: Sequence
     chunk_size: int | None
 
-    @property
-    def length(self) -> int:
-        return self.sequence.length
-
     def _net(self, candidate: Candidate) -> OnlineFunctions:
         rule, window = candidate.value()
         plain = replace(self.net, window=None)
@@ -393,11 +368,7 @@ class OfFunctions:
         return plain.with_rule(rule, window)
 
     def trace_bytes(self, candidate: Candidate) -> int:
-        net = self._net(candidate)
-        function = net.function
-        return bytes_of(
-            jax.eval_shape(lambda *a: net.init(*function.rebuild(*a)[:2]), *function.shapes).values()
-        )
+        return bytes_of(self._net(candidate).initial_shapes.values())
 
     @contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Case]:
@@ -421,25 +392,18 @@ class OfFunctions:
             )
             return jax.tree.leaves(grads), losses
 
-        def compile() -> Any:
-            given = *leaves, self.sequence.arrays, self.sequence.mask
-            return jax.jit(lambda *a: gradient(*a)[0]).lower(*given).compile(), given
-
-        def train(training: Training) -> tuple[list[float], bool]:
-            return self._train(gradient, leaves, inexact, training)
-
         yield Case(
-            compile,
+            lambda *given: gradient(*given)[0],
+            (*leaves, self.sequence.arrays, self.sequence.mask),
             lambda grads: dict(zip([trees[0].paths[i] for i in inexact], grads, strict=True)),
             net.init(self.params, self.carry),
             net.report.exactness,
-            train,
+            lambda training: self._train(gradient, leaves, inexact, training),
             [leaves[0][i] for i in inexact],
         )
 
-    def _loss(self, y: Any, *slices: Any) -> Any:
-        out = self.loss(y, *slices)
-        return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+    def _loss(self, y: Any, *slices: Any) -> tuple[Any, Any]:
+        return with_aux(self.loss(y, *slices))
 
     def _train(
         self, gradient: Any, leaves: Any, inexact: list[int], training: Training

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from rich.console import Console
@@ -19,28 +19,19 @@ LINE_EVERY = 10.0  # seconds between lines, where there is no terminal
 BAR = 12 + 1 + 7 + 4  # characters of a bar, the slash and the time, and of the gaps between
 
 
-class Watch:
-    """Shows loss, metrics, time steps per second and memory while a run goes on."""
+class _Shown:
+    """A console, with a bar where it is a terminal."""
 
-    def __init__(self, total: int | None, enabled: bool, console: Console | None = None) -> None:
-        self.console = console or Console(quiet=not enabled, highlight=False)
-        self._times: deque[tuple[float, int]] = deque(maxlen=50)
-        self._warm = False
-        self._last_line = time.monotonic()
-        self._total, self._evaluated = total, ""
+    def __init__(self, total: int | None, enabled: bool, now: str, *, stderr: bool = False) -> None:
+        self.console = Console(quiet=not enabled, highlight=False, stderr=stderr)
         self._bar: Progress | None = None
         if enabled and self.console.is_terminal:
-            self._bar = _make_bar(self.console)
-            self._task = self._bar.add_task("", total=total, now="compiling ...")
+            shown = TextColumn("{task.fields[now]}"), TimeRemainingColumn()
+            columns = BarColumn(bar_width=12), MofNCompleteColumn(), *shown
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("", total=total, now=now)
 
-    def begins(self, steps: int, sequences: int | None) -> None:
-        """Before the first batch, so that data whose first axis is not time are noticed."""
-        if not self._warm:
-            self.say(
-                f"batches of {f'{sequences} sequences, ' if sequences else ''}{steps} steps; compiling ..."
-            )
-
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
         return self
@@ -48,6 +39,24 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.stop()
+
+
+class Watch(_Shown):
+    """Shows loss, metrics, time steps per second and memory while a run goes on."""
+
+    def __init__(self, total: int | None, enabled: bool) -> None:
+        super().__init__(total, enabled, "compiling ...")
+        self._times: deque[tuple[float, int]] = deque(maxlen=50)
+        self._warm = False
+        self._last_line = time.monotonic()
+        self._total = total
+
+    def begins(self, steps: int, sequences: int | None) -> None:
+        """Before the first batch, so that data whose first axis is not time are noticed."""
+        if not self._warm:
+            self.say(
+                f"batches of {f'{sequences} sequences, ' if sequences else ''}{steps} steps; compiling ..."
+            )
 
     def trained(self, row: Row, steps: int, seconds: float) -> None:
         """After a batch of `steps` time steps."""
@@ -60,8 +69,7 @@ class Watch:
             self.say(f"{self._place(row)}  {self._status(row)}")
 
     def evaluated(self, row: Row) -> None:
-        self._evaluated = show_scores(row)
-        self.say(f"{self._place(row)}  evaluation: {self._evaluated}  {self._speed()}".rstrip())
+        self.say(f"{self._place(row)}  evaluation: {show_scores(row)}  {self._speed()}".rstrip())
 
     def say(self, text: str) -> None:
         self._last_line = time.monotonic()
@@ -86,23 +94,12 @@ class Watch:
         return f"{rate:,.0f} steps/s  {show_bytes(memory())}"
 
 
-class Stages:
+class Stages(_Shown):
     """A bar over things to be done one after the other, each with a `label`; lines where that is long."""
 
-    def __init__(self, things: Sequence[Any], enabled: bool, console: Console | None = None) -> None:
+    def __init__(self, things: Sequence[Any], enabled: bool) -> None:
+        super().__init__(len(things), enabled, "", stderr=True)
         self.things = things
-        self.console = console or Console(quiet=not enabled, highlight=False, stderr=True)
-        self._bar = _make_bar(self.console) if enabled and self.console.is_terminal else None
-
-    def __enter__(self) -> Stages:
-        if self._bar:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=len(self.things), now="")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar:
-            self._bar.stop()
 
     def __iter__(self) -> Iterator[Any]:
         last = time.monotonic()
@@ -113,16 +110,6 @@ class Stages:
                 last = time.monotonic()
                 self.console.print(f"{done}/{len(self.things)}  {thing.label}", markup=False)
             yield thing
-
-
-def _make_bar(console: Console) -> Progress:
-    columns = [
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[now]}"),
-        TimeRemainingColumn(),
-    ]
-    return Progress(*columns, console=console, transient=True)
 
 
 def show_scores(row: Row) -> str:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._learners.vjp import ETraceVjpAlgorithm
 from .._lines import warn_user
 from .checkpoint import Checkpoints, collect, restore
 from .data import Batch, Batches, not_finite, read, size_of, steps_of
@@ -23,7 +24,6 @@ from .engine import Engine, sequence_of
 from .errors import DivergedError
 from .progress import Watch
 from .result import FitResult, Log, Row, to_columns, to_rows
-from .settings import settings
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Run:
         changed = [
             f"{name} was {before[name]} and is {now[name]}"
             for name in now
-            if name in before and not _alike(before[name], now[name])
+            if name in before and before[name] != now[name]
         ]
         if changed:
             warn_user(
@@ -137,7 +137,18 @@ class Run:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        return settings(self.engine)
+        """The settings that change what is learned, as values of JSON."""
+        engine, learner = self.engine, self.engine.learner
+        found: dict[str, Any] = {
+            "`update_every`": engine.update_every or "sequence",
+            "`reset`": engine.reset,
+        }
+        if engine.in_windows:
+            found["the window (`chunk_size`)"] = engine.chunk_size
+        if isinstance(learner, ETraceVjpAlgorithm):
+            found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
+            found["`rank`"] = getattr(learner.rule, "rank", 0)
+        return found
 
     def _size(self, batch: Batch) -> int | None:
         return size_of(batch[0]) if self.engine.batched else None
@@ -260,12 +271,6 @@ class Run:
             "settings": self._settings,
         }
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two settings are the same; numbers to three digits."""
-    numbers = isinstance(a, float) and isinstance(b, float)
-    return bool(np.isclose(a, b, rtol=1e-3, atol=0)) if numbers else bool(a == b)
 
 
 class Interrupt:

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace._compiler.remembering import remembered
 from braintrace._report.pictures.cards import make_cards
 from braintrace._report.pictures.diagram import read_diagram
 from braintrace._report.pictures.placement import place_cards
@@ -258,8 +257,7 @@ def test_sizes_are_those_of_the_traces(name):
         found[rule] = sum(
             v.value.nbytes for k, v in learner.etrace_states.items() if not k.startswith("steps")
         )
-    kept = remembered(learner.graph)
-    sizes = [trace_sizes(r, kept) for r in learner.graph.hidden_param_op_relations]
+    sizes = trace_sizes(learner.graph).values()
     assert sum(s.d_rtrl for s in sizes) == found[bt.D_RTRL]
     assert sum(s.es_d_rtrl for s in sizes) == found[bt.ES_D_RTRL]
 

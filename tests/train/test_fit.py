@@ -553,10 +553,10 @@ def damage(folder):
 
 
 def test_resuming_from_a_damaged_checkpoint(tmp_path):
-    def go(number, rate=1e-2, **options):
+    def go(number, **options):
         learner, loss = make()
         options = {"checkpoint_dir": tmp_path, "checkpoint_every": 2, "progress": False, **options}
-        braintrace.fit(learner, epoch, loss, optax.adam(rate), max_batches=number, resume=True, **options)
+        braintrace.fit(learner, epoch, loss, optax.adam(1e-2), max_batches=number, resume=True, **options)
         return parameters(learner)
 
     whole = go(7, checkpoint_dir=tmp_path / "whole")
@@ -572,9 +572,8 @@ def test_resuming_from_a_damaged_checkpoint(tmp_path):
     assert [w.filename for w in caught] == [__file__]
     names = sorted(p.name for p in tmp_path.iterdir() if p.name != "whole")
     assert names == ["4", "6", "7", "damaged-4", "damaged-6"]
-    with pytest.warns(UserWarning, match="`update_every` was sequence and is 1") as caught:
-        go(8, rate=2e-2, update_every=1)
-    assert "was 0.01 and is 0.02" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="`update_every` was sequence and is 1"):
+        go(8, update_every=1)
     for folder in tmp_path.glob("[0-9]*"):
         damage(folder)
     with pytest.raises(ValueError, match=r"No checkpoint in .* can be read: .*start afresh"):

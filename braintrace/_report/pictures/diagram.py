@@ -117,7 +117,7 @@ class _Reader:
         self.env: dict[Var, int] = {}
         self.plain: dict[int, Box] = {}  # by the node that made it
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
-        self.remembered = remembered(graph)
+        self.remembered, self.sizes = remembered(graph), trace_sizes(graph)
         self.param_bits = 0
         hidden = [h for g in graph.hidden_groups for h in g.hidden]
         number = {h.outvar: i for i, h in enumerate(hidden)}
@@ -224,7 +224,7 @@ class _Reader:
             shape=show_aval(site.output.aval),
             site=site,
             relation=relation,
-            sizes=trace_sizes(relation, self.remembered) if relation is not None else None,
+            sizes=self.sizes.get(site.index),
         )
         bits = self.data(site.inputs[: site.num_inputs])
         weights = self.union(site.weights.values())
@@ -250,7 +250,7 @@ class _Reader:
         return self.add(box, data)
 
     def inside(self, node: Node, outer: Node) -> None:
-        """Control diagram that holds sites."""
+        """Control flow that holds sites."""
         ins = [self.union([a]) for a in node.inputs]
         outs = [0] * len(node.outputs)
         if node.primitive is primitives.cond_p:
@@ -311,11 +311,5 @@ class _Reader:
 
 
 def _input_names(info: ModuleInfo) -> list[str]:
-    count = len(info.arg_invars)
-    try:
-        names = list(info.step.arg_names)
-    except (TypeError, ValueError):
-        names = []
-    if count == 1 or count > len(names):
-        return names[:1] if count == 1 and names else [f"input {i}" for i in range(count)]
-    return names[:count]
+    count, names = len(info.arg_invars), list(info.step.arg_names)
+    return names[:count] if count <= len(names) else [f"input {i}" for i in range(count)]

@@ -25,12 +25,12 @@ def make_tree(report: CompilationReport) -> Tree:
 
     graph = report.graph
     root = Tree(_text((graph.module_info.step.name, "bold"), f"  {report.in_short()}"))
-    kept = remembered(graph)
+    kept, sizes = remembered(graph), trace_sizes(graph)
     for group in graph.hidden_groups:
         branch = root.add(_group(group, kept[group.index]))
         for relation in graph.hidden_param_op_relations:
             if group in relation.hidden_groups:
-                branch.add(_site(relation, group, kept))
+                branch.add(_site(relation, group, sizes[relation.site.index].d_rtrl))
     shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
     if report.kept:
         branch = root.add(_text((f"without a trace, {report.kept}, for each sample", "bold magenta")))
@@ -63,8 +63,8 @@ def _group(group: HiddenGroup, kept: HiddenGroup) -> Text:
     return _text((f"group {group.index}", "bold magenta"), f"  {states}")
 
 
-def _site(relation: HiddenParamOpRelation, group: HiddenGroup, kept: dict[int, HiddenGroup]) -> Text:
-    site, sizes = relation.site, trace_sizes(relation, kept)
+def _site(relation: HiddenParamOpRelation, group: HiddenGroup, trace_bytes: int) -> Text:
+    site = relation.site
     names = ", ".join(show_path(p) for p in relation.param_paths)
     shapes = ", ".join(show_aval(w.aval) for w in site.weights.values())
     classes = {
@@ -78,7 +78,7 @@ def _site(relation: HiddenParamOpRelation, group: HiddenGroup, kept: dict[int, H
         (f" {names}", "cyan"),
         (f"  {shapes} -> {show_aval(site.output.aval)}", "dim"),
         f"  {'/'.join(sorted(classes))}{marks}",
-        (f"  trace {show_bytes(sizes.d_rtrl)}", "green"),
+        (f"  trace {show_bytes(trace_bytes)}", "green"),
         (f"  {site.source.rpartition('/')[2]}", "dim"),
     )
 
