@@ -360,7 +360,7 @@ class Drive:
         if rest:
             rest = [r.at[0].add(s) for r, s in zip(rest, signals, strict=True)]
             full = self._at_carried(dict(zip((step.moving[n] for n in starts), rest, strict=True)), (length,))
-            past, after = rule.over_windows(
+            past, after = step.online.trace_rule.over_windows(
                 executor, values, full, window, self.window, fresh=self.fresh, keep=self.keep
             )
             found = list(map(plus, found, past))
@@ -418,12 +418,10 @@ class Drive:
             if step.node is not None:
                 *taken, given_to = taken
                 later = later + self._after_window(moving, jax.tree.map(lambda a: a[-1], given_to), later)
-            if rest and len(jax.tree.leaves(basis)):
-                steps = self._window(given, before, now, jax.lax.stop_gradient(taken))
-                steps = _as_if_begun(steps)
-                basis = jax.lax.stop_gradient(
-                    step.online.rule.projection.pushed(step.online.executor, basis, steps)
-                )
+            projection = step.online.rule.projection if rest else None
+            if projection is not None:
+                steps = _as_if_begun(self._window(given, before, now, jax.lax.stop_gradient(taken)))
+                basis = jax.lax.stop_gradient(projection.pushed(step.online.executor, basis, steps))
             return (moving, basis, later), (outs, taken)
 
         length = len(part.mask)

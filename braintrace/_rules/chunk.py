@@ -65,7 +65,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
     D = record.local.D[group]
     if record.signals is None and record.old_signals is None:
         return Backward(None, None, None if D is None else _products(D))
-    old = None if record.old_signals is None else record.old_signals[group]
+    old: Any = None if record.old_signals is None else record.old_signals[group]
     g = jnp.zeros_like(old) if record.signals is None else record.signals[group]
     if D is None:
         if old is None:

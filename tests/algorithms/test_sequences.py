@@ -438,6 +438,7 @@ class WithUnits(Leaky):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:No output and no state of a step depends on `leak`")
 @pytest.mark.parametrize("rule", [bt.D_RTRL, bt.ES_D_RTRL])
 def test_episodes_with_units_and_sparse_weights(rule):
     want = jax.tree.leaves(of_episodes(rule, WithUnits))
