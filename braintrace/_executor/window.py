@@ -220,32 +220,6 @@ class Window:
             carry = jax.lax.scan(at, carry, rest)[0]
         return carry
 
-    def end(self, params: Leaves, start: list[Leaves]) -> list[Leaves]:
-        """The carried states after the window, along all paths, from those before it."""
-
-        def body(rest: list[Leaves], step: Any) -> Any:
-            args, consts, initial, keep = step
-            if keep is not None:
-                rest = begin_anew(keep, rest, initial)
-            return self.executor.outputs(params, args, consts, rest)[1], None
-
-        # a sample that begins anew is at its start there
-        initial = None if self.keep is None else self.before
-        steps = (self.args, self.consts, initial, self.keep)
-        return jax.lax.scan(body, start, steps, length=self.length)[0]
-
-
-def begin_anew(keep: Any, rest: list[Leaves], initial: list[Leaves]) -> list[Leaves]:
-    """The carried states, with the initial ones for the samples that `keep` has False for.
-
-    What has no axis of samples in front stays as it is.
-    """
-
-    def one(now: Any, start: Any) -> Any:
-        return where_rows(keep, now, start) if now.shape[:1] == keep.shape else now
-
-    return jax.tree.map(one, rest, initial)  # type: ignore[no-any-return]
-
 
 def _cleared(keep: Any, rows: Leaves) -> Leaves:
     """Derivatives, rows first, by leaves before a step: zero for the samples that begin anew there."""

@@ -7,6 +7,7 @@ pure functions and writes the results back.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -58,6 +59,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     A rule of one's own is no subclass, but a `braintrace.rules.TraceRule` for `ETraceVjpAlgorithm`.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = inspect.signature(cls.__init__)
+        parameters = [*own.parameters.values()][1:]
+        # the metaclass of modules has a `__call__`, which `inspect` would show instead
+        cls.__signature__ = own.replace(parameters=parameters)
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
