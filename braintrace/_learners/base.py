@@ -36,7 +36,7 @@ from .._online.user_step import UserStep
 from .._rules.rule import Values
 from . import pickling
 from .count import Count
-from .driving import Driver
+from .driving import Driver, Task
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .reads import Reads
@@ -540,10 +540,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._compare_masks()
         try:
             before = self.steps.value
-            with unchanged_on_error(list(self.states().values()), unless=report is not None):
-                grads, losses, aux = self._driver.gradient(
-                    self, request, step_fn, weights, chunk_size, keep_traces
-                )
+            # with a report, states are up to date after each part, and stay so
+            kept = [] if report is not None else list(self.states().values())
+            with unchanged_on_error(kept):
+                task = Task(self, request, step_fn, weights, keep_traces)
+                grads, losses, aux = self._driver.gradient(task, chunk_size)
                 if _is_unchanged(before, self.steps.value):
                     raise NeverCalledError
                 if not keep_traces:

@@ -185,13 +185,3 @@ class ETraceConfig:
                 "back-propagated signals that are not filtered, each alone."
             )
         return rules.UORO() if self.trace_factorization == name else rules.SnAp(self.sparse_n or 1, most)
-
-    def check_for(self, learner: str, factorization: str) -> ETraceConfig:
-        """This, if it keeps what the learner does."""
-        if self.trace_factorization != factorization:
-            raise ValueError(
-                f"{learner} has `trace_factorization={factorization!r}`, and the config has "
-                f"{self.trace_factorization!r}: `braintrace.compile(model, config, ...)` takes the"
-                " learner for it."
-            )
-        return self

@@ -177,4 +177,10 @@ def as_config(config: Any, learner: type, factorization: str) -> ETraceConfig:
     """A config that a learner can take."""
     if not isinstance(config, ETraceConfig):
         raise TypeError(f"`config` is a `braintrace.ETraceConfig`, not {config!r}.")
-    return config.check_for(learner.__name__, factorization)
+    if config.trace_factorization != factorization:
+        raise ValueError(
+            f"{learner.__name__} has `trace_factorization={factorization!r}`, and the config has "
+            f"{config.trace_factorization!r}: `braintrace.compile(model, config, ...)` takes the learner for "
+            "it."
+        )
+    return config

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _rules as rules
 from .._executor.recursion import Leak, Own, Recursion
+from .._online.request import check_choice
 from .._rules.bounds import Clipped
 from .._rules.presynaptic import Presynaptic
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, TargetProjection, as_key
@@ -26,13 +27,12 @@ class EProp(OptionsLearner):
         trace[t] = D[t] trace[t-1] + J[t] x[t]        e[t] = kappa e[t-1] + slope[t] trace[t]
         gradient = sum_t L[t] e[t]
 
-    `slope` is the derivative of what others read of the states (a spike of a voltage). `kappa_filter_decay`
-    is the decay of the filter, 0 for none; by default it is that of the model's leaky readout, if there is
-    one. `L` is, by `feedback`: 'symmetric', the back-propagated signal there; 'random', the outputs' errors
-    through fixed random matrices (drawn with `random_feedback_key`); 'adaptive', through matrices that change
-    as the readout does; each time, `feedback_decay` of their difference to it is forgotten (as if both
-    decayed by that, as in the paper). A readout with memory (`nn.LeakyRateReadout`) has neither filter nor
-    matrix: its own trace and the back-propagated signal give its exact gradient.
+    `slope` is the derivative of what others read of the states (a spike of a voltage). A
+    `kappa_filter_decay` of 0 means no filter. `L` is, by `feedback`: 'symmetric', the back-propagated signal
+    there; 'random', the outputs' errors through fixed random matrices; 'adaptive', through matrices that
+    change as the readout does, and whose difference to it decays by `feedback_decay` each time (as if both
+    decayed, as in the paper). A readout with memory (`nn.LeakyRateReadout`) has neither filter nor matrix:
+    its own trace and the back-propagated signal give its exact gradient.
     """
 
     takes = (
@@ -136,9 +136,9 @@ class OTTT(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        mode = _one_of("mode", options.mode, "A", "O")
+        check_choice("mode", options.mode, ("A", "O"))
         rule = Presynaptic(_decay("leak", options.leak), called="OTTT", dtype=options.trace_dtype)
-        return Choice(rule, attributes={"mode": mode})
+        return Choice(rule, attributes={"mode": options.mode})
 
 
 class OTPE(OptionsLearner):
@@ -159,15 +159,15 @@ class OTPE(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        mode = _one_of("mode", options.mode, "full", "approx")
+        check_choice("mode", options.mode, ("full", "approx"))
         leak, clip, dtype = _decay("leak", options.leak), options.trace_clip_abs, options.trace_dtype
         on = Recursion(kappa=0.0, one_layer_on=True)
         rule: rules.Rule = Presynaptic(leak, out=leak, recursion=on, called="OTPE", dtype=dtype)
-        if mode == "full":
+        if options.mode == "full":
             bound = None if clip is None else Clipped(clip)
             recursion = Recursion(Leak(leak), kappa=leak, one_layer_on=True)
             rule = rules.D_RTRL(dtype, recursion=recursion, bound=bound, called="OTPE")
-        return Choice(rule, attributes={"mode": mode})
+        return Choice(rule, attributes={"mode": options.mode})
 
 
 class OSTTP(OptionsLearner):
@@ -190,7 +190,7 @@ class OSTTP(OptionsLearner):
     @classmethod
     def choose(cls, options: Any) -> Choice:
         matrices, timing = options.B_list, options.target_timing
-        _one_of("target_timing", timing, "per-step", "sequence-end")
+        check_choice("target_timing", timing, ("per-step", "sequence-end"))
         if (matrices is None) == (options.num_targets is None):
             raise ValueError("Give either `B_list`, a matrix for each group, or `num_targets`.")
         given = None if matrices is None else tuple(_as_tuple(np.asarray(B)) for B in matrices)
@@ -263,15 +263,8 @@ def _decay(name: str, value: Any) -> float:
 
 
 def _feedback(options: Any) -> Signal:
-    kind = _one_of("feedback", options.feedback, "symmetric", "random", "adaptive")
-    if kind == "symmetric":
+    check_choice("feedback", options.feedback, ("symmetric", "random", "adaptive"))
+    if options.feedback == "symmetric":
         return PROPAGATED
     decay = _decay("feedback_decay", options.feedback_decay)
-    return Feedback(as_key(options.random_feedback_key), kind == "adaptive", decay)
-
-
-def _one_of(name: str, value: Any, *known: str) -> str:
-    if value not in known:
-        words = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
-        raise ValueError(f"`{name}` is {words}, not {value!r}.")
-    return str(value)
+    return Feedback(as_key(options.random_feedback_key), options.feedback == "adaptive", decay)
