@@ -30,7 +30,7 @@ REQUIRED = Parameter.empty
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "window": (int | None, None, "Back-propagate through windows of this many steps."),
     "rank": (int, 0, "Rank of a correction to the diagonal traces, for each sample."),
-    "samples": (Axis, "auto", "Axis of the samples in the states; None if all is one sample."),
+    "samples": (Axis, "auto", "Axis of the samples in the states; 'auto' finds it, None means one sample."),
     "power": (int, 0, "Power iterations of the basis of the correction; 1 pays in spiking nets."),
     "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
     "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "config": (ETraceConfig | None, None, "Chooses another rule of the same kind."),
     "random_feedback_key": (Any, None, "Key of the random feedback matrices."),
     "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
-    "normalize_matrix_spectrum": (bool, False, "Scale `D` and the traces down to a size of one."),
+    "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
     "decay_or_rank": (Any, 0.9, "Decay in [0, 1) or rank `r`, for `(r - 1) / (r + 1)`; or (inputs, states)."),
     "feedback": (str, "symmetric", "'symmetric', 'random' or 'adaptive'."),
     "feedback_decay": (float, 0.0, "Decay of adaptive matrices towards the readout."),
@@ -84,7 +84,7 @@ class OptionsLearner(ETraceVjpAlgorithm):
     def __init_subclass__(cls) -> None:
         if "takes" in vars(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
-            cls.__doc__ = f"{cls.__doc__}{_describe(cls.takes)}"
+            cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls.takes)}"
         super().__init_subclass__()
 
     def __init__(self, model: brainstate.nn.Module, *args: Any, **options: Any) -> None:
@@ -148,7 +148,7 @@ def _describe(takes: str) -> str:
     unused = ", ".join(f"`{name[1:-1]}`" for name in names if name.startswith("("))
     lines += [f"{unused}: Accepted without effect, for code written for 0.2.x."] if unused else []
     shown = "\n        ".join(["model: The model that learns, with an `update` method.", *lines])
-    return f"\n    Args:\n        {shown}\n    "
+    return f"    Args:\n        {shown}\n    "
 
 
 def as_trace_dtype(dtype: Any) -> Any:
