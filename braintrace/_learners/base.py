@@ -401,15 +401,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
             if any(_belongs(key, t) for t in self.executor.slots if path in t.relation.param_paths)
         }
         if not chosen:
-            why = self.report.excluded_weights.get(path)
-            raise ValueError(
-                f"The parameter `{show_path(path)}` has no trace"
-                + (
-                    f": {why}."
-                    if why
-                    else "; known: " + ", ".join(map(show_path, self.report.etrace_weights)) + "."
-                )
-            )
+            known = f"; known: {', '.join(map(show_path, self.report.etrace_weights))}"
+            reasons = {p: f": {why}" for p, why in self.report.excluded_weights.items()}
+            raise ValueError(f"The parameter `{show_path(path)}` has no trace{reasons.get(path, known)}.")
         return chosen
 
     # -- calling -----------------------------------------------------------------------------------
