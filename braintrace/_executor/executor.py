@@ -29,6 +29,8 @@ from .weighted import Weighted, as_weight, factors_over_time, find_weighted, pro
 from .weights import Effective, effective_weights, needs
 
 Leaves = list[Any]
+Ys = Mapping[int, Taken]  # the outputs of sites, as an earlier evaluation of the step has found them
+Added = Mapping[int, Any]  # added to the outputs of sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +157,7 @@ class ETraceGraphExecutor:
         return outs, [[read(env, a) for a in e.outvars] for e in self.info.carried]
 
     def forward(
-        self,
-        params: Leaves,
-        args: Leaves,
-        consts: Leaves,
-        rest: list[Leaves],
-        ys: Mapping[int, Taken] | None = None,
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys | None = None
     ) -> tuple[Leaves, list[Leaves], dict[Var, Any], dict[int, Leaves]]:
         """The outputs, the new states, every value on the way, and the operands of each site.
 
@@ -177,13 +174,7 @@ class ETraceGraphExecutor:
         return *self._results(env), env, operands
 
     def perturbed(
-        self,
-        params: Leaves,
-        args: Leaves,
-        consts: Leaves,
-        rest: list[Leaves],
-        ys: Mapping[int, Taken],
-        added: Mapping[int, Any],
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys, added: Added
     ) -> list[Leaves]:
         """The new states with something added to the outputs of sites, whose weights are held fixed.
 
@@ -202,12 +193,7 @@ class ETraceGraphExecutor:
         return self._results(env)[1]
 
     def outputs(
-        self,
-        params: Leaves,
-        args: Leaves,
-        consts: Leaves,
-        rest: list[Leaves],
-        added: Mapping[int, Any] | None = None,
+        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], added: Added | None = None
     ) -> tuple[Leaves, list[Leaves], dict[int, Taken], dict[int, Leaves]]:
         """The outputs, the new states, what the sites on the way to them have had, and inputs of sites.
 
@@ -236,9 +222,7 @@ class ETraceGraphExecutor:
         nodes = needed(self.info.program, [a for e in self.info.entries for a in e.outvars])
         return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
-    def local(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Mapping[int, Taken] | None
-    ) -> Local:
+    def local(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys | None) -> Local:
         """The local Jacobians of a step; `ys` is what sites have had already."""
         _, _, env, operands = self.forward(params, args, consts, rest, ys)
         return self.jacobians(env, operands)
@@ -310,12 +294,10 @@ class ETraceGraphExecutor:
 
         `of` are the relations or weighted sites with these keys.
         """
-        fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
         layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
 
         def weights(params: Leaves) -> Leaves:
-            known = self.known_params(params, consts)
-            effective = effective_weights(self.info.program, {v: known[v] for v in fixed}, of)
+            effective = effective_weights(self.info.program, self.known_params(params, consts), of)
             return [effective[i][name] for i, name in keys]
 
         values, pull = pull_back(weights, params)
@@ -360,19 +342,9 @@ class ETraceGraphExecutor:
 
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
         """Gradients of effective weights carried back to the parameters."""
-        shown = {(t.relation.site.index, t.name): t for t in self.slots}
-
-        def weights(params: Leaves) -> Leaves:
-            effective = self.weights(params, consts)
-            return [effective[site][name] for site, name in shown]
-
-        values, pull = pull_back(weights, params)
-
-        def back(grads: Leaves) -> Leaves:
-            pairs = zip(shown.values(), grads, values, strict=True)
-            return pull([t.unview(g, v) for t, g, v in pairs])[0]  # type: ignore[no-any-return]
-
-        return self._all_apart(back, [grads[k] for k in shown])
+        keys = list(dict.fromkeys((t.relation.site.index, t.name) for t in self.slots))
+        back = self.pull_weights(params, consts, self.graph.hidden_param_op_relations, keys)
+        return self._all_apart(back, [grads[k] for k in keys])
 
     def signals(
         self,
@@ -381,7 +353,7 @@ class ETraceGraphExecutor:
         consts: Leaves,
         rest: list[Leaves],
         deltas: tuple[Leaves, Leaves],
-        ys: Mapping[int, Taken] | None = None,
+        ys: Ys | None = None,
         at_readings: Leaves = (),  # type: ignore[assignment]
     ) -> tuple[Leaves, list[Leaves]]:
         """The differentiable form of the step, with deltas added to new and old states: its results.

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._compiler import CompilationError
 from .slots import Slot
+from .weighted import as_weight
 
 _TOLERANCE = 1e-3
 
@@ -67,5 +68,5 @@ def _error(slot: Slot) -> float:
     y, pull = jax.vjp(op, weight)
     dy = random(y)
     want = pull(dy)[0]
-    found = slot.unview(slot.from_cotangent(slot.factor(inputs), dy, inputs, weight), weight)
+    found = as_weight(slot.layout, slot.from_cotangent(slot.factor(inputs), dy, inputs, weight), weight)
     return float(jnp.max(jnp.abs(want - found)) / jnp.maximum(jnp.max(jnp.abs(want)), 1e-30))

@@ -346,12 +346,6 @@ class Slot:
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
 
-    def unview(self, dw: Any, weight: Any) -> Any:
-        """A gradient with the letters of the weight, shaped as the effective weight."""
-        struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
-        dw = dw if jnp.iscomplexobj(weight) else dw.real
-        return jax.linear_transpose(self.layout.view_w, struct)(dw.astype(weight.dtype))[0]
-
 
 PARTS = "parts"
 

@@ -7,6 +7,7 @@ pure functions and writes the results back.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from .._online.user_step import UserStep
 from .._rules.rule import Values
 from . import pickling
 from .count import Count
-from .driving import Driver
+from .driving import Driver, Task
 from .forms import Compiled, Key, NotCompiledError, shapes_of_states, time_first
 from .progress import Bar, Report, unchanged_on_error
 from .reads import Reads
@@ -58,6 +59,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     A rule of one's own is no subclass, but a `braintrace.rules.TraceRule` for `ETraceVjpAlgorithm`.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = inspect.signature(cls.__init__)
+        parameters = [*own.parameters.values()][1:]
+        # the metaclass of modules has a `__call__`, which `inspect` would show instead
+        cls.__signature__ = own.replace(parameters=parameters)
 
     def __init__(self, model: brainstate.nn.Module, *, name: str | None = None) -> None:
         super().__init__()
@@ -394,15 +402,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
             if any(_belongs(key, t) for t in self.executor.slots if path in t.relation.param_paths)
         }
         if not chosen:
-            why = self.report.excluded_weights.get(path)
-            raise ValueError(
-                f"The parameter `{show_path(path)}` has no trace"
-                + (
-                    f": {why}."
-                    if why
-                    else "; known: " + ", ".join(map(show_path, self.report.etrace_weights)) + "."
-                )
-            )
+            known = f"; known: {', '.join(map(show_path, self.report.etrace_weights))}"
+            reasons = {p: f": {why}" for p, why in self.report.excluded_weights.items()}
+            raise ValueError(f"The parameter `{show_path(path)}` has no trace{reasons.get(path, known)}.")
         return chosen
 
     # -- calling -----------------------------------------------------------------------------------
@@ -533,10 +535,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._compare_masks()
         try:
             before = self.steps.value
-            with unchanged_on_error(list(self.states().values()), unless=report is not None):
-                grads, losses, aux = self._driver.gradient(
-                    self, request, step_fn, weights, chunk_size, keep_traces
-                )
+            # with a report, states are up to date after each part, and stay so
+            kept = [] if report is not None else list(self.states().values())
+            with unchanged_on_error(kept):
+                task = Task(self, request, step_fn, weights, keep_traces)
+                grads, losses, aux = self._driver.gradient(task, chunk_size)
                 if _is_unchanged(before, self.steps.value):
                     raise NeverCalledError
                 if not keep_traces:

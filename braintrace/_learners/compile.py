@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .. import _rules as rules
+from .._executor.window import where_rows
 from .._online.sequence import Sequence
 from .._rules.rule import Rule
 from .base import ETraceAlgorithm
@@ -206,14 +207,12 @@ class ETraceVmap(brainstate.nn.Vmap):
         reset()
         if rows is not None:
             for path, state in states.items():
-                state.value = jax.tree.map(partial(_of_rows, jnp.asarray(rows)), state.value, before[0][path])
+                state.value = jax.tree.map(
+                    partial(where_rows, jnp.asarray(rows)), state.value, before[0][path]
+                )
             self.module.steps.value = before[1]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "module" not in vars(self):
             raise AttributeError(name)
         return getattr(self.module, name)
-
-
-def _of_rows(rows: Any, new: Any, old: Any) -> Any:
-    return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

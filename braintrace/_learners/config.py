@@ -23,6 +23,11 @@ _AXES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _side(axis: str, at: int, doc: str) -> Any:
+    """A property: one side of a pair where two averages are kept, or else the value for all."""
+    return property(lambda c: getattr(c, axis)[at] if c.is_factorized else getattr(c, axis), doc=doc)
+
+
 @dataclass(frozen=True)
 class ETraceConfig:
     """A learning rule by its choices: what is kept, how it decays, which signal, which filter.
@@ -120,23 +125,10 @@ class ETraceConfig:
         """Whether marked ops are open in the recursion."""
         return self.recurrence_scope != "diagonal"
 
-    @property
-    def recursion_x(self) -> str:
-        """How the average of inputs goes on."""
-        return str(self.temporal_recursion[0]) if self.is_factorized else str(self.temporal_recursion)
-
-    @property
-    def recursion_f(self) -> str:
-        """How the average of state Jacobians goes on."""
-        return str(self.temporal_recursion[1]) if self.is_factorized else str(self.temporal_recursion)
-
-    @property
-    def decay_x(self) -> Any:
-        return self.decay[0] if self.is_factorized else self.decay
-
-    @property
-    def decay_f(self) -> Any:
-        return self.decay[1] if self.is_factorized else self.decay
+    recursion_x = _side("temporal_recursion", 0, "How the average of inputs advances.")
+    recursion_f = _side("temporal_recursion", 1, "How the average of state Jacobians advances.")
+    decay_x = _side("decay", 0, "The decay of the average of inputs.")
+    decay_f = _side("decay", 1, "The decay of the average of state Jacobians.")
 
     def replace(self, **changes: Any) -> ETraceConfig:
         """The same with other choices."""
@@ -185,13 +177,3 @@ class ETraceConfig:
                 "back-propagated signals that are not filtered, each alone."
             )
         return rules.UORO() if self.trace_factorization == name else rules.SnAp(self.sparse_n or 1, most)
-
-    def check_for(self, learner: str, factorization: str) -> ETraceConfig:
-        """This, if it keeps what the learner does."""
-        if self.trace_factorization != factorization:
-            raise ValueError(
-                f"{learner} has `trace_factorization={factorization!r}`, and the config has "
-                f"{self.trace_factorization!r}: `braintrace.compile(model, config, ...)` takes the"
-                " learner for it."
-            )
-        return self

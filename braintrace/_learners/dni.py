@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._frontends.modules import Mark
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .config import ETraceConfig
 from .driving import Driver
-from .vjp import ETraceVjpAlgorithm, VjpMethod
+from .options import Choice, OptionsLearner
 
 
 class SyntheticGradient(brainstate.nn.Module):
@@ -64,7 +63,7 @@ def _width(shape: tuple[int, ...]) -> int:
     return int(shape[-1] * shape[-2]) if len(shape) > 1 else int(shape[-1])
 
 
-class DNI(ETraceVjpAlgorithm):
+class DNI(OptionsLearner):
     """Decoupled neural interfaces (Jaderberg et al. 2017): windows, and an estimate of what comes after.
 
         gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw
@@ -74,31 +73,22 @@ class DNI(ETraceVjpAlgorithm):
     instead, and only the others by the estimate.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        synthesizer: Any = None,
-        name: str | None = None,
-        vjp_method: VjpMethod = "multi-step",
-        fast_solve: bool = True,
-        trace_dtype: Any = None,
-        chunked_trace: bool = True,
-        control_flow: Any = None,
-        snap_max_jacobian_elements: int = 0,
-        *,
-        window: int | None = None,
-        mark: Mark = "ops",
-        config: ETraceConfig | None = None,
-    ) -> None:
-        if vjp_method != "multi-step":
+    takes = (
+        "synthesizer name vjp_method (fast_solve) (trace_dtype) (chunked_trace) (control_flow) "
+        "(snap_max_jacobian_elements) * window mark config"
+    )
+    defaults: ClassVar = {"vjp_method": "multi-step"}
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        if options.vjp_method != "multi-step":
             raise ValueError("DNI is about what comes after a window: `vjp_method` is 'multi-step'.")
-        config = config or ETraceConfig(learning_signal="bootstrapped")
-        super().__init__(
-            model, DNIRule(), vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
-        )
-        self.synthesizer: Any = None
-        if synthesizer is not None:
-            self.attach_synthesizer(synthesizer)
+        config = options.config or ETraceConfig(learning_signal="bootstrapped")
+        net = options.synthesizer
+        if net is None:
+            return Choice(DNIRule(), config, {"synthesizer": None})
+        standing = {"synthesizer": net.param_values}
+        return Choice(DNIRule(Bootstrapped(net.apply)), config, {"synthesizer": net, "standing": standing})
 
     def attach_synthesizer(self, synthesizer: Any) -> None:
         """Use this one from now on: it has `param_values()` and `apply(values, states)`."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .._compiler.step import show_path
+from .._executor.executor import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.drive import Drive, Given
 from .._online.programs import Programs
@@ -82,6 +83,17 @@ class TracedStep:
         self.pure.assign(cut(leaves, self.pure.trees))
 
 
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The gradient over a sequence that a learner was asked for."""
+
+    learner: ETraceAlgorithm
+    request: Request
+    step_fn: Callable[..., Any]
+    weights: Weights
+    keep: bool  # the traces are wanted afterwards
+
+
 class Driver:
     """Drives one learner; remembers what it compiled."""
 
@@ -97,40 +109,24 @@ class Driver:
         finally:
             self.is_driving = before
 
-    def gradient(
-        self,
-        learner: ETraceAlgorithm,
-        request: Request,
-        step_fn: Callable[..., Any],
-        weights: Weights,
-        chunk_size: int | None,
-        keep: bool,
-    ) -> tuple[Any, Any, Any]:
+    def gradient(self, task: Task, chunk_size: int | None) -> tuple[Any, Any, Any]:
         """The summed gradients, and the losses and other outputs of every step."""
-        taken = learner.steps_at_once(chunk_size)
+        taken = task.learner.steps_at_once(chunk_size)
         if taken is None:
-            return self._steps(learner, request, request.sequence, step_fn, weights, chunk_size, keep)
-        if taken == 1:  # a plain step; or, as before there was one, a window of one
+            return self._steps(task, task.request.sequence, chunk_size)
+        if taken == 1:  # a plain step or, as in 0.2.x, a window of one
             try:
-                return self._steps(learner, request, request.sequence, step_fn, weights, 1, keep)
+                return self._steps(task, task.request.sequence, 1)
             except Exception as plain:
                 try:
-                    return self._windows(learner, request, step_fn, weights, 1, keep)
+                    return self._windows(task, 1)
                 except Exception:
                     raise plain from None
-        return self._windows(learner, request, step_fn, weights, taken, keep)
+        return self._windows(task, taken)
 
-    def _windows(
-        self,
-        learner: ETraceAlgorithm,
-        request: Request,
-        step_fn: Callable[..., Any],
-        weights: Weights,
-        size: int,
-        keep: bool,
-    ) -> tuple[Any, Any, Any]:
+    def _windows(self, task: Task, size: int) -> tuple[Any, Any, Any]:
         """`step_fn` takes so many steps at once, and one window with what is left."""
-        if request.sequence.reset is not None:
+        if task.request.sequence.reset is not None:
             raise ValueError(
                 f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
                 "to `step_fn`, and `reset` needs a `step_fn` of one step: leave `chunk_size` out; the "
@@ -138,8 +134,8 @@ class Driver:
             )
         found = []
         try:
-            for sequence, length in _in_windows(request.sequence, size):
-                parts = self._steps(learner, request, sequence, step_fn, weights, None, keep, (length,))
+            for sequence, length in _in_windows(task.request.sequence, size):
+                parts = self._steps(task, sequence, None, (length,))
                 found.append((parts[0], parts[1:]))
         except NotCompiledError as e:
             raise ValueError(
@@ -152,34 +148,22 @@ class Driver:
 
     @_meshes.no_types()
     def _steps(
-        self,
-        learner: ETraceAlgorithm,
-        request: Request,
-        sequence: Sequence,
-        step_fn: Callable[..., Any],
-        weights: Weights,
-        chunk_size: int | None,
-        keep: bool,
-        lead: tuple[int, ...] = (),
+        self, task: Task, sequence: Sequence, chunk_size: int | None, lead: tuple[int, ...] = ()
     ) -> tuple[Any, Any, Any]:
+        learner, weights = task.learner, task.weights
+
         def function(*slices: Any) -> Any:
-            return request.split(step_fn(*slices), lead)
+            return task.request.split(task.step_fn(*slices), lead)
 
         traced = self.trace(learner, function, sequence)
         at = traced.leaves_of(weights)
         self._refuse_unused(learner, traced, weights)
         leaves = [leaf for values in traced.pure.values() for leaf in values]
-        wanted = tuple(
-            dict.fromkeys(
-                i
-                for found in at.values()
-                for i in found
-                if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.inexact)
-            )
-        )
+        asked = [i for found in at.values() for i in found]
+        wanted = tuple(dict.fromkeys(i for i in asked if is_inexact(leaves[i])))
         begins, initial = self._initial(learner, traced, sequence)
         drive = replace(
-            learner._how(traced.step, sequence, chunk_size, keep, is_window=bool(lead)),
+            learner._how(traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
             wanted=wanted,
             begins=begins,
             forget=learner._forget,
@@ -188,18 +172,16 @@ class Driver:
             inside = set(map(id, learner.model.states().values()))
             inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
             outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
-            warn_of_paths(drive, [i for found in at.values() for i in found], outside, learner.model)
+            warn_of_paths(drive, asked, outside, learner.model)
         total, outs, after = self._run(traced, drive, sequence, leaves, initial, Drive.__call__)
         traced.assign(after)
         by_leaf = dict(zip(wanted, total, strict=True))
-        grads = {
-            k: jax.tree.map(jnp.zeros_like, st.value)
-            if k not in at
-            else jax.tree.unflatten(
-                jax.tree.structure(st.value), [by_leaf.get(i, jnp.zeros_like(leaves[i])) for i in at[k]]
-            )
-            for k, st in weights.items()
-        }
+        grads = {}
+        for k, st in weights.items():
+            values, tree = jax.tree.flatten(st.value)
+            pairs = zip(at.get(k, [None] * len(values)), values, strict=True)
+            found = [by_leaf[i] if i in by_leaf else jnp.zeros_like(a) for i, a in pairs]
+            grads[k] = jax.tree.unflatten(tree, found)
         return grads, *jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
 
     def evolve(

@@ -160,8 +160,12 @@ class OnlineFunctions:
 
     def with_rule(self, rule: Rule, window: int | None = None) -> OnlineFunctions:
         """The same step function under another rule, in windows of so many steps (None: as before)."""
-        other = replace(self, rule=rule, window=window or self.window, _programs=Programs())
-        other.__dict__["graph"] = self.graph  # it goes by the function alone
+        return self._changed(rule=rule, window=window or self.window)
+
+    def _changed(self, **changes: Any) -> OnlineFunctions:
+        """A copy with other fields and the same graph, which goes by the function alone."""
+        other = replace(self, **changes, _programs=Programs())
+        other.__dict__["graph"] = self.graph
         return other
 
     def with_start(self, carry: Any) -> OnlineFunctions:
@@ -216,9 +220,7 @@ class OnlineFunctions:
             for t, g in zip((f.params, f.carry, f.x), (param, state, x), strict=True)
         ]
         function = replace(f, params=trees[0], carry=trees[1], x=trees[2])
-        other = replace(self, function=function, start=trees[1].like, _programs=Programs())
-        other.__dict__["graph"] = self.graph
-        return other
+        return self._changed(function=function, start=trees[1].like)
 
     @property
     def initial_shapes(self) -> Values:
@@ -357,8 +359,7 @@ class OnlineFunctions:
         def returned(y: Any, slices: tuple[Any, ...]) -> Any:
             return request.split(loss(y, *slices))
 
-        closed, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
-        step = self._user_step(closed)
+        step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
         self._warn_of_closures(step, leaves)
         kept = {i for i, a in enumerate(leaves[: self._num_params]) if is_inexact(a)}
         drive = self._drive(step, sequence, traces, chunk_size, window)
@@ -379,8 +380,7 @@ class OnlineFunctions:
         """Advance over a sequence without a loss: the carry, traces and outputs of every step."""
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
-        closed, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
-        step = self._user_step(closed)
+        step, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
         drive = self._drive(step, sequence, traces, chunk_size, None)
         given = Given(list(step.program.consts.values()), leaves, [])
         outs, after = self._programs.run(Drive.evolve, drive, given, sequence)
@@ -408,8 +408,8 @@ class OnlineFunctions:
 
     def _trace(
         self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence, fixed: Values
-    ) -> tuple[Any, Any, Leaves]:
-        """A step and what is made of its output, as a jaxpr; the form of that; and all leaves."""
+    ) -> tuple[UserStep, Any, Leaves]:
+        """A step with `returned` of its output, the structure of that, and all leaves."""
         leaves = [*self._leaves(params, carry), *jax.tree.leaves(traces)]
         x = self.function.x.leaves(sequence.arrays[0])
         self._spread_like(self._leaves(params, carry), [_meshes.shape_of(a, 1) for a in x])
@@ -429,7 +429,8 @@ class OnlineFunctions:
             return [*found, *after, *jax.tree.leaves(values)]
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
-        return _meshes.traced(jax.make_jaxpr(flat), slices, leaves), out_trees[-1], leaves
+        closed = _meshes.traced(jax.make_jaxpr(flat), slices, leaves)
+        return self._user_step(closed), out_trees[-1], leaves
 
     def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
         """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import brainstate
+from typing import Any
 
 from .. import _rules as rules
 from .._executor.recursion import Own, Recursion
-from .._frontends.modules import Mark
-from .._rules.snap import MOST
 from .config import ETraceConfig
-from .learners import as_config, as_trace_dtype
-from .vjp import ETraceVjpAlgorithm, VjpMethod
-
-Axis = int | Literal["auto"] | None
+from .options import Choice, OptionsLearner, as_config
 
 
-class SnAp(ETraceVjpAlgorithm):
+class SnAp(OptionsLearner):
     """Sparse n-step approximation of RTRL: the influence of every parameter where `n` steps can reach.
 
         P[t] = M * (H[t] P[t-1] + dh[t]/dw)
@@ -31,44 +24,29 @@ class SnAp(ETraceVjpAlgorithm):
     unit acts on itself, through recurrent weights as well (`mark` and `trace_dtype` are for these traces;
     what has none, and acts on many units at once, learns within the step). Of a unit with one state that is
     the pattern above; of one with several, a trace covers them all, and `M` those that the weight reaches
-    within the step. With more steps, a call is a window of one
-    step, in which nothing is left out; with `window=k` so are `k` steps. A pattern of more than
-    `snap_max_jacobian_elements` numbers, of all samples together, is refused with its size (in 0.2.6 the
-    limit is on the blocks of `H`, and patterns stay within a group of states). In the paper the signal at the
-    new state meets `P[t]`; here, for `n > 1` and whatever `vjp_method`, the step is back-propagated through
-    and the signal at the old state meets `P[t-1]`, so that what `M` leaves out is missed one step later: a
-    gradient closer to RTRL's. `samples` is as in `D_RTRL`; `fast_solve`, `chunked_trace`, `control_flow` and
-    `random_feedback_key` are accepted and have no effect.
+    within the step. With more steps, a call is a window of one step, in which nothing is left out; with
+    `window=k` so are `k` steps. A pattern of more than `snap_max_jacobian_elements` numbers is refused with
+    its size (in 0.2.6 the limit is on the blocks of `H`, and patterns stay within a group of states). In the
+    paper the signal at the new state meets `P[t]`; here, for `n > 1` and whatever `vjp_method`, the step is
+    back-propagated through and the signal at the old state meets `P[t-1]`, so that what `M` leaves out is
+    missed one step later: a gradient closer to RTRL's.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        n: int = 2,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        snap_max_jacobian_elements: int = MOST,
-        *,
-        window: int | None = None,
-        samples: Axis = "auto",
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-        chunked_trace: bool = True,
-        control_flow: Any = None,
-        random_feedback_key: Any = None,
-    ) -> None:
-        rule: rules.Rule = rules.SnAp(n, snap_max_jacobian_elements, samples)
+    takes = (
+        "n name vjp_method (fast_solve) snap_max_jacobian_elements * window samples mark trace_dtype "
+        "(chunked_trace) (control_flow) (random_feedback_key)"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        n, most = options.n, options.snap_max_jacobian_elements
+        rule: rules.Rule = rules.SnAp(n, most, options.samples)
         if n == 1:
-            rule = rules.D_RTRL(as_trace_dtype(trace_dtype), recursion=Recursion(Own()), called="SnAp(1)")
-        config = ETraceConfig(recurrence_scope="sparse_n", sparse_n=n)
-        super().__init__(
-            model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
-        )
-        self.n = n
+            rule = rules.D_RTRL(options.trace_dtype, recursion=Recursion(Own()), called="SnAp(1)")
+        return Choice(rule, ETraceConfig(recurrence_scope="sparse_n", sparse_n=n), {"n": n})
 
 
-class UORO(ETraceVjpAlgorithm):
+class UORO(OptionsLearner):
     """Unbiased online recurrent optimisation: the influence of all parameters as one random product.
 
         P ~ s theta^T,    s' = rho0 H s + rho1 nu,    theta' = theta / rho0 + (nu^T dh/dw) / rho1
@@ -78,57 +56,33 @@ class UORO(ETraceVjpAlgorithm):
     over many steps or samples are not. Tallec and Ollivier, 2017 (arXiv:1702.05043); there is one product for
     each sample of a batch.
 
-    `projection_key` is the key of the signs. Their stream goes on over resets, so that sequences have
-    different signs. `projection_eps` is added to norms, as in the paper. `window=k` back-propagates through
-    windows of `k` steps, of which each takes one draw: the longer, the less noise. `samples` is as in
-    `D_RTRL`. `fast_solve`, `control_flow`, `random_feedback_key` and `snap_max_jacobian_elements` are
-    accepted and have no effect, as in 0.2.6.
-    0.2.6 keeps a product for each group of states, and leaves out what goes from one group to another.
+    The stream of signs goes on over resets, so that sequences have different signs. With `window=k`, each
+    window of `k` steps takes one draw: the longer, the less noise. 0.2.6 keeps a product for each group of
+    states, and leaves out what goes from one group to another.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        control_flow: Any = None,
-        projection_key: Any = 42,
-        projection_eps: float = 1e-12,
-        random_feedback_key: Any = None,
-        snap_max_jacobian_elements: int | None = None,
-        *,
-        window: int | None = None,
-        samples: Axis = "auto",
-        mark: Mark = "ops",
-        config: ETraceConfig | None = None,
-    ) -> None:
-        config = config or ETraceConfig("random_projection", recurrence_scope="coupled")
-        as_config(config, type(self), "random_projection").rule()
-        rule = rules.UORO(projection_key, projection_eps, samples)
-        super().__init__(
-            model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name, config=config
-        )
+    takes = (
+        "name vjp_method (fast_solve) (control_flow) projection_key projection_eps (random_feedback_key) "
+        "(snap_max_jacobian_elements) * window samples mark config"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        config = options.config or ETraceConfig("random_projection", recurrence_scope="coupled")
+        as_config(config, cls, "random_projection").rule()  # which checks the other axes
+        return Choice(rules.UORO(options.projection_key, options.projection_eps, options.samples), config)
 
 
 class RandomProjectionVjpAlgorithm(UORO):
     """`UORO`, with the place that 0.2.6 has for a `config` among its arguments."""
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        control_flow: Any = None,
-        config: ETraceConfig | None = None,
-        *more: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, name, vjp_method, fast_solve, control_flow, *more, config=config, **options)
+    takes = (
+        "name vjp_method (fast_solve) (control_flow) config projection_key projection_eps "
+        "(random_feedback_key) (snap_max_jacobian_elements) * window samples mark"
+    )
 
 
-class KF_RTRL(ETraceVjpAlgorithm):
+class KF_RTRL(OptionsLearner):
     """Kronecker-factored RTRL: the influence of each product `y = x w` as a product of two sides.
 
         P ~ u (x) A,    u' = c1 p1 u + c2 p2 x,    A' = (c1 / p1) H A + (c2 / p2) dh/dy
@@ -136,21 +90,12 @@ class KF_RTRL(ETraceVjpAlgorithm):
     with random signs `c` and the `p` of the least variance: right on average, and with far less noise than
     `UORO`, at a memory of batch x numbers carried x outputs for each use of a parameter. Mujika, Meier and
     Steger, 2018 (arXiv:1805.10842), for one weight matrix; here for every use of every parameter, each with
-    two sides of its own, in any model where these are products (no convolutions). Options are those of
-    `UORO`; in windows, the two sides advance step by step.
+    two sides of its own, in any model where these are products (no convolutions). In windows,
+    the two sides advance step by step.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        projection_key: Any = 42,
-        projection_eps: float = 1e-12,
-        *,
-        window: int | None = None,
-        samples: Axis = "auto",
-        mark: Mark = "ops",
-    ) -> None:
-        rule = rules.KF_RTRL(projection_key, projection_eps, samples)
-        super().__init__(model, rule, vjp_method=vjp_method, window=window, mark=mark, name=name)
+    takes = "name vjp_method projection_key projection_eps * window samples mark"
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        return Choice(rules.KF_RTRL(options.projection_key, options.projection_eps, options.samples))

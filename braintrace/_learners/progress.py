@@ -12,11 +12,8 @@ Report = Callable[[int, int], None]  # steps done, steps in all
 
 
 @contextmanager
-def unchanged_on_error(states: Sequence[brainstate.State], *, unless: bool = False) -> Iterator[None]:
+def unchanged_on_error(states: Sequence[brainstate.State]) -> Iterator[None]:
     """If the body fails or is interrupted, give the states the values they had before it."""
-    if unless:
-        yield
-        return
     before = [(state, state.value) for state in states]
     try:
         yield

@@ -1,83 +1,63 @@
-"""Published learning rules, each by four choices: what is kept, its decay, the signal, the filter.
+"""Published learning rules, each by four choices: the kind of trace, its decay, the signal, the filter.
 
-Every learner here is approximate unless its report says otherwise. `fast_solve`, `chunked_trace`,
-`control_flow` and `snap_max_jacobian_elements` are accepted and have no effect: code written for 0.2.x chose
-a code path by them.
+Every learner here is approximate unless its report says otherwise.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import brainstate
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _rules as rules
 from .._executor.recursion import Leak, Own, Recursion
-from .._frontends.modules import Mark
+from .._online.request import check_choice
 from .._rules.bounds import Clipped
 from .._rules.presynaptic import Presynaptic
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, TargetProjection, as_key
-from .._rules.snap import MOST
 from .config import ETraceConfig
-from .learners import as_config, as_trace_dtype, normalized
-from .vjp import ETraceVjpAlgorithm, VjpMethod
+from .options import Choice, OptionsLearner
 
 
-class EProp(ETraceVjpAlgorithm):
+class EProp(OptionsLearner):
     """e-prop (Bellec et al. 2020): the trace of what is read of a unit, filtered, times a broadcast signal.
 
         trace[t] = D[t] trace[t-1] + J[t] x[t]        e[t] = kappa e[t-1] + slope[t] trace[t]
         gradient = sum_t L[t] e[t]
 
-    `slope` is the derivative of what others read of the states (a spike of a voltage). `kappa_filter_decay`
-    is the decay of the filter, 0 for none; by default it is that of the model's leaky readout, if there is
-    one. `L` is, by `feedback`: 'symmetric', the back-propagated signal there; 'random', the outputs' errors
-    through fixed random matrices (drawn with `random_feedback_key`); 'adaptive', through matrices that change
-    as the readout does; each time, `feedback_decay` of their difference to it is forgotten (as if both
-    decayed by that, as in the paper). A readout with memory (`nn.LeakyRateReadout`) has neither filter nor
-    matrix: its own trace and the back-propagated signal give its exact gradient.
+    `slope` is the derivative of what others read of the states (a spike of a voltage). A
+    `kappa_filter_decay` of 0 means no filter. `L` is, by `feedback`: 'symmetric', the back-propagated signal
+    there; 'random', the outputs' errors through fixed random matrices; 'adaptive', through matrices that
+    change as the readout does, and whose difference to it decays by `feedback_decay` each time (as if both
+    decayed, as in the paper). A readout with memory (`nn.LeakyRateReadout`) has neither filter nor matrix:
+    its own trace and the back-propagated signal give its exact gradient.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        feedback: str = "symmetric",
-        kappa_filter_decay: float | None = None,
-        random_feedback_key: Any = None,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        trace_dtype: Any = None,
-        chunked_trace: bool = True,
-        control_flow: Any = None,
-        snap_max_jacobian_elements: int | None = None,
-        *,
-        feedback_decay: float = 0.0,
-        mark: Mark = "ops",
-        normalize_matrix_spectrum: bool = False,
-    ) -> None:
-        given = kappa_filter_decay
+    takes = (
+        "feedback kappa_filter_decay random_feedback_key name vjp_method (fast_solve) trace_dtype "
+        "(chunked_trace) (control_flow) (snap_max_jacobian_elements) * feedback_decay mark "
+        "normalize_matrix_spectrum"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        given = options.kappa_filter_decay
         kappa = None if given is None else _decay("kappa_filter_decay", given)
-        signal = _feedback(feedback, random_feedback_key, feedback_decay)
         rule = rules.D_RTRL(
-            as_trace_dtype(trace_dtype),
+            options.trace_dtype,
             recursion=Recursion(kappa=kappa) if kappa else None,
-            signal=signal,
+            signal=_feedback(options),
             called="EProp",
             by_readouts=kappa is None,
         )
-        rule = normalized(rule) if normalize_matrix_spectrum else rule
-        kind = "symmetric" if feedback == "symmetric" else "random_feedback"
-        name_of_filter = "kappa" if kappa else "none"
-        config = ETraceConfig(learning_signal=kind, trace_filter=name_of_filter, kappa=kappa or None)
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
+        kind = "symmetric" if options.feedback == "symmetric" else "random_feedback"
+        filters: dict[str, Any] = {"trace_filter": "kappa", "kappa": kappa} if kappa else {}
+        return Choice(rule, ETraceConfig(learning_signal=kind, **filters))
 
 
-class RFLO(ETraceVjpAlgorithm):
+class RFLO(OptionsLearner):
     """Random feedback local online learning (Murray 2019): traces that leak, and random feedback.
 
         trace[t] = leak trace[t-1] + J[t] x[t]        gradient = sum_t (dL/dy B) slope[t] trace[t]
@@ -86,25 +66,17 @@ class RFLO(ETraceVjpAlgorithm):
     `feedback` is as in `EProp`, and so is how a readout with memory learns.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        leak: float | None = None,
-        feedback: str = "random",
-        random_feedback_key: Any = None,
-        *,
-        feedback_decay: float = 0.0,
-        name: str | None = None,
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-    ) -> None:
-        recursion = None if leak is None else Recursion(Leak(_decay("leak", leak)))
-        signal = _feedback(feedback, random_feedback_key, feedback_decay)
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), recursion=recursion, signal=signal, called="RFLO")
-        super().__init__(model, rule, mark=mark, name=name)
+    takes = "leak feedback random_feedback_key * feedback_decay name mark trace_dtype"
+    defaults: ClassVar = {"leak": None, "feedback": "random"}
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        recursion = None if options.leak is None else Recursion(Leak(_decay("leak", options.leak)))
+        signal = _feedback(options)
+        return Choice(rules.D_RTRL(options.trace_dtype, recursion=recursion, signal=signal, called="RFLO"))
 
 
-class OSTLRecurrent(ETraceVjpAlgorithm):
+class OSTLRecurrent(OptionsLearner):
     """OSTL (Bohnstingl et al. 2022) of recurrent layers: traces by the unit's own Jacobian.
 
         trace[t] = O[t] trace[t-1] + J[t] x[t]        O = diagonal of dh[t]/dh[t-1], marked ops open
@@ -114,35 +86,19 @@ class OSTLRecurrent(ETraceVjpAlgorithm):
     """
 
     regime = "with-H"
+    takes = (
+        "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config "
+        "random_feedback_key snap_max_jacobian_elements * mark normalize_matrix_spectrum"
+    )
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        trace_dtype: Any = None,
-        chunked_trace: bool = True,
-        control_flow: Any = None,
-        config: ETraceConfig | None = None,
-        random_feedback_key: Any = None,
-        snap_max_jacobian_elements: int = MOST,
-        *,
-        mark: Mark = "ops",
-        normalize_matrix_spectrum: bool = False,
-    ) -> None:
-        dtype = as_trace_dtype(trace_dtype)
-        rule: rules.Rule = rules.D_RTRL(dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
-        if config is not None:
-            rule = as_config(config, type(self), "per_param").rule(
-                random_feedback_key, dtype, snap_max_jacobian_elements
-            )
-        rule = normalized(rule) if normalize_matrix_spectrum else rule
-        config = config or ETraceConfig(recurrence_scope="coupled")
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        rule = rules.D_RTRL(options.trace_dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
+        config = options.config or ETraceConfig(recurrence_scope="coupled")
+        return Choice(cls.configured(options, "per_param") or rule, config)
 
 
-class OSTLFeedforward(ETraceVjpAlgorithm):
+class OSTLFeedforward(OptionsLearner):
     """OSTL (Bohnstingl et al. 2022) without the recurrent part: traces by the local Jacobian.
 
         trace[t] = D[t] trace[t-1] + J[t] x[t]        D = dh[t]/dh[t-1] with marked ops closed
@@ -151,31 +107,22 @@ class OSTLFeedforward(ETraceVjpAlgorithm):
     """
 
     regime = "without-H"
+    takes = (
+        "decay_or_rank name vjp_method (fast_solve) (control_flow) config random_feedback_key * mark "
+        "trace_dtype"
+    )
+    defaults: ClassVar = {"decay_or_rank": None}
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        decay_or_rank: Any = None,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        control_flow: Any = None,
-        config: ETraceConfig | None = None,
-        random_feedback_key: Any = None,
-        *,
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-    ) -> None:
-        dtype = as_trace_dtype(trace_dtype)
-        rule: rules.Rule = rules.D_RTRL(dtype, called="OSTLFeedforward")
-        if decay_or_rank is not None:
-            rule = rules.ES_D_RTRL(decay_or_rank, dtype, called="OSTLFeedforward")
-        if config is not None:
-            rule = as_config(config, type(self), "io_factorized").rule(random_feedback_key, dtype)
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        dtype, called = options.trace_dtype, "OSTLFeedforward"
+        rule: rules.Rule = rules.D_RTRL(dtype, called=called)
+        if options.decay_or_rank is not None:
+            rule = rules.ES_D_RTRL(options.decay_or_rank, dtype, called=called)
+        return Choice(cls.configured(options, "io_factorized") or rule, options.config)
 
 
-class OTTT(ETraceVjpAlgorithm):
+class OTTT(OptionsLearner):
     """Online training through time (Xiao et al. 2022): an average of what comes in, and nothing else.
 
         x'[t] = leak x'[t-1] + x[t]        gradient = sum_t x'[t] (dL[t]/dh J[t])
@@ -184,25 +131,17 @@ class OTTT(ETraceVjpAlgorithm):
     or at every step ('O'); the gradient of a step is the same.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        mode: str = "A",
-        *,
-        leak: float,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-    ) -> None:
-        if mode not in ("A", "O"):
-            raise ValueError(f"`mode` is 'A' or 'O', not {mode!r}.")
-        rule = Presynaptic(_decay("leak", leak), called="OTTT", dtype=as_trace_dtype(trace_dtype))
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
-        self.mode = mode
+    takes = "mode * leak name vjp_method mark trace_dtype"
+    defaults: ClassVar = {"mode": "A"}
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        check_choice("mode", options.mode, ("A", "O"))
+        rule = Presynaptic(_decay("leak", options.leak), called="OTTT", dtype=options.trace_dtype)
+        return Choice(rule, attributes={"mode": options.mode})
 
 
-class OTPE(ETraceVjpAlgorithm):
+class OTPE(OptionsLearner):
     """Online training with postsynaptic estimates (Summe et al. 2023): the trace, carried one layer on.
 
         trace[t] = leak trace[t-1] + J[t] x[t]        R[t] = leak R[t-1] + slope[t] trace[t]
@@ -215,32 +154,23 @@ class OTPE(ETraceVjpAlgorithm):
     where the authors' code takes `f'`. `trace_clip_abs` bounds each number of a trace ('approx' has none).
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        mode: str = "full",
-        *,
-        leak: float,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        trace_clip_abs: float | None = None,
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-    ) -> None:
-        if mode not in ("full", "approx"):
-            raise ValueError(f"`mode` is 'full' or 'approx', not {mode!r}.")
-        leak, dtype = _decay("leak", leak), as_trace_dtype(trace_dtype)
+    takes = "mode * leak name vjp_method trace_clip_abs mark trace_dtype"
+    defaults: ClassVar = {"mode": "full"}
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        check_choice("mode", options.mode, ("full", "approx"))
+        leak, clip, dtype = _decay("leak", options.leak), options.trace_clip_abs, options.trace_dtype
         on = Recursion(kappa=0.0, one_layer_on=True)
         rule: rules.Rule = Presynaptic(leak, out=leak, recursion=on, called="OTPE", dtype=dtype)
-        if mode == "full":
-            bound = None if trace_clip_abs is None else Clipped(trace_clip_abs)
+        if options.mode == "full":
+            bound = None if clip is None else Clipped(clip)
             recursion = Recursion(Leak(leak), kappa=leak, one_layer_on=True)
             rule = rules.D_RTRL(dtype, recursion=recursion, bound=bound, called="OTPE")
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
-        self.mode = mode
+        return Choice(rule, attributes={"mode": options.mode})
 
 
-class OSTTP(ETraceVjpAlgorithm):
+class OSTTP(OptionsLearner):
     """OSTTP (Ortner et al. 2023): the traces of OSTL, and a random projection of the target as signal.
 
         gradient = sum_t (target[t] B) slope[t] trace[t]        learner(x, target=y)
@@ -252,37 +182,26 @@ class OSTTP(ETraceVjpAlgorithm):
     is not used.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        B_list: Sequence[Any] | None = None,
-        target_timing: str = "per-step",
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        fast_solve: bool = True,
-        *,
-        num_targets: int | None = None,
-        key: Any = None,
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-        normalize_matrix_spectrum: bool = False,
-    ) -> None:
-        if target_timing not in ("per-step", "sequence-end"):
-            raise ValueError(f"`target_timing` is 'per-step' or 'sequence-end', not {target_timing!r}.")
-        if (B_list is None) == (num_targets is None):
+    takes = (
+        "B_list target_timing name vjp_method (fast_solve) * num_targets key mark trace_dtype "
+        "normalize_matrix_spectrum"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        matrices, timing = options.B_list, options.target_timing
+        check_choice("target_timing", timing, ("per-step", "sequence-end"))
+        if (matrices is None) == (options.num_targets is None):
             raise ValueError("Give either `B_list`, a matrix for each group, or `num_targets`.")
-        given = None if B_list is None else tuple(_as_tuple(np.asarray(B)) for B in B_list)
-        size = num_targets if given is None else len(given[0])
-        signal = TargetProjection(size or 1, as_key(key), given)
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), signal=signal, called="OSTTP")
-        rule = normalized(rule) if normalize_matrix_spectrum else rule
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
-        self.target_timing = target_timing
-        if target_timing == "sequence-end":
-            self.standing["target"] = jnp.zeros(size or 1)
+        given = None if matrices is None else tuple(_as_tuple(np.asarray(B)) for B in matrices)
+        size = (options.num_targets if given is None else len(given[0])) or 1
+        signal = TargetProjection(size, as_key(options.key), given)
+        rule = rules.D_RTRL(options.trace_dtype, signal=signal, called="OSTTP")
+        standing = {"target": jnp.zeros(size)} if timing == "sequence-end" else {}
+        return Choice(rule, attributes={"target_timing": timing, "standing": standing})
 
 
-class S_TLLR(ETraceVjpAlgorithm):
+class S_TLLR(OptionsLearner):
     """S-TLLR (Apolinario & Roy 2023): inputs before what goes out, and inputs after it.
 
         e[t] = alpha_post psi[t] sum_{s<=t} lambda_post^(t-s) x[s]
@@ -293,32 +212,23 @@ class S_TLLR(ETraceVjpAlgorithm):
     times `J`, where the paper takes a function of its own.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        lambda_post: float,
-        lambda_pre: float,
-        alpha_post: float = 1.0,
-        alpha_pre: float = 1.0,
-        *,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        mark: Mark = "ops",
-        trace_dtype: Any = None,
-    ) -> None:
+    takes = "lambda_post lambda_pre alpha_post alpha_pre * name vjp_method mark trace_dtype"
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
         rule = Presynaptic(
-            _decay("lambda_post", lambda_post),
-            before=_decay("lambda_pre", lambda_pre),
-            after=float(alpha_post),
-            ahead=float(alpha_pre),
+            _decay("lambda_post", options.lambda_post),
+            before=_decay("lambda_pre", options.lambda_pre),
+            after=float(options.alpha_post),
+            ahead=float(options.alpha_pre),
             recursion=Recursion(kappa=0.0),
             called="S_TLLR",
-            dtype=as_trace_dtype(trace_dtype),
+            dtype=options.trace_dtype,
         )
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name)
+        return Choice(rule)
 
 
-class ThreeFactor(ETraceVjpAlgorithm):
+class ThreeFactor(OptionsLearner):
     """Three-factor learning: the trace of `D_RTRL` times a modulator of the user's.
 
         gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
@@ -329,24 +239,16 @@ class ThreeFactor(ETraceVjpAlgorithm):
     for calls without one. Weights without a trace learn by the loss.
     """
 
-    def __init__(
-        self,
-        model: brainstate.nn.Module,
-        name: str | None = None,
-        vjp_method: VjpMethod | None = None,
-        modulator: Any = None,
-        fast_solve: bool = True,
-        trace_dtype: Any = None,
-        chunked_trace: bool = True,
-        control_flow: Any = None,
-        snap_max_jacobian_elements: int = 0,
-        *,
-        mark: Mark = "ops",
-    ) -> None:
-        rule = rules.D_RTRL(as_trace_dtype(trace_dtype), signal=Modulator(), called="ThreeFactor")
+    takes = (
+        "name vjp_method modulator (fast_solve) trace_dtype (chunked_trace) (control_flow) "
+        "(snap_max_jacobian_elements) * mark"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        rule = rules.D_RTRL(options.trace_dtype, signal=Modulator(), called="ThreeFactor")
         config = ETraceConfig(learning_signal="modulatory")
-        super().__init__(model, rule, vjp_method=vjp_method, mark=mark, name=name, config=config)
-        self.modulator = modulator
+        return Choice(rule, config, {"modulator": options.modulator})
 
 
 def _as_tuple(matrix: Any) -> Any:
@@ -360,9 +262,9 @@ def _decay(name: str, value: Any) -> float:
     return float(value)
 
 
-def _feedback(kind: str, key: Any, decay: float) -> Signal:
-    if kind not in ("symmetric", "random", "adaptive"):
-        raise ValueError(f"`feedback` is 'symmetric', 'random' or 'adaptive', not {kind!r}.")
-    if kind == "symmetric":
+def _feedback(options: Any) -> Signal:
+    check_choice("feedback", options.feedback, ("symmetric", "random", "adaptive"))
+    if options.feedback == "symmetric":
         return PROPAGATED
-    return Feedback(as_key(key), kind == "adaptive", _decay("feedback_decay", decay))
+    decay = _decay("feedback_decay", options.feedback_decay)
+    return Feedback(as_key(options.random_feedback_key), options.feedback == "adaptive", decay)

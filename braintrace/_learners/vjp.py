@@ -212,8 +212,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         traced = any(map(_compat.is_tracer, now))
         before = now if self._made_of is None else self._made_of
         self._made_of = None if traced else now
-        same = len(before) == len(now) and all(map(_is_same, before, now))
-        if traced or not same:
+        if traced or not _are_same(before, now):
             how = "may change" if traced else "has changed"
             _warn_of_change(
                 "something that the model closes over", how, "as an argument of the model", self.model
@@ -227,7 +226,7 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if any(map(_compat.is_tracer, now)):
             return  # an input of a compiled function: nobody can see what it was before
         before, self._masked_by = self._masked_by or now, now
-        if not (len(before) == len(now) and all(map(_is_same, before, now))):
+        if not _are_same(before, now):
             names = ", ".join(f"`{name}`" for name in masks)
             _warn_of_change(f"the state {names}", "has changed", "written by the step", self.model)
 
@@ -291,5 +290,6 @@ def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:
     )
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or np.array_equal(a, b, equal_nan=True)
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(a is b or np.array_equal(a, b, equal_nan=True) for a, b in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import warnings
@@ -648,6 +649,25 @@ def test_another_batch_size_compiles_anew():
         learner.model.cell.h.value = learner.model.cell.h.value.astype(float)
         learner.compile_graph(x)
         assert learner(x).shape == (size, 2)
+
+
+@pytest.mark.parametrize("learner", [*dict.fromkeys(NAMES.values()), braintrace.RandomProjectionVjpAlgorithm])
+def test_constructors_have_signatures(learner):
+    of_class, of_init = (inspect.signature(f).parameters for f in (learner, learner.__init__))
+    assert [*of_class] == [*of_init][1:]
+    assert next(iter(of_class)) == "model"
+    kinds = {p.kind for p in of_class.values()}
+    assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    assert all(name in learner.__doc__ for name in of_class) or learner is braintrace.BPTT
+    needed = {k: 0.5 for k, p in of_class.items() if p.default is p.empty and k != "model"}
+    with pytest.raises(TypeError, match=f"{learner.__name__}.*unexpected keyword argument 'typo'"):
+        learner(net(), **needed, typo=1)
+
+    class Own(learner):
+        def __init__(self, model, extra):
+            super().__init__(model, **needed)
+
+    assert [*inspect.signature(Own).parameters] == ["model", "extra"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,186 @@
+"""The constructor of every learner with a rule of its own: a list of options becomes its signature.
+
+A learner class names its options in order (`takes`) and makes its rule from their values (`choose`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from inspect import Parameter, Signature
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import brainstate
+import jax.numpy as jnp
+
+from .. import _rules as rules
+from .._frontends.modules import Mark
+from .._rules.bounds import Normalized
+from .._rules.rule import Rule
+from .._rules.snap import MOST
+from .config import ETraceConfig
+from .vjp import ETraceVjpAlgorithm, VjpMethod
+
+Axis = int | Literal["auto"] | None
+REQUIRED = Parameter.empty
+
+
+# the type, default and effect of every option
+OPTIONS: dict[str, tuple[Any, Any, str]] = {
+    "window": (int | None, None, "Back-propagate through windows of this many steps."),
+    "rank": (int, 0, "Rank of a correction to the diagonal traces, for each sample."),
+    "samples": (Axis, "auto", "Axis of the samples in the states; 'auto' finds it, None means one sample."),
+    "power": (int, 0, "Power iterations of the basis of the correction; 1 pays in spiking nets."),
+    "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
+    "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
+    "trace_dtype": (Any, None, "Type that traces are stored in; that of the computation by default."),
+    "vjp_method": (VjpMethod | None, None, "'multi-step' for calls with `MultiStepData`; see `window`."),
+    "name": (str | None, None, "Name of the module."),
+    "config": (ETraceConfig | None, None, "Chooses another rule of the same kind."),
+    "random_feedback_key": (Any, None, "Key of the random feedback matrices."),
+    "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
+    "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
+    "decay_or_rank": (Any, 0.9, "Decay in [0, 1) or rank `r`, for `(r - 1) / (r + 1)`; or (inputs, states)."),
+    "feedback": (str, "symmetric", "'symmetric', 'random' or 'adaptive'."),
+    "feedback_decay": (float, 0.0, "Decay of adaptive matrices towards the readout."),
+    "kappa_filter_decay": (float | None, None, "Decay of the filter; by default that of the readout."),
+    "leak": (float | None, REQUIRED, "Decay of the units, in [0, 1)."),
+    "mode": (str, REQUIRED, "Variant of the rule."),
+    "trace_clip_abs": (float | None, None, "Bound of each number of a trace."),
+    "B_list": (Any, None, "A matrix for each group of hidden states, (targets, units)."),
+    "target_timing": (str, "per-step", "With 'sequence-end', a call without a target has no signal."),
+    "num_targets": (int | None, None, "Size of a target, to draw the matrices."),
+    "key": (Any, None, "Key of the matrices."),
+    "lambda_post": (float, REQUIRED, "Decay of the inputs before an output."),
+    "lambda_pre": (float, REQUIRED, "Decay of the outputs before an input."),
+    "alpha_post": (float, 1.0, "Weight of inputs before outputs."),
+    "alpha_pre": (float, 1.0, "Weight of outputs before inputs."),
+    "modulator": (Any, None, "Modulator of calls that are given none."),
+    "n": (int, 2, "Number of steps that the pattern reaches."),
+    "projection_key": (Any, 42, "Key of the random signs."),
+    "projection_eps": (float, 1e-12, "Added to norms, as in the paper."),
+    "synthesizer": (Any, None, "Estimates the gradient of the losses after a window."),
+    "fast_solve": (bool, True, ""),
+    "chunked_trace": (bool, True, ""),
+    "control_flow": (Any, None, ""),
+}
+
+
+class Choice(NamedTuple):
+    """What the options of a learner choose."""
+
+    rule: Rule
+    config: ETraceConfig | None = None
+    attributes: Mapping[str, Any] = {}  # of the learner, besides those that all have
+
+
+class OptionsLearner(ETraceVjpAlgorithm):
+    """A learner whose class lists its options."""
+
+    takes: ClassVar[str]  # names in order; in brackets what is accepted without effect, keywords after `*`
+    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `OPTIONS`
+
+    def __init_subclass__(cls) -> None:
+        if "takes" in vars(cls):
+            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+            cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls.takes)}"
+        super().__init_subclass__()
+
+    def __init__(self, model: brainstate.nn.Module, *args: Any, **options: Any) -> None:
+        raise NotImplementedError  # each class has its own
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        """The rule for values of the options."""
+        raise NotImplementedError
+
+    @classmethod
+    def configured(cls, options: Any, factorization: str) -> Rule | None:
+        """The rule of the option `config`, if that is given."""
+        if options.config is None:
+            return None
+        most = getattr(options, "snap_max_jacobian_elements", MOST)
+        config = as_config(options.config, cls, factorization)
+        return config.rule(options.random_feedback_key, options.trace_dtype, most)
+
+
+def _constructor(cls: type[OptionsLearner]) -> Any:
+    """An `__init__` with the signature that the class lists."""
+    kind: Any = Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [Parameter("self", kind), Parameter("model", kind, annotation=brainstate.nn.Module)]
+    for name in cls.takes.replace("(", "").replace(")", "").split():
+        if name == "*":
+            kind = Parameter.KEYWORD_ONLY
+        else:
+            annotation, default, _ = OPTIONS[name]
+            default = cls.defaults.get(name, default)
+            parameters.append(Parameter(name, kind, default=default, annotation=annotation))
+    signature = Signature(parameters, return_annotation=None)
+
+    def __init__(self: OptionsLearner, *args: Any, **options: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **options)
+        except TypeError as e:
+            raise TypeError(f"{cls.__name__}: {e}.") from None
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        if hasattr(given, "trace_dtype"):
+            given.trace_dtype = as_trace_dtype(given.trace_dtype)
+        rule, config, attributes = type(self).choose(given)
+        if getattr(given, "normalize_matrix_spectrum", False):
+            rule = normalized(rule)
+        shared = {k: v for k, v in vars(given).items() if k in ("vjp_method", "window", "mark", "name")}
+        ETraceVjpAlgorithm.__init__(self, given.model, rule, config=config, **shared)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    return __init__
+
+
+def _describe(takes: str) -> str:
+    """The `Args:` of a docstring; those that are only keywords come first, as newer ones do."""
+    first, _, last = takes.partition("*")
+    names = [*last.split(), *first.split()]
+    lines = [f"{name}: {OPTIONS[name][2]}" for name in names if not name.startswith("(")]
+    unused = ", ".join(f"`{name[1:-1]}`" for name in names if name.startswith("("))
+    lines += [f"{unused}: Accepted without effect, for code written for 0.2.x."] if unused else []
+    shown = "\n        ".join(["model: The model that learns, with an `update` method.", *lines])
+    return f"    Args:\n        {shown}\n    "
+
+
+def as_trace_dtype(dtype: Any) -> Any:
+    """A type that traces can be stored in: of floating or complex numbers."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.inexact):
+        raise TypeError(
+            f"`trace_dtype` is a type of floating numbers, such as `jnp.bfloat16`, not {dtype!r}."
+        )
+    return found
+
+
+def normalized(rule: Any) -> Rule:
+    """The rule with its traces, and the terms that they advance by, scaled down to a size of one."""
+    if not isinstance(rule, rules.D_RTRL):
+        raise ValueError("`normalize_matrix_spectrum` is for rules with a trace of every weight.")
+    return dataclasses.replace(rule, bound=Normalized())
+
+
+def as_config(config: Any, learner: type, factorization: str) -> ETraceConfig:
+    """A config that a learner can take."""
+    if not isinstance(config, ETraceConfig):
+        raise TypeError(f"`config` is a `braintrace.ETraceConfig`, not {config!r}.")
+    if config.trace_factorization != factorization:
+        raise ValueError(
+            f"{learner.__name__} has `trace_factorization={factorization!r}`, and the config has "
+            f"{config.trace_factorization!r}: `braintrace.compile(model, config, ...)` takes the learner for "
+            "it."
+        )
+    return config
