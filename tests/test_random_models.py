@@ -195,7 +195,7 @@ def check(seed: int) -> None:
 # that vary over time or go through linear algebra, readouts with memory behind anything, outputs that read
 # old states, dead code, and loops of length one.
 
-WIDTH, CLASSES, LENGTH = 3, 2, 5
+WIDTH, CLASSES, SAMPLES, LENGTH = 3, 2, 4, 5
 MIXED = jnp.asarray(np.random.RandomState(0).randn(WIDTH, WIDTH))
 
 
@@ -329,7 +329,7 @@ def draw_stack(rng: np.random.RandomState) -> Any:
     """A random step function `step(params, carry, x)`, its parameters, carry and mark."""
     pick = lambda options: list(options)[rng.randint(len(options))]
     draw = lambda shape, scale=0.6: jnp.asarray(scale * rng.randn(*shape))
-    lead = (BATCH,) if rng.rand() < 0.5 else ()
+    lead = (SAMPLES,) if rng.rand() < 0.5 else ()
     by_hand, odd = rng.rand() < 0.4, rng.rand() < 0.4
     mm = bt.matmul if by_hand else jnp.matmul
     params: dict[str, Any] = {"o": draw((WIDTH, CLASSES))}
