@@ -235,7 +235,9 @@ class _Verdict:
         samples = find_samples(info, self.rule.samples)
         samples = find_samples(info, None) if samples.mixed else samples
         reached = find_reached(info, samples, learned)
-        live = set(self._paths(self.flows.live))
+        # a pattern knows carried arrays, of which a hidden state may be a part
+        whole = {h.path: h.path[: len(h.path) - (h.part is not None)] for h in self.graph.module_info.hidden}
+        live = {whole.get(path, path) for path in self._paths(self.flows.live)}
         for i, sets in reached.after(steps).items():
             kinds = np.unique(sets, axis=0)
             new = np.unpackbits(reached.grown(kinds) & ~kinds, axis=-1, count=reached.labels)

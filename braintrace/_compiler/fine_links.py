@@ -21,22 +21,23 @@ def fine_links(node: Any, zeros: Zeros) -> Linked | None:
     if node.primitive is primitives.conv_general_dilated_p:
         return fine_conv(node.params, ins, outs)
     if node.primitive is primitives.mul_p:
-        return _masked([zeros(a) for a in node.inputs], tuple(outs[0].shape))
+        return _masked([zeros(a) for a in node.inputs], [tuple(a.shape) for a in ins], tuple(outs[0].shape))
     if node.primitive is primitives.dot_general_p:
         known = [zeros(a) for a in node.inputs]
         return _masked_dot([tuple(a.shape) for a in ins], node.params["dimension_numbers"], known)
     return None
 
 
-def _masked(nonzero: Sequence[Array | None], out: Shape) -> Linked | None:
-    """An element of a product acts where the other is not zero."""
+def _masked(nonzero: Sequence[Array | None], shapes: Sequence[Shape], out: Shape) -> Linked | None:
+    """An element of a product acts where the other is not zero; one operand may be a scalar."""
     if all(z is None for z in nonzero):
         return None
     everything = np.arange(math.prod(out))
     found: Linked = []
-    for i, other in enumerate(reversed(nonzero)):
+    for i, (other, shape) in enumerate(zip(reversed(nonzero), shapes, strict=True)):
         at = everything if other is None else np.flatnonzero(np.broadcast_to(other, out))
-        found.append((i, 0, Pairs(at, at)))
+        own = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), out).ravel()
+        found.append((i, 0, Pairs(own[at], at)))
     return found
 
 

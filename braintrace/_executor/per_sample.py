@@ -434,16 +434,13 @@ class PerSample:
     def _slot_letter(self, slot: Slot) -> str | None:
         if self.samples.axis is None:
             return None
-        numbers = np.broadcast_to(
-            np.arange(1, self.samples.count + 1).reshape(
-                -1, *[1] * (len(slot.group.varshape) - self.samples.axis - 1)
-            ),
-            slot.group.varshape,
-        )
+        hidden = slot.group.hidden[0]
+        shape = slot.group.varshape if hidden.part is None else tuple(hidden.leaf.aval.shape)
+        each = np.arange(1, self.samples.count + 1).reshape(-1, *[1] * (len(shape) - self.samples.axis - 1))
+        numbers = np.broadcast_to(each, shape)
         with jax.ensure_compile_time_eval():
-            seen = np.asarray(
-                slot.lift(jnp.asarray(numbers, float)[None], slot.relation.site.no_inputs, 1)[0]
-            )
+            places = hidden.of_leaf(jnp.asarray(numbers, float))
+            seen = np.asarray(slot.lift(places[None], slot.relation.site.no_inputs, 1)[0])
         # a place of the output that reaches no state has a zero there
         letter = counting(seen - 1, slot.at, self.samples.count)
         return None if letter in slot.layout.w else letter

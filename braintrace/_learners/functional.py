@@ -131,7 +131,7 @@ class OnlineFunctions:
         warn_of_no_effect(unused_parameters(graph.module_info))
         if isinstance(self.rule, TraceRule):
             check_own_ops(find_slots(graph.hidden_param_op_relations))
-            warn_of(graph, kinds_of(self.rule.kind(self.rule.windows)))
+            warn_of(graph, kinds_of(self.rule.kind(self.rule.windows or self.window is not None)))
         return graph
 
     @cached_property

@@ -136,9 +136,13 @@ _LEFT_OUT = {  # by traces
 
 def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
     """The findings that matter to a rule: what traces leave out does not, where it is kept beside them."""
-    if rule is not None and rule.across:
-        return set(DiagnosticKind) - {DiagnosticKind.HIDDEN_STATE_CASCADE, DiagnosticKind.STATE_WITHOUT_TRACE}
-    return set(DiagnosticKind) - (_LEFT_OUT if rule is not None and rule.beyond_traces else set())
+    if rule is None:
+        return set(DiagnosticKind)
+    if rule.beyond_traces:
+        return set(DiagnosticKind) - _LEFT_OUT
+    in_layers = {DiagnosticKind.HIDDEN_STATE_CASCADE, DiagnosticKind.STATE_WITHOUT_TRACE}
+    in_time = {DiagnosticKind.GRADIENT_IS_ZERO} if rule.across or rule.windows else set()
+    return set(DiagnosticKind) - in_time - (in_layers if rule.across else set())
 
 
 def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:

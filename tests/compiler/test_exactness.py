@@ -9,6 +9,7 @@ from typing import Any
 import brainstate
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -408,3 +409,44 @@ def test_a_delay_of_a_few_steps_is_exact_and_a_long_one_says_so(steps):
     assert learner.report.exactness.exact == (steps <= 16)
     if steps == 2:
         assert agree(bptt(Delayed(steps), xs), online(learner, xs), 1e-10)
+
+
+def one_array(p: Any, h: Any, x: Any) -> Any:
+    v, a = jnp.split(h, 2, -1)
+    v, a = 0.9 * v + x @ p["w"] + jnp.tanh(v) @ p["u"] - 0.7 * a, 0.8 * a + jnp.tanh(v)
+    return jnp.concatenate([v, a], -1), jnp.tanh(v)
+
+
+def one_stack(p: Any, h: Any, x: Any) -> Any:
+    h, y = one_array(p, jnp.concatenate(tuple(h), -1), x)
+    return jnp.stack(jnp.split(h, 2, -1)), y
+
+
+def scaled_identity(p: Any, h: Any, x: Any) -> Any:
+    h = 0.5 * h + jnp.tanh(x @ p["w"] @ (p["s"] * jnp.eye(4)))
+    return h, h
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "rule", "missed"),
+    [
+        (one_array, (3, 8), bt.rules.SnAp(1), {"w", "u"}),
+        (one_array, (3, 8), bt.rules.SnAp(3), set()),
+        (one_stack, (2, 3, 4), bt.rules.SnAp(1), {"w", "u"}),
+        (one_stack, (2, 3, 4), bt.rules.D_RTRL(across="layers"), {"w", "u"}),
+        (scaled_identity, (3, 4), bt.rules.SnAp(1), set()),
+    ],
+)
+def test_verdicts_of_patterns_and_layers_know_arrays_by_their_parts(step, shape, rule, missed):
+    rng = np.random.RandomState(0)
+    params = {"w": rng.randn(2, 4), "u": rng.randn(4, 4), "s": np.float64(0.3)}
+    params = jax.tree.map(jnp.asarray, params)
+    start, xs = jnp.zeros(shape), jnp.asarray(rng.randn(4, 3, 2))
+    loss = lambda y: jnp.sum(y**2)
+    with jax.numpy_rank_promotion("allow"), warnings.catch_warnings(action="ignore"):
+        net = bt.online(step, params, start, xs[0], rule=rule)
+        found = net.grad(loss, params, start, net.init(params, start), xs, reduction="sum")[0]
+        truth = jax.grad(lambda p: jnp.sum(lax.scan(lambda h, x: step(p, h, x), start, xs)[1] ** 2))(params)
+    assert {path[-1] for path in net.report.exactness.weights} == missed
+    differs = {k for k in params if not jnp.allclose(found[k], truth[k], rtol=1e-9, atol=1e-9)}
+    assert differs == missed
