@@ -119,7 +119,8 @@ def test_no_command_and_versions(capsys):
 
 
 def test_starts_without_jax():
-    code = "import sys; from braintrace._cli import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    code = "import sys; sys.argv[0] = 'bin/braintrace'; from braintrace._cli import main; main(sys.argv[1:])"
+    code += "; assert 'jax' not in sys.modules"
     for words in ("--help", "train --help", "tasks", "tasks copying", "completion bash", "--version"):
         subprocess.run(
             [sys.executable, "-c", code, *words.split()], check=True, cwd=ROOT, stdout=subprocess.DEVNULL

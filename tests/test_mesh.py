@@ -341,11 +341,11 @@ def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
         assert gathered.bytes["all-gather"] == 2 * TIME * 8 * UNITS * BATCH // shape[0]
 
 
-def in_windows(rule: Any, shape: tuple[int, int], width: int = IN) -> str:
-    """The compiled program of four steps in windows of two."""
+def in_windows(rule: Any, shape: tuple[int, int], width: int = IN, **size: int) -> str:
+    """The compiled program of four steps in windows of two: one pass, or so many steps in each."""
     params, carry, xs, ys = gru_on(mesh_of(shape, AxisType.Auto), width)
     net = braintrace.online(gru, params, carry, xs[0], rule=rule, window=2)
-    size = {"chunk_size": 2} if rule.any_window else {}
+    size |= {"chunk_size": 2} if rule.any_window else {}
     grad = jax.jit(lambda *given: net.grad(squared, *given, **size))
     return grad.lower(params, carry, net.init(params, carry), xs, ys).compile()
 
@@ -373,7 +373,7 @@ def test_directions_are_sent_and_what_lies_along_them_is_not(shape, width):
     along directions is added to the gradients of each device before these are summed: nothing more is sent.
     """
     size, windows = 2, TIME // 2
-    plain, ranked = (in_windows(rules.D_RTRL(rank=n), shape, width) for n in (0, size))
+    plain, ranked = (in_windows(rules.D_RTRL(rank=n), shape, width, chunk_size=2) for n in (0, size))
     more = sent(ranked)
     more.subtract(sent(plain))
     assert +more == {"all-gather": 2 + 3, "all-reduce": 2}

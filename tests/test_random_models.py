@@ -314,7 +314,7 @@ BETWEEN = {
     "tanh": lambda z, p, mm: jnp.tanh(z),
 }
 # of the old state, what the op gives and the input, the new state and the output
-READOUTS: dict[str, Any] = {
+MEMORIES: dict[str, Any] = {
     "none": lambda r, y, x: (r, y),
     "leaky": lambda r, y, x: (0.9 * r + y, 0.9 * r + y),
     "uneven": lambda r, y, x: (jnp.asarray([0.9, 0.5]) * r + y,) * 2,
@@ -348,7 +348,7 @@ def draw_stack(rng: np.random.RandomState) -> Any:
         if between == "op":
             params[f"c{k}"] = draw((WIDTH, WIDTH))
         layers.append((k, name, names, effective, between, wrapped))
-    readout, weight = pick(READOUTS), pick(EFFECTIVE) if odd else None
+    readout, weight = pick(MEMORIES), pick(EFFECTIVE) if odd else None
     if readout != "none":
         carry["r"] = draw((*lead, CLASSES)).astype(complex if readout == "complex" else float)
     looks_back, dead = pick(["no"] * 3 + ["op", "plain"]), rng.rand() < 0.2
@@ -375,7 +375,7 @@ def draw_stack(rng: np.random.RandomState) -> Any:
                 after, z = cell(old, z)
             new |= dict(zip(names, after, strict=True))
             z = BETWEEN[between](z, mine, mm)
-        r, y = READOUTS[readout](s.get("r"), mm(z, made(p["o"], weight)), x)
+        r, y = MEMORIES[readout](s.get("r"), mm(z, made(p["o"], weight)), x)
         new |= {"r": r} if "r" in s else {}
         back = s["h00"].real
         back = back[0] if layers[0][1] == "stacked" else back[..., :WIDTH]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.module_info import ModuleInfo
+from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Program, Var
 from .._compiler.slices import behind, dependents, needed
 from .._compiler.step import Path, show_path, show_paths
@@ -108,6 +109,14 @@ def unused_parameters(info: ModuleInfo) -> list[Path]:
     """The parameters that no output or new state of the model's step depends on."""
     results = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
     return _unused(info.program, results, {e.path: e.invars for e in info.params})
+
+
+def frozen_parameters(info: ModuleInfo) -> list[Path]:
+    """The parameters from which no derivative leads to an output or a new state, as by `stop_gradient`."""
+    results = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
+    flow = Flow[bool](back=True, derivatives=True, enters=True, rule=PullBack.of)
+    reached = solve(flow, info.program, ((a, True) for a in results))[0]
+    return [e.path for e in info.params if not any(v in reached for v in e.invars)]
 
 
 def _unused(program: Program, results: Any, params: dict[Path, Any]) -> list[Path]:

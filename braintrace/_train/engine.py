@@ -19,6 +19,7 @@ from .._lines import warn_user
 from .._online.drive import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
+from .._report.beside import frozen_parameters
 from .._report.check import about_zeros, by_name, calling, calling_model
 from .data import Batch, size_of, steps_of, why_failed
 from .layout import Layout
@@ -171,8 +172,10 @@ class Engine:
             self._looked_outside = True
         self._batches, self._zero = self._batches + 1, self._zero & found.pop("zero")
         if self._batches == ZERO_FOR and self._zero.any():
-            names = by_name(self.parameters())
-            warn_user(about_zeros(k for k, zero in zip(names, self._zero, strict=True) if zero))
+            frozen = {".".join(map(str, p)) for p in frozen_parameters(self.learner.graph.module_info)}
+            pairs = zip(by_name(self.parameters()), self._zero, strict=True)
+            if zeros := [k for k, zero in pairs if zero and k.split("[")[0] not in frozen]:
+                warn_user(about_zeros(zeros))
         return found
 
     def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
