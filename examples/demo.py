@@ -1,9 +1,8 @@
 """Train a GRU online to remember, as well as by back-propagation through time.
 
 Three symbols are shown, ten steps of nothing follow, then a marker asks for the symbols in their order.
-Online learning goes forward only: gradients go back through windows of a few steps, and eligibility traces
-that are carried along stand for all that came before. So memory stays the same, whatever the length of the
-sequence. That of BPTT grows with it.
+Gradients go back through windows of a few steps, and eligibility traces summarise earlier steps. So memory
+stays within a budget (1 GiB unless you set one), whatever the length of the sequence. That of BPTT grows with it.
 
     python examples/demo.py [--batches 1200] [--out runs/demo]
 """
@@ -24,7 +23,7 @@ from rich.console import Console
 import braintrace
 
 BATCH, UNITS, WINDOW = 32, 128, 5
-LONG = 10_000  # steps of a sequence that is too long for BPTT
+LONG = 100_000  # steps of a sequence that is too long for BPTT
 ONLINE = f"online, windows of {WINDOW}"
 say = Console(highlight=False).print
 task = braintrace.tasks.get("copying", delay=10, symbols=3)
