@@ -2,7 +2,8 @@
 
 Three symbols are shown, ten steps of nothing follow, then a marker asks for the symbols in their order.
 Gradients go back through windows of a few steps, and eligibility traces summarise earlier steps. So memory
-stays within a budget (1 GiB unless you set one), whatever the length of the sequence. That of BPTT grows with it.
+stays within a budget (1 GiB unless you set one), whatever the length of the sequence. That of BPTT grows
+with it.
 
     python examples/demo.py [--batches 1200] [--out runs/demo]
 """
