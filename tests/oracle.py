@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
-from braintrace._rules.rank import fixed_basis
+from braintrace._rules.projection import fixed_basis
 from braintrace._rules.signs import key_at, signs
 
 _CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jaxpr"}
@@ -375,22 +375,22 @@ class Brute:
         ]
 
     def d_rtrl_rank(
-        self, xs: list[Any], window: int, rank: int, leaves: list[int], axis: int | None, power: int = 0
+        self, xs: list[Any], window: int, rank: int, leaves: list[int], axis: int | None, pair: Any = None
     ) -> dict[Any, Any]:
-        """In windows, and `U V` beside the diagonal influence `E`, for each sample.
+        """D-RTRL in windows with a correction `T V` to the diagonal influence `E` of each sample.
 
         Over a window with `H` = d h[end]/d h[start] and `W` = d h[end]/d theta:
 
-            R = H (E + U V) + W - E'
-            U' = basis of H U, then of R R^T U' (and a little U') for each `power` step,    V' = U'^T R
-            gradient = within the window + dL/dh[start] (E + U V)
+            V' = S'^T (H (E + T V) + W - E')
+            gradient = within the window + dL/dh[start] (E + T V)
 
-        The numbers of a sample are those of the state leaves `leaves`, in this order; samples lie along
-        `axis` (None: there is one).
+        `pair` holds `S` and `T`, the same at all times; by default both are a basis `U' = basis of H U` that
+        is pushed along. The state variables of a sample are those of the leaves `leaves`, in this order;
+        samples lie along `axis`, unless there is only one.
         """
         samples = self._samples(leaves, axis)
         start = np.asarray(fixed_basis(len(samples[0]), rank))
-        U = [start for _ in samples]
+        S, T = ([(start if pair is None else pair[i]) for _ in samples] for i in range(2))
         V = [np.zeros((start.shape[1], self.theta.size)) for _ in samples]
         influence = [np.zeros((len(p), self.theta.size)) for _, p in self.groups]
         states, grad = self.f.states, np.zeros_like(self.theta)
@@ -404,13 +404,12 @@ class Brute:
             E_new = self._of_leaves(influence, leaves)
             grad = grad + own
             for s, i in enumerate(samples):
-                P = E[i] + U[s] @ V[s]
+                P = E[i] + T[s] @ V[s]
                 grad = grad + signal[i] @ P
                 R = H[i][:, i] @ P + W[i] - E_new[i]
-                U[s] = _basis(H[i][:, i] @ U[s], start)
-                for _ in range(power if np.linalg.norm(R) > 1e-13 * np.linalg.norm(E_new[i]) else 0):
-                    U[s] = _basis(_unit(R @ (R.T @ U[s])) + 1e-3 * U[s], start)
-                V[s] = U[s].T @ R
+                if pair is None:
+                    S[s] = T[s] = _basis(H[i][:, i] @ T[s], start)
+                V[s] = S[s].T @ R
         return self.f.as_tree(self.unravel(grad))
 
     def _samples(self, leaves: list[int], axis: int | None) -> list[Any]:

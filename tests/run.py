@@ -71,9 +71,11 @@ def online(learner: Any, xs: list[Any], window: int | None = None, transform: An
     return {tuple(map(str, k)): v for k, v in total.items()}
 
 
-def in_one_pass(learner: Any, xs: list[Any], **options: Any) -> dict[Any, Any]:
-    """The same over the whole sequence: windows of the learner's are one backward pass."""
+def in_one_pass(learner: Any, xs: list[Any], prepare: Any = None, **options: Any) -> dict[Any, Any]:
+    """The gradient over the whole sequence, in one backward pass; `prepare` is called with the learner first."""
     compiled(learner, xs[0])
+    if prepare is not None:
+        prepare(learner)
     stacked = [jax.tree.map(lambda *a: jnp.stack(a), *parts) for parts in zip(*map(as_args, xs), strict=True)]
     step = lambda *x: loss(jax.tree.leaves(learner(*x)))
     grads = learner.etrace_grad(*stacked, step_fn=step, reduction="sum", **options)

@@ -76,6 +76,11 @@ class Window:
         return jax.tree.map(lambda a: a[0], given)
 
     @property
+    def as_if_begun(self) -> Window:
+        """The window if no sample were reset at its first step."""
+        return self if self.keep is None else replace(self, keep=self.keep.at[0].set(True))
+
+    @property
     def first_consts(self) -> Leaves:
         """What the model closes over, at the first step."""
         return self._of_first(self.consts)  # type: ignore[no-any-return]
@@ -109,23 +114,26 @@ class Window:
 
     # -- the window as a linear map ----------------------------------------------------------------
 
-    def push(self, tangents: Leaves) -> Leaves:
-        """Rows of tangents of the carried leaves at the start as those at the end, along all paths.
+    def push(self, tangents: Leaves, changes: dict[int, Any] | None = None) -> Leaves:
+        """Push tangents of the carried leaves from the start of the window to its end, along all paths.
 
-        Rows stand in front; leaves that have no derivative are None.
+        `tangents` have an axis of rows in front; leaves that have no derivative are None. `changes` are
+        tangents of the parameters, by leaf, at every step.
         """
         nodes = self.executor.info.program.walk()
         only_back = [n for n in nodes if n.primitive is primitives.custom_vjp_call_p]
+        others = list(changes or {})
+        some, moved = [self.params[i] for i in others], list((changes or {}).values())
 
         def body(tangents: Leaves, step: Any) -> Any:
             keep, *now = step
             tangents = _cleared(keep, tangents)
-            function, before = self._live_step(now)
+            function, before = self._live_step(now, (), others)
             if only_back:  # the way forward is the transpose of the way back
-                pull = jax.vjp(function, before, [], [])[1]
+                pull = jax.vjp(function, before, [], some)[1]
                 try:
-                    transposed = jax.linear_transpose(lambda c: pull(c)[0], before)
-                    return jax.vmap(lambda t: transposed(t)[0])(tangents), None
+                    transposed = jax.linear_transpose(lambda c: pull(c)[::2], before)
+                    return jax.vmap(lambda t: transposed((t, moved))[0])(tangents), None
                 # as each primitive has it; a `while` has the last
                 except (AssertionError, NotImplementedError, RuntimeError, ValueError) as e:
                     raise NotSupportedError(
@@ -136,9 +144,8 @@ class Window:
                         "Equinox's and diffrax's checkpointed loops have). Write it with linear operations, "
                         "or leave `rank` out: windows go without it, and so do `RTRL`, `SnAp`, `KF_RTRL`."
                     ) from e
-            return jax.vmap(lambda t: jax.jvp(lambda b: function(b, [], []), [before], [t])[1])(
-                tangents
-            ), None
+            pushed = lambda t: jax.jvp(lambda b, p: function(b, [], p), (before, some), (t, moved))[1]
+            return jax.vmap(pushed)(tangents), None
 
         given = [t for t in tangents if t is not None]
         found = iter(self._loop(body, given)[0])

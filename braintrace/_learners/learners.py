@@ -23,13 +23,13 @@ class D_RTRL(OptionsLearner):
 
     takes = (
         "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config random_feedback_key "
-        "snap_max_jacobian_elements * window rank samples power across mark normalize_matrix_spectrum"
+        "snap_max_jacobian_elements * window rank samples basis across mark normalize_matrix_spectrum"
     )
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
         o = options
-        rule: rules.Rule = rules.D_RTRL(o.trace_dtype, o.rank, o.samples, o.power, across=o.across)
+        rule: rules.Rule = rules.D_RTRL(o.trace_dtype, o.rank, o.samples, o.basis, across=o.across)
         if o.config is not None and (o.rank or o.across):
             raise ValueError("`rank` and `across` go with the rule of `D_RTRL` itself, without a `config`.")
         return Choice(cls.configured(o, "per_param") or rule, o.config or ETraceConfig())

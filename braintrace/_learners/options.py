@@ -23,6 +23,7 @@ from .config import ETraceConfig
 from .vjp import ETraceVjpAlgorithm, VjpMethod
 
 Axis = int | Literal["auto"] | None
+Basis = Literal["balanced", "pushed"]
 REQUIRED = Parameter.empty
 
 
@@ -31,7 +32,11 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "window": (int | None, None, "Back-propagate through windows of this many steps."),
     "rank": (int, 0, "Rank of a correction to the diagonal traces, for each sample."),
     "samples": (Axis, "auto", "Axis of the samples in the states; 'auto' finds it, None means one sample."),
-    "power": (int, 0, "Power iterations of the basis of the correction; 1 pays in spiking nets."),
+    "basis": (
+        Basis,
+        "balanced",
+        "Basis of the correction: one for all samples, or 'pushed' for each of them.",
+    ),
     "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
     "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
     "trace_dtype": (Any, None, "Type that traces are stored in; that of the computation by default."),

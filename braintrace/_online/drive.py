@@ -20,7 +20,7 @@ from .. import _compat, _meshes
 from .._executor.executor import Leaves, Local, is_inexact
 from .._executor.spread import plus, whole
 from .._executor.window import Record, Window, each_step, where_rows
-from .._rules.rank import BASIS
+from .._rules.projection import cross, finite
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
 from .call import Call
@@ -51,6 +51,7 @@ class Drive:
         given, sequence = _meshes.all_on_mesh((given, sequence))
         if self.step.calls:  # else it is BPTT, and all of it can be differentiated
             given, sequence = differentiated_once((given, sequence))
+            given = self._begun(given)
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
@@ -70,6 +71,18 @@ class Drive:
         if self.together and not self.windows:
             total = self._with_traced(given, total, carry.traced)
         return self._like_params(total), outs, self._laid_out(self._leaves(given, carry.moving))
+
+    def _begun(self, given: Given) -> Given:
+        """The values at the start, with what the rule adapts between sequences."""
+        step = self.step
+        if step.node is None or not self.windows:
+            return given
+        online, leaves = step.online, list(given.leaves)
+        values = {k: leaves[i] for k, i in step.traces.items()}
+        after = online.rule.begin(online.executor, values, fresh=self.fresh)
+        for k, i in step.traces.items():
+            leaves[i] = after[k]
+        return replace(given, leaves=leaves)
 
     @property
     def spread(self) -> Any:
@@ -319,32 +332,35 @@ class Drive:
     def _in_windows(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
         """One backward pass over the windows of a part.
 
-        Inside a window cotangents follow all paths. At its start, what the rule's projection lets through
-        goes on to the window before it; the traces account for the rest.
+        Inside a window cotangents follow all paths. At its start, the rule's projection lets one part go on
+        to the window before it; the traces account for the rest.
         """
         step = self.step
         starts = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
         start, length = [carry.moving[n] for n in starts], len(part.mask)
+        now = self._leaves(given, carry.moving)
+        values = {k: now[i] for k, i in step.traces.items()}
+        crossing = self._crossing(values)
 
-        def losses(some: Leaves, start: Leaves, rest: Leaves, added: dict[int, Any]) -> Any:
+        def losses(some: Leaves, start: Leaves, rest: Leaves, read: Any, added: dict[int, Any]) -> Any:
             moving = list(carry.moving)
             for n, leaf in zip(starts, start, strict=True):
                 moving[n] = leaf
-            zero = jnp.zeros((), part.mask.dtype)
-            (moving, _, later), (outs, taken) = self._along_windows(
-                given, some, (moving, self._first_basis(given, carry.moving), zero), part, starts, rest, added
+            first = moving, () if crossing is None else crossing.start, jnp.zeros((), part.mask.dtype)
+            (moving, crossed, later), (outs, taken) = self._along_windows(
+                given, some, first, part, Boundary(starts, crossing, rest, read), added
             )
             loss = weighed(outs[0], part.mask)
-            return loss + later.astype(loss.dtype), (outs, moving, jax.lax.stop_gradient(taken))
+            return loss + later.astype(loss.dtype), (outs, moving, jax.lax.stop_gradient((taken, crossed)))
 
-        now = self._leaves(given, carry.moving)
         some = [now[i] for i in self.wanted]
         # cotangents that do not cross a window's start, by the step that follows it
-        rest = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if self.in_one_pass(length) else []
-        loss, pull, (outs, moving, taken) = jax.vjp(
-            losses, some, start, rest, self._nothing_added(length), has_aux=True
+        rest = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if self.window else []
+        read = () if crossing is None else crossing.unread
+        loss, pull, (outs, moving, (taken, crossed)) = jax.vjp(
+            losses, some, start, rest, read, self._nothing_added(length), has_aux=True
         )
-        grads, signals, rest, dys = pull(jnp.ones_like(loss))
+        grads, signals, rest, read, dys = pull(jnp.ones_like(loss))
         total = add(carry.total, grads)
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
@@ -356,40 +372,33 @@ class Drive:
         found: Leaves = [None] * len(window.params)
         if dys:
             found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
-        values = {k: now[i] for k, i in step.traces.items()}
         if rest:
             rest = [r.at[0].add(s) for r, s in zip(rest, signals, strict=True)]
             full = self._at_carried(dict(zip((step.moving[n] for n in starts), rest, strict=True)), (length,))
             past, after = step.online.trace_rule.over_windows(
-                executor, values, full, window, self.window, fresh=self.fresh, keep=self.keep
+                executor,
+                values,
+                full,
+                window,
+                self.window,
+                (crossed, read),
+                fresh=self.fresh,
+                keep=self.keep,
             )
-            found = list(map(plus, found, past))
-            moving = self._with(moving, step.online.laid_out({**values, **after}))
-            return Carry(self._add_params(total, found), carry.traced, moving), outs
-        by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
-        if self.keep and not self.fresh:
-            past, after = rule.past_and_advance(executor, values, self._at_carried(by_leaf), window)
-            after = step.online.laid_out({**values, **after})
-            found, moving = list(map(plus, found, past)), self._with(moving, after)
-        elif self.keep:
-            moving = self._advanced(window, values, moving)
-        elif not self.fresh:
-            found = list(map(plus, found, self._past(window, values, by_leaf)))
+        else:
+            by_leaf = dict(zip((step.moving[n] for n in starts), signals, strict=True))
+            past = rule.past(executor, values, self._at_carried(by_leaf), window)
+            after = rule.advance(executor, values, window)
+        found = list(map(plus, found, past))
+        moving = self._with(moving, step.online.laid_out({**values, **after}))
         return Carry(self._add_params(total, found), carry.traced, moving), outs
 
-    def in_one_pass(self, length: int) -> bool:
-        """Whether a part of so many steps has several windows, for one backward pass."""
-        return bool(self.window) and length > self.window
-
-    def _first_basis(self, given: Given, moving: Leaves) -> Any:
-        """The basis of the rule's projection before the first window of a part; empty without one."""
-        step = self.step
-        projection = None if step.node is None else step.online.rule.projection
-        if projection is None:
-            return ()
-        leaves = self._leaves(given, moving)
-        values = {k: leaves[i] for k, i in step.traces.items()}
-        return jax.lax.stop_gradient(projection.basis_before(step.online.executor, values))
+    def _crossing(self, values: Values) -> Any:
+        """The projection along the windows of a part that begins with `values`."""
+        online = None if self.step.node is None else self.step.online
+        if online is None or not self.window or online.rule.projection is None:
+            return None
+        return online.rule.projection.crossing(online.executor, jax.lax.stop_gradient(values))
 
     def _along_windows(
         self,
@@ -397,68 +406,65 @@ class Drive:
         some: Leaves,
         first: tuple[Leaves, Any, Any],
         part: Part,
-        starts: list[int],
-        rest: Leaves,
+        at: Boundary,
         added: dict[int, Any],
     ) -> Any:
-        """The windows of a part: what is carried after the last, and what each step returns and was given.
+        """Run the windows of a part.
 
-        Carried are the leaves that move, the basis of the projection, and losses beyond the windows' ends.
+        Carried are the leaves that move, the state of the crossing, and losses beyond the windows' ends.
+        Returns these after the last window, and what each step returns and was given.
         """
         step = self.step
 
         def window(carry: Any, arrays: Any, mask: Any, reset: Any) -> Any:
-            moving, basis, later = carry
+            moving, state, later = carry
             slices, rest, added = arrays
             now = Part(slices, mask, reset)
             if rest:
-                moving, basis = self._entered(moving, starts, [r[0] for r in rest], basis, now)
+                moving, state = self._entered(moving, replace(at, rest=[r[0] for r in rest]), state, now)
             before = moving
             moving, (outs, taken) = self._along(given, some, moving, now, added)
             if step.node is not None:
                 *taken, given_to = taken
                 later = later + self._after_window(moving, jax.tree.map(lambda a: a[-1], given_to), later)
-            projection = step.online.rule.projection if rest else None
-            if projection is not None:
-                steps = _as_if_begun(self._window(given, before, now, jax.lax.stop_gradient(taken)))
-                basis = jax.lax.stop_gradient(projection.pushed(step.online.executor, basis, steps))
-            return (moving, basis, later), (outs, taken)
+            if at.crossing is not None:
+                steps = self._window(given, before, now, jax.lax.stop_gradient(taken)).as_if_begun
+                state = jax.lax.stop_gradient(at.crossing.along(state, steps))
+            return (moving, state, later), (outs, taken)
 
         length = len(part.mask)
-        sequence = Sequence((part.slices, rest, added), length, part.mask, part.reset)
-        size = self.window if rest else length
+        sequence = Sequence((part.slices, at.rest, added), length, part.mask, part.reset)
+        size = self.window or length
         return over_chunks(window, first, sequence, size, rest_first=True, cut=True)
 
-    def _entered(
-        self, moving: Leaves, starts: list[int], rest: Leaves, basis: Any, part: Part
-    ) -> tuple[Leaves, Any]:
-        """The leaves at a window's start, whose cotangents the projection splits, and the basis there."""
-        step = self.step
-        executor, projection = step.online.executor, step.online.rule.projection
-        if projection is None:
-            start = [jax.lax.stop_gradient(moving[n]) + r for n, r in zip(starts, rest, strict=True)]
+    def _entered(self, moving: Leaves, at: Boundary, state: Any, part: Part) -> tuple[Leaves, Any]:
+        """The leaves at a window's start, whose cotangents the projection splits, and its state there."""
+        step, crossing, starts = self.step, at.crossing, at.starts
+        if crossing is None:
+            start = [jax.lax.stop_gradient(moving[n]) + r for n, r in zip(starts, at.rest, strict=True)]
         else:
-            keep = None if part.reset is None else ~part.reset[0]
-            basis = projection.basis_before(executor, {BASIS: basis}, keep)
-            at = [step.carried.index(step.moving[n]) for n in starts]
+            per = crossing.per
+            state = crossing.entered(state, None if part.reset is None else ~part.reset[0])
+            carried = [step.carried.index(step.moving[n]) for n in starts]
 
             @jax.custom_vjp
-            def enter(start: Leaves, rest: Leaves, basis: Any) -> Leaves:
+            def enter(start: Leaves, rest: Leaves, read: Any, pair: Any) -> Leaves:
                 return start
 
-            def backward(basis: Any, cotangents: Leaves) -> Any:
+            def backward(pair: Any, cotangents: Leaves) -> Any:
                 by_leaf = dict(zip((step.moving[n] for n in starts), cotangents, strict=True))
-                through = projection.crossing(executor, basis, self._at_carried(by_leaf))
-                through = [through[i] for i in at]
+                vectors = per.whole(finite(per.vectors(self._at_carried(by_leaf), dual=True)))
+                through = per.leaves(cross(vectors, pair), dual=True)
+                through = [through[i] for i in carried]
                 left = [c - t for c, t in zip(cotangents, through, strict=True)]
-                return through, left, jnp.zeros_like(basis)
+                return through, left, crossing.read(vectors), jax.tree.map(jnp.zeros_like, pair)
 
-            enter.defvjp(lambda start, rest, basis: (start, basis), backward)
-            start = enter([moving[n] for n in starts], rest, basis)
+            enter.defvjp(lambda start, rest, read, pair: (start, pair), backward)
+            start = enter([moving[n] for n in starts], at.rest, at.read, crossing.pair(state))
         entered = list(moving)
         for n, leaf in zip(starts, start, strict=True):
             entered[n] = leaf
-        return entered, basis
+        return entered, state
 
     def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
         """`<s, h[end]>`, with what the signal says of later losses; zero where it says nothing."""
@@ -538,11 +544,6 @@ class Drive:
             for i, a in zip(self.step.carried, avals, strict=True)
         ]
 
-    def _advanced(self, window: Window, values: Values, moving: Leaves) -> Leaves:
-        """The leaves that move after a window, with those of the rule."""
-        online = self.step.online
-        return self._with(moving, {**values, **online.advance(values, window)})
-
     def _with(self, moving: Leaves, values: Values) -> Leaves:
         """The leaves that move, with those of the rule."""
         number = {i: values[k] for k, i in self.step.traces.items()}
@@ -574,16 +575,14 @@ class Drive:
             now = Part(jax.tree.leaves(arrays), mask, reset)
             after, (outs, (*taken, _)) = self._along(given, None, moving, now, {})
             values = {k: self._leaves(given, moving)[i] for k, i in self.step.traces.items()}
-            return self._advanced(self._window(given, moving, now, taken), values, after), outs
+            window = self._window(given, moving, now, taken)
+            advance = lambda values, window: {**values, **self.step.online.advance(values, window)}
+            values = window.in_windows(self.window or window.length, advance, values)
+            return self._with(after, values), outs
 
         start = given.moving(self.step)
         moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
         return outs, self._laid_out(self._leaves(given, moving))
-
-
-def _as_if_begun(window: Window) -> Window:
-    """A window whose samples that are reset at its start count as begun before it."""
-    return window if window.keep is None else replace(window, keep=window.keep.at[0].set(True))
 
 
 def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:
@@ -618,6 +617,16 @@ class Carry:
     total: Leaves  # the gradients so far
     traced: Any  # those of effective weights, which go to the parameters at the end
     moving: Leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """What meets the cotangents at the starts of windows."""
+
+    starts: list[int]  # the carried leaves, among those that move
+    crossing: Any  # the projection; None if no cotangent crosses
+    rest: Leaves  # zeros, whose cotangents are those that do not cross
+    read: Any  # zeros, whose cotangent is what the projection reads
 
 
 @dataclass(frozen=True)

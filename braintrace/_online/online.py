@@ -309,10 +309,12 @@ class Online:
         @jax.custom_vjp
         def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
             outs, new, taken = run(params, args, consts, rest)
-            return outs, new, self.advance(values, window(params, args, consts, taken))
+            values = self.rule.begin(self.executor, values, fresh=False)
+            return outs, new, {**values, **self.advance(values, window(params, args, consts, taken))}
 
         def forward(*operands: Any) -> Any:
             params, args, consts, rest, values = differentiated_once(operands)
+            values = self.rule.begin(self.executor, values, fresh=False)
 
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
                 outs, new, taken = run(params, args, consts, _like(flat, rest))
@@ -324,7 +326,7 @@ class Online:
             new = _like(results[num:], rest)
             # on the way back a rule asks about the window's start alone
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
-            after = self.advance(values, steps)
+            after = {**values, **self.advance(values, steps)}
             estimated = self.at_end(values, new)
             return (results[:num], new, after), (pull, values, params, first, estimated)
 

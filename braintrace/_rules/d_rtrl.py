@@ -27,6 +27,7 @@ from .._executor.window import Record, Signals
 from .bounds import Bound
 from .chunk import backward, chunk_gradient, chunk_traces, course, step_by_step
 from .layers import Layers
+from .projection import BASES
 from .rank import Rank
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
@@ -38,10 +39,11 @@ _LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step 
 class D_RTRL(TraceRule):
     """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in).
 
-    With `rank`, what they leave out is kept in so many directions, one basis for each sample; `samples` is
-    the axis of the states along which samples lie ('auto': it is found; None: all is one sample), and `power`
-    the number of steps that turn the directions to what is strong. With `across='layers'`, the influence of
-    each weight on the states above its traces, those of the layers above, is kept densely for each sample.
+    `rank` adds a correction of that rank to the traces of each sample. Its `basis` is 'balanced' (one pair
+    of projections for all samples, from running averages of the directions that parameters reach and losses
+    read) or 'pushed' (one orthonormal basis per sample, pushed along the trajectory). `samples` is the batch
+    axis of the states: 'auto' finds it, None takes all samples as one. With `across='layers'`, the influence
+    of each weight on the states of the layers above is kept densely for each sample.
     `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them,
     `bound` what keeps them from growing, and `called` what the verdict calls such a rule. With `by_readouts`,
     the traces of units that a leaky readout reads are filtered by its decay even where they are approximate.
@@ -50,7 +52,7 @@ class D_RTRL(TraceRule):
     dtype: Any = None
     rank: int = 0
     samples: int | str | None = "auto"
-    power: int = 0
+    basis: str = "balanced"
     recursion: Recursion | None = None
     signal: Signal = PROPAGATED
     bound: Bound | None = None
@@ -64,13 +66,10 @@ class D_RTRL(TraceRule):
         return self.recursion is None and self.signal == PROPAGATED and self.bound is None
 
     def __post_init__(self) -> None:
-        for name, meant in (
-            ("rank", "directions (0: the diagonal alone)"),
-            ("power", "steps (0: the directions as they are pushed)"),
-        ):
-            given = getattr(self, name)
-            if not isinstance(given, int | np.integer) or isinstance(given, bool) or given < 0:
-                raise ValueError(f"`{name}` is a number of {meant}, not {given!r}.")
+        if not isinstance(self.rank, int | np.integer) or isinstance(self.rank, bool) or self.rank < 0:
+            raise ValueError(f"`rank` is a number of directions (0: the diagonal alone), not {self.rank!r}.")
+        if self.basis not in BASES:
+            raise ValueError(f"`basis` is {' or '.join(map(repr, BASES))}, not {self.basis!r}.")
         if (self.rank or self.across) and not self.follows_chains:
             raise ValueError(
                 f"`{'rank' if self.rank else 'across'}` keeps what traces by the local Jacobians leave out, "
@@ -91,7 +90,7 @@ class D_RTRL(TraceRule):
     def beside(self) -> Rank | Layers | None:
         if self.across is not None:
             return Layers(self.samples, self.dtype)
-        return Rank(self.rank, self.samples, self.dtype, self.power) if self.rank else None
+        return Rank(self.rank, self.samples, self.dtype, BASES[self.basis]) if self.rank else None
 
     def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
         if not windows and (self.follows_chains or self.by_readouts):
@@ -100,7 +99,7 @@ class D_RTRL(TraceRule):
 
     @property
     def one_pass(self) -> bool:
-        return self.bound is None and self.across is None and not self.power
+        return self.bound is None and self.across is None
 
     @property
     def projection(self) -> Rank | None:

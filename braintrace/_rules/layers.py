@@ -89,7 +89,7 @@ class Layers:
         names = [key for block in blocks for key, _ in block.keys.values()]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def spread(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
         """Over devices: samples as the states', parameters as these."""
         (per, blocks), at = self._of(executor), executor.spread
         assert at is not None

@@ -1,16 +1,15 @@
-"""Rank: what the diagonal traces `E` leave out of the influence of the parameters, in `r` directions.
+"""Rank: a low-rank correction to the diagonal traces `E` of the influence of the parameters on the states.
 
-    P = E + U V        U (numbers carried, r) orthonormal, V (r, parameters), each for one sample
+    P ≈ E + Tᵀ V        S, T: (r, state size) with S Tᵀ = I;  V = S (P - E): (r, parameters), per sample
 
-Over a window, with `H` = d(state at its end)/d(state at its start) along all paths:
+Over a window, with `H` = d(state at its end)/d(state at its start) along all paths, and `A` the influence of
+the parameters on the state at its end for a fixed state at its start:
 
-    U' = orthonormal(H U)
-    V' = U'ᵀ (H (E + U V) + what the window adds - E')
-    gradient = within the window + <dL/dh[start], E + U V>
+    V' = S' (H (E + Tᵀ V) + A - E')
+    gradient = within the window + <dL/dh[start], E + Tᵀ V>
 
-Pushed forward, a basis turns to the directions that decay slowest: there the influence of the past lives.
-Where many directions decay alike, as in spiking nets, a power step on what is left out, `R`, finds those that
-are strong, `U' = orthonormal(R Rᵀ U')`. With as many directions as numbers carried, nothing is left out.
+The rows `S` and `T` come from a projection (`projection.py`). With as many rows as a sample has state
+variables, the gradient is exact.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import ETraceGraph
@@ -37,49 +34,84 @@ from .._executor.rows import fits, step, through
 from .._executor.slots import Slot, add_up, promoted, weigh
 from .._executor.spread import Spec
 from .._executor.weighted import row_axis
-from .._executor.window import Window, unroll, where_rows
+from .._executor.window import Window, where_rows
 from .._meshes import mesh_of
+from .projection import BASES, BASIS, Balanced, BalancedCrossing, Pushed, PushedCrossing, along_rows, finite
 
 Values = dict[str, Any]
 Courses = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`
-BASIS = "basis"
 
 
 @dataclass(frozen=True)
 class Rank:
-    """`size` directions for each sample, after so many `power` steps.
+    """A correction of rank `size` to the traces of each sample.
 
-    `samples` is the axis of the states along which samples lie.
+    `samples` is the batch axis of the states.
     """
 
     size: int
     samples: int | str | None = "auto"
     dtype: Any = None
-    power: int = 0
-    beside_traces: bool = True  # whether there are traces, which samples must have an axis in
+    basis: Pushed | Balanced = BASES["pushed"]
+    beside_traces: bool = True  # whether there are traces, which need a batch axis, too
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = self.per_sample(executor)
-        count, size = per.samples.count, min(self.size, per.numbers)
-        values = {BASIS: jnp.zeros((count, size, per.numbers), per.dtype)}
+        count, rank = per.samples.count, self._rank(per)
+        values = self.basis.start(per, rank)
         for name, aval in named(per).values():
-            for key, rows in parts_of(name, size):
+            for key, rows in parts_of(name, rank):
                 shape = list(aval.shape)
                 shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
                 values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
         return values
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """Over devices: samples as the states', parameters as these."""
+    def _rank(self, per: PerSample) -> int:
+        return min(self.size, per.numbers)
+
+    def lasting(self, executor: ETraceGraphExecutor) -> Values:
+        """The arrays that survive a reset."""
+        per = self.per_sample(executor)
+        return self.basis.lasting(per, self._rank(per))
+
+    def spread(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
+        """The partition specs: samples as the states', parameters as these."""
         per, at = self.per_sample(executor), executor.spread
         assert at is not None
-        lead = per.lead
-        found: dict[str, Spec] = {BASIS: (lead, None, None)}
+        found = self.basis.spread(per)
         for i, (name, aval) in named(per).items():
             spec = list(at.of_leaf(i) or [None] * aval.ndim)
             spec.insert(row_axis(aval.ndim), None)
-            found |= {key: (lead, *spec) for key, _ in parts_of(name, shapes[BASIS].shape[1])}
+            found |= {key: (per.lead, *spec) for key, _ in parts_of(name, self._rank(per))}
         return found
+
+    def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
+        """The arrays at the start of a sequence, with a balanced pair that is up to date.
+
+        `V` becomes `S' Tᵀ V`; `fresh`: it is known to be zero.
+        """
+        if not isinstance(self.basis, Balanced):
+            return values
+        per, old = self.per_sample(executor), values[BASIS][1]
+        found, due = self.basis.renewed(values)
+        values = {**values, **found}
+        if fresh:
+            return values
+
+        def rotated(kept: Values) -> Values:
+            turn = jnp.einsum("qn,rn->qr", found[BASIS][0], old, precision="highest")[None]
+            return {
+                k: v for name, aval in named(per).values() for k, v in self._mixed(kept, name, aval, turn)
+            }
+
+        kept = {k: values[k] for name, _ in named(per).values() for k, _ in parts_of(name, len(old))}
+        return {**values, **jax.lax.cond(due, rotated, lambda kept: kept, kept)}
+
+    def _mixed(self, kept: Values, name: str, aval: Any, carried: Any) -> Iterable[tuple[str, Any]]:
+        axis, parts = 1 + row_axis(aval.ndim), parts_of(name, carried.shape[1])
+        for key, rows in parts:
+            terms = [mixed(carried[:, rows, q], kept[k], axis) for k, q in parts]
+            yield key, add_up(promoted(*terms)).astype(kept[key].dtype)
 
     def advance(
         self,
@@ -89,47 +121,67 @@ class Rank:
         window: Window,
         course: Callable[[Sequence[Slot]], Courses],
         signals: Leaves | None = None,
-    ) -> tuple[Values, dict[int, Any]]:
-        """What is kept beside the traces, which are `before` the window and `after` it.
+    ) -> tuple[Values, dict[int, Any], Any]:
+        """Advance `V` over a window, given the traces before and after it.
 
-        What is large goes through a kernel, with its trace, and the gradient of signals at the window's start
-        comes with it; `course` says how traces go over the window.
+        Large arrays go through a kernel, with their traces, which also gives the gradient of `signals` at the
+        window's start; `course` returns how traces advance over the window.
+
+        Returns:
+            The new arrays, those gradients by leaf, and the rows of `S'`, pulled back to the window's start.
         """
         per = self.per_sample(executor)
-        old = self.basis_before(executor, before)
-        basis = self.pushed(executor, old, window)
+        _, old = self.basis.pair(per, before)
+        crossing = self.basis.crossing(per, before)
+        values: Values = {}
+        if isinstance(crossing, PushedCrossing):
+            new = crossing.along(crossing.entered(crossing.start, None), window)
+            values = {BASIS: new}
+        else:
+            new = jnp.broadcast_to(crossing.s, (per.samples.count, *crossing.s.shape))
+            old = jnp.broadcast_to(old, new.shape)
         matrices, specs, courses = self._in_kernel(executor, per, before, window.length, course)
-        left_out = partial(self._left_out, per, old, before, after, window, matrices)
-        for _ in range(self.power):
-            rows, back, (traced, *_) = jax.vjp(left_out, basis, has_aux=True)
-            # with some of what they were: rows that turn to the same direction would be lost to rounding
-            turned = orthonormal(_unit(back(jax.tree.map(jnp.conj, rows))[0]) + 1e-3 * basis)
-            # what traces tell but for rounding has no directions
-            rounding = 100 * jnp.finfo(basis.dtype).eps
-            some = _size(rows.values()) > rounding**2 * _size(traced.values())
-            basis = jnp.where(jnp.reshape(some, (-1, 1, 1)), turned, basis)
-        values, (_, start, factors) = left_out(basis)
-        values = {BASIS: basis, **values}
+        rows, (start, factors) = self._corrected(per, old, before, after, window, matrices, new)
+        values.update(rows)
         if not matrices:
-            return values, {}
+            return values, {}, start
         # of what goes through the kernel, XLA drops the rest: nobody reads it
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
         carried, along = (_product("b...n,brn->b...r", a, old) for a in (start, signal))
-        lifted = [per.lift(a, window) for a in (start, basis, signal[:, None])]
+        lifted = [per.lift(a, window) for a in (start, new, signal[:, None])]
         grads = {}
         for i, matrix in matrices.items():
             (name, aval), slot = named(per)[i], matrix.slot
-            keys = [key for key, _ in parts_of(name, basis.shape[1])]
+            keys = [key for key, _ in parts_of(name, new.shape[1])]
             trace = None if slot is None else before[slot.key]
             more = () if slot is None else (*courses[slot.key], *(found[slot.key] for found in lifted))
             x, d = factors[i]
             how = through(matrix, x, d, carried, along, *more)
             old_rows = [jnp.squeeze(before[k], 2) for k in keys]
-            new, trace, grad = step(old_rows, trace, how, executor.spread, specs[i])
-            values.update({k: jnp.expand_dims(v, 2) for k, v in zip(keys, new, strict=True)})
+            found, trace, grad = step(old_rows, trace, how, executor.spread, specs[i])
+            values.update({k: jnp.expand_dims(v, 2) for k, v in zip(keys, found, strict=True)})
             values.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
-        return values, {} if signals is None else grads
+        return values, {} if signals is None else grads, start
+
+    def observed(
+        self,
+        executor: ETraceGraphExecutor,
+        values: Values,
+        state: Any,
+        read: Any,
+        windows: int,
+        pulled: Any = None,
+    ) -> Values:
+        """The arrays of the projection after the windows of a pass.
+
+        `state` is that of its crossing, `read` the sum of the covariances of cotangents at window starts; and
+        `pulled` the rows of `S`, pulled back to the start of the only window, if later losses matter.
+        """
+        per = self.per_sample(executor)
+        if isinstance(self.basis, Balanced) and pulled is not None and read is not None:
+            read = read + self.basis.read_later(per, values, pulled)
+        return self.basis.observed(per, values, state, read, windows)
 
     def _in_kernel(
         self,
@@ -143,9 +195,9 @@ class Rank:
 
         And how they are spread over devices, and how their traces go.
         """
-        size, names, at = values[BASIS].shape[1], named(per), executor.spread
+        size, names, at = self._rank(per), named(per), executor.spread
         spread = mesh_of(*values.values()) is not None
-        if self.power or not on_gpu() or size > _APART or (spread and at is None):
+        if not on_gpu() or size > _APART or (spread and at is None):
             return {}, {}, {}
         found, specs = {}, dict[int, Spec]()
         for i, matrix in per.matrices.items():
@@ -162,7 +214,7 @@ class Rank:
         known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in courses}
         return known, {i: specs.get(i, ()) for i in known}, courses
 
-    def _left_out(
+    def _corrected(
         self,
         per: PerSample,
         old: Any,
@@ -170,56 +222,37 @@ class Rank:
         after: Values,
         window: Window,
         apart: Iterable[int],
-        basis: Any,
+        rows: Any,
     ) -> tuple[Values, Any]:
-        """`basis (H (E + U V) + what the window adds - E')`: linear in the basis.
+        """`rows (H (E + Tᵀ V) + A - E')`, with `T` = `old`.
 
-        And `basis E'`, `basis H`, and of the matrices in `apart` the factors of what the window adds.
+        Also returns `rows H`, and for the matrices in `apart` the factors of `rows A`.
         """
-        start, added, factors = per.pull_apart(window, basis, apart)
+        start, added, factors = per.pull_apart(window, rows, apart)
         start = per.whole(finite(start))
         carried = _product("bqn,brn->bqr", start, old)
-        of_old, of_new = per.contract(before, start, window), per.contract(after, basis, window)
+        of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
         values = {}
         for i, (name, aval) in named(per).items():
-            axis, parts = 1 + row_axis(aval.ndim), parts_of(name, basis.shape[1])
-            for key, rows in parts:
-                terms = [mixed(carried[:, rows, q], before[k], axis) for k, q in parts]
-                terms += [_rows(found[i], rows, axis) for found in (added, of_old) if i in found]
+            axis, parts = 1 + row_axis(aval.ndim), parts_of(name, rows.shape[1])
+            for key, some in parts:
+                terms = [mixed(carried[:, some, q], before[k], axis) for k, q in parts]
+                terms += [_rows(found[i], some, axis) for found in (added, of_old) if i in found]
                 new = add_up(promoted(*terms))
-                new = new - _rows(of_new[i], rows, axis) if i in of_new else new
+                new = new - _rows(of_new[i], some, axis) if i in of_new else new
                 values[key] = new.astype(before[key].dtype)
-        return values, (of_new, start, factors)
+        return values, (start, factors)
 
-    # -- the basis, for cotangents that cross from a window to the one before it ----------------------
-
-    def basis_before(self, executor: ETraceGraphExecutor, values: Values, keep: Any = None) -> Any:
-        """The basis before a window, (samples, rank, state size); `keep` is False for reset samples."""
-        per = self.per_sample(executor)
-        basis = per.whole(values[BASIS])
-        if keep is not None:
-            basis = where_rows(keep, basis, jnp.zeros_like(basis))
-        return per.whole(_begun(basis))
-
-    def pushed(self, executor: ETraceGraphExecutor, basis: Any, window: Window) -> Any:
-        """The basis after a window: pushed through all its paths, and orthonormal again."""
-        per = self.per_sample(executor)
-        after = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
-        rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
-        return per.whole(orthonormal(per.whole(rows)))
-
-    def crossing(self, executor: ETraceGraphExecutor, basis: Any, cotangents: Leaves) -> Leaves:
-        """The part of the carried leaves' cotangents that lies in the span of the basis."""
-        per = self.per_sample(executor)
-        vectors = per.whole(finite(per.vectors(cotangents, dual=True)))
-        along = _product("bn,brn->br", vectors, basis)
-        return per.leaves(_product("br,brn->bn", along, basis), dual=True)
+    def crossing(self, executor: ETraceGraphExecutor, values: Values) -> PushedCrossing | BalancedCrossing:
+        """The projection along the windows of a pass that begins with `values`."""
+        return self.basis.crossing(self.per_sample(executor), values)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
-        """What it gives each leaf of the parameters, of signals at the carried states."""
+        """The gradients `<signal, Tᵀ V>` of signals at the carried states, by leaf of the parameters."""
         per = self.per_sample(executor)
         signal = per.whole(finite(per.vectors(signals, dual=True)))
-        along = _product("bn,brn->br", signal, per.whole(values[BASIS]))
+        _, rows = self.basis.pair(per, values)
+        along = along_rows(signal, rows)
         found = {}
         for i, (name, aval) in named(per).items():
             axis, parts = 1 + row_axis(aval.ndim), parts_of(name, along.shape[1])
@@ -230,8 +263,8 @@ class Rank:
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         per = self.per_sample(executor)
         per.check_rows()
-        size = values[BASIS].shape[1]
-        names = [BASIS, *(key for name, _ in named(per).values() for key, _ in parts_of(name, size))]
+        names = [key for name, _ in named(per).values() for key, _ in parts_of(name, self._rank(per))]
+        names += list(self.basis.start(per, 0))
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
@@ -283,54 +316,6 @@ def named(per: PerSample) -> dict[int, tuple[str, Any]]:
     return {n: (f"{BASIS}:{name_of(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
 
 
-@lru_cache
-def fixed_basis(numbers: int, size: int) -> Any:
-    """Orthonormal columns to begin with, (numbers, size) or fewer."""
-    random = np.random.RandomState(0).standard_normal((numbers, min(numbers, size)))
-    return np.linalg.qr(random)[0]
-
-
-def _begun(basis: Any) -> Any:
-    """The basis, or a fixed one for samples that have none yet."""
-    _, size, numbers = basis.shape
-    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)[None]
-    return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
-
-
-def orthonormal(rows: Any) -> Any:
-    """An orthonormal basis of the span of rows, (samples, rows, numbers).
-
-    Where rows are lost (a hard reset), a little of the fixed basis takes their place.
-    """
-    _, size, numbers = rows.shape
-    if not size:  # parameters act on nothing that is carried
-        return rows
-    rows = finite(rows)
-    little = jnp.sqrt(jnp.finfo(rows.dtype).eps)
-    fixed = fixed_basis(numbers, size).T.astype(rows.dtype)[None]
-    rows = _unit(rows) + little * fixed
-
-    def add(j: Any, basis: Any) -> Any:
-        row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
-        for _ in range(2):  # once more, for what rounding left
-            row = row - _product("br,brn->bn", _product("brn,bn->br", basis, row), basis)
-            row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
-        return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
-
-    return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
-
-
-def _unit(rows: Any) -> Any:
-    length = jnp.linalg.norm(rows, axis=-1, keepdims=True)
-    return rows / jnp.where(length == 0, 1, length)
-
-
-def _size(arrays: Iterable[Any]) -> Any:
-    """The sum of the squares of each sample's numbers."""
-    squares = [jnp.sum(jnp.square(jnp.abs(a)), axis=tuple(range(1, a.ndim))) for a in arrays]
-    return add_up(squares) if squares else jnp.zeros(1)
-
-
 def _product(letters: str, *arrays: Any) -> Any:
     # small, and what is orthonormal must stay so: no tensor cores
     return jnp.einsum(letters, *promoted(*arrays), precision="highest")
@@ -377,8 +362,3 @@ def _summed(along: Any, kept: Any, *, axis: int) -> Any:
     if kept.shape[axis] > 1:
         return jnp.tensordot(along, kept, ((0, 1), (0, axis)))
     return weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
-
-
-def finite(a: Any) -> Any:
-    """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
-    return jnp.where(jnp.isfinite(a), a, 0)

@@ -51,6 +51,10 @@ class Rule(ABC):
         """The arrays at the start of another random stream; the same for a rule that draws nothing."""
         return values
 
+    def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
+        """The arrays at the start of a sequence, where a rule may adapt; `fresh`: its traces are zero."""
+        return values
+
     @abstractmethod
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """The arrays after a window of steps."""
@@ -61,12 +65,6 @@ class Rule(ABC):
 
         Each as such or, where a batch is spread over devices, as these have it (`Apart`).
         """
-
-    def past_and_advance(
-        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
-    ) -> tuple[Leaves, Values]:
-        """Both of them: a rule may have one pass over what it keeps do for the two."""
-        return self.past(executor, values, signals, window), self.advance(executor, values, window)
 
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -206,35 +204,43 @@ class TraceRule(Rule):
         at = executor.spread
         assert at is not None
         found = self.spread_traces(executor.slots, at, shapes)
-        return found if self.beside is None else {**found, **self.beside.spread(executor, shapes)}
+        return found if self.beside is None else {**found, **self.beside.spread(executor)}
+
+    def lasting(self, executor: ETraceGraphExecutor) -> Values:
+        found = super().lasting(executor)
+        return found if self.projection is None else {**found, **self.projection.lasting(executor)}
+
+    def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
+        return values if self.projection is None else self.projection.begin(executor, values, fresh=fresh)
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
-        return self._all_advanced(executor, values, None, window)[0]
-
-    def past_and_advance(
-        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
-    ) -> tuple[Leaves, Values]:
-        after, known = self._all_advanced(executor, values, signals, window)
-        found = self.past(executor, values, signals, window)
-        return [known.get(i, a) for i, a in enumerate(found)], after
+        after = self._all_advanced(executor, values, None, window)[0]
+        if self.projection is None:
+            return after
+        crossing = self.projection.crossing(executor, values)
+        state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
+        state = crossing.along(state, window.as_if_begun)
+        return {**after, **self.projection.observed(executor, values, state, None, 1)}
 
     def _all_advanced(
         self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
-    ) -> tuple[Values, dict[int, Any]]:
-        """The arrays after a window, and those gradients of signals at its start that come with them."""
+    ) -> tuple[Values, dict[int, Any], Any]:
+        """The arrays after a window, but for those that choose a projection.
+
+        Also returns the gradients of signals at the window's start that come with them, and the rows of the
+        projection, pulled back to the window's start.
+        """
         if self.beside is None:
-            return self._advanced(executor, values, window), {}
-        if (
-            window.keep is not None
-        ):  # samples that begin anew at its start have no past, and a window of their own
+            return self._advanced(executor, values, window), {}, None
+        if window.keep is not None:  # samples that are reset at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
-            window = replace(window, keep=window.keep.at[0].set(True))
+            window = window.as_if_begun
         after = self._advanced(executor, values, window)
         if not isinstance(self.beside, Rank):
-            return {**after, **self.beside.advance(executor, values, after, window)}, {}
+            return {**after, **self.beside.advance(executor, values, after, window)}, {}, None
         course = lambda slots: self.course(slots, window.record)
-        more, known = self.beside.advance(executor, values, after, window, course, signals)
-        return {**after, **more}, known
+        more, known, pulled = self.beside.advance(executor, values, after, window, course, signals)
+        return {**values, **after, **more}, known, pulled
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:
@@ -258,6 +264,7 @@ class TraceRule(Rule):
         signals: Leaves,
         window: Window,
         size: int,
+        crossed: tuple[Any, Any],
         *,
         fresh: bool,
         keep: bool,
@@ -266,23 +273,31 @@ class TraceRule(Rule):
 
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `signals` are cotangents of the carried leaves before each step that no earlier window receives:
-        zero inside a window. At the first step they are whole.
+        zero inside a window. At the first step they are whole. `crossed` is the state of the projection's
+        crossing after the last window, and the sum of what it read.
         """
         first = [None if s is None else s[0] for s in signals]
+        windows = -(-window.length // size)
+        if keep and not fresh and windows == 1 and self.projection is not None:  # one pass over all arrays
+            after, known, pulled = self._all_advanced(executor, values, first, window)
+            found = self.past(executor, values, first, window)
+            found = [known.get(i, a) for i, a in enumerate(found)]
+            return found, {**after, **self.projection.observed(executor, values, *crossed, 1, pulled)}
         at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
         record = replace(window.record, old_signals=at_groups)
         zeros = executor.no_gradients(record.local.weights)
         after, grads = self.chunk(
-            executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.beside is None
+            executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.projection is None
         )
         found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.beside is None:
+        if self.projection is None:
             return found, after
         if not fresh:
-            more = self.beside.past(executor, values, first)
+            more = self.projection.past(executor, values, first)
             found = [plus(a, more.get(i)) for i, a in enumerate(found)]
-        advance = lambda values, one: self.advance(executor, values, one)
-        return found, window.in_windows(size, advance, values) if keep else values
+        advance = lambda values, one: self._all_advanced(executor, values, None, one)[0]
+        after = window.in_windows(size, advance, values) if keep else values
+        return found, {**after, **self.projection.observed(executor, values, *crossed, windows)}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = self.reset(executor.slots, values, ~rows)

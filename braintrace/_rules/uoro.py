@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.spread import Spec
 from .._executor.window import Window
-from .rank import BASIS, Rank, finite, named, parts_of
+from .projection import BASIS, finite
+from .rank import Rank, named, parts_of
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, signs
 
@@ -72,7 +73,7 @@ class UORO(Estimate):
         return [found.get(i) for i in range(len(window.params))]
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return self._kept.spread(executor, shapes)
+        return self._kept.spread(executor)
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}

@@ -1,0 +1,359 @@
+"""Projections of a rank-`r` correction: which part of a cotangent crosses the start of a window.
+
+With rows `S` and `T` (`S Tᵀ = I`), a cotangent `λ` of the carried state at a window's start is split into
+
+    u = (λ Tᵀ) S        which goes on to the windows before,
+    λ - u               which meets the diagonal traces.
+
+*Pushed*: `S = T`, orthonormal, one basis per sample, pushed through each window by its Jacobian `H`:
+`S' = orthonormal(S Hᵀ)`. It turns to the directions that decay slowest.
+
+*Balanced*: one pair for all samples, by balanced truncation. `R` is the average covariance of `P ν` at window
+starts, for random changes `ν` of the parameters; `O` that of `λ`. The rows of `T` span the leading
+eigenvectors of `R O`, and `S = (T O Tᵀ)⁻¹ T O`. So the pair keeps the directions that parameters reach and
+losses read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._executor.per_sample import PerSample
+from .._executor.slots import promoted
+from .._executor.spread import Spec
+from .._executor.window import Window, unroll, where_rows
+
+Values = dict[str, Any]
+Rows = Float[Array, "*samples rank state"]
+Vectors = Float[Array, "samples state"]
+Covariance = Float[Array, "state sketch"]
+
+BASIS = "basis"
+TANGENT = "balance tangent"
+REACH, READ = "balance reach", "balance read"
+COUNTS = "balance counts"
+
+
+# -- pushed ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """One orthonormal basis per sample, pushed along the trajectory."""
+
+    def start(self, per: PerSample, rank: int) -> Values:
+        return {BASIS: jnp.zeros((per.samples.count, rank, per.numbers), per.dtype)}
+
+    def lasting(self, per: PerSample, rank: int) -> Values:
+        return {}
+
+    def spread(self, per: PerSample) -> dict[str, Spec]:
+        return {BASIS: (per.lead, None, None)}
+
+    def pair(self, per: PerSample, values: Values) -> tuple[Rows, Rows]:
+        """`S` and `T` at the start of a window."""
+        basis = per.whole(_begun(per.whole(values[BASIS])))
+        return basis, basis
+
+    def crossing(self, per: PerSample, values: Values) -> PushedCrossing:
+        return PushedCrossing(per, per.whole(values[BASIS]))
+
+    def observed(self, per: PerSample, values: Values, state: Rows, read: Any, windows: int) -> Values:
+        """The arrays that choose the basis, after windows of a pass; the basis itself goes with `V`."""
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class PushedCrossing:
+    """The basis along the windows of one pass."""
+
+    per: PerSample
+    start: Rows
+    unread = ()
+
+    def entered(self, basis: Rows, keep: Any) -> Rows:
+        """The basis at a window's start; `keep` is False for samples that are reset there."""
+        if keep is not None:
+            basis = where_rows(keep, basis, jnp.zeros_like(basis))
+        return self.per.whole(_begun(basis))
+
+    def pair(self, basis: Rows) -> tuple[Rows, Rows]:
+        return basis, basis
+
+    def along(self, basis: Rows, window: Window) -> Rows:
+        """The basis after a window."""
+        per = self.per
+        after = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
+        rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
+        return per.whole(orthonormal(per.whole(rows)))
+
+    def read(self, cotangents: Vectors) -> tuple[()]:
+        return ()
+
+
+# -- balanced --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """One pair `S`, `T` for all samples, from running averages that survive resets.
+
+    Attributes:
+        memory: Number of windows over which the averages forget all but `1/e`.
+        renew_every: Number of windows after which the pair is computed again if no reset comes before.
+    """
+
+    memory: int = 50
+    renew_every: int = 16
+
+    def start(self, per: PerSample, rank: int) -> Values:
+        return {TANGENT: jnp.zeros((per.samples.count, per.numbers), per.dtype)}
+
+    def lasting(self, per: PerSample, rank: int) -> Values:
+        first = jnp.asarray(fixed_basis(per.numbers, rank).T, per.dtype)
+        none = jnp.zeros((per.numbers, _sketch_size(per.numbers, rank)), per.dtype)
+        # index of the random change of the parameters, and windows since the pair was computed
+        counts = jnp.zeros((2,), jnp.int32)
+        return {BASIS: jnp.stack([first, first]), REACH: none, READ: none, COUNTS: counts}
+
+    def spread(self, per: PerSample) -> dict[str, Spec]:
+        return {TANGENT: (per.lead, None)}
+
+    def pair(self, per: PerSample, values: Values) -> tuple[Rows, Rows]:
+        s, t = values[BASIS]
+        return s, t
+
+    def crossing(self, per: PerSample, values: Values) -> BalancedCrossing:
+        key = jax.random.fold_in(jax.random.key(0), values[COUNTS][0])
+        fixed = [v.aval for e in per.info.fixed for v in e.invars]
+        keys = jax.random.split(key, max(1, len(per.acting)))
+        change = {
+            i: jax.random.normal(k, fixed[i].shape, fixed[i].dtype)
+            for k, i in zip(keys, per.acting, strict=bool(per.acting))
+        }
+        s, t = self.pair(per, values)
+        none = jnp.zeros_like(values[REACH])
+        return BalancedCrossing(per, (per.whole(values[TANGENT]), none), s, t, change, none)
+
+    def renewed(self, values: Values) -> tuple[Any, Any]:
+        """The index of the change and the pair for the next windows, and whether the pair is a new one.
+
+        A pair is computed where all samples have just been reset, and after `renew_every` windows.
+        """
+        index, since = values[COUNTS]
+        all_reset = ~jnp.any(values[TANGENT] != 0)
+        due = all_reset | (since >= self.renew_every)
+        averages = values[BASIS], values[REACH], values[READ]
+        basis = jax.lax.cond(due, balanced, lambda basis, *_: basis, *averages)
+        return {
+            BASIS: basis,
+            COUNTS: jnp.stack([jnp.where(all_reset, index + 1, index), jnp.where(due, 0, since)]),
+        }, due
+
+    def observed(
+        self, per: PerSample, values: Values, state: Any, read: Covariance | None, windows: int
+    ) -> Values:
+        """The arrays that choose the pair, after windows of a pass.
+
+        `state` is that of a crossing after them; `read` is the sum of `λᵀλ` over windows and samples.
+        """
+        tangent, reach = state
+        new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
+
+        def averaged(name: str, total: Covariance) -> Covariance:
+            return values[name] + (new * (each * total - values[name])).astype(values[name].dtype)
+
+        counts = values[COUNTS] + jnp.array([0, windows], jnp.int32)
+        found = {TANGENT: tangent, REACH: averaged(REACH, reach), COUNTS: counts}
+        return found if read is None else {**found, READ: averaged(READ, read)}
+
+    def read_later(self, per: PerSample, values: Values, pulled: Rows) -> Covariance:
+        """The part of `λᵀλ` that comes from losses after the window, if `O` stays as it is.
+
+        `pulled` are the rows of `S`, pulled back to the window's start.
+        """
+        _, t = values[BASIS]
+        inner = _product("qn,nr->qr", t, _times(values[READ], t.T))
+        rows = per.everywhere(pulled).reshape(-1, pulled.shape[-1])
+        weighed = _product("qr,brn->bqn", inner, per.everywhere(pulled)).reshape(rows.shape)
+        found = _outer(rows, weighed, values[READ])
+        # an expanding window would let the average grow without bound
+        before, now = _trace(values[READ]) * per.samples.count, _trace(found)
+        return found * jnp.minimum(1, before / jnp.where(now == 0, 1, now))
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedCrossing:
+    """The pair, and the tangent `P ν` of the carried state along the windows of one pass."""
+
+    per: PerSample
+    start: tuple[Vectors, Covariance]  # the tangent, and the sum of its covariances
+    s: Rows
+    t: Rows
+    change: dict[int, Any]  # ν, by leaf of the parameters
+    unread: Covariance  # zeros
+
+    def entered(self, state: Any, keep: Any) -> Any:
+        """The state at a window's start; `keep` is False for samples that are reset there."""
+        tangent, total = state
+        if keep is not None:
+            tangent = where_rows(keep, tangent, jnp.zeros_like(tangent))
+        each = self.per.everywhere(tangent)
+        return tangent, total + _outer(each, each, total)
+
+    def pair(self, state: Any) -> tuple[Rows, Rows]:
+        return self.s, self.t
+
+    def along(self, state: Any, window: Window) -> Any:
+        """The state after a window: `P ν` advances by the derivative of the steps along `(P ν, ν)`."""
+        tangent, total = state
+        per = self.per
+        tangents = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
+        after = per.linear.window(window).push(tangents, self.change)
+        after = [None if a is None else a[0] for a in after]
+        return per.whole(finite(per.vectors(after, dual=False))), total
+
+    def read(self, cotangents: Vectors) -> Covariance:
+        each = self.per.everywhere(cotangents)
+        return _outer(each, each, self.unread)
+
+
+def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
+    """`S` and `T` after two steps of subspace iteration from the present `T`: (2, rank, state size)."""
+    n = len(reach)
+    mean = _trace(read) / n
+    level = jnp.where(mean > 0, _LEAST * mean, 1)  # nothing read yet: `O` is the identity
+    t = basis[1].T
+    for _ in range(2):
+        t = _columns(_times(reach, _times(read, t) + level * t))
+    read_t = _times(read, t)
+    inner = _product("nq,nr->qr", t, read_t)
+    outside = read_t - _product("nq,qr->nr", t, inner)  # so that `S Tᵀ = I` whatever rounding does
+    s = t + jnp.linalg.solve(inner + level * jnp.eye(t.shape[1], dtype=t.dtype), outside.T).T
+    return jnp.stack([s.T, t.T])
+
+
+_LEAST = 1e-6  # of the mean eigenvalue of `O`: what counts as read
+_DENSE = 2048  # state size up to which averages are whole matrices
+
+
+def _sketch_size(n: int, rank: int) -> int:
+    return n if n <= _DENSE else min(n, max(64, 8 * rank))
+
+
+@lru_cache
+def _test_columns(n: int, size: int) -> Any:
+    return np.random.RandomState(1).standard_normal((n, size)).astype(np.float32) / np.sqrt(n)
+
+
+def _outer(a: Float[Array, "k state"], b: Float[Array, "k state"], like: Covariance) -> Covariance:
+    """`aᵀ b`, or its product with fixed random columns where that is smaller."""
+    n, size = like.shape
+    if size < n:
+        b = _product("kn,nm->km", b, jnp.asarray(_test_columns(n, size), b.dtype))
+    return _product("kn,km->nm", a, b).astype(like.dtype)
+
+
+def _times(average: Covariance, columns: Float[Array, "state rank"]) -> Float[Array, "state rank"]:
+    """A covariance times columns; of a sketch `C = M Ω`, its Nyström approximation `C (Ωᵀ C)⁻¹ Cᵀ`."""
+    n, size = average.shape
+    if size == n:
+        return _product("nm,mr->nr", average, columns)
+    core = _product("nm,nk->mk", jnp.asarray(_test_columns(n, size), average.dtype), average)
+    core = (core + core.T) / 2
+    level = 1e-5 * jnp.trace(core) / size
+    core = core + jnp.where(level > 0, level, 1) * jnp.eye(size, dtype=core.dtype)
+    inner = _product("nm,nr->mr", average, columns)
+    return _product("nm,mr->nr", average, jnp.linalg.solve(core, inner))
+
+
+def _trace(average: Covariance) -> Any:
+    n, size = average.shape
+    if size == n:
+        return jnp.trace(average)
+    return _product("nm,nm->", jnp.asarray(_test_columns(n, size), average.dtype), average) * n / size
+
+
+BASES = {"balanced": Balanced(), "pushed": Pushed()}
+
+
+# -- bases -----------------------------------------------------------------------------------------
+
+
+@lru_cache
+def fixed_basis(numbers: int, size: int) -> Any:
+    """Orthonormal columns to begin with, (state size, size) or fewer."""
+    random = np.random.RandomState(0).standard_normal((numbers, min(numbers, size)))
+    return np.linalg.qr(random)[0]
+
+
+def _begun(basis: Rows) -> Rows:
+    """The basis, or the fixed one for samples that have none yet."""
+    _, size, numbers = basis.shape
+    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)[None]
+    return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
+
+
+def orthonormal(rows: Rows) -> Rows:
+    """An orthonormal basis of the span of rows, for each sample.
+
+    Where rows are lost (a hard reset), a little of the fixed basis takes their place.
+    """
+    _, size, numbers = rows.shape
+    if not size:  # parameters act on no carried state
+        return rows
+    rows = finite(rows)
+    rows = _unit(rows, -1) + _little(rows) * fixed_basis(numbers, size).T.astype(rows.dtype)[None]
+
+    def add(j: Any, basis: Any) -> Any:
+        row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
+        for _ in range(2):  # once more, for what rounding left
+            row = row - _product("br,brn->bn", _product("brn,bn->br", basis, row), basis)
+            row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
+        return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
+
+    return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
+
+
+def _columns(columns: Float[Array, "state rank"]) -> Float[Array, "state rank"]:
+    """Orthonormal columns that span the same, completed by the fixed basis."""
+    n, size = columns.shape
+    fixed = jnp.asarray(fixed_basis(n, size), columns.dtype)
+    return jnp.linalg.qr(_unit(finite(columns), 0) + _little(columns) * fixed)[0]
+
+
+def _little(a: Any) -> Any:
+    return jnp.sqrt(jnp.finfo(a.dtype).eps)
+
+
+def _unit(a: Any, axis: int) -> Any:
+    length = jnp.linalg.norm(a, axis=axis, keepdims=True)
+    return a / jnp.where(length == 0, 1, length)
+
+
+def along_rows(vectors: Vectors, rows: Rows) -> Float[Array, "samples rank"]:
+    """The products of the samples' vectors with rows, which all samples share or have each."""
+    return _product("bn,brn->br" if rows.ndim == 3 else "bn,rn->br", vectors, rows)
+
+
+def cross(vectors: Vectors, pair: tuple[Rows, Rows]) -> Vectors:
+    """The part `(λ Tᵀ) S` of cotangents that crosses the start of a window."""
+    s, t = pair
+    return _product("br,brn->bn" if s.ndim == 3 else "br,rn->bn", along_rows(vectors, t), s)
+
+
+def _product(axes: str, *arrays: Any) -> Any:
+    # small, and what is orthonormal must stay so: no tensor cores
+    return jnp.einsum(axes, *promoted(*arrays), precision="highest")
+
+
+def finite(a: Any) -> Any:
+    """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
+    return jnp.where(jnp.isfinite(a), a, 0)
