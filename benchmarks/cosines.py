@@ -5,7 +5,8 @@ Sketched RTRL that published the figures for SnAp-1 (its settings of the tasks a
 has 32. A net learns by the exact gradient; now and then the gradients of the other rules are taken on the
 same batch. Their cosine to the exact one is over all weights of the recurrent layer. D_RTRL, ES_D_RTRL,
 SnAp-1 and RFLO (with random feedback) are in single steps; ranks are of D_RTRL, in windows of one step or as
-said, as are UORO and KF_RTRL. Sketch 4: windows of one step and no diagonal; the best four directions of the
+said, with a balanced projection that adapts at every update or, where said, a pushed one; UORO and KF_RTRL
+are in windows of one, too. Sketch 4: windows of one step and no diagonal; the best four directions of the
 whole influence, by a full decomposition at every step.
 """
 
@@ -99,12 +100,21 @@ def by_rule(rule: Any, window: int | None, net: Net, task: Any) -> Any:
     start = jnp.zeros((BATCH, net.units))
 
     @jax.jit
-    def grads(params: Any, xs: Any, ys: Any) -> Any:
+    def grads(params: Any, traces: Any, xs: Any, ys: Any) -> Any:
         online = braintrace.online(step, params, start, xs[0], rule=rule, window=window)
-        found = online.grad(task.loss, params, start, online.init(params, start), xs, ys, mask=task.mask)
-        return found[0]["cell"]
+        traces = online.init(params, start) if traces is None else traces
+        found, (_, traces), _ = online.grad(task.loss, params, start, traces, xs, ys, mask=task.mask)
+        return found["cell"], online.reset(start, traces)[1]
 
-    return grads
+    traces: Any = None
+
+    def next_batch(params: Any, xs: Any, ys: Any) -> Any:
+        """The averages of a balanced projection go from batch to batch, as in training."""
+        nonlocal traces
+        found, traces = grads(params, traces, xs, ys)
+        return found
+
+    return next_batch
 
 
 def sketch(rank: int, net: Net, task: Any) -> Any:
@@ -137,15 +147,18 @@ RULES: dict[str, Any] = {
     "ES_D_RTRL": partial(by_rule, ES_D_RTRL(), None),
     "windows of one": partial(by_rule, D_RTRL(), 1),
     **{f"rank {r}": partial(by_rule, D_RTRL(rank=r), 1) for r in (1, 2, 4, 8, 16)},
-    **{f"rank {r}, power": partial(by_rule, D_RTRL(rank=r, power=1), 1) for r in (4, 8)},
+    **{f"rank {r}, pushed": partial(by_rule, D_RTRL(rank=r, basis="pushed"), 1) for r in (4, 8)},
     "windows of 5": partial(by_rule, D_RTRL(), 5),
     "windows of 5, rank 4": partial(by_rule, D_RTRL(rank=4), 5),
+    "windows of 5, rank 4, pushed": partial(by_rule, D_RTRL(rank=4, basis="pushed"), 5),
     "SnAp-1": partial(by_rule, D_RTRL(recursion=Recursion(Own())), None),
     "RFLO": partial(by_rule, D_RTRL(signal=Feedback()), None),
     "UORO": partial(by_rule, UORO(), 1),
     "KF_RTRL": partial(by_rule, KF_RTRL(), 1),
     "sketch 4": partial(sketch, 4),
 }
+
+ADAPTS = [name for name in RULES if "rank" in name and "pushed" not in name]  # to every batch
 
 # -- along training ------------------------------------------------------------------------------------------
 
@@ -173,9 +186,11 @@ def compare(net: Net, task: Any, seeds: int) -> dict[str, list[float]]:
         for i in range(UPDATES):
             xs, ys, _ = task.batch(seed, i, BATCH)
             grads = truth(params, xs, ys)
-            if i % EVERY == 0:
-                for name, other in others.items():
+            for name, other in others.items():
+                if i % EVERY == 0:
                     cosines[name].append(cosine(grads["cell"], other(params, xs, ys)))
+                elif name in ADAPTS:
+                    other(params, xs, ys)
             params, state = update(params, state, grads)
         for name, values in cosines.items():
             found[name].append(float(np.mean(values)))

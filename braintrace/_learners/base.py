@@ -321,8 +321,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def is_fresh(self) -> bool:
         """Whether the traces are known to be the zeros that they were set to."""
-        known = {k: ref() for k, ref in self._zeros.items()}
-        return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items())
+        known, lasting = {k: ref() for k, ref in self._zeros.items()}, self.lasting
+        return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items() if k not in lasting)
 
     def _compare_states(self, *, keep: bool) -> None:
         """Warn if a hidden state was set since the last call and the traces were not: see `Seen`."""

@@ -131,19 +131,15 @@ class Balanced:
         return s, t
 
     def crossing(self, per: PerSample, values: Values) -> BalancedCrossing:
-        key = jax.random.fold_in(jax.random.key(0), values[COUNTS][0])
         fixed = [v.aval for e in per.info.fixed for v in e.invars]
-        keys = jax.random.split(key, max(1, len(per.acting)))
-        change = {
-            i: jax.random.normal(k, fixed[i].shape, fixed[i].dtype)
-            for k, i in zip(keys, per.acting, strict=bool(per.acting))
-        }
+        key = jax.random.fold_in(jax.random.key(0), values[COUNTS][0])
+        change = dict(zip(per.acting, _normal(key, [fixed[i] for i in per.acting]), strict=True))
         s, t = self.pair(per, values)
         none = jnp.zeros_like(values[REACH])
         return BalancedCrossing(per, (per.whole(values[TANGENT]), none), s, t, change, none)
 
     def renewed(self, values: Values) -> tuple[Any, Any]:
-        """The index of the change and the pair for the next windows, and whether the pair is a new one.
+        """The pair for the next windows, and whether it is a new one for samples that have a past.
 
         A pair is computed where all samples have just been reset, and after `renew_every` windows.
         """
@@ -152,10 +148,8 @@ class Balanced:
         due = all_reset | (since >= self.renew_every)
         averages = values[BASIS], values[REACH], values[READ]
         basis = jax.lax.cond(due, balanced, lambda basis, *_: basis, *averages)
-        return {
-            BASIS: basis,
-            COUNTS: jnp.stack([jnp.where(all_reset, index + 1, index), jnp.where(due, 0, since)]),
-        }, due
+        counts = jnp.stack([jnp.where(all_reset, index + 1, index), jnp.where(due, 0, since)])
+        return {BASIS: basis, COUNTS: counts}, due & ~all_reset
 
     def observed(
         self, per: PerSample, values: Values, state: Any, read: Covariance | None, windows: int
@@ -223,6 +217,14 @@ class BalancedCrossing:
     def read(self, cotangents: Vectors) -> Covariance:
         each = self.per.everywhere(cotangents)
         return _outer(each, each, self.unread)
+
+
+def _normal(key: Any, avals: list[Any]) -> list[Any]:
+    """Normal random arrays, cut from one draw: a draw of its own for each takes long to compile."""
+    sizes = [int(a.size) for a in avals]
+    draw = jax.random.normal(key, (sum(sizes),))
+    parts = [draw[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
+    return [part.astype(a.dtype).reshape(a.shape) for part, a in zip(parts, avals, strict=True)]
 
 
 def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:

@@ -93,25 +93,23 @@ class Rank:
         if not isinstance(self.basis, Balanced):
             return values
         per, old = self.per_sample(executor), values[BASIS][1]
-        found, due = self.basis.renewed(values)
+        found, turned = self.basis.renewed(values)
         values = {**values, **found}
         if fresh:
             return values
+        turn = jnp.einsum("qn,rn->qr", found[BASIS][0], old, precision="highest")[None]
 
         def rotated(kept: Values) -> Values:
-            turn = jnp.einsum("qn,rn->qr", found[BASIS][0], old, precision="highest")[None]
-            return {
-                k: v for name, aval in named(per).values() for k, v in self._mixed(kept, name, aval, turn)
-            }
+            result = {}
+            for name, aval in named(per).values():
+                axis, parts = 1 + row_axis(aval.ndim), parts_of(name, len(old))
+                whole = jnp.concatenate([kept[key] for key, _ in parts], axis)
+                new = mixed(turn, whole, axis).astype(whole.dtype)
+                result.update({key: _rows(new, rows, axis) for key, rows in parts})
+            return result
 
-        kept = {k: values[k] for name, _ in named(per).values() for k, _ in parts_of(name, len(old))}
-        return {**values, **jax.lax.cond(due, rotated, lambda kept: kept, kept)}
-
-    def _mixed(self, kept: Values, name: str, aval: Any, carried: Any) -> Iterable[tuple[str, Any]]:
-        axis, parts = 1 + row_axis(aval.ndim), parts_of(name, carried.shape[1])
-        for key, rows in parts:
-            terms = [mixed(carried[:, rows, q], kept[k], axis) for k, q in parts]
-            yield key, add_up(promoted(*terms)).astype(kept[key].dtype)
+        kept = {key: values[key] for name, _ in named(per).values() for key, _ in parts_of(name, len(old))}
+        return {**values, **jax.lax.cond(turned, rotated, lambda kept: kept, kept)}
 
     def advance(
         self,
