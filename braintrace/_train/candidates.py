@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
 from .._learners.compile import learner_named, rule_and_window
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
-from .._learners.vjp import ETraceVjpAlgorithm, read_method
+from .._learners.stateful import ETraceAlgorithm, ETraceVjpAlgorithm, read_method
 from .._report.tables import title_of
 from .._rules.rule import Rule
 

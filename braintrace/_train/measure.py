@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
 
@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler import ETraceGraph
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
 from .._learners.learner import Learner
+from .._learners.online import learner_of
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
@@ -33,6 +33,7 @@ from .._report.check import Gradients, flatten, put_beside, round_off, trace_afr
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
+from .._rules import BPTT
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
 from .data import Batches, read, size_of
@@ -254,18 +255,14 @@ class OfModel:
     chunk_size: int | None
     batched: bool
     seed: int
-    _known: tuple[ETraceGraph, Any] | None = None  # of BPTT, and its arguments: others are sized by it
+    _known: Learner | None = None  # of BPTT: the traces of others are sized by it
 
     def trace_bytes(self, candidate: Candidate) -> int:
         with self._fresh():
             if self._known is None:
-                learner = YARDSTICK.learner(self.model)
-                args, kwargs = self._arguments(learner)
-                learner.compile_graph(*args, **kwargs)
-                self._known = learner.graph, args
-            learner = candidate.learner(self.model)
-            learner.adopt(*self._known)
-            return bytes_of(st.value for st in learner.traces.values())
+                args, kwargs = self._arguments(YARDSTICK.learner(self.model))
+                self._known = learner_of(self.model, args, BPTT(), kwargs=kwargs)[0]
+            return bytes_of(self._known.with_rule(*candidate.value()).trace_shapes.values())
 
     @contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Case]:
@@ -362,10 +359,7 @@ class OfFunctions:
     chunk_size: int | None
 
     def _net(self, candidate: Candidate) -> Learner:
-        rule, window = candidate.value()
-        plain = replace(self.net, window=None)
-        plain.__dict__["graph"] = self.net.graph
-        return plain.with_rule(rule, window)
+        return self.net.with_rule(*candidate.value())
 
     def trace_bytes(self, candidate: Candidate) -> int:
         return bytes_of(self._net(candidate).trace_shapes.values())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .._learners.base import ETraceAlgorithm
+from .._learners.stateful import ETraceAlgorithm
 from .checkpoint import Checkpoints
 from .data import Batches
 from .engine import Engine, Metric
