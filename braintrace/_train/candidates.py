@@ -10,7 +10,8 @@ from typing import Any
 from .._learners.bptt import BPTT
 from .._learners.compile import learner_named, rule_and_window
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
-from .._learners.stateful import ETraceAlgorithm, ETraceVjpAlgorithm, read_method
+from .._learners.stateful import ETraceAlgorithm
+from .._learners.vjp_method import read_method
 from .._report.tables import title_of
 from .._rules.rule import Rule
 
@@ -34,7 +35,7 @@ class Candidate:
         if self.is_bptt:
             return BPTT(model, **self.options)
         if isinstance(self.rule, Rule):
-            return ETraceVjpAlgorithm(model, self.rule, **self.options)
+            return ETraceAlgorithm(model, self.rule, **self.options)
         return self.rule(model, **self.options)
 
     def value(self) -> tuple[Rule, int | None]:

@@ -24,12 +24,14 @@ import numpy as np
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
+from .._learners.gradient_check import trace_afresh
 from .._learners.learner import Learner
+from .._learners.model_calls import called_with
 from .._learners.online import learner_of
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
-from .._report.check import Gradients, flatten, put_beside, round_off, trace_afresh, zeros
+from .._report.check import Gradients, compare_gradients, flatten, round_off, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
@@ -37,7 +39,7 @@ from .._rules import BPTT
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
 from .data import Batches, read, size_of
-from .engine import called_with, with_aux
+from .engine import with_aux
 from .errors import DivergedError
 from .progress import Stages
 from .training import fit
@@ -196,7 +198,9 @@ def _measure(
         if not all(np.isfinite(flatten(g)).all() for g in found.values()):
             raise FloatingPointError("its gradient is not finite")
         tolerance = round_off([case.weights, case.traces])
-        check = put_beside(found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance)
+        check = compare_gradients(
+            found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance
+        )
         losses, diverged = case.train(training) if training else (None, False)
     row = Compared(
         candidate.label,
