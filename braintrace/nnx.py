@@ -16,8 +16,10 @@ except ModuleNotFoundError as e:
 from ._frontends.functions import read_function
 from ._frontends.modules import Mark
 from ._frontends.order import in_order
-from ._learners.functional import OnlineFunctions, make_functions
+from ._learners.learner import Learner as FunctionalLearner
+from ._learners.online import make_learner
 from ._online.arguments import as_shape
+from ._online.request import WindowSize
 from ._report.report import CompilationReport
 
 
@@ -53,7 +55,7 @@ class Learner(nnx.Module):
         *,
         rule: Any = None,
         mark: Mark = "auto",
-        window: int | None = None,
+        window: WindowSize | None = None,
         order: str | None = None,
     ) -> None:
         self.module = module
@@ -105,7 +107,7 @@ class Learner(nnx.Module):
         self._keep(jax.tree.map(jnp.copy, carried), traces)
 
     @property
-    def functions(self) -> OnlineFunctions:
+    def functions(self) -> FunctionalLearner:
         """The pure functions of `braintrace.online`: `check` and `plan`, among others."""
         return self.split()[0]
 
@@ -114,7 +116,7 @@ class Learner(nnx.Module):
         """What is learned how, and what is left out."""
         return self.functions.report
 
-    def split(self) -> tuple[OnlineFunctions, Any, Any, Any]:
+    def split(self) -> tuple[FunctionalLearner, Any, Any, Any]:
         """The functions, and what they take as it is now: parameters, carry, traces.
 
         That carry is a pair: the module's own, and its variables that are no parameters.
@@ -137,11 +139,11 @@ class Learner(nnx.Module):
 class _Forms:
     """The functions of each form that the module has had: `module.eval()` makes another."""
 
-    def __init__(self, call: Any, x: Any, rule: Any, mark: Mark, window: int | None) -> None:
+    def __init__(self, call: Any, x: Any, rule: Any, mark: Mark, window: WindowSize | None) -> None:
         self.call, self.x, self.options = call, x, (rule, mark, window)
-        self.known: dict[Any, OnlineFunctions] = {}
+        self.known: dict[Any, FunctionalLearner] = {}
 
-    def functions(self, form: Any, name: str, params: Any, carried: Any) -> OnlineFunctions:
+    def functions(self, form: Any, name: str, params: Any, carried: Any) -> FunctionalLearner:
         def step(params: Any, carried: Any, x: Any) -> Any:
             carry, variables = carried
             module = nnx.merge(form, params, variables)
@@ -152,8 +154,8 @@ class _Forms:
         if form not in self.known:
             step.__name__ = name
             params, carried = jax.tree.map(as_shape, (params, carried))
-            function = read_function(step, params, carried, self.x, aside=lambda path: path[1] == "1")
-            self.known[form] = make_functions(function, carried, *self.options)
+            function = read_function(step, params, carried, self.x, untraced=lambda path: path[1] == "1")
+            self.known[form] = make_learner(function, carried, *self.options)
         return self.known[form]
 
 

@@ -98,7 +98,7 @@ def graph(given: argparse.Namespace) -> int:
 
 
 def check(given: argparse.Namespace) -> int:
-    from .._report.check import check_gradients
+    from .._learners.gradient_check import check_gradients
 
     draw = drawing(given)
     with _learner(given) as (learner, inputs):

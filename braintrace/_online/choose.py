@@ -8,6 +8,7 @@ from .._compiler.errors import NotSupportedError
 from .._rules.rule import Values
 from .drive import Drive
 from .online import Online
+from .request import WindowSize
 from .sequence import Sequence, even_chunks
 from .user_step import UserStep
 
@@ -27,15 +28,16 @@ def choose(
     *,
     values: Values,
     chunk_size: int | None,
-    window: int,
+    window: WindowSize,
     keep: bool,
     fresh: bool,
     budget: int,
 ) -> Drive:
     """The fastest way that gives the numbers asked for.
 
-    `window` is that of a learner which back-propagates through windows. `fresh`: what the rule keeps is known
-    to be zero; unless `keep`, it is not wanted after the sequence. `budget` is in bytes, for a chunk.
+    `window` is that of a learner which back-propagates through windows; 'auto' fills the budget. `fresh`: the
+    traces are known to be zero; unless `keep`, they are not wanted after the sequence. `budget` is in bytes,
+    for a chunk.
     """
     if online.rule.back_through_time:
         return Drive(step, size=sequence.length, windows=True, again=chunk_size)
@@ -43,6 +45,8 @@ def choose(
     in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
     if online.windows:
         any_window = online.rule.any_window
+        if window == "auto":
+            window = chunk_size or auto_window(online, sequence.length, budget)
         size = (chunk_size or _WHOLE) if any_window else window
         if why is not None and size > 1 and not any_window:
             raise NotSupportedError(
@@ -67,6 +71,11 @@ def choose(
         return in_turn
     last = size == sequence.length
     return Drive(step, size=size, together=True, keep=keep or not last, fresh=last and fresh)
+
+
+def auto_window(online: Online, length: int, budget: int) -> int:
+    """The longest window whose activations fit into `budget` bytes."""
+    return even_chunks(length, budget // max(1, online.record_bytes()))
 
 
 def _best_chunk(online: Online, sequence: Sequence, budget: int) -> int:

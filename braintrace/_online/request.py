@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import brainunit as u
 import jax
@@ -13,6 +13,8 @@ import numpy as np
 
 from .drive import masked
 from .sequence import Sequence
+
+WindowSize = int | Literal["auto"]  # number of steps; 'auto' takes as many as the memory budget allows
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ def check_chunk_size(chunk_size: Any) -> None:
 
 
 def check_window(window: Any) -> None:
-    if window is not None and (
-        not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 1
-    ):
-        raise ValueError(f"`window` is a number of steps, at least 1, or None, not {window!r}.")
+    if window is None or window == "auto":
+        return
+    if not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 1:
+        raise ValueError(f"`window` is a number of steps, at least 1, 'auto' or None, not {window!r}.")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from .._online.request import WindowSize
 from .markup import Markup, join, tag
 
 LEAST = 12  # characters of the first column
@@ -88,12 +89,13 @@ class Tabled:
         return self.table.to_html()
 
 
-def title_of(rule: str, window: int | None, rank: int | None) -> str:
+def title_of(rule: str, window: WindowSize | None, rank: int | None) -> str:
     """
     >>> title_of("D_RTRL", 5, 4)
     'D_RTRL, windows of 5, rank 4'
     """
     windows = f", windows of {window or 1}" if window or rank else ""
+    windows = ", longest windows" if window == "auto" else windows
     return rule + windows + (f", rank {rank}" if rank else "")
 
 

@@ -33,7 +33,8 @@ from .._executor.spread import Spec
 from .._executor.weighted import Weighted, product
 from .._executor.window import Window, where_rows
 from .._ops.letters import Layout, Letters
-from .rank import finite, per_sample
+from .projection import finite
+from .rank import per_sample
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, signs
 

@@ -27,7 +27,8 @@ from .._executor.slots import add_up, promoted
 from .._executor.spread import Spec, plus
 from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
-from .rank import finite, mixed, per_sample, summed
+from .projection import finite
+from .rank import mixed, per_sample, summed
 
 Values = dict[str, Any]
 

@@ -82,7 +82,8 @@ class PushedCrossing:
         """The basis at a window's start; `keep` is False for samples that are reset there."""
         if keep is not None:
             basis = where_rows(keep, basis, jnp.zeros_like(basis))
-        return self.per.whole(_begun(basis))
+        found: Rows = self.per.whole(_begun(basis))
+        return found
 
     def pair(self, basis: Rows) -> tuple[Rows, Rows]:
         return basis, basis
@@ -92,7 +93,8 @@ class PushedCrossing:
         per = self.per
         after = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
         rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
-        return per.whole(orthonormal(per.whole(rows)))
+        found: Rows = per.whole(orthonormal(per.whole(rows)))
+        return found
 
     def read(self, cotangents: Vectors) -> tuple[()]:
         return ()
@@ -162,7 +164,8 @@ class Balanced:
         new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
 
         def averaged(name: str, total: Covariance) -> Covariance:
-            return values[name] + (new * (each * total - values[name])).astype(values[name].dtype)
+            before: Covariance = values[name]
+            return before + (new * (each * total - before)).astype(before.dtype)
 
         counts = values[COUNTS] + jnp.array([0, windows], jnp.int32)
         found = {TANGENT: tangent, REACH: averaged(REACH, reach), COUNTS: counts}
@@ -283,7 +286,7 @@ def _trace(average: Covariance) -> Any:
     return _product("nm,nm->", jnp.asarray(_test_columns(n, size), average.dtype), average) * n / size
 
 
-BASES = {"balanced": Balanced(), "pushed": Pushed()}
+BASES: dict[str, Pushed | Balanced] = {"balanced": Balanced(), "pushed": Pushed()}
 
 
 # -- bases -----------------------------------------------------------------------------------------
@@ -321,14 +324,16 @@ def orthonormal(rows: Rows) -> Rows:
             row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
         return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
 
-    return jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
+    found: Rows = jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
+    return found
 
 
 def _columns(columns: Float[Array, "state rank"]) -> Float[Array, "state rank"]:
     """Orthonormal columns that span the same, completed by the fixed basis."""
     n, size = columns.shape
     fixed = jnp.asarray(fixed_basis(n, size), columns.dtype)
-    return jnp.linalg.qr(_unit(finite(columns), 0) + _little(columns) * fixed)[0]
+    found: Array = jnp.linalg.qr(_unit(finite(columns), 0) + _little(columns) * fixed)[0]
+    return found
 
 
 def _little(a: Any) -> Any:
@@ -351,11 +356,13 @@ def cross(vectors: Vectors, pair: tuple[Rows, Rows]) -> Vectors:
     return _product("br,brn->bn" if s.ndim == 3 else "br,rn->bn", along_rows(vectors, t), s)
 
 
-def _product(axes: str, *arrays: Any) -> Any:
+def _product(axes: str, *arrays: Any) -> Array:
     # small, and what is orthonormal must stay so: no tensor cores
-    return jnp.einsum(axes, *promoted(*arrays), precision="highest")
+    found: Array = jnp.einsum(axes, *promoted(*arrays), precision="highest")
+    return found
 
 
-def finite(a: Any) -> Any:
+def finite(a: Any) -> Array:
     """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
-    return jnp.where(jnp.isfinite(a), a, 0)
+    found: Array = jnp.where(jnp.isfinite(a), a, 0)
+    return found

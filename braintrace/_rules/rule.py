@@ -217,7 +217,7 @@ class TraceRule(Rule):
         after = self._all_advanced(executor, values, None, window)[0]
         if self.projection is None:
             return after
-        crossing = self.projection.crossing(executor, values)
+        crossing: Any = self.projection.crossing(executor, values)
         state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
         state = crossing.along(state, window.as_if_begun)
         return {**after, **self.projection.observed(executor, values, state, None, 1)}

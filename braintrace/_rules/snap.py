@@ -32,7 +32,8 @@ from .._executor.spread import Spec, names_of
 from .._executor.weighted import row_axis
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
-from .rank import finite, per_sample
+from .projection import finite
+from .rank import per_sample
 from .rule import Rule, Values
 
 MOST = 16777216  # numbers that are kept, of all samples

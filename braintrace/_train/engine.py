@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._learners.base import ETraceAlgorithm
+from .._learners.model_calls import called_with, calling_model
+from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
 from .._online.drive import finite_targets
 from .._online.request import split_loss
-from .._online.sequence import NeverCalledError, Sequence, over_chunks
+from .._online.sequence import Sequence, over_chunks
 from .._report.beside import frozen_parameters
-from .._report.check import about_zeros, by_name, calling, calling_model
+from .._report.check import about_zeros, by_name
 from .data import Batch, size_of, steps_of, why_failed
 from .layout import Layout
 from .outside import warn_of_unlearned
@@ -120,10 +120,8 @@ class Engine:
                     learner.reset_model(**size)
                 self._lay_out(xs)
                 if known:
-                    lasting = learner.lasting_values()
-                    learner.traces = self._known[shapes][1]  # the states that this shape was compiled with
-                    learner.set_for(args, kwargs)
-                    learner.keep_lasting(lasting)
+                    # with the states that this shape was compiled with
+                    learner.set_for(args, kwargs, self._known[shapes][1])
                 else:
                     learner.compile_graph(*args, **kwargs)
             elif self.layout is not None:  # compiled before the arrays were on the mesh
@@ -311,26 +309,6 @@ def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
             f"The model's states are made for batches of {steps_of(xs)}, and that is the first axis of `xs`, "
             "which is time. If it is the batch, swap the first two axes of `xs` and `ys`."
         )
-
-
-def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: Any) -> tuple[Any, Any]:
-    """What `step_fn(*slices)` calls the learner with."""
-    seen: list[Any] = []
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        seen.append((args, kwargs))
-        raise _Called
-
-    with calling(learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
-        step_fn(*slices)
-    if not seen:
-        raise NeverCalledError
-    args, kwargs = seen[0]
-    return args, kwargs
-
-
-class _Called(Exception):
-    """The learner was called."""
 
 
 def _shardings(tree: Any) -> Any:

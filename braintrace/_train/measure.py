@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
 
@@ -21,22 +21,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler import ETraceGraph
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
-from .._learners.functional import OnlineFunctions
+from .._learners.gradient_check import trace_afresh
+from .._learners.learner import Learner
+from .._learners.model_calls import called_with
+from .._learners.online import learner_of
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
-from .._report.check import Gradients, flatten, put_beside, round_off, trace_afresh, zeros
+from .._report.check import Gradients, compare_gradients, flatten, round_off, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
+from .._rules import BPTT
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
 from .data import Batches, read, size_of
-from .engine import called_with, with_aux
+from .engine import with_aux
 from .errors import DivergedError
 from .progress import Stages
 from .training import fit
@@ -123,7 +126,7 @@ def compare(
 
 
 def compare_functions(
-    net: OnlineFunctions,
+    net: Learner,
     loss: Callable[..., Any],
     params: Any,
     carry: Any,
@@ -195,7 +198,9 @@ def _measure(
         if not all(np.isfinite(flatten(g)).all() for g in found.values()):
             raise FloatingPointError("its gradient is not finite")
         tolerance = round_off([case.weights, case.traces])
-        check = put_beside(found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance)
+        check = compare_gradients(
+            found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance
+        )
         losses, diverged = case.train(training) if training else (None, False)
     row = Compared(
         candidate.label,
@@ -254,18 +259,14 @@ class OfModel:
     chunk_size: int | None
     batched: bool
     seed: int
-    _known: tuple[ETraceGraph, Any] | None = None  # of BPTT, and its arguments: others are sized by it
+    _known: Learner | None = None  # of BPTT: the traces of others are sized by it
 
     def trace_bytes(self, candidate: Candidate) -> int:
         with self._fresh():
             if self._known is None:
-                learner = YARDSTICK.learner(self.model)
-                args, kwargs = self._arguments(learner)
-                learner.compile_graph(*args, **kwargs)
-                self._known = learner.graph, args
-            learner = candidate.learner(self.model)
-            learner.adopt(*self._known)
-            return bytes_of(st.value for st in learner.traces.values())
+                args, kwargs = self._arguments(YARDSTICK.learner(self.model))
+                self._known = learner_of(self.model, args, BPTT(), kwargs=kwargs)[0]
+            return bytes_of(self._known.with_rule(*candidate.value()).trace_shapes.values())
 
     @contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Case]:
@@ -354,21 +355,18 @@ class OfModel:
 class OfFunctions:
     """A step function with its parameters and carry, a loss, and data."""
 
-    net: OnlineFunctions
+    net: Learner
     loss: Callable[..., Any]
     params: Any
     carry: Any
     sequence: Sequence
     chunk_size: int | None
 
-    def _net(self, candidate: Candidate) -> OnlineFunctions:
-        rule, window = candidate.value()
-        plain = replace(self.net, window=None)
-        plain.__dict__["graph"] = self.net.graph
-        return plain.with_rule(rule, window)
+    def _net(self, candidate: Candidate) -> Learner:
+        return self.net.with_rule(*candidate.value())
 
     def trace_bytes(self, candidate: Candidate) -> int:
-        return bytes_of(self._net(candidate).initial_shapes.values())
+        return bytes_of(self._net(candidate).trace_shapes.values())
 
     @contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Case]:

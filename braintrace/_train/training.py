@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .._learners.base import ETraceAlgorithm
+from .._learners.stateful import ETraceAlgorithm
+from .._online.request import WindowSize
 from .checkpoint import Checkpoints
 from .data import Batches
 from .engine import Engine, Metric
@@ -28,7 +29,7 @@ def fit(
     max_batches: int | None = None,
     update_every: int | Literal["sequence"] = "sequence",
     metrics: Mapping[str, Metric] | None = None,
-    window: int | None = None,
+    window: WindowSize | None = None,
     rank: int | None = None,
     chunk_size: int | None = None,
     reset: bool = True,

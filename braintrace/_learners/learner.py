@@ -1,0 +1,379 @@
+"""The learner: pure functions that train `step(params, carry, x) -> (carry, y)` online, over any pytrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _meshes
+from .._compiler.graph import ETraceGraph
+from .._compiler.step import Path
+from .._executor.executor import is_inexact
+from .._executor.window import where_rows
+from .._frontends.functions import Function
+from .._lines import warn_user
+from .._online.drive import Drive, Given
+from .._online.request import Request, WindowSize, check_chunk_size, check_window
+from .._online.sequence import Sequence
+from .._online.user_step import UserStep
+from .._rules import BPTT
+from .._rules.rule import Rule, Values
+from .compiled_step import CompiledStep, Leaves
+
+if TYPE_CHECKING:
+    from .._report.check import GradientCheck
+    from .._report.plan import Plan
+    from .._report.report import CompilationReport
+    from .._train.comparison import Comparison
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """A learning rule on a step function, as pure functions; made by `braintrace.online`.
+
+    `init`, `step`, `grad`, `evolve` and `reset` take and return parameters, carry and traces, and store
+    nothing. `report`, `check`, `plan` and `compare` say how each parameter is learned, how close the gradient
+    is to that of BPTT, and at what cost.
+    """
+
+    compiled: CompiledStep = field(repr=False)
+    start: Leaves = field(repr=False)  # the leaves of the carry that samples are reset to
+
+    @property
+    def function(self) -> Function:
+        """The traced step function, with the structure of its parameters, carry and input."""
+        return self.compiled.function
+
+    @property
+    def rule(self) -> Rule:
+        """The learning rule, a value of `braintrace.rules`."""
+        return self.compiled.rule
+
+    @property
+    def window(self) -> WindowSize | None:
+        """Steps of a window; None for a rule of single steps."""
+        return self.compiled.window
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph: groups of hidden states, and the operations that feed them."""
+        return self.compiled.graph
+
+    @property
+    def report(self) -> CompilationReport:
+        """How each parameter is learned, and which paths through time the rule truncates."""
+        return self.compiled.report
+
+    def with_rule(self, rule: Rule, window: WindowSize | None = None) -> Learner:
+        """A learner of the same step function with another rule, in windows if `window` is set."""
+        return replace(self, compiled=self.compiled.with_rule(rule, window))
+
+    def with_start(self, carry: Any) -> Learner:
+        """A copy that resets samples to another carry."""
+        return replace(self, start=self.function.carry.leaves(carry))
+
+    @property
+    def trace_shapes(self) -> Values:
+        """Shape, type and sharding of each array that the rule stores from step to step."""
+        return self.compiled.online.spread_shapes
+
+    def check(
+        self,
+        loss: Loss,
+        params: Any,
+        carry: Any,
+        xs: Any,
+        *more: Any,
+        tolerance: float | None = None,
+        **options: Any,
+    ) -> GradientCheck:
+        """Compare `grad` with back-propagation through time, parameter by parameter, from traces of zero.
+
+        Args:
+            loss: The loss of a step, `loss(y, *slices)`.
+            params: The parameters.
+            carry: The carry before the first step.
+            xs: The inputs of all steps; time is the first axis.
+            *more: Further sequences, for the loss.
+            tolerance: Relative error that counts as round-off; by default it depends on the type of the
+                parameters.
+            **options: Those of `grad`: `mask`, `chunk_size`, `reduction`, `has_aux`, `modulator`.
+        """
+        from .._report.check import compare_gradients, round_off
+
+        signal = self.rule.signal
+        inputs = {k: v for k, v in options.items() if k in (*signal.takes, *signal.spellings)}
+        options = {k: v for k, v in options.items() if k not in inputs}
+
+        def gradient(learner: Learner, **inputs: Any) -> dict[Path, Leaves]:
+            traces = learner.init(params, carry)
+            grads = learner.grad(loss, params, carry, traces, xs, *more, **inputs, **options)[0]
+            return self.function.by_parameter(grads)
+
+        found, expected = gradient(self, **inputs), gradient(self.with_rule(BPTT()))
+        if tolerance is None:
+            tolerance = round_off([found, self.trace_shapes])
+        length = Sequence.check((xs, *more), None).length
+        return compare_gradients(found, expected, self.report.exactness, length, tolerance)
+
+    def plan(
+        self,
+        length: int = 100,
+        *,
+        rules: Iterable[str] = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT"),
+        chunk_sizes: Iterable[int] | None = None,
+        memory_budget: int | None = None,
+        window: WindowSize | None = None,
+        rank: int = 0,
+        across: str | None = None,
+        mesh: Any = None,
+    ) -> Plan:
+        """The cost of each rule on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
+        from .._report.plan import Layout, Request, plan_learner
+
+        request = Request(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+        if mesh is None:
+            return plan_learner(self, request, None)
+        layout = Layout.of(mesh)
+        compiled = self.compiled.sharded(layout.of_param, layout.of_state, layout.of_input)
+        return plan_learner(Learner(compiled, compiled.function.carry.like), request, layout)
+
+    def compare(self, loss: Loss, params: Any, carry: Any, xs: Any, *more: Any, **options: Any) -> Comparison:
+        """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
+
+        `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
+        """
+        from .._train.measure import compare_functions
+
+        return compare_functions(self, loss, params, carry, xs, *more, **options)
+
+    # -- the pure functions ------------------------------------------------------------------------
+
+    def init(self, params: Any, carry: Any, *, key: Any = None) -> Values:
+        """The traces before the first step, a pytree.
+
+        Rules with random signs (`UORO`, `KF_RTRL`) draw them from `key`, an integer or a random key. The
+        default gives the same signs at each call: to start each sequence by `init`, pass another `key` each
+        time, or the errors do not average out. `reset` continues the stream of signs.
+        """
+        leaves = self.function.leaves(params, carry)
+        values = self.compiled.initial_traces(leaves, self.function.x.like)
+        return values if key is None else self.rule.seeded(values, key)
+
+    def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
+        """Take one step: the new carry, traces and output. Its derivative in `params` is the online gradient.
+
+        `given` are the inputs of the rule's learning signal: `modulator=`, `target=`.
+        """
+        leaves, x = self.function.leaves(params, carry), self.function.x.same(x)
+        self.compiled.shard_like(leaves, x)
+        signal = jax.tree.map(jnp.asarray, self._signal_inputs(given))
+        outs, after, traces = self.compiled(leaves, traces, x, signal)
+        y = jax.tree.unflatten(self.function.step.out_tree, outs)
+        return self.function.carry_of(after), traces, y
+
+    @_meshes.no_types()
+    def grad(
+        self,
+        loss: Loss,
+        params: Any,
+        carry: Any,
+        traces: Values,
+        xs: Any,
+        *more: Any,
+        mask: Any = None,
+        reset: Any = None,
+        window: WindowSize | None = None,
+        chunk_size: int | None = None,
+        reduction: str = "mean",
+        has_aux: bool = False,
+        **given: Any,
+    ) -> tuple[Any, tuple[Any, Values], tuple[Any, Any]]:
+        """The online gradient over a sequence.
+
+        Args:
+            loss: The loss of a step, `loss(y, *slices)`; with `has_aux` a pair of it and anything else.
+            params: The parameters.
+            carry: The carry before the first step.
+            traces: The traces before the first step, of `init` or of an earlier call.
+            xs: The inputs of all steps; time is the first axis.
+            *more: Further sequences, whose slices are passed to `loss`.
+            mask: Weights of the losses, of shape (time,), or (time, batch) if `loss` returns one loss for
+                each sample.
+            reset: Flags of shape (time, batch). A sample whose flag is set is reset before that step, to the
+                carry that the learner was made with.
+            window: Steps of a window, if another than the learner's.
+            chunk_size: Steps that are taken at once; by default as many as memory allows. Changes speed and
+                memory, not the numbers.
+            reduction: 'mean' divides by the sum of the mask, 'sum' does not.
+            has_aux: Whether `loss` returns a pair.
+            **given: Sequences of the inputs of the rule's learning signal (`modulator=`), weighted by `mask`.
+
+        Returns:
+            The gradients, in the structure of `params` with None for leaves that are not inexact arrays; the
+            pair (carry, traces) after the sequence; the pair (losses, aux) of all steps. Losses are values:
+            no derivative goes through them.
+        """
+        check_chunk_size(chunk_size)
+        check_window(window)
+        if window is not None and not self.compiled.in_windows:
+            raise ValueError(
+                f"Windows of {window} steps need traces of all states: pass `window={window}` to "
+                "`braintrace.online` as well."
+            )
+        found = jax.tree.map(jnp.asarray, self._signal_inputs(given))
+        moving, fixed = (found, {}) if self.rule.signal.moves else ({}, found)
+        sequence = Sequence.check((xs, *more, moving), mask, reset)
+        request = Request(sequence, has_aux, reduction, return_value=True)
+
+        def returned(y: Any, slices: tuple[Any, ...]) -> Any:
+            return request.split(loss(y, *slices))
+
+        step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
+        self._warn_of_closures(step, leaves)
+        wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
+        drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
+        begins, initial = self._begins(sequence)
+        drive = replace(drive, wanted=tuple(wanted), begins=begins, forget=self.compiled.reset_traces)
+        begin = Given(list(step.program.consts.values()), leaves, initial)
+        total, outs, after = self.compiled.programs.run(Drive.__call__, drive, begin, sequence)
+        found = dict(zip(wanted, total, strict=True))
+        grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
+        losses, aux = jax.tree.unflatten(out_tree, outs)
+        grads = request.result(grads, losses, None)[0]
+        return grads, self._after(after), (losses, aux)
+
+    @_meshes.no_types()
+    def evolve(
+        self, params: Any, carry: Any, traces: Values, xs: Any, *, chunk_size: int | None = None
+    ) -> tuple[Any, Values, Any]:
+        """Advance over a sequence without a loss: the new carry, the traces, and the outputs of all steps."""
+        check_chunk_size(chunk_size)
+        sequence = Sequence.check((xs, {}), None)
+        step, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
+        drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size)
+        given = Given(list(step.program.consts.values()), leaves, [])
+        outs, after = self.compiled.programs.run(Drive.evolve, drive, given, sequence)
+        return *self._after(after), jax.tree.unflatten(out_tree, outs)
+
+    def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
+        """Reset to the carry that the learner was made with, and to traces of zero.
+
+        `rows`, a boolean for each sample of the batch, restricts the reset to the samples flagged.
+        """
+        if rows is None:
+            lasting = self.compiled.online.lasting
+            zeros = {k: v if k in lasting else jnp.zeros_like(v) for k, v in traces.items()}
+            return self.function.carry.rebuild(self.start), zeros
+        rows = jnp.asarray(rows)
+        now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
+        old, start = ([some[i] for i in at] for some in (now, self.start))
+
+        def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
+            return list(map(partial(where_rows, rows), start, old)), self.compiled.reset_traces(traces, rows)
+
+        found, traces = _meshes.in_auto_like((old, traces), begun, rows, start, old, traces)
+        for i, leaf in zip(at, found, strict=True):
+            now[i] = leaf
+        return self.function.carry.rebuild(now), traces
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _signal_inputs(self, given: Values) -> Values:
+        """The inputs of the rule's learning signal, by its own names."""
+        signal = self.rule.signal
+        found = signal.named(given)
+        unknown = [k for k in found if k not in signal.takes]
+        if unknown:
+            known = ", ".join(f"`{k}`" for k in signal.takes) or "nothing"
+            raise TypeError(f"There is no `{unknown[0]}`: the signal of the rule is made of {known}.")
+        missing = [k for k in signal.takes if k not in found]
+        if missing:
+            raise ValueError(
+                f"The rule takes its signal, {signal.words}, from the call: `step(..., {missing[0]}=...)`, "
+                f"and as a sequence `grad(..., {missing[0]}=...)`."
+            )
+        return found
+
+    def _trace(
+        self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence, fixed: Values
+    ) -> tuple[UserStep, Any, Leaves]:
+        """Trace a step and `returned` of its output: the step, the structure of its result, all leaves."""
+        states = self.function.leaves(params, carry)
+        leaves = [*states, *jax.tree.leaves(traces)]
+        x = self.function.x.leaves(sequence.arrays[0])
+        self.compiled.shard_like(states, [_meshes.shape_of(a, 1) for a in x])
+        num = len(states)
+        tree = jax.tree.structure(traces)
+        out_trees: list[Any] = []
+
+        def flat(slices: Any, leaves: Leaves) -> Leaves:
+            x, *more, given = slices
+            values = jax.tree.unflatten(tree, leaves[num:])
+            x = self.function.x.same(x)
+            outs, after, values = self.compiled(leaves[:num], values, x, {**given, **fixed})
+            y = jax.tree.unflatten(self.function.step.out_tree, outs)
+            found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
+            out_trees.append(out_tree)
+            return [*found, *after, *jax.tree.leaves(values)]
+
+        slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
+        closed = _meshes.traced(jax.make_jaxpr(flat), slices, leaves)
+        return self._user_step(closed), out_trees[-1], leaves
+
+    def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
+        """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""
+        known = set(map(id, step.closed_over))
+        names = [f"`{step.names[i]}`" for i in self.function.param_at if id(leaves[i]) in known]
+        if names:
+            warn_user(
+                f"The loss, or the step, closes over {', '.join(names)}: what it reads there is a constant, "
+                "and this part of the gradient is missing. Return what the loss needs of the parameters as "
+                "part of the step's output `y`; wrap it in `jax.lax.stop_gradient` if a constant is meant.",
+                about=self.function,
+            )
+
+    def _user_step(self, closed: Any) -> UserStep:
+        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
+        carried = [i for i, e in enumerate(entries) if not e.is_fixed]
+        keys = sorted(self.compiled.online.initial_names)
+        traces = {k: len(entries) + n for n, k in enumerate(keys)}
+        return UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], traces, carried)
+
+    def _after(self, leaves: Leaves) -> tuple[Any, Values]:
+        """The carry and the traces among all leaves after a sequence."""
+        keys = sorted(self.compiled.online.initial_names)
+        values = dict(zip(keys, leaves[len(leaves) - len(keys) :], strict=True))
+        return self.function.carry_of(leaves), values
+
+    def _sampled(self, shape: tuple[int, ...]) -> list[int]:
+        """Which leaves of the carry have a batch axis of this shape; all hidden states must."""
+        hidden = {h.leaf for h in self.compiled.online.info.hidden}
+        variables = [(e, v) for e in self.compiled.online.info.entries for v in e.invars]
+        odd = [
+            ".".join(variables[at][0].path)
+            for at, a in zip(self.function.carry_at, self.start, strict=True)
+            if variables[at][1] in hidden and jnp.shape(a)[:1] != shape
+        ]
+        if odd or any(isinstance(a, jax.ShapeDtypeStruct) for a in self.start):
+            names = ", ".join(f"`{name}`" for name in odd)
+            raise ValueError(
+                f"Samples cannot be reset one by one: {names or 'the carry'} has no batch axis in front, or "
+                "the learner was made with shapes instead of arrays that a sample is reset to."
+            )
+        pairs = enumerate(zip(self.start, self.function.untraced, strict=True))
+        return [i for i, (a, untraced) in pairs if not untraced and jnp.shape(a)[:1] == shape]
+
+    def _begins(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
+        """The leaves that `reset` of a sequence sets, and the values that it sets them to."""
+        if sequence.reset is None:
+            return (), []
+        at = self._sampled(sequence.reset.shape[1:])
+        return tuple(self.function.carry_at[i] for i in at), [self.start[i] for i in at]
