@@ -47,7 +47,9 @@ def read(path: str | os.PathLike[str]) -> Any:
             if not isinstance(link, h5py.HardLink) or not isinstance(file["node"], h5py.Group):
                 raise NIRError(f"{path} is an HDF5 file without a NIR graph.")
             data = _Reader(path).group(file["node"])
-    except (OSError, RuntimeError, KeyError) as error:
+    except NIRError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         raise NIRError(f"{path} cannot be read as a NIR file (HDF5): {error}") from error
     return node_of(data, str(path))
 

@@ -44,18 +44,24 @@ class Network(brainstate.nn.Module):
     """A NIR graph that takes steps; `load` makes it.
 
     `parts` has a module for each node, by its name; a node in a nested graph is called `graph/node`. A call
-    takes one array for each Input and returns that of the Output, or a tuple of several, in the order of the
-    graph. Arrays have the shape of the node, or a batch axis before it.
+    takes one array for each Input and returns that of the Output, or a tuple of several, in the order of
+    names. Arrays have the shape of their node, or a batch axis before it.
     """
 
     def __init__(self, parts: dict[str, Node], sources: dict[str, list[str]], level: Level) -> None:
         super().__init__()
         self.parts, self.sources, self.level = parts, sources, level
-        remembers = {name for name, part in parts.items() if part.remembers}
-        self.known_before = remembers | {name for name, part in parts.items() if part.foresees}
-        self.order = schedule(sources, remembers, self.known_before - remembers)
+        self.order = schedule(
+            sources,
+            {name for name, part in parts.items() if part.remembers},
+            {name for name, part in parts.items() if part.foresees},
+        )
+        runs = enumerate(self.order)
+        self.read_early = {s for k, name in runs for s in sources[name] if s not in self.order[:k]}
+        # a file has no order of nodes, so that only names can give one
         self.inputs, self.outputs = (
-            [n for n in level.nodes if n in parts and parts[n].kind == kind] for kind in ("Input", "Output")
+            sorted(n for n in level.nodes if n in parts and parts[n].kind == kind)
+            for kind in ("Input", "Output")
         )
         for kind, found in (("Input", self.inputs), ("Output", self.outputs)):
             if not found:
@@ -64,7 +70,7 @@ class Network(brainstate.nn.Module):
         self.out_size = parts[self.outputs[0]].out_size
 
     def update(self, *xs: Any) -> Any:
-        values = {name: self.parts[name].last() for name in self.order if name in self.known_before}
+        values = {name: self.parts[name].last() for name in sorted(self.read_early)}
         if len(xs) != len(self.inputs):
             raise TypeError(f"The network takes {len(self.inputs)} inputs ({self.inputs}), not {len(xs)}.")
         given = dict(zip(self.inputs, xs, strict=True))
@@ -98,24 +104,27 @@ def load(
 ) -> Network:
     """Read a NIR graph as a `brainstate` module, for any learner.
 
+    NIR is continuous in time. With the input held for a step, the method "exponential" is exact, "euler" is
+    forward Euler, and "semi-implicit" is Euler with the new synaptic current in the equation of the voltage,
+    as in snnTorch and Norse.
+
+    A spike is where `v > v_threshold`. The reset "hard" sets the voltage to `v_reset`, as NIR defines it;
+    "soft" lowers it by `v_threshold - v_reset`; "soft-delayed" does so after the decay of the next step, as
+    snnTorch does by default. NIR cannot express the latter two: such a module cannot be saved.
+
+    Voltages start at `v_leak` or 0, and currents at 0. In a cycle, the neuron closest to an Input runs
+    first (of several, the first by name) and reads the outputs that others had in the step before.
+
     Args:
         graph: A file, or a `nir.NIRGraph`.
-        dt: Time step, in the unit of the graph's time constants, or with a unit of time if these are seconds.
-            Default: that of `brainstate.environ`, or else 0.001 (1 ms).
-        method: How equations become steps, with the input held for a step. `"exponential"` (default) is
-            exact; `"euler"` is forward Euler; `"semi-implicit"` is Euler with the new synaptic current in the
-            equation of the voltage, as in snnTorch and Norse.
-        reset: What a spike does. `"hard"` (default) sets the voltage to `v_reset`, as NIR defines it.
-            `"soft"` lowers it by `v_threshold - v_reset`; `"soft-delayed"` does so after the decay of the
-            next step, as snnTorch does by default. NIR can express neither: such a module cannot be saved.
-        learn: True (default): weights, biases and scales are learned. False: nothing is. Or names: of nodes,
-            all of whose parameters are learned, or of parameters, such as `"lif.tau"`.
-        spk_fun: Spikes and their derivative, of `braintrace.nn.surrogate`. Spikes are where
-            `v > v_threshold`.
+        dt: Time step, in the file's unit of time or with a unit. Default: of `brainstate.environ`, or 0.001.
+        method: "exponential" (default), "euler" or "semi-implicit".
+        reset: "hard" (default), "soft" or "soft-delayed".
+        learn: True (default) for weights, biases and scales; False; or names such as "fc" and "lif.tau".
+        spk_fun: Spikes and their derivative, of `braintrace.nn.surrogate`. Default: `sigmoid()`.
 
     Returns:
-        A module. Voltages start at `v_leak` or 0, currents at 0. In a cycle, one neuron reads what others of
-        the cycle gave in the step before.
+        A module with one part for each node.
 
     Raises:
         NIRError: The file or graph is damaged, or cannot be run with these settings; the node is named.
@@ -236,7 +245,7 @@ def _flat(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, str]
 
 
 def _sources(nodes: dict[str, Any], edges: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """For each node, the nodes that feed it, in the order of the graph."""
+    """For each node, the nodes that feed it, in the order of their names."""
     if len(set(edges)) != len(edges):
         raise NIRError("The graph has an edge twice.")
     into: dict[str, set[str]] = {name: set() for name in nodes}
@@ -251,7 +260,7 @@ def _sources(nodes: dict[str, Any], edges: list[tuple[str, str]]) -> dict[str, l
             raise NIRError(f"`{name}` is an Input, but an edge leads to it.")
         if not any(name in found for found in into.values()) and not isinstance(node, nir.Output):
             raise NIRError(f"`{name}` has no effect: no edge leads away from it.")
-    return {name: [n for n in nodes if n in into[name]] for name in nodes}
+    return {name: sorted(into[name]) for name in nodes}
 
 
 def _modules(nodes: dict[str, Any], sources: dict[str, list[str]], settings: Settings) -> dict[str, Node]:

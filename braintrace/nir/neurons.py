@@ -51,7 +51,7 @@ class Neuron(Node):
     }
 
     def __init__(self, node: Any, name: str, settings: Settings, in_size: Shape) -> None:
-        self.parameters = self.names[type(node).__name__]  # type: ignore[misc]
+        self.parameters = self.names[type(node).__name__]
         super().__init__(node, name, settings, in_size)
         for field in self.parameters:
             if self.value(field).shape != self.value("r").shape:

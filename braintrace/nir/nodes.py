@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import brainstate
 import jax
@@ -38,7 +38,7 @@ class Settings:
 class Node(Dynamics):
     """A node of a graph: arrays by the names that NIR gives them, and how its input becomes its output."""
 
-    parameters: ClassVar[tuple[str, ...]] = ()
+    parameters: tuple[str, ...] = ()
     # Neurons have an output before they are called in a step, that of the step before.
     remembers: bool = False
     # Delays of at least one step know their output of a step before they are called in it.
@@ -96,7 +96,7 @@ class Dense(Node):
     """Affine and Linear, `y = W x + b`; axes of `W` before the last two are groups."""
 
     def __init__(self, node: Any, name: str, settings: Settings, in_size: Shape) -> None:
-        self.parameters = ("weight", "bias") if isinstance(node, nir.Affine) else ("weight",)  # type: ignore[misc]
+        self.parameters = ("weight", "bias") if isinstance(node, nir.Affine) else ("weight",)
         super().__init__(node, name, settings, in_size)
         *groups, out, inputs = self.value("weight").shape
         expect(in_size, (*groups, inputs), name)

@@ -1,7 +1,8 @@
 """In which order the nodes of a graph run in a step, if edges form cycles.
 
 Edges carry values within a step. In a cycle one neuron has to run first: what it reads from neurons of the
-cycle is their output of the step before.
+cycle is their output of the step before. Which one is first depends on edges and names, not on the order of
+the nodes, which a file does not keep.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def schedule(sources: Mapping[str, Sequence[str]], remembers: set[str], foresees
     """The nodes in the order in which they run.
 
     Args:
-        sources: For each node, in the order of the graph, the nodes that feed it.
+        sources: For each node, the nodes that feed it.
         remembers: Nodes that have an output of the step before.
         foresees: Nodes whose output of a step does not depend on their input of that step.
 
@@ -28,7 +29,7 @@ def schedule(sources: Mapping[str, Sequence[str]], remembers: set[str], foresees
     ['x', 'loop', 'lif', 'y']
     """
     order: list[str] = []
-    fresh, waiting = set(foresees), dict.fromkeys(sources)
+    fresh, waiting = set(foresees), dict.fromkeys(_by_distance(sources))
     while waiting:
         ready = [name for name in waiting if fresh.issuperset(sources[name])]
         if not ready:
@@ -41,6 +42,16 @@ def schedule(sources: Mapping[str, Sequence[str]], remembers: set[str], foresees
             del waiting[name]
     used = [_is_used(k, order, sources, remembers | foresees) for k in range(len(order))]
     return [name for name, keep in zip(order, used, strict=True) if keep]
+
+
+def _by_distance(sources: Mapping[str, Sequence[str]]) -> list[str]:
+    """The nodes by the number of edges from the inputs, those of the same number by name."""
+    distance: dict[str, int] = {}
+    level = [name for name in sources if not sources[name]]
+    while level:
+        distance |= dict.fromkeys(level, len(set(distance.values())))
+        level = [n for n in sources if n not in distance and not distance.keys().isdisjoint(sources[n])]
+    return sorted(sources, key=lambda name: (distance.get(name, len(sources)), name))
 
 
 def _first_in_cycle(

@@ -153,3 +153,26 @@ def test_schedules():
     assert schedule(fed, {"a", "b"}, set()) == ["x", "d", "a", "on", "c", "b", "y"]
     with pytest.raises(braintrace.nir.NIRError, match="cycle without a neuron or a delay: a, b"):
         schedule({"x": [], "a": ["x", "b"], "b": ["a"], "y": ["b"]}, set(), set())
+
+
+def test_the_order_of_nodes_makes_no_difference():
+    rng = np.random.RandomState(0)
+    nodes = {
+        "in": nir.Input(np.array([4])),
+        "a": neuron("LIF", rng),
+        "b": neuron("LIF", rng),
+        "out": nir.Output(np.array([4])),
+    }
+    edges = [("in", "a"), ("in", "b"), ("a", "b"), ("b", "a"), ("b", "out")]
+    xs = rng.uniform(0, 0.5, (STEPS, 4))
+    one, other = (
+        run(nir.NIRGraph(dict(items), edges, type_check=False), xs)
+        for items in (list(nodes.items()), list(nodes.items())[::-1])
+    )
+    np.testing.assert_array_equal(one, other)
+    # `a` runs first, so that what `b` reads of it is new
+    assert schedule({"in": [], "b": ["a", "in"], "a": ["b", "in"], "out": ["b"]}, {"a", "b"}, set())[:3] == [
+        "in",
+        "a",
+        "b",
+    ]
