@@ -59,6 +59,6 @@ def test_train(capsys):
         (1,), affine(rng, 8, 1), neuron("LIF", rng, (8,)), affine(rng, 1, 8), neuron("LI", rng, (1,))
     )
     nir.write("net.nir", graph)
-    sizes = "--steps 2 --batch-size 2 --eval-every 2 --out run".split()
+    sizes = "--batches 2 --batch-size 2 --eval-every 2 --out run".split()
     assert main(["train", "--task", "mackey_glass", "--model", "net.nir", *sizes]) == 0
     assert "results are in run" in capsys.readouterr().out
