@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.nn.online")
+pytest.register_assert_rewrite("tests.nir.graphs")
