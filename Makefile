@@ -43,21 +43,31 @@ docs: .venv-docs/ready ## build the pages in docs/_build, running all their code
 	JAX_PLATFORMS=cpu .venv-docs/bin/python -m sphinx -T -E -W -q docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
+dist: .venv/ready ## build sdist and wheel in dist, the wheel from the sdist, and check it in a clean environment
+	rm -rf dist .venv-dist
+	.venv/bin/python -m hatchling build -t sdist
+	tar -xzf dist/*.tar.gz -C dist
+	cd dist/braintrace-*/ && $(CURDIR)/.venv/bin/python -m hatchling build -t wheel -d ..
+	rm -r dist/braintrace-*/
+	$(MAKE) .venv-dist/ready
+	cd dist && JAX_PLATFORMS=cpu ../.venv-dist/bin/python ../tests/installed.py
+
 format: .venv/ready ## format the code and fix what lint can fix
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
 clean: ## remove the environments and caches
-	rm -rf .venv .venv-oldest .venv-yardstick .venv-docs docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf .venv .venv-oldest .venv-yardstick .venv-docs .venv-dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test check test-oldest fuzz scores bench docs format clean
+.PHONY: help demo test check test-oldest fuzz scores bench docs dist format clean
 
 .venv/ready: packages = --group dev -e .
 .venv-oldest/ready: packages = --group dev -e . $(OLDEST)
 .venv-yardstick/ready: packages = $(YARDSTICK)
 .venv-docs/ready: packages = --group docs -e .[train,plot]
-.venv/ready .venv-oldest/ready .venv-yardstick/ready .venv-docs/ready: pyproject.toml
+.venv-dist/ready: packages = dist/*.whl
+.venv/ready .venv-oldest/ready .venv-yardstick/ready .venv-docs/ready .venv-dist/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "braintrace needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "Installing into $(@D) ..."

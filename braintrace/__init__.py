@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._report.verdict import *
     from ._train import *
 
-_SUBMODULES = ("nn", "nnx", "rules", "tasks")
+_SUBMODULES = ("nir", "nn", "nnx", "rules", "tasks")
 _HOMES = {
     "_compiler": (
         "CompilationError ETraceGraph HiddenGroup HiddenParamOpRelation HiddenPerturbation ModuleInfo "

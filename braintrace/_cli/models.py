@@ -20,7 +20,7 @@ from .._lines import raising_line
 from . import functions
 from .common import UsageError
 
-SPEC = "module:Model, file.py:Model or, with arguments, 'module:Model(3, hidden=32)'"
+SPEC = "module:Model, file.py:Model, net.nir or, with arguments, 'module:Model(3, hidden=32)'"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     add(
         "--input",
         action="append",
-        required=required,
         metavar="SHAPE",
-        help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input",
+        help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input; "
+        "a NIR file states its own",
     )
     add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
     add("--batch-size", type=positive, help="how many sequences at once (default: no batch axis)")
@@ -128,6 +128,11 @@ def shapes(given: argparse.Namespace) -> list[Any]:
     import jax
     import jax.numpy as jnp
 
+    if given.input is None:
+        if not _is_nir(given.model):
+            raise UsageError("The shape of one step's input is required: --input SHAPE, such as 1,28,28.")
+        net = _load_nir(given.model)
+        given.input = [",".join(map(str, net.parts[name].in_size)) for name in net.inputs]
     dtypes = given.dtype or ["float32"]
     if len(dtypes) not in (1, len(given.input)):
         raise UsageError(
@@ -154,6 +159,8 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
     """
     import brainstate
 
+    if _is_nir(spec):
+        return lambda: _load_nir(spec)
     found, args, kwargs = _look_up(spec)
 
     def is_made(model: Any) -> bool:
@@ -184,6 +191,22 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
         return model
 
     return make
+
+
+def _is_nir(spec: str) -> bool:
+    return spec.partition("(")[0].endswith(".nir")
+
+
+def _load_nir(spec: str) -> Any:
+    """The network of a NIR file: `net.nir`, or with arguments of `load`, `net.nir(dt=1e-4)`."""
+    from .. import nir
+
+    path, bracket, arguments = spec.partition("(")
+    _, args, kwargs = parse_call(f"load{bracket}{arguments}")
+    try:
+        return nir.load(path, *args, **kwargs)
+    except (TypeError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
