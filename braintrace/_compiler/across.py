@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .dataflow import Flow, settled, solve, union
-from .flows import Carried, Flows
+from .flows import Carried, find_flows
 from .own_rules import PullBack
 from .program import Node, Var
 from .provenance import Goal, provenance
@@ -36,7 +36,7 @@ class Across:
     """What is above the traces of one compiled step."""
 
     def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.flows = graph, Flows(graph)
+        self.graph, self.flows = graph, find_flows(graph)
         info = graph.module_info
         self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]
         number = {v: i for i, v in enumerate(v for e in info.carried for v in e.invars)}

@@ -15,9 +15,9 @@ import numpy as np
 
 from .._compat import primitives
 from .copies import Array
-from .flows import Flows
+from .flows import find_flows
 from .module_info import Hidden, hidden_arrays
-from .positions import Positions
+from .positions import Positions, positions_of
 from .primitives import COPIES, LAYOUT, named
 from .program import Atom, Node, Program, Var
 from .reach import Reach
@@ -32,7 +32,7 @@ _MOVES = COPIES | LAYOUT | named("copy optimization_barrier scatter select_n spl
 
 def delay_lines(graph: ETraceGraph) -> list[Hidden]:
     """The delay lines through which parameters act on later losses, where a trace would count it."""
-    flows = Flows(graph)
+    flows = find_flows(graph)
     arrays = {h.invar: h for e in graph.module_info.entries if not e.is_param for h in hidden_arrays(e)}
     arrays.update({h.invar: h for h in graph.module_info.hidden})  # with parts of arrays
     found = []
@@ -71,7 +71,7 @@ def _only_moves(
 
 def _axis_of(graph: ETraceGraph, line: Hidden) -> int | None:
     """The one axis along which values are moved; None if there is none, or if it is long."""
-    positions = Positions(graph.module_info.program)
+    positions = positions_of(graph.module_info.program)
     shape = tuple(line.invar.aval.shape)
     stops = {h.outvar for h in graph.module_info.hidden if h.outvar is not line.outvar}
     if _is_local(positions, line, line.positions, stops):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from .across import Across
 from .dataflow import settled
 from .filters import followed_by_filters
-from .flows import Carried, Flows, opened_sites
+from .flows import Carried, find_flows, opened_sites
 from .groups import HiddenGroup
 from .influence import find_reached
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
@@ -123,7 +123,7 @@ class Dropped:
 
 
 def find_dropped(
-    graph: ETraceGraph, rule: RuleKind | None = None, seen: Container[Path] = ()
+    graph: ETraceGraph, rule: RuleKind | None = None, seen: Iterable[Path] = ()
 ) -> list[Dropped]:
     """What the gradient of a rule (D_RTRL where none is given) drops, by the order of parameters.
 
@@ -163,7 +163,7 @@ def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
 
     These are parameters of which the gradient is exact for a loss of the outputs.
     """
-    flows = Flows(graph)
+    flows = find_flows(graph)
     unseen = [c.path for c in flows.of(~flows.matters) if c.group is not None]
     known = {d.weight_path for d in find_dropped(graph, rule)} if unseen else set()
     found = {path: [d.weight_path for d in find_dropped(graph, rule, [path])] for path in unseen}
@@ -188,10 +188,10 @@ def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -
 
 
 class _Verdict:
-    def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Container[Path]) -> None:
-        self.graph, self.rule, self.flows = graph, rule, Flows(graph, seen)
-        if rule.rank:  # directions are of all states, so that what is missed of one is wrong in others
-            self.flows.live = self.flows.outputs - 1
+    def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Iterable[Path]) -> None:
+        # directions are of all states, so that what is missed of one is wrong in others
+        self.graph, self.rule = graph, rule
+        self.flows = find_flows(graph, tuple(seen), all_live=bool(rule.rank))
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
         # where a path that is not followed does harm when it ends in a new state
         self.harmful = self.flows.live if rule.windows else self.flows.matters

@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal, primitives
+from .caching import cached
 from .dataflow import Flow, solve
 from .evaluation import View, evaluate
-from .flows import Flows
+from .flows import find_flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
 from .own_rules import PullBack
-from .positions import Positions
+from .positions import positions_of
 from .primitives import ELEMENT_WISE, IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, NOT_COMPLEX, named
 from .program import Atom, Node, Program, Var, is_inexact, read_program
 from .provenance import Goal, spread
@@ -55,6 +56,7 @@ class Filter:
     coefficients: tuple[Atom, ...]  # of these nodes; the same at every step
 
 
+@cached
 def find_filters(graph: ETraceGraph, *, exact: bool = True) -> list[Filter]:
     """The leaky readouts of groups that traces follow exactly; or, unless `exact`, of any groups."""
     search = _Search(graph, exact)
@@ -85,7 +87,7 @@ def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
 
 class _Search:
     def __init__(self, graph: ETraceGraph, exact: bool) -> None:
-        self.graph, self.info, self.flows, self.exact = graph, graph.module_info, Flows(graph), exact
+        self.graph, self.info, self.flows, self.exact = graph, graph.module_info, find_flows(graph), exact
         self.program = self.info.program
 
     def of(self, group: HiddenGroup) -> Filter | None:
@@ -204,16 +206,13 @@ class _Search:
         others = {v for h in self.info.hidden for v in (h.invar, h.outvar)} - set(new)
         if not others.isdisjoint(goals) or any(goals.get(v, Goal()).crossing for v in new):
             return False
-        found = [self._positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z) for h in group.hidden]
+        positions = positions_of(self.program)
+        found = [positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z) for h in group.hidden]
         return any(found) and all(
             np.all((r.highest < 0) | ((r.lowest == h.positions) & (r.highest == h.positions)))
             for h, r in zip(group.hidden, found, strict=True)
             if r is not None
         )
-
-    @cached_property
-    def _positions(self) -> Positions:
-        return Positions(self.program)
 
     def _maker(self, atom: Atom) -> Node | None:
         number = self.program.producer.get(atom) if isinstance(atom, Var) else None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from .caching import cached
 from .dataflow import Flow, settled, solve, union
 from .own_rules import PullBack, not_linear
 from .primitives import ELEMENT_WISE, LAYOUT, named
@@ -40,10 +41,16 @@ class Carried:
 
 
 class Flows:
-    """The paths of one compiled step, found once; `seen` are hidden states that a loss reads, too."""
+    """The paths of one compiled step.
 
-    def __init__(self, graph: ETraceGraph, seen: Container[Path] = ()) -> None:
-        self.graph, self.info, self._seen = graph, graph.module_info, seen
+    Args:
+        graph: The compiled step.
+        seen: The hidden states that a loss reads, next to the outputs.
+        all_live: Whether every carried array counts as read by some loss.
+    """
+
+    def __init__(self, graph: ETraceGraph, seen: Container[Path] = (), all_live: bool = False) -> None:
+        self.graph, self.info, self._seen, self._all_live = graph, graph.module_info, seen, all_live
         self.program = self.info.program
         hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
         known = {h.leaf for g in graph.hidden_groups for h in g.hidden}
@@ -140,6 +147,8 @@ class Flows:
     @cached_property
     def live(self) -> int:
         """The arrays whose old value reaches the outputs of this step or of a later one."""
+        if self._all_live:
+            return self.outputs - 1
         found = settled(0, lambda bits: self._reaching(self.whole, self.outputs | bits))
         hidden = [c for c in self.carried if c.group is not None]
         if not any(c.bit & found or self._goal(self.whole, c.new) & self.outputs for c in hidden):
@@ -321,6 +330,12 @@ class Flows:
         )
         env, _ = solve(flow, self.program, ((a, kept) for a in self.info.out_atoms))
         return {v for v, bits in env.items() if bits & lost}
+
+
+@cached
+def find_flows(graph: ETraceGraph, seen: tuple[Path, ...] = (), *, all_live: bool = False) -> Flows:
+    """The paths of a compiled step, computed once."""
+    return Flows(graph, seen, all_live)
 
 
 def opened_sites(program: Program) -> Iterator[tuple[Node, Site]]:

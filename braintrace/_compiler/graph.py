@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
-from .flows import Flows
+from .flows import Flows, find_flows
 from .groups import HiddenGroup, find_groups, group_outcomes
 from .module_info import ModuleInfo, StateEntry, is_read
 from .outcomes import (
@@ -25,7 +25,7 @@ from .outcomes import (
     WithoutMark,
 )
 from .perturbation import HiddenPerturbation
-from .positions import Positions
+from .positions import positions_of
 from .primitives import ELEMENT_WISE
 from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
@@ -41,15 +41,19 @@ if TYPE_CHECKING:
     from .._report.verdict import Exactness
 
 
-class ETraceGraph(NamedTuple):
-    """What the compiler found: groups of hidden states, and the sites that feed them."""
-
+class _Fields(NamedTuple):
     module_info: ModuleInfo
     hidden_groups: list[HiddenGroup]
     hid_path_to_group: dict[Path, HiddenGroup]
     hidden_param_op_relations: list[HiddenParamOpRelation]
     hidden_perturb: HiddenPerturbation | None
     diagnostics: Findings
+
+
+class ETraceGraph(_Fields):
+    """The compiled step: groups of hidden states, and the marked ops (sites) that feed them."""
+
+    # a subclass of the named tuple, because only that has a `__dict__` in which analyses are cached
 
     def __str__(self) -> str:
         return self._report().to_str()
@@ -115,7 +119,7 @@ def graph_from_info(
     if lines:
         others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
         graph = graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
-    flows = Flows(graph)
+    flows = find_flows(graph)
     later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
     return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.outcomes, *later)))
 
@@ -125,7 +129,7 @@ def graph_of(
 ) -> ETraceGraph:
     origin = provenance(info.program, [v for e in info.params for v in e.invars])
     _check(info, origin)
-    positions = Positions(info.program)
+    positions = positions_of(info.program)
     groups = find_groups(info, positions) if groups is None else groups
     new = {h.outvar: i for i, h in enumerate(h for g in groups for h in g.hidden)}
     group_of = [g.index for g in groups for _ in g.hidden]
@@ -257,7 +261,7 @@ def _not_linear(flows: Flows) -> list[Outcome]:
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """The hidden groups of a traced model, and the group of each hidden path."""
-    groups = find_groups(minfo, Positions(minfo.program))
+    groups = find_groups(minfo, positions_of(minfo.program))
     return groups, {p: g for g in groups for p in g.hidden_paths}
 
 

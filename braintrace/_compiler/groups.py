@@ -16,7 +16,7 @@ from .links import Array
 from .module_info import Hidden, ModuleInfo
 from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
 from .own_rules import PullBack, has_own_rule
-from .positions import Positions
+from .positions import Positions, positions_of
 from .primitives import ELEMENT_WISE, NOT_COMPLEX
 from .program import Node, Var
 from .provenance import provenance
@@ -92,7 +92,7 @@ class HiddenGroup:
         """Which old states, by column, each new one may depend on: few, where one is a delay line."""
         if self.num_state <= _FEW_STATES or self.filtered or any(h.split for h in self.hidden):
             return np.ones((self.num_state, self.num_state), bool)
-        positions = Positions(self.info.program)
+        positions = positions_of(self.info.program)
         rows = []
         for h in self.hidden:
             whole = Reach.at(h.positions)

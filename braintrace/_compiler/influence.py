@@ -17,7 +17,7 @@ import numpy as np
 
 from .links import Array, Link, Pairs, Same, Shape
 from .module_info import ModuleInfo
-from .positions import Positions
+from .positions import positions_of
 from .program import Var
 from .samples import Samples
 from .step import Path
@@ -120,7 +120,7 @@ class Reached:
 
 def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> Reached:
     """What the numbers of some leaves of fixed states, and the carried ones, reach in one step."""
-    positions = Positions(info.program, through=True, fine=True)
+    positions = positions_of(info.program, through=True, fine=True)
     pairs = [
         (e.path, old, new)
         for e in info.carried

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .caching import clear
 from .positions import Positions
 from .primitives import COPIES, INDICES, LAYOUT, PARTS, named
 from .program import Atom, Node, Program, Var, read_program
@@ -136,6 +137,7 @@ def insert(program: Program, function: Callable[..., Any], atoms: Sequence[Atom]
     program.nodes[at:at] = traced.nodes
     for cached in ("producer", "readers", "holder"):
         vars(program).pop(cached, None)
+    clear(program)
     return list(_replaced(traced.outputs, instead))  # type: ignore[arg-type]
 
 

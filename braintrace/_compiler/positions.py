@@ -17,6 +17,7 @@ import numpy as np
 from .._compat import primitives
 from .._ops.primitive import ETPPrimitive
 from . import links as _links
+from .caching import cached
 from .constants import Constants
 from .dataflow import Flow, along_rule, cross, solve, union
 from .fine_links import fine_links
@@ -181,6 +182,12 @@ class Positions:
             result[step] = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
             carried = self._program(loop.body, result[step])._known(loop.body.outputs[: loop.carry])
         return result
+
+
+@cached
+def positions_of(program: Program, *, through: bool = False, fine: bool = False) -> Positions:
+    """The positions of a program, computed once."""
+    return Positions(program, through=through, fine=fine)
 
 
 def _stack(parts: Sequence[Any], shape: tuple[int, ...]) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .._compat import Literal, primitives
 from .._ops.primitive import ETPPrimitive
+from .caching import cached
 from .dataflow import Flow, solve, union
 from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
@@ -34,6 +35,7 @@ class Provenance:
         return found, bool(bits & CARRIED), bool(bits & SLICED)
 
 
+@cached
 def provenance(program: Program, params: Sequence[Var] = ()) -> Provenance:
     bits = {v: 1 << (i + _FIRST) for i, v in enumerate(program.inputs)}
     cut = sum(bits[v] for v in params)

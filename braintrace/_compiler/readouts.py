@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from .caching import cached
 from .dataflow import Flow, solve
 from .evaluation import View, evaluate
 from .groups import HiddenGroup
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 
+@cached
 def find_readouts(graph: ETraceGraph) -> set[int]:
     """The groups, by number, whose states are those of output units, such as the state of a leaky readout.
 

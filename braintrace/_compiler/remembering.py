@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from .filters import with_filters
-from .flows import Flows
+from .flows import Flows, find_flows
 from .graph import ETraceGraph
 from .groups import HiddenGroup
 from .module_info import Hidden
-from .positions import Positions
+from .positions import Positions, positions_of
 from .program import Var
 from .reach import Reach
 
@@ -29,7 +29,7 @@ def remembering(graph: ETraceGraph) -> ETraceGraph:
     A group stays as it is if none of its states does, or if it mixes positions: then a trace keeps the
     diagonal of what the derivative within the step has whole.
     """
-    positions, flows = Positions(graph.module_info.program), Flows(graph)
+    positions, flows = positions_of(graph.module_info.program), find_flows(graph)
     changed = {g: _reduced(graph, g, positions, flows) for g in graph.hidden_groups}
     return graph._replace(
         hidden_groups=type(graph.hidden_groups)(changed.values()),

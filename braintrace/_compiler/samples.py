@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ops.letters import Layout, Letters
+from .caching import cached
 from .links import Array
 from .module_info import ModuleInfo
-from .positions import Positions
+from .positions import positions_of
 from .program import Atom, Site, Var
 from .reach import Reach
 from .step import Path
@@ -58,6 +59,7 @@ class Samples:
         return None if found in layout.w else found
 
 
+@cached
 def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
     """Where the samples of a step are; `axis` may say it.
 
@@ -75,7 +77,7 @@ def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
 class _Search:
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
-        self.positions = Positions(info.program, through=True)
+        self.positions = positions_of(info.program, through=True)
         self.params = [v for e in info.params for v in e.invars if v.inexact and v.aval.size]
 
     @cached_property

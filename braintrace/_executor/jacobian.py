@@ -27,7 +27,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
 from .._compiler.module_info import Hidden
-from .._compiler.positions import Positions
+from .._compiler.positions import Positions, positions_of
 from .._compiler.program import Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
@@ -102,7 +102,7 @@ class LocalGroup:
         best = max(1, *widths) if widths else 1
         found = numbers.ravel() % best
         if best > 1:
-            positions = Positions(self.graph.module_info.program)
+            positions = positions_of(self.graph.module_info.program)
             for axis in range(len(shape) - 1):
                 moved = np.moveaxis(numbers, axis, -1).shape
                 other = np.moveaxis(np.arange(numbers.size).reshape(moved), -1, axis).ravel()
@@ -124,7 +124,7 @@ class LocalGroup:
     @cached_property
     def forward_colours(self) -> list[int]:
         """How many colours pushing forward each old state, then each site, takes."""
-        positions = Positions(self.graph.module_info.program)
+        positions = positions_of(self.graph.module_info.program)
         widths = []
         for h in self.group.hidden:
             came = positions.sources({h.invar: Reach.at(h.positions)}, {})

@@ -19,7 +19,7 @@ import numpy as np
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array
-from .._compiler.positions import Positions
+from .._compiler.positions import positions_of
 from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
 from .._compiler.reach import Reach, SiteReach
@@ -58,7 +58,7 @@ class Necks:
             or any(m.on_hidden for _, m in fed_by)
         ):
             return None
-        positions = Positions(program)
+        positions = positions_of(program)
         starts = {v: Reach.at(own) for v in group.hidden_outvars}
         on_the_way, _ = positions.reaches(starts)
         if any(v in on_the_way and v in varies for v in _others(graph, group)):

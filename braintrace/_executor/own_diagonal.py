@@ -27,7 +27,7 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
 from .._compiler.links import Array
-from .._compiler.positions import Positions
+from .._compiler.positions import Positions, positions_of
 from .._compiler.program import Program, Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import PositionMap
@@ -153,7 +153,7 @@ class OwnDiagonal:
         if any(s.context or not s.primitive.is_known or s.num_inputs < 1 for s in self._relevant):
             return None
         fed = {r.site.index: m for r, m in self.local.fed_by}
-        positions = Positions(self._program)
+        positions = positions_of(self._program)
         came = positions.sources({h.invar: Reach.at(h.positions) for h in self.group.hidden}, {})
         after = {s.index: dependents(self._program, [s.output]) for s in self._relevant}
         found = []

@@ -16,7 +16,7 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.evaluation import View, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.positions import Positions
+from .._compiler.positions import positions_of
 from .._compiler.primitives import FLAT
 from .._compiler.program import Var
 from .._compiler.reach import Reach
@@ -32,7 +32,7 @@ def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
 
 def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     info, program = graph.module_info, graph.module_info.program
-    came = Positions(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
+    came = positions_of(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
     own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
 
     def is_of_unit(v: Var) -> bool:
