@@ -381,30 +381,3 @@ def identity_primitive(name: str, differentiate: Callable[..., Any]) -> Primitiv
     batching.primitive_batchers[prim] = lambda args, dims: (prim.bind(*args), dims[0])
     mlir.register_lowering(prim, lambda ctx, a: [a])
     return prim
-
-
-def register_bilinear_rules(
-    prim: Primitive,
-    plain: Callable[..., Any],
-    on_cpu: Callable[..., Any],
-    transposes: tuple[Callable[..., Any], Callable[..., Any]],
-) -> None:
-    """Give `prim` the rules of an operation that is linear in each of its two operands.
-
-    It computes `plain(a, b, **params)`, also under `vmap`; on a CPU `on_cpu`, another way to the same
-    numbers. `transposes(ct, a, b, **params)` are those with respect to `a` and to `b`.
-    """
-
-    def abstract(*avals: Any, **params: Any) -> Any:
-        out = jax.eval_shape(lambda *a: plain(*a, **params), *avals)
-        return jax.core.ShapedArray(out.shape, out.dtype)
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        return jax.vmap(lambda a, b: plain(a, b, **params), dims)(*args), 0
-
-    prim.def_impl(plain)
-    prim.def_abstract_eval(abstract)
-    ad.defbilinear(prim, *transposes)
-    batching.primitive_batchers[prim] = batch
-    mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
-    mlir.register_lowering(prim, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .dataflow import Flow, settled, solve, union
 from .flows import Carried, find_flows
 from .own_rules import PullBack
@@ -39,7 +37,7 @@ class Across:
         self.graph, self.flows = graph, find_flows(graph)
         info = graph.module_info
         self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]
-        number = {v: i for i, v in enumerate(v for e in info.carried for v in e.invars)}
+        number = {v: i for i, v in enumerate(info.carried_invars)}
         # of a packed array, each part has the number of the array
         self._number = number | {h.invar: number[h.leaf] for h in info.hidden}
         self._onto = cache(self._onto)  # type: ignore[method-assign]
@@ -114,8 +112,7 @@ class Across:
     def _reads(self) -> dict[int, int]:
         """The states that the data of a parameter's ops are made of; none for one that acts otherwise."""
         info = self.graph.module_info.marked
-        program, params = info.program, [v for e in info.fixed for v in e.invars]
-        old = [v for e in info.carried for v in e.invars]
+        program, params, old = info.program, info.fixed_invars, info.carried_invars
         starts = [(v, self._bits[n]) for n, v in enumerate(old) if n in self._bits]
         made_of = solve(Flow[int](lambda node, given: union(given)), program, starts)[0]
         origin = provenance(program, params)
@@ -168,7 +165,7 @@ class Across:
         for v in (c.old, c.new):
             crossing |= self.flows.from_states.get(v, Goal()).crossing
         group = next(g for g in self.graph.hidden_groups if g.index == c.group)
-        hidden = next((h, r) for h, r in zip(group.hidden, group.within, strict=True) if h.invar is c.old)
-        places, within = hidden[0].positions, hidden[1]
-        strays = np.any((within.highest >= 0) & ((within.lowest != places) | (within.highest != places)))
-        return reached & (~own | crossing | (own if strays else 0))
+        hidden, within = next(
+            (h, r) for h, r in zip(group.hidden, group.within, strict=True) if h.invar is c.old
+        )
+        return reached & (~own | crossing | (0 if within.stays_at(hidden.positions) else own))

@@ -11,8 +11,6 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .._compat import primitives
 from .copies import Array
 from .flows import find_flows
@@ -86,8 +84,6 @@ def _is_local(positions: Positions, line: Hidden, places: Array, stops: set[Var]
     """Whether old values keep their position, and each value that is written has one."""
     reached, sites = positions.reaches({line.outvar: Reach.at(places)}, lambda v: v in stops)
     old = reached.get(line.invar)
-    stays = old is None or bool(
-        np.all((old.highest < 0) | ((old.lowest == places) & (old.highest == places)))
-    )
+    stays = old is None or old.stays_at(places)
     written = [*(reached[v] for v in stops if v in reached), *sites.values()]
     return stays and all(r.width <= 1 for r in written)

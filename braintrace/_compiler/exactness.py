@@ -268,7 +268,7 @@ class _Verdict:
             yield from self._of_traces(relation, use)
 
     def _of_traces(self, relation: HiddenParamOpRelation, use: Use) -> Iterator[Dropped]:
-        for group, places in zip(relation.hidden_groups, relation.position_maps, strict=True):
+        for group, places in relation.feeds:
             bits = self.flows.group_bits(group.index)
             states = self._paths(bits)
             if not places.complete and bits & self.flows.live:
@@ -324,10 +324,7 @@ class _Verdict:
                 for by in self._uses(tags, missed) or [None]:
                     yield from _each(params, Cut.RECURRENT_OP, c.path, self._paths(missed), by)
             positions = next(h.positions for h in group.hidden if h.invar is c.old)
-            strays = np.any(
-                (within.highest >= 0) & ((within.lowest != positions) | (within.highest != positions))
-            )
-            if strays and own & old.direct & self.harmful:
+            if not within.stays_at(positions) and own & old.direct & self.harmful:
                 node = next(iter(group.mixers), None)
                 yield from _each(params, Cut.OTHER_UNITS, c.path, (c.path,), node)
             beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful

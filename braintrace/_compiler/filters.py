@@ -20,22 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compat import Literal, primitives
 from .caching import cached
 from .dataflow import Flow, solve
-from .evaluation import View, evaluate
 from .flows import find_flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
 from .own_rules import PullBack
 from .positions import positions_of
 from .primitives import ELEMENT_WISE, IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, NOT_COMPLEX, named
-from .program import Atom, Node, Program, Var, is_inexact, read_program
+from .program import Atom, Node, Program, Var, is_complex, is_inexact, read_program, struct, zeros
 from .provenance import Goal, spread
 from .reach import Reach
-from .slices import behind, between, needed, plain_site
+from .slices import behind, between, computed_from, needed, values_of
 from .step import Path
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ class _Search:
         if len(ends) != 1 or not reads_by_op or not self._is_of_units(ends[0], units[0]):
             return None
         inner = {v for node in way for v in node.outputs} - {r.outvar}
-        if _is_complex(r.invar) and not all(map(_is_complex, (*inner, *ends))):
+        if is_complex(r.invar) and not all(map(is_complex, (*inner, *ends))):
             return None  # the decay may be complex, and the filter is of the type of what is read
         new = [a for e in self.info.carried for a in e.outvars if a is not r.outvar]
         if not inner.isdisjoint(behind(self.program, [*self.info.out_atoms, *new], stops={r.outvar})):
@@ -141,8 +139,7 @@ class _Search:
     def _is_exact(self, group: HiddenGroup) -> bool:
         """Whether traces follow a group exactly: unit by unit, without an op."""
         relations = self.graph.hidden_param_op_relations
-        pairs = [p for r in relations for p in zip(r.hidden_groups, r.position_maps, strict=True)]
-        maps = [m for g, m in pairs if g is group]
+        maps = [m for r in relations for g, m in r.feeds if g is group]
         goals = [self.flows.from_states.get(v, Goal()) for h in group.hidden for v in (h.invar, h.outvar)]
         crossing = any(goal.crossing & self.flows.group_bits(group.index) for goal in goals)
         return bool(maps) and group.is_local and all(m.complete for m in maps) and not crossing
@@ -179,16 +176,16 @@ class _Search:
         else:
             one = node.primitive in IN_ONE_OPERAND and len(on) == 1
             linear = (one or (node.primitive in IN_FIRST_OPERAND and on == [0])) and not node.inner
-        conjugates = node.primitive in NOT_COMPLEX and _is_complex(node.outputs[0])
+        conjugates = node.primitive in NOT_COMPLEX and is_complex(node.outputs[0])
         fixed = not any(isinstance(a, Var) and a in self._varying for a in others)
         return others if linear and fixed and not conjugates else None
 
     @cached_property
     def _varying(self) -> set[Var]:
         """The variables that may differ from step to step, parameters being fixed."""
-        moving = [*self.info.arg_invars, *(v for e in self.info.carried for v in e.invars)]
+        moving = [*self.info.arg_invars, *self.info.carried_invars]
         moving += [v for node in self.program.nodes if node.eqn.effects for v in node.outputs]
-        return set(solve(Flow[bool](), self.program, ((v, True) for v in moving))[0])
+        return computed_from(self.program, moving)
 
     def _made_of(self, variables: Sequence[Var]) -> set[Var]:
         """What depends on variables, along derivatives."""
@@ -208,19 +205,12 @@ class _Search:
             return False
         positions = positions_of(self.program)
         found = [positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z) for h in group.hidden]
-        return any(found) and all(
-            np.all((r.highest < 0) | ((r.lowest == h.positions) & (r.highest == h.positions)))
-            for h, r in zip(group.hidden, found, strict=True)
-            if r is not None
-        )
+        pairs = zip(group.hidden, found, strict=True)
+        return any(found) and all(r.stays_at(h.positions) for h, r in pairs if r is not None)
 
     def _maker(self, atom: Atom) -> Node | None:
         number = self.program.producer.get(atom) if isinstance(atom, Var) else None
         return None if number is None else self.program.nodes[number]
-
-
-def _is_complex(atom: Atom) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
 
 
 def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
@@ -257,20 +247,19 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
     def make(z: Any, *values: Any) -> Any:
         known = dict(zip(given, values, strict=True))
         # the readout is linear in its old value, so that what is added to it may be zero
-        known |= {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in reads if v in later}
+        known |= {v: zeros(v) for v in reads if v in later}
 
         def readout(old: Any) -> Any:
-            view = View(known={**known, r.invar: old}, at_site=lambda site, world: plain_site)
-            return evaluate(program, [(r.outvar, None)], view)[0]
+            return values_of(program, [r.outvar], {**known, r.invar: old})[0]
 
-        zero = jnp.zeros(r.invar.aval.shape, r.invar.aval.dtype)
+        zero = zeros(r.invar)
         decays = jax.lax.stop_gradient(jax.jvp(readout, (zero,), (jnp.ones_like(zero),))[1])
         decay = jax.lax.index_in_dim(decays.ravel(), 0, keepdims=False).astype(z.dtype)
         old = jnp.zeros_like(z)
         new = old * jnp.broadcast_to(decay, z.shape) + z
         return old, new, jax.lax.stop_gradient(z) + (new - jax.lax.stop_gradient(new))
 
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in (f.read, *given)]
+    structs = [struct(a) for a in (f.read, *given)]
     made = read_program(jax.make_jaxpr(make)(*structs))
     known: dict[Var, Var] = dict(zip(made.inputs, (f.read, *given), strict=True))
     made_before = (v for node in program.walk() for v in node.outputs)

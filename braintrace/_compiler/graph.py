@@ -61,6 +61,10 @@ class ETraceGraph(_Fields):
     def __repr__(self) -> str:
         return f"<ETraceGraph of {self.module_info.step.name}: {self._report().in_short()}>"
 
+    def other_outvars(self, group: HiddenGroup) -> list[Var]:
+        """The variables of the new states of all groups but one."""
+        return [v for g in self.hidden_groups if g is not group for v in g.hidden_outvars]
+
     def dict(self) -> dict[str, Any]:
         return self._asdict()
 
@@ -127,7 +131,7 @@ def graph_from_info(
 def graph_of(
     info: ModuleInfo, include_hidden_perturb: bool, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
-    origin = provenance(info.program, [v for e in info.params for v in e.invars])
+    origin = provenance(info.program, info.param_invars)
     _check(info, origin)
     positions = positions_of(info.program)
     groups = find_groups(info, positions) if groups is None else groups

@@ -18,7 +18,7 @@ from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
 from .own_rules import PullBack, has_own_rule
 from .positions import Positions, positions_of
 from .primitives import ELEMENT_WISE, NOT_COMPLEX
-from .program import Node, Var
+from .program import Node, Var, is_complex
 from .provenance import provenance
 from .reach import Reach
 from .slices import Slice, between, cut, has_while, uses_while
@@ -82,10 +82,7 @@ class HiddenGroup:
 
     @cached_property
     def is_local(self) -> bool:
-        return all(
-            np.all((r.highest < 0) | ((r.lowest == r.highest) & (r.lowest == h.positions)))
-            for h, r in zip(self.hidden, self.within, strict=True)
-        )
+        return all(r.stays_at(h.positions) for h, r in zip(self.hidden, self.within, strict=True))
 
     @cached_property
     def coupled(self) -> Array:
@@ -211,7 +208,7 @@ def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: 
     reached, _ = positions.reaches(starts)
     within = tuple(reached.get(h.invar) or Reach.empty(tuple(h.invar.aval.shape)) for h in hidden)
     if not _is_complex_linear(hidden, info):
-        hidden = tuple(replace(h, split=_is_complex(h.invar)) for h in hidden)
+        hidden = tuple(replace(h, split=is_complex(h.invar)) for h in hidden)
     group = HiddenGroup(index, hidden, info, within)
     if group.is_local:
         return group
@@ -243,7 +240,7 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
 
 def _is_complex_linear(hidden: Sequence[Hidden], info: ModuleInfo) -> bool:
     """Whether new complex states have a complex derivative in the old ones and in what sites give them."""
-    if not any(_is_complex(h.invar) for h in hidden):
+    if not any(is_complex(h.invar) for h in hidden):
         return True
     sites = [n for n in info.program.nodes if n.sites]
     sources = [*(h.invar for h in hidden), *(v for n in sites for v in n.outputs)]
@@ -251,12 +248,8 @@ def _is_complex_linear(hidden: Sequence[Hidden], info: ModuleInfo) -> bool:
     return not any(map(_has_no_complex_derivative, nodes))
 
 
-def _is_complex(atom: Any) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
-
-
 def _has_no_complex_derivative(node: Node) -> bool:
-    if not any(map(_is_complex, node.inputs)):
+    if not any(map(is_complex, node.inputs)):
         return False
     real = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
     if node.primitive in NOT_COMPLEX or real:

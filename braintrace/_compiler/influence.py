@@ -147,7 +147,7 @@ def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> R
     for old, own in labels:
         if old in found:
             np.logical_or.at(moves.T, own.ravel(), found[old].unpacked(count).reshape(-1, count))
-    fixed = [v for e in info.fixed for v in e.invars]
+    fixed = info.fixed_invars
     none = lambda v: np.zeros((v.aval.size, (count + 7) // 8), np.uint8)
     params = {
         i: found[fixed[i]].bits.reshape(fixed[i].aval.size, -1) if fixed[i] in found else none(fixed[i])

@@ -18,7 +18,7 @@ import numpy as np
 from .caching import clear
 from .positions import Positions
 from .primitives import COPIES, INDICES, LAYOUT, PARTS, named
-from .program import Atom, Node, Program, Var, read_program
+from .program import Atom, Node, Program, Var, read_program, struct
 from .reach import Reach
 from .slices import needed
 
@@ -125,7 +125,7 @@ def _replaced(atoms: Sequence[Atom], instead: Mapping[Var, Atom]) -> tuple[Atom,
 
 def insert(program: Program, function: Callable[..., Any], atoms: Sequence[Atom], at: int) -> list[Var]:
     """Insert the nodes of a function of `atoms` into a program; its results."""
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
+    structs = [struct(a) for a in atoms]
     traced = read_program(jax.make_jaxpr(function)(*structs))
     made = [*program.inputs, *program.consts, *(v for n in program.nodes for v in n.outputs)]
     first = 1 + max(v.index for v in made)

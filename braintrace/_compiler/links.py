@@ -88,9 +88,9 @@ def links(
         return all_with_all(shapes, [tuple(o.shape) for o in outs], lead)
     if primitive is _compat.split_p:
         cuts = np.cumsum(params["sizes"])[:-1]
-        return _parts(np.split(_numbers(shapes[0]), cuts, axis=params["axis"]))
+        return _parts(np.split(numbered(shapes[0]), cuts, axis=params["axis"]))
     if primitive is _compat.unstack_p:
-        return _parts(np.moveaxis(_numbers(shapes[0]), params["axis"], 0))
+        return _parts(np.moveaxis(numbered(shapes[0]), params["axis"], 0))
     if primitive in tables.WINDOWS:
         link = _windows(shapes[0], out, params)
         return [(i, j, link) for i, s in enumerate(shapes) for j in range(len(outs)) if s == shapes[0] != ()]
@@ -152,7 +152,8 @@ def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:
     return [(0, 0, Axes(tuple(range(n)), tuple(axes))), (1, 0, kernel)]
 
 
-def _numbers(shape: Shape, start: int = 0) -> Array:
+def numbered(shape: Shape, start: int = 0) -> Array:
+    """The number of each element, in row-major order."""
     return np.arange(start, start + math.prod(shape), dtype=np.int32).reshape(shape)
 
 
@@ -169,7 +170,7 @@ def _copies(
     starts, start = {}, 0
     for i, a in enumerate(ins):
         if i in data:
-            operands.append(_numbers(tuple(a.shape), start))
+            operands.append(numbered(tuple(a.shape), start))
             starts[i] = start
             start += math.prod(a.shape)
         else:
@@ -244,7 +245,7 @@ def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:
     window, strides, padding = (params[k] for k in ("window_dimensions", "window_strides", "padding"))
     base = params.get("base_dilation") or (1,) * len(shape)
     dilation = params.get("window_dilation") or (1,) * len(shape)
-    numbers, places = _numbers(shape), np.indices(out).reshape(len(shape), -1)
+    numbers, places = numbered(shape), np.indices(out).reshape(len(shape), -1)
     inp, reached = [], []
     for offset in itertools.product(*map(range, window)):
         at = [

@@ -16,7 +16,7 @@ from .._compat import Literal
 from .errors import CompilationError, NotSupportedError
 from .fingerprint import fingerprint
 from .joins import Part, insert, split_states, take_apart
-from .links import Array
+from .links import Array, numbered
 from .marking import mark_found
 from .program import Atom, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
@@ -104,7 +104,7 @@ class Hidden:
     @property
     def positions(self) -> Array:
         """The position of each element of the array."""
-        numbers = np.arange(np.prod(self.varshape, dtype=int)).reshape(self.varshape)
+        numbers = numbered(self.varshape)
         if self.axis is not None:
             numbers = np.broadcast_to(np.expand_dims(numbers, self.axis), self.invar.aval.shape)
         return numbers
@@ -209,6 +209,18 @@ class ModuleInfo:
     def carried(self) -> tuple[StateEntry, ...]:
         """The states that a step hands to the next."""
         return tuple(e for e in self.entries if not e.is_fixed)
+
+    @cached_property
+    def param_invars(self) -> list[Var]:
+        return [v for e in self.params for v in e.invars]
+
+    @cached_property
+    def fixed_invars(self) -> list[Var]:
+        return [v for e in self.fixed for v in e.invars]
+
+    @cached_property
+    def carried_invars(self) -> list[Var]:
+        return [v for e in self.carried for v in e.invars]
 
     @cached_property
     def invar_to_leaf(self) -> dict[Var, tuple[Path, int]]:

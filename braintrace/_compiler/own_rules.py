@@ -23,7 +23,7 @@ from .. import _compat
 from .._compat import Literal, primitives
 from .dataflow import Flow, solve, union
 from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, INDICES
-from .program import Atom, Loop, Node, Program, Var, is_inexact, read_program
+from .program import Atom, Loop, Node, Program, Var, is_inexact, read_program, struct
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +54,8 @@ class PullBack:
 
             return jax.vjp(function, *(given[i] for i in live))[1](cotangents)
 
-        structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
-        cotangents = [
-            jax.ShapeDtypeStruct(node.outputs[j].aval.shape, node.outputs[j].aval.dtype) for j in outs
-        ]
+        structs = [struct(a) for a in node.inputs]
+        cotangents = [struct(node.outputs[j]) for j in outs]
         try:
             program = read_program(jax.make_jaxpr(pull)(structs, cotangents), marks=False)
         except Exception:  # whatever a user's rule raises that was not made for reverse mode
@@ -174,7 +172,7 @@ def implementation(node: Node) -> Program | None:
     """A primitive as the program of its implementation, if that can be traced, and without effects."""
     if node.eqn.effects:
         return None
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
+    structs = [struct(a) for a in node.inputs]
     try:
         program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
     except Exception:  # whatever an implementation that is not JAX raises when it is traced

@@ -17,7 +17,7 @@ from .._compat import ClosedJaxpr
 from .evaluation import View, World, evaluate
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
-from .program import Atom, Var
+from .program import Atom, Var, struct, zeros
 from .slices import plain_site
 from .step import Path
 
@@ -48,7 +48,7 @@ class HiddenPerturbation:
 
     def init_perturb_data(self) -> list[jax.Array]:
         """A zero for every new state."""
-        return [jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
+        return [zeros(v) for v in self.perturb_vars]
 
     def call(self, inputs: Sequence[Any], perturbations: Sequence[Any]) -> list[Any]:
         """The outputs and new states of the step, given all its inputs and what to add."""
@@ -71,7 +71,6 @@ class HiddenPerturbation:
 
     @cached_property
     def perturb_jaxpr(self) -> ClosedJaxpr:
-        avals = [v.aval for v in (*self.info.program.inputs, *self.perturb_vars)]
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        structs = [struct(v) for v in (*self.info.program.inputs, *self.perturb_vars)]
         n = len(self.info.program.inputs)
         return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)

@@ -45,6 +45,20 @@ def is_inexact(atom: Atom) -> bool:
     return _is_inexact(getattr(atom.aval, "dtype", np.bool_))  # a token has no type
 
 
+def is_complex(atom: Atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
+
+
+def struct(atom: Atom) -> jax.ShapeDtypeStruct:
+    """The shape and type of a value, as JAX's tracing functions take them."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def zeros(atom: Atom) -> jax.Array:
+    """Zeros of the shape and type of a value."""
+    return jnp.zeros(atom.aval.shape, atom.aval.dtype)
+
+
 @cache
 def _is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
@@ -184,7 +198,7 @@ class Site:
         n, names = self.num_inputs, self.weight_names
         loop = (*[True] * n, *[name in varying for name in names])
         params = {**self.params, "levels": (loop,) * len(self.loops) + self.params["levels"]}
-        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in self.weights.values()]
+        avals = [struct(a) for a in self.weights.values()]
         effective = jax.eval_shape(lambda *w: self.primitive.effective(w, self.params), *avals)
         kept = [n for n in effective if learned is None or self.primitive.merges or n in learned]
         return self.primitive.layouts(params, kept, len(self.shape))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .links import Array, Link, Pairs, Same, Shape
+from .links import Array, Link, Pairs, Same, Shape, numbered
 
 _NONE = np.iinfo(np.int32).max
 _ALL, _DIRECT = 0, 1
@@ -34,6 +34,11 @@ class Reach:
     def at(positions: Array) -> Reach:
         both = np.stack([positions, positions]).astype(np.int32)
         return Reach(both, both)
+
+    @staticmethod
+    def identity(shape: Shape) -> Reach:
+        """Each element reaches the position of its own number, in row-major order."""
+        return Reach.at(numbered(shape))
 
     @staticmethod
     def empty(shape: Shape) -> Reach:
@@ -65,6 +70,11 @@ class Reach:
         """The one position that each element reaches without mixing; -1: none or several."""
         low, high = self.low[_DIRECT], self.high[_DIRECT]
         return np.where(low == high, low, -1)
+
+    def stays_at(self, positions: Array) -> bool:
+        """Whether no element reaches any position but its own."""
+        own = (self.lowest == positions) & (self.highest == positions)
+        return bool(np.all((self.highest < 0) | own))
 
     def __bool__(self) -> bool:
         return not self.is_empty

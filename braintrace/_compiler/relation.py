@@ -124,6 +124,11 @@ class HiddenParamOpRelation:
         return [p for p, c in self.path_classification.items() if c != "all_through_other_etp"]
 
     @property
+    def feeds(self) -> list[tuple[HiddenGroup, PositionMap]]:
+        """The groups that the site feeds, each with its position map."""
+        return list(zip(self.hidden_groups, self.position_maps, strict=True))
+
+    @property
     def complete(self) -> bool:
         """Whether the trace follows every path from the site to its groups within the step."""
         return all(m.complete for m in self.position_maps)

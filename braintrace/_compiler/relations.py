@@ -8,6 +8,7 @@ import numpy as np
 
 from .errors import NotSupportedError
 from .groups import HiddenGroup
+from .links import numbered
 from .module_info import ModuleInfo
 from .outcomes import InControlFlow, NoTrace, Outcome, WhyNot
 from .positions import Positions
@@ -110,8 +111,7 @@ def _position_map(
     # the cheapest exact map first: forwards costs another pass over the program
     if reach.width <= 1:
         return PositionMap(False, np.where(reach.highest < 0, -1, reach.lowest), True, reach), {}
-    size = int(np.prod(site.shape, dtype=int))
-    numbers = np.arange(size).reshape(site.shape)
+    numbers = numbered(site.shape)
     came = positions.sources({}, {site.index: Reach.at(numbers)}, stop=stop)
     merged: Reach | None = None
     for h in group.hidden:

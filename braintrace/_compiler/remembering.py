@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from .filters import with_filters
 from .flows import Flows, find_flows
 from .graph import ETraceGraph
@@ -46,12 +44,7 @@ def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
 
 
 def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Flows) -> HiddenGroup:
-    maps = [
-        m
-        for r in graph.hidden_param_op_relations
-        for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
-        if g is group
-    ]
+    maps = [m for r in graph.hidden_param_op_relations for g, m in r.feeds if g is group]
     if len(group.hidden) == 1 or not group.is_local or not all(m.complete for m in maps):
         return group
     read = {c.old for c in flows.of(flows.group_bits(group.index)) if flows.is_read_old(c)}
@@ -65,12 +58,11 @@ def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows
 def _remembers(graph: ETraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
     """Whether states read the old value otherwise than by marked ops, or another group reads the new one."""
     new = [h.outvar for h in graph.module_info.hidden]
-    others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+    others = graph.other_outvars(group)
     shared = any(h is not hidden and h.outvar is hidden.outvar for h in group.hidden)
     return shared or _reaches(positions, hidden.invar, new) or _reaches(positions, hidden.outvar, others)
 
 
 def _reaches(positions: Positions, var: Var, ends: Sequence[Var]) -> bool:
-    numbers = np.arange(np.prod(var.aval.shape, dtype=int)).reshape(var.aval.shape)
-    came = positions.sources({var: Reach.at(numbers)}, {})
+    came = positions.sources({var: Reach.identity(var.aval.shape)}, {})
     return any(v in came for v in ends)

@@ -78,7 +78,7 @@ class _Search:
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
         self.positions = positions_of(info.program, through=True)
-        self.params = [v for e in info.params for v in e.invars if v.inexact and v.aval.size]
+        self.params = [v for v in info.param_invars if v.inexact and v.aval.size]
 
     @cached_property
     def carried(self) -> list[tuple[Path, Var, Atom]]:
@@ -143,8 +143,7 @@ class _Search:
     def _is_shared_along(self, axis: int) -> bool:
         """Whether every parameter acts in the same way on all places of an axis."""
         for v in self.params:
-            start = Reach.at(np.arange(v.aval.size).reshape(v.aval.shape))
-            came = self.positions.sources({v: start}, {})
+            came = self.positions.sources({v: Reach.identity(v.aval.shape)}, {})
             for _, _, new in self.carried:
                 if new in came and not _is_same_along(came[new], axis):
                     return False
@@ -157,8 +156,7 @@ class _Search:
         found = []
         for path, _, new in self.carried:
             reach = came.get(new) if isinstance(new, Var) else None
-            own = _numbers(new, axis)
-            if reach is not None and np.any((reach.highest >= 0) & ~_is_own(reach, own)):
+            if reach is not None and not reach.stays_at(_numbers(new, axis)):
                 found.append(path)
         return tuple(dict.fromkeys(found))
 
@@ -171,10 +169,6 @@ def counting(numbers: Array, letters: Letters, count: int) -> str | None:
         if numbers.shape[axis] == count and np.all((numbers < 0) | (numbers == counted)):
             return letter
     return None
-
-
-def _is_own(reach: Reach, own: Array) -> Array:
-    return np.asarray((reach.lowest == own) & (reach.highest == own))
 
 
 def _nowhere(v: Var) -> Reach:

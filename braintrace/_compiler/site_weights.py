@@ -77,7 +77,7 @@ class SiteWeights:
 
         Data may change a weight that is not learned, such as a bias.
         """
-        fixed = {v for e in self.info.fixed for v in e.invars}
+        fixed = set(self.info.fixed_invars)
         learned = self.site.made_from(self.paths)
         for name, (inputs, carried, _) in self.found.items():
             harmless = fixed if name in learned else fixed.union(self.info.arg_invars)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,17 @@ class Slice:
         shapes += [(v.aval.shape, v.aval.dtype) for v in self.constvars]
         structs = [jax.ShapeDtypeStruct(*s) for s in shapes]
         return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)
+
+
+def values_of(program: Program, atoms: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
+    """Evaluate variables of a program from the values that are known."""
+    view = View(known=known, at_site=lambda site, world: plain_site)
+    return evaluate(program, [(a, None) for a in atoms], view)
+
+
+def computed_from(program: Program, sources: Iterable[Var]) -> set[Var]:
+    """The variables that depend on `sources` in any way, also across sites; `sources` included."""
+    return set(solve(Flow[bool](), program, ((v, True) for v in sources))[0])
 
 
 def dependents(program: Program, sources: Iterable[Var], stops: Container[Var] = ()) -> set[Var]:

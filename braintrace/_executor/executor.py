@@ -14,7 +14,7 @@ import numpy as np
 from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
-from .._compiler.program import Site, Var
+from .._compiler.program import Site, Var, zeros
 from .._compiler.readouts import find_readouts
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
@@ -141,7 +141,7 @@ class ETraceGraphExecutor:
         return find_readings(self.graph)
 
     def known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
-        known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
+        known = dict(zip(self.info.fixed_invars, params, strict=True))
         known.update(zip(self.info.program.consts, consts, strict=True))
         return known
 
@@ -229,10 +229,10 @@ class ETraceGraphExecutor:
 
     def example_local(self) -> Local:
         """The local Jacobians of a step of zeros, for their shapes."""
-        zeros = lambda variables: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
-        params = zeros(v for e in self.info.fixed for v in e.invars)
-        rest = [zeros(e.invars) for e in self.info.carried]
-        return self.local(params, zeros(self.info.arg_invars), zeros(self.info.program.consts), rest, None)
+        fixed, args, consts = self.info.fixed_invars, self.info.arg_invars, self.info.program.consts
+        params, inputs, closed_over = ([*map(zeros, variables)] for variables in (fixed, args, consts))
+        rest = [[*map(zeros, e.invars)] for e in self.info.carried]
+        return self.local(params, inputs, closed_over, rest, None)
 
     def jacobians(self, env: Mapping[Var, Any], operands: Mapping[int, Leaves]) -> Local:
         """The local Jacobians of a step whose values are known."""
@@ -268,7 +268,7 @@ class ETraceGraphExecutor:
         return self._weights(self.known_params(params, consts))
 
     def _weights(self, known: Mapping[Var, Any]) -> Effective:
-        fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
+        fixed = [*self.info.program.consts, *self.info.fixed_invars]
         relations = self.graph.hidden_param_op_relations
         return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
 
@@ -383,8 +383,7 @@ class ETraceGraphExecutor:
 
     def zero_deltas(self) -> list[Any]:
         """Zeros for each hidden state."""
-        hidden = self.info.hidden
-        return [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in hidden]
+        return [zeros(h.outvar) for h in self.info.hidden]
 
     def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
         """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""
@@ -404,8 +403,7 @@ class ETraceGraphExecutor:
 
     def at_groups(self, signals: Leaves) -> dict[int, Any]:
         """The same of signals at the leaves of the carried states before the step."""
-        carried = [v for e in self.info.carried for v in e.invars]
-        by_var = dict(zip(carried, signals, strict=True))
+        by_var = dict(zip(self.info.carried_invars, signals, strict=True))
         none = self.zero_deltas()  # for a filter, which nobody reads
         pairs = zip(self.info.hidden, none, strict=True)
         return self.group_signals(

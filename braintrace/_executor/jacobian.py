@@ -25,7 +25,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array
+from .._compiler.links import Array, numbered
 from .._compiler.module_info import Hidden
 from .._compiler.positions import Positions, positions_of
 from .._compiler.program import Site, Var
@@ -48,12 +48,7 @@ class LocalGroup:
 
     @cached_property
     def fed_by(self) -> list[tuple[HiddenParamOpRelation, PositionMap]]:
-        return [
-            (r, m)
-            for r in self.graph.hidden_param_op_relations
-            for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
-            if g is self.group
-        ]
+        return [(r, m) for r in self.graph.hidden_param_op_relations for g, m in r.feeds if g is self.group]
 
     @cached_property
     def forward_only(self) -> bool:
@@ -96,7 +91,7 @@ class LocalGroup:
         what a norm mixes over the batch lies far apart where the batch is the first axis.
         """
         shape = self.group.varshape
-        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        numbers = numbered(shape)
         widths = [r.width for r in self.group.within]
         widths += [m.reach.width for _, m in self.fed_by if not m.on_hidden]
         best = max(1, *widths) if widths else 1
@@ -114,7 +109,7 @@ class LocalGroup:
     def _width(self, positions: Positions, number: Array) -> int:
         """The longest range that an element reaches, with the hidden positions numbered so."""
         starts = {h.outvar: Reach.at(number[h.positions]) for h in self.group.hidden}
-        others = {v for g in self.graph.hidden_groups if g is not self.group for v in g.hidden_outvars}
+        others = set(self.graph.other_outvars(self.group))
         old, _ = positions.reaches(starts)
         _, sites = positions.reaches(starts, lambda v: v in others)
         widths = [old[h.invar].width for h in self.group.hidden if h.invar in old]
@@ -130,8 +125,7 @@ class LocalGroup:
             came = positions.sources({h.invar: Reach.at(h.positions)}, {})
             widths.append(self._width_at_states(came))
         for r, _ in self.fed_by:
-            numbers = np.arange(np.prod(r.site.shape, dtype=int)).reshape(r.site.shape)
-            came = positions.sources({}, {r.site.index: Reach.at(numbers)})
+            came = positions.sources({}, {r.site.index: Reach.identity(r.site.shape)})
             widths.append(self._width_at_states(came))
         return widths
 
@@ -207,7 +201,9 @@ class LocalGroup:
             # ones pulled back would add up what a broadcast spreads; pushed forward, each stays apart
             if m.on_hidden:
                 push = self._transposed(new, pull, r.site.index)
-                J[r.site.index] = self._pick(push, r.site.shape, m.source_width or 1, m)
+                J[r.site.index] = self._push_colours(
+                    push, r.site.shape, m.source_width or 1, m.map, on_hidden=True
+                )
         return D, J
 
     def _through(
@@ -220,135 +216,132 @@ class LocalGroup:
         forth = jax.linear_transpose(lambda cts: pull(cts)[2], new)
         D: list[list[Any]] = []
         J: dict[int, list[Any]] = {i: [] for i in added}
-        for state in range(self.group.num_state):
-            dh, dp, _ = pull(self.one_state(new, state, jnp.ones(self.group.varshape, bool)))
-            D.append([_select(d[None], None, kept) for d, kept in zip(dh, necks.old, strict=True)])
+        own = numbered(self.group.varshape)
+        for dh, dp, _ in self.pull_states(new, pull, own, 1):
+            D.append([select(d, None, kept) for d, kept in zip(dh, necks.old, strict=True)])
             for i in J:
-                J[i].append(_select(dp[i][None], None, necks.sites[i]))
+                J[i].append(select(dp[i], None, necks.sites[i]))
         D, J = through(necks, self.fed_by, D, J, held, back, lambda tangents: forth(tangents)[0])
         return D if self.has_memory else None, dict(J)
 
     # -- backwards ---------------------------------------------------------------------------------
 
-    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Jacobian | None, dict[int, States]]:
-        colour, n = self.colouring
-        # all ones are made where they are needed: given from outside, XLA knows nothing of them
-        same = jnp.ones((1, *self.group.varshape), bool)
+    def pull_states(
+        self, new: Sequence[Any], pull: Callable[[list[Any]], Any], colour: Array, count: int
+    ) -> list[Any]:
+        """Pull back ones on one state of the group, at the positions of one colour.
+
+        For each state, the result of `pull` with an axis of `count` colours in front of every array.
+        """
         shape = self.group.varshape
-        each = jnp.arange(n).reshape(-1, *[1] * len(shape))
-        masks = same if n == 1 else each == colour.reshape(1, *shape)
+        # all ones are made here: given from outside, XLA knows nothing of them
+        masks = jnp.ones((1, *shape), bool)
+        if count > 1:
+            masks = jnp.arange(count).reshape(-1, *[1] * len(shape)) == colour.reshape(1, *shape)
 
         def one(state: int, mask: Any) -> Any:
-            back = pull(self.one_state(new, state, mask))
+            cotangents = self._one_state(new, state, mask)
+            back = pull(cotangents)
             if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
                 return back
             # a real source gives the real part of what is pulled back: `-i` brings out the other one
             turned = pull(
                 [
                     c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else jnp.zeros_like(c)
-                    for c in self.one_state(new, state, mask)
+                    for c in cotangents
                 ]
             )
             return jax.tree.map(
                 lambda a, b: a if jnp.iscomplexobj(a) else jax.lax.complex(a, b), back, turned
             )
 
+        if count == 1:
+            return [jax.tree.map(lambda a: a[None], one(s, masks[0])) for s in range(self.group.num_state)]
+        return [jax.vmap(lambda mask, s=s: one(s, mask))(masks) for s in range(self.group.num_state)]
+
+    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Jacobian | None, dict[int, States]]:
+        colour, count = self.colouring
         rows: list[list[Any]] = []
         J: dict[int, list[Any]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
-        for state in range(self.group.num_state):
-            if n == 1:
-                dh, dp = one(state, masks[0])
-                dh, dp = jax.tree.map(lambda a: a[None], (dh, dp))
-            else:
-                dh, dp = jax.vmap(lambda mask, s=state: one(s, mask))(masks)
+        for dh, dp in self.pull_states(new, pull, colour, count):
             rows.append(
                 [
                     part
                     for h, r, d in zip(self.group.hidden, self.group.within, dh, strict=True)
-                    for part in states_of(h, _select(d, colour[h.positions], _holds(r, h.positions)))
+                    for part in states_of(h, select(d, colour[h.positions], _holds(r, h.positions)))
                 ]
             )
             for relation, m in self.fed_by:
                 if not m.on_hidden:
                     i = relation.site.index
-                    J[i].append(_select(dp[i], colour[np.maximum(m.map, 0)], m.map >= 0))
+                    J[i].append(select(dp[i], colour[np.maximum(m.map, 0)], m.map >= 0))
         return rows if self.has_memory else None, dict(J)
 
-    def one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
+    def _one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
+        """Cotangents of the new states: ones at one state, where the mask is true."""
         cotangents = []
         for h, value in zip(self.group.hidden, new, strict=True):
-            if 0 <= state < h.num_state:
-                ones = mask if h.axis is None else jnp.expand_dims(mask, h.axis)
-                cotangents.append(_at_state(h, state, ones, value.dtype, dual=True))
-            else:
-                cotangents.append(jnp.zeros_like(value))
+            inside = 0 <= state < h.num_state
+            ones = _at_state(h, state, mask, value.dtype, dual=True) if inside else jnp.zeros_like(value)
+            cotangents.append(ones)
             state -= h.num_state
         return cotangents
 
     # -- forwards ----------------------------------------------------------------------------------
 
     def _transposed(self, new: list[Any], pull: Callable[..., Any], index: int) -> Callable[[Any], Any]:
-        """Pushing forward what is added at one site, by transposing the pull-back."""
+        """Push forward a perturbation of one site's output, by transposing the pull-back."""
         back = jax.linear_transpose(lambda cts: pull(cts)[1][index], new)
         return self._from_site(index, lambda tangent: self.group.stack_hidden(back(tangent)[0]))
 
     def _from_site(self, index: int, push: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`push`, from booleans; of real states and a complex `y` it makes what pulling back gives."""
+        """`push` for boolean input; of real states and a complex `y` it makes what pulling back gives."""
         dtype = next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
         if not jnp.issubdtype(dtype, jnp.complexfloating) or not any(h.split for h in self.group.hidden):
             return lambda ones: push(ones.astype(dtype))
         i = jnp.asarray(1j, dtype)
         return lambda ones: jax.lax.complex(push(ones.astype(dtype)), -push(ones.astype(dtype) * i))
 
-    def _pick(
-        self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, m: PositionMap
+    def _push_colours(
+        self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, places: Array, on_hidden: bool
     ) -> States:
-        """The `J` of a site, with what is added at its output pushed forward colour by colour."""
-        number = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        """Push ones forward colour by colour: one array for each new state.
+
+        `places` is a position map (see `PositionMap`); the arrays have its shape.
+        """
+        number = numbered(shape)
         out = jnp.stack([push(jnp.asarray(number % colours == c)) for c in range(colours)])
-        if m.on_hidden:
-            colour, kept = np.maximum(m.map, 0) % colours, m.map >= 0
-            return [_select(out[:, s], colour, kept) for s in range(self.group.num_state)]
+        if on_hidden:
+            colour = np.maximum(places, 0) % colours
+            return [select(out[:, s], colour, places >= 0) for s in range(self.group.num_state)]
         flat = out.reshape(*out.shape[:2], -1)
-        picked = flat[number.ravel() % colours, :, np.maximum(m.map, 0).ravel()]
-        picked = jnp.where(jnp.asarray(m.map.ravel() >= 0)[:, None], picked, 0)
+        picked = flat[number.ravel() % colours, :, np.maximum(places, 0).ravel()]
+        picked = jnp.where(jnp.asarray(places.ravel() >= 0)[:, None], picked, 0)
         return [one.reshape(shape) for one in states(picked, 1)]
 
     def _pushed(
         self, step: Callable[..., Any], old: list[Any], added: dict[int, Any]
     ) -> tuple[Jacobian | None, dict[int, States]]:
-        zeros = jax.tree.map(jnp.zeros_like, (old, added))
+        def push(tangents: tuple[list[Any], dict[int, Any]]) -> Any:
+            return self.group.stack_hidden(jax.jvp(step, (old, added), tangents)[1])
 
-        def pushing(which: Any) -> Callable[[Any], Any]:
-            def push(tangent: Any) -> Any:
-                tangents = jax.tree.map(lambda z: z, zeros)
-                where = tangents[0] if which[0] == "old" else tangents[1]
-                where[which[1]] = tangent
-                return self.group.stack_hidden(jax.jvp(step, (old, added), tangents)[1])
-
-            return push
-
-        columns: list[Any] = []
+        no_old, none_added = jax.tree.map(jnp.zeros_like, (old, added))
+        own = numbered(self.group.varshape)
+        columns: list[States] = []
         widths = self.forward_colours
         for k, h in enumerate(self.group.hidden):
-            n, dtype = widths[k], old[k].dtype
             for state in range(h.num_state):
-                out = []
-                for c in range(n):
-                    ones = _at_state(h, state, jnp.asarray(h.positions % n == c), dtype)
-                    out.append(pushing(("old", k))(ones))
-                number = np.arange(np.prod(self.group.varshape, dtype=int)).reshape(self.group.varshape)
-                stacked = jnp.stack(out)
-                columns.append(
-                    [
-                        _select(stacked[:, s], number % n, np.ones(number.shape, bool))
-                        for s in range(self.group.num_state)
-                    ]
-                )
+
+                def from_old(ones: Any, k: int = k, h: Hidden = h, state: int = state) -> Any:
+                    tangent = _at_state(h, state, ones, old[k].dtype)
+                    return push(([*no_old[:k], tangent, *no_old[k + 1 :]], none_added))
+
+                columns.append(self._push_colours(from_old, own.shape, widths[k], own, on_hidden=True))
         J = {}
-        for (r, m), n in zip(self.fed_by, widths[len(self.group.hidden) :], strict=True):
+        for (r, m), count in zip(self.fed_by, widths[len(self.group.hidden) :], strict=True):
             i = r.site.index
-            J[i] = self._pick(self._from_site(i, pushing(("added", i))), r.site.shape, n, m)
+            from_site = self._from_site(i, lambda t, i=i: push((no_old, {**none_added, i: t})))  # type: ignore[misc]
+            J[i] = self._push_colours(from_site, r.site.shape, count, m.map, m.on_hidden)
         return list(zip(*columns, strict=True)) if self.has_memory else None, J
 
 
@@ -376,7 +369,7 @@ def _holds(reach: Reach, positions: Any) -> Any:
     return (reach.lowest <= positions) & (positions <= reach.highest)
 
 
-def _select(array: Any, colour: Any, kept: Any) -> Any:
+def select(array: Any, colour: Any, kept: Any) -> Any:
     """`array[colour[i], i]` at each element `i`, and zero where it is not kept."""
     if array.shape[0] == 1:
         chosen = array[0]
@@ -395,6 +388,7 @@ def _at_state(hidden: Hidden, state: int, ones: Any, dtype: Any, *, dual: bool =
     """Ones, given as booleans, at one state of a hidden array: a tangent of it or, `dual`, a cotangent."""
     num = hidden.num_state // 2 if hidden.split else hidden.num_state
     if hidden.axis is not None:
+        ones = jnp.expand_dims(ones, hidden.axis)
         shape = [num if a == hidden.axis else 1 for a in range(ones.ndim)]
         ones = ones & (np.arange(num) == state % num).reshape(shape)
     ones = ones.astype(dtype)

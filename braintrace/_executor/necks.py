@@ -18,7 +18,7 @@ import numpy as np
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array
+from .._compiler.links import Array, numbered
 from .._compiler.positions import positions_of
 from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
@@ -50,7 +50,7 @@ class Necks:
     def find(graph: ETraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
         """The necks of a group; None if there are none, or if it mixes otherwise, too."""
         program = graph.module_info.program
-        own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
+        own = numbered(group.varshape)
         plain = all(h.num_state == 1 and np.array_equal(h.positions, own) for h in group.hidden)
         if (
             not plain
@@ -61,7 +61,7 @@ class Necks:
         positions = positions_of(program)
         starts = {v: Reach.at(own) for v in group.hidden_outvars}
         on_the_way, _ = positions.reaches(starts)
-        if any(v in on_the_way and v in varies for v in _others(graph, group)):
+        if any(v in on_the_way and v in varies for v in graph.other_outvars(group)):
             return None
         nodes = [n for n in program.nodes if n.primitive in REDUCTIONS | WINDOWS and len(n.outputs) == 1]
         found = [v for n in nodes for v in n.outputs if v in varies and v in on_the_way]
@@ -71,8 +71,7 @@ class Necks:
             return None
         necks = []
         for var in found:
-            shape = var.aval.shape
-            number = {var: Reach.at(np.arange(np.prod(shape, dtype=int)).reshape(shape))}
+            number = {var: Reach.identity(var.aval.shape)}
             back = _numbers(*positions.reaches(number), group, fed_by)
             came = positions.sources(number, {}, lambda v: v in found)
             new = [_number(came.get(v), group.varshape) for v in group.hidden_outvars]
@@ -81,10 +80,6 @@ class Necks:
             necks.append(Neck(var, [a for a in new if a is not None], *back))
         held_sites = {r.site.index: (direct[1][r.site.index] == m.map) & (m.map >= 0) for r, m in fed_by}
         return Necks(necks, [a == own for a in direct[0]], held_sites)
-
-
-def _others(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
-    return [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
 
 
 def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
 from .._compiler.links import Array
@@ -32,10 +31,10 @@ from .._compiler.program import Program, Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import PositionMap
 from .._compiler.samples import find_samples
-from .._compiler.slices import behind, dependents, has_while, plain_site
+from .._compiler.slices import behind, computed_from, dependents, has_while, plain_site, values_of
 from .._compiler.step import show_paths
 from .executor import ETraceGraphExecutor
-from .jacobian import Known, LocalGroup, states_of
+from .jacobian import Known, LocalGroup, select, states_of
 from .slots import Jacobian, States, add_up, promoted
 
 _MOST = 2**26  # numbers: of all that is pulled back, or of the outputs of an op for every place of its input
@@ -129,7 +128,7 @@ class OwnDiagonal:
     @cached_property
     def _after_old(self) -> set[Var]:
         """What depends on the old states, also across ops."""
-        return set(solve(Flow[bool](), self._program, ((v, True) for v in self.group.hidden_invars))[0])
+        return computed_from(self._program, self.group.hidden_invars)
 
     @cached_property
     def _relevant(self) -> list[Site]:
@@ -182,7 +181,7 @@ class OwnDiagonal:
 
     def _goes_by_another_group(self) -> bool:
         before = behind(self._program, self.group.hidden_outvars)
-        others = [v for g in self.local.graph.hidden_groups if g is not self.group for v in g.hidden_outvars]
+        others = self.local.graph.other_outvars(self.group)
         return any(v in before and v in self._after_old for v in others)
 
     @cached_property
@@ -212,7 +211,7 @@ class OwnDiagonal:
     def _reads_output(self, site: Site, first: Site, positions: Positions) -> Read | None:
         """Where an op reads the output of another one."""
         size = int(np.prod(first.shape, dtype=int))
-        came = positions.sources({}, {first.index: Reach.at(np.arange(size).reshape(first.shape))})
+        came = positions.sources({}, {first.index: Reach.identity(first.shape)})
         reach, (_, count) = came.get(site.inputs[0]), self._sample_of  # type: ignore[arg-type]
         sample = np.zeros(size, int) if count == 1 else find_samples(self.info).sites.get(first.index)
         if reach is None or sample is None or np.any(sample < 0):
@@ -330,24 +329,20 @@ class OwnDiagonal:
 
         def function(old: list[Any]) -> list[Any]:
             known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
-            view = View(known=known, at_site=lambda site, world: plain_site)
-            return evaluate(self._program, [(v, None) for v in self.group.hidden_outvars], view)
+            return values_of(self._program, self.group.hidden_outvars, known)
 
         new, pull = jax.vjp(function, old)
-        shape, num = self.group.varshape, within.shape[1]
         turn = np.empty(len(number), int)
-        turn[within] = np.arange(num)
-        rows = []
-        for s in range(self.group.num_state):
-
-            def one(i: Any, s: int = s) -> list[Any]:
-                mask = (jnp.asarray(turn) == i).reshape(shape)
-                (dh,) = pull(self.local.one_state(new, s, mask))
-                return [p for h, d in zip(self.group.hidden, dh, strict=True) for p in states_of(h, d)]
-
-            each = jax.vmap(one)(jnp.arange(num))
-            rows.append([_pick(a.reshape(num, -1), turn).reshape(shape) for a in each])
-        return rows
+        turn[within] = np.arange(within.shape[1])
+        everywhere = np.ones((), bool)
+        return [
+            [
+                part
+                for h, d in zip(self.group.hidden, dh, strict=True)
+                for part in states_of(h, select(d, turn[h.positions], everywhere))
+            ]
+            for (dh,) in self.local.pull_states(new, pull, turn, within.shape[1])
+        ]
 
     def _refuse(self) -> None:
         site = self._relevant[0]
@@ -431,8 +426,3 @@ def _turn(source: Array) -> Array:
             result[i] = seen.get(p, 0)
             seen[p] = result[i] + 1
     return result
-
-
-def _pick(rows: Any, which: Array) -> Any:
-    """`rows[which[i], i]`."""
-    return jnp.take_along_axis(rows, jnp.asarray(which)[None], axis=0)[0]

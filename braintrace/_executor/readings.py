@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler.dataflow import Flow, solve
-from .._compiler.evaluation import View, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
+from .._compiler.links import numbered
 from .._compiler.positions import positions_of
 from .._compiler.primitives import FLAT
 from .._compiler.program import Var
 from .._compiler.reach import Reach
-from .._compiler.slices import behind, plain_site
+from .._compiler.slices import behind, computed_from, values_of
 from .jacobian import Known, states_of
 from .slots import States
 
@@ -33,7 +32,7 @@ def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
 def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     info, program = graph.module_info, graph.module_info.program
     came = positions_of(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
-    own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
+    own = numbered(group.varshape)
 
     def is_of_unit(v: Var) -> bool:
         reach = came.get(v)
@@ -42,7 +41,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
         return bool(np.all(reach.lowest == own) and np.all(reach.highest == own))
 
     mine = set(group.hidden_outvars)
-    others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+    others = graph.other_outvars(group)
     states = [
         a
         for e in info.entries
@@ -55,7 +54,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     by_unit = {v for v in came if is_of_unit(v)} | {h.outvar for h in group.hidden}
     found: list[Var] = []
     for v in sorted(by_unit, key=lambda v: v.index):
-        if v not in matters or v in _after(program, found):
+        if v not in matters or v in computed_from(program, found) - set(found):
             continue
         readers = [program.nodes[i] for i in program.readers.get(v, [])]
         passed_on = [o for node in readers if node.primitive not in FLAT for o in node.outputs]
@@ -63,10 +62,6 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
         if beyond or any(v is a for a in ends):
             found.append(v)
     return found
-
-
-def _after(program: Any, found: list[Var]) -> set[Var]:
-    return set(solve(Flow[bool](), program, ((v, True) for v in found))[0]) - set(found)
 
 
 def slopes(
@@ -77,12 +72,11 @@ def slopes(
     result: dict[int, list[States]] = {}
     for group in graph.hidden_groups:
         variables = readings[group.index]
-        varies = set(solve(Flow[bool](), program, ((v, True) for v in group.hidden_outvars))[0])
+        varies = computed_from(program, group.hidden_outvars)
 
         def function(new: list[Any], v: Var, group: HiddenGroup = group, varies: Any = varies) -> Any:
             known = Known(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
-            view = View(known=known, at_site=lambda site, world: plain_site)
-            return evaluate(program, [(v, None)], view)[0]
+            return values_of(program, [v], known)[0]
 
         new = [env[v] for v in group.hidden_outvars]
         each: list[States] = []

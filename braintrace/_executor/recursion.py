@@ -77,8 +77,7 @@ class Recursion:
             return {}
         graph, found = executor.graph, {}
         for group in graph.hidden_groups:
-            others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
-            read = behind(graph.module_info.program, others)
+            read = behind(graph.module_info.program, graph.other_outvars(group))
             readings = executor.readings[group.index]
             if self.kappa and group.index in executor.readouts:  # it has a memory of its own
                 continue

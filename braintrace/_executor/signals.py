@@ -29,10 +29,7 @@ from .._compiler.slices import behind, has_while
 def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
     """The (site, group) pairs whose trace stands for the whole of the site's effect on the group."""
     return {
-        (r.site.index, g.index)
-        for r in graph.hidden_param_op_relations
-        for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
-        if m.complete
+        (r.site.index, g.index) for r in graph.hidden_param_op_relations for g, m in r.feeds if m.complete
     }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array
+from .._compiler.links import Array, numbered
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._meshes import mesh_of
 from .._ops.letters import Layout, Letters, align
@@ -72,7 +72,7 @@ class Slot:
     def _spread(self) -> tuple[int, ...] | None:
         """For a broadcast: the hidden axis of each axis of `y`; None if it is no plain broadcast."""
         shape, hidden = self.site_shape, self.group.varshape
-        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        numbers = numbered(shape)
         for axes in itertools.combinations(range(len(hidden)), len(shape)):
             fits = all(n in (1, hidden[a]) for n, a in zip(shape, axes, strict=True))
             expanded = [1] * len(hidden)
@@ -438,7 +438,7 @@ def promoted(*arrays: Any) -> tuple[Any, ...]:
 
 def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
     """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where there is no place."""
-    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    numbers = numbered(shape)
     axis = _repeated(places, numbers)
     if axis is not None:  # gates side by side: XLA gathers slowly
         q = jnp.concatenate([q] * (places.shape[axis] // shape[axis]), lead + axis)
@@ -483,5 +483,5 @@ def find_slots(relations: Sequence[HiddenParamOpRelation]) -> list[Slot]:
         Slot(relation, name, group, positions)
         for relation in relations
         for name in relation.layouts
-        for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True)
+        for group, positions in relation.feeds
     ]

@@ -50,9 +50,8 @@ class Spread:
         It is as `before` where arrays are the same, or nobody knows how they are.
         """
         info: ModuleInfo = executor.info
-        fixed = [v for e in info.fixed for v in e.invars]
-        carried = [v for e in info.carried for v in e.invars]
-        variables = [*fixed, *info.arg_invars, *carried]
+        fixed = info.fixed_invars
+        variables = [*fixed, *info.arg_invars, *info.carried_invars]
         arrays = [*params, *args, *jax.tree.leaves(rest)]
         set_now = _meshes.mesh_of(*filter(_compat.is_tracer, arrays))
         if before is not None and set_now is not None and not _alike(set_now, before.mesh):
@@ -200,14 +199,13 @@ class Spread:
 
     def of_leaf(self, number: int) -> Spec | None:
         """Of a leaf of the parameters, by its number."""
-        variables = [v for e in self.info.fixed for v in e.invars]
-        return self.specs.get(variables[number])
+        return self.specs.get(self.info.fixed_invars[number])
 
     def samples(self, axis: int | None, count: int) -> Any:
         """How so many samples, along an axis of the carried states, are spread: as these, or as inputs."""
         if axis is None:
             return None
-        states = [(v, axis) for e in self.info.carried for v in e.invars]
+        states = [(v, axis) for v in self.info.carried_invars]
         for v, at in (*states, *((v, 0) for v in self.info.arg_invars)):
             spec = self.specs.get(v)
             if spec is not None and at < len(spec) and v.aval.shape[at] == count and spec[at] is not None:

@@ -35,8 +35,7 @@ class Weighted:
 
 def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
     """The sites whose weight terms the letters give; letters of users' own ops are known by a trace only."""
-    params = [v for e in info.params for v in e.invars]
-    origin = provenance(info.program, params)
+    origin = provenance(info.program, info.param_invars)
     found = []
     for site in info.program.sites:
         weights = SiteWeights(info, site, origin)

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import primitives
-from .._compiler.evaluation import View, evaluate
 from .._compiler.program import Atom, Node, Program, Site, Var
 from .._compiler.relation import HiddenParamOpRelation
-from .._compiler.slices import behind, plain_site
+from .._compiler.slices import behind, values_of
 from .._ops.letters import over_levels
 
 Names = tuple[str, ...]
@@ -52,12 +51,12 @@ def _site_weights(
     node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
     if node.site is site:
-        return _values(program, known, [site.weights[name] for name in names])
+        return values_of(program, [site.weights[name] for name in names], known)
     inner = next(p for p in node.inner if any(s is site for s in p.sites))
     wanted = needs(inner, site, names)
     atoms = _operands(node)
     given = [i for i, v in enumerate(inner.inputs) if v in wanted]
-    values = dict(zip(given, _values(program, known, [atoms[i] for i in given]), strict=True))
+    values = dict(zip(given, values_of(program, [atoms[i] for i in given], known), strict=True))
 
     def enter(values: Mapping[int, Any]) -> list[Any]:
         return _site_weights(inner, {inner.inputs[i]: v for i, v in values.items()}, site, names, varying)
@@ -80,11 +79,6 @@ def _site_weights(
 def _operands(node: Node) -> list[Atom]:
     """The operands of a node in the order of its inner program's inputs."""
     return list(node.inputs[1:] if node.primitive is primitives.cond_p else node.inputs)
-
-
-def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
-    view = View(known=known, at_site=lambda site, world: plain_site)
-    return evaluate(program, [(a, None) for a in atoms], view)
 
 
 def needs(program: Program, site: Site, names: Names) -> set[Var]:

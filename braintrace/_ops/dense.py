@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from .letters import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
-from .row_product import matrix_product
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -18,7 +17,7 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _matmul(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    return _plus(matrix_product(x, weight), bias)
+    return _plus(jnp.matmul(x, weight), bias)
 
 
 matmul_p = register_primitive("etp_matmul", _matmul, {"weight": "...i,io->...o", "bias": "o->...o"})
