@@ -1,14 +1,14 @@
-"""Leaky readouts: states that sum up a fixed linear function of units, with one decay for all.
+"""Leaky readouts: states that integrate a fixed linear function of units, with one decay for all elements.
 
     r[t] = k r[t-1] + W z[t],   z[t] unit by unit of h[t]        is        r = W f,   f[t] = k f[t-1] + z[t]
 
-as far as derivatives go, if `W` is the same at every step. So the filter `f`, which has the units of `h`, is
-one more state of its group, and the traces of that group follow what it remembers. Its value is never needed:
-the step is given
+in terms of derivatives, if `W` is the same at every step. The filter `f` has the shape of `h`, so that it is
+one more state of that group, whose traces then cover the memory of the readout. Its value is never needed:
+the step uses
 
     z + (f - its value),  f = k 0 + z
 
-in place of `z`, and a signal at the readout is one at `f`.
+in place of `z`, so that a signal at the readout becomes a signal at `f`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 _SUMS = IN_ALL_OPERANDS | named("optimization_barrier")
-_SCALES = ELEMENT_WISE - named("select_n complex real imag conj")  # of linear ones: alike for all elements
+_SCALES = ELEMENT_WISE - named("select_n complex real imag conj")  # linear ones that scale all elements alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,20 +49,20 @@ class Filter:
 
     readout: Hidden
     group: HiddenGroup
-    read: Var  # unit by unit of the group's new states
-    way: tuple[Node, ...]  # from there to the new readout: linear
-    coefficients: tuple[Atom, ...]  # of these nodes; the same at every step
+    read: Var  # computed unit by unit from the new states of the group
+    way: tuple[Node, ...]  # the linear operations from `read` to the new readout
+    coefficients: tuple[Atom, ...]  # their coefficients, equal at every step
 
 
 @cached
 def find_filters(graph: ETraceGraph, *, exact: bool = True) -> list[Filter]:
-    """The leaky readouts of groups that traces follow exactly; or, unless `exact`, of any groups."""
+    """The leaky readouts of groups whose traces are exact or, with `exact=False`, of any group."""
     search = _Search(graph, exact)
     return [f for group in graph.hidden_groups if (f := search.of(group)) is not None]
 
 
 def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
-    """Of each state, the readouts that its traces follow."""
+    """For each state, the readouts that its traces cover."""
     result: dict[Path, set[Path]] = {}
     for f in find_filters(graph):
         for path in f.group.hidden_paths:
@@ -71,7 +71,7 @@ def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
 
 
 def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
-    """The graph of the step that has a filter for each leaky readout."""
+    """Compile the step again, with a filter state for each leaky readout."""
     from .graph import graph_of
 
     found = find_filters(graph, exact=exact)
@@ -89,7 +89,7 @@ class _Search:
         self.program = self.info.program
 
     def of(self, group: HiddenGroup) -> Filter | None:
-        """The filter of a readout, if it is one."""
+        """The filter of a group, if it is a leaky readout."""
         r = group.hidden[0]
         if group.num_state != 1 or not self._decays(r):
             return None
@@ -100,19 +100,19 @@ class _Search:
             return None
         live = self._made_of([*units[0].hidden_invars, *units[0].hidden_outvars])
         ends, way, coefficients = self._way(r.outvar, live, units[0])
-        reads_by_op = any(node.site is not None for node in way)  # else it is no readout
+        reads_by_op = any(node.site is not None for node in way)  # otherwise it is not a readout
         if len(ends) != 1 or not reads_by_op or not self._is_of_units(ends[0], units[0]):
             return None
         inner = {v for node in way for v in node.outputs} - {r.outvar}
         if is_complex(r.invar) and not all(map(is_complex, (*inner, *ends))):
-            return None  # the decay may be complex, and the filter is of the type of what is read
+            return None  # the decay may be complex, but the filter has the type of `read`
         new = [a for e in self.info.carried for a in e.outvars if a is not r.outvar]
         if not inner.isdisjoint(behind(self.program, [*self.info.out_atoms, *new], stops={r.outvar})):
             return None
         return Filter(r, units[0], ends[0], tuple(way), tuple(coefficients))
 
     def _decays(self, r: Hidden) -> bool:
-        """Whether a state is one number times its old value plus something, and acts on no other state."""
+        """Whether a state is a scalar times its old value plus an input, and affects no other state."""
         c = next(c for c in self.flows.carried if c.old is r.invar)
         alone = not any(
             self.flows.reached(v) & ~c.bit for v in (c.old, c.new)
@@ -129,7 +129,7 @@ class _Search:
         return all(self._is_scaled(a, live) for a in node.inputs if isinstance(a, Var) and a in live)
 
     def _is_one_number(self, atom: Atom) -> bool:
-        """Whether all elements of an array are equal, by the way it is made."""
+        """Whether all elements of an array are equal, judging by how it is computed."""
         if atom.aval.shape == ():
             return True
         node = self._maker(atom)
@@ -137,7 +137,7 @@ class _Search:
         return alike and all(map(self._is_one_number, node.inputs))  # type: ignore[union-attr]
 
     def _is_exact(self, group: HiddenGroup) -> bool:
-        """Whether traces follow a group exactly: unit by unit, without an op."""
+        """Whether the traces of a group are exact: it is coupled unit by unit, and not through an op."""
         relations = self.graph.hidden_param_op_relations
         maps = [m for r in relations for g, m in r.feeds if g is group]
         goals = [self.flows.from_states.get(v, Goal()) for h in group.hidden for v in (h.invar, h.outvar)]
@@ -145,9 +145,9 @@ class _Search:
         return bool(maps) and group.is_local and all(m.complete for m in maps) and not crossing
 
     def _way(self, end: Var, live: set[Var], units: HiddenGroup) -> tuple[list[Var], list[Node], list[Atom]]:
-        """Go back from a variable while it is linear in what is live: where that ends, and what lies between.
+        """Go back from a variable as long as it is linear in live variables.
 
-        Between are nodes, and their coefficients, which are the same at every step.
+        Returns the variables where that ends, the linear nodes in between, and their coefficients.
         """
         ends: dict[Var, None] = {}
         way: dict[Node, None] = {}
@@ -166,13 +166,13 @@ class _Search:
         return list(ends), list(way), coefficients
 
     def _coefficients(self, node: Node, live: set[Var]) -> list[Atom] | None:
-        """The operands that weigh live ones, if these are the same at every step; None: it is not linear."""
+        """The coefficients of the live operands of a node; None if it is not linear, or they vary."""
         on = [i for i, a in enumerate(node.inputs) if isinstance(a, Var) and a in live]
         others = [a for i, a in enumerate(node.inputs) if i not in on]
         if node.site is not None:
             linear = node.site.primitive.is_known and node.site.num_inputs == 1 and on == [0]
         elif node.primitive in _SUMS:
-            linear, others = True, [a for a in others if not is_inexact(a)]  # indices, and what selects
+            linear, others = True, [a for a in others if not is_inexact(a)]  # indices and predicates
         else:
             one = node.primitive in IN_ONE_OPERAND and len(on) == 1
             linear = (one or (node.primitive in IN_FIRST_OPERAND and on == [0])) and not node.inner
@@ -182,18 +182,18 @@ class _Search:
 
     @cached_property
     def _varying(self) -> set[Var]:
-        """The variables that may differ from step to step, parameters being fixed."""
+        """The variables that may change from step to step while parameters are fixed."""
         moving = [*self.info.arg_invars, *self.info.carried_invars]
         moving += [v for node in self.program.nodes if node.eqn.effects for v in node.outputs]
         return computed_from(self.program, moving)
 
     def _made_of(self, variables: Sequence[Var]) -> set[Var]:
-        """What depends on variables, along derivatives."""
+        """The variables that depend on others along derivatives."""
         flow = Flow[bool](derivatives=True, enters=True, rule=PullBack.of)
         return set(solve(flow, self.program, ((v, True) for v in variables))[0])
 
     def _is_of_units(self, z: Var, group: HiddenGroup) -> bool:
-        """Whether a variable is made of a group's new states, unit by unit, and of no other hidden state."""
+        """Whether a variable depends unit by unit on the new states of a group, and on no other hidden state."""
         new = group.hidden_outvars
         if any(z.aval.shape != v.aval.shape or z.aval.dtype != v.aval.dtype for v in new):
             return False
@@ -214,7 +214,7 @@ class _Search:
 
 
 def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
-    """The step with one filter more."""
+    """Add one filter to a step."""
     program = info.program
     old, new, read, made = _nodes(program, f)
 
@@ -222,7 +222,7 @@ def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
         inputs = tuple(read if a is f.read else a for a in node.inputs)
         return replace(node, inputs=inputs, site=node.site and replace(node.site, inputs=inputs))
 
-    # only the readout needs what is on the way to it, so that its nodes may wait until the decay is known
+    # nothing but the readout reads the nodes on the way to it, so that they can follow those of the decay
     last = program.producer[f.readout.outvar]
     first = [n for n in program.nodes[:last] if n not in f.way]
     way = [instead(n) for n in program.nodes[: last + 1] if n in f.way]
@@ -237,7 +237,7 @@ def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
 
 
 def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
-    """The old filter, the new one, what is read in place of the units, and the nodes that make them."""
+    """The old and new filter, the variable to read in place of the units, and the nodes that compute them."""
     r, later = f.readout, {v for node in f.way for v in node.outputs}
     nodes = between(program, [r.invar], [r.outvar])
     inner = {r.invar, *(v for node in nodes for v in node.outputs)}
@@ -246,7 +246,7 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
 
     def make(z: Any, *values: Any) -> Any:
         known = dict(zip(given, values, strict=True))
-        # the readout is linear in its old value, so that what is added to it may be zero
+        # the decay does not depend on the input of the readout, because that is added; so it may be zero
         known |= {v: zeros(v) for v in reads if v in later}
 
         def readout(old: Any) -> Any:

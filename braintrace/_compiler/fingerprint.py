@@ -1,8 +1,7 @@
-"""When two jaxprs are the same program: so that a second call with an equal one compiles nothing.
+"""A key for jaxprs that compute the same, so that calling an equal program again compiles nothing.
 
-Equal are: operations, shapes, numbers written in the program, and, of functions with derivative rules of
-their own, these rules as well. Not compared are names, source lines and the values of what a program closes
-over, which are inputs of it.
+The key covers operations, shapes, literals and custom derivative rules. It ignores names, source lines and
+the values of constants, which are inputs of a program.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def fingerprint(closed: Any) -> Hashable:
 
 
 def _jaxpr(jaxpr: Any, rules: bool) -> Hashable:
-    """The key of a jaxpr; without `rules`, nothing in it is differentiated."""
+    """The key of a jaxpr; with `rules=False`, without custom derivative rules."""
     number: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         number[var] = len(number)
@@ -49,7 +48,7 @@ def _aval(x: Any) -> Hashable:
 
 
 def _number(value: Any) -> Hashable:
-    """A constant by its value; one that is not known yet is like no other."""
+    """The key of a constant value; a tracer equals nothing else."""
     if _compat.is_tracer(value):
         return object()
     array = np.asarray(value)
@@ -65,7 +64,7 @@ def _params(eqn: Any, rules: bool) -> Hashable:
 
 
 def _own_rule(eqn: Any) -> Hashable:
-    """The pull-back of a function with a derivative rule of its own."""
+    """The key of the pull-back of a function with a custom derivative rule."""
 
     def pull(args: Any, cotangents: Any) -> Any:
         live = [i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.inexact)]
@@ -81,7 +80,7 @@ def _own_rule(eqn: Any) -> Hashable:
     cotangents = [_struct(v.aval) for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
     try:
         closed = jax.make_jaxpr(pull)(args, cotangents)
-    except Exception:  # whatever a user's rule may raise where it is not asked for
+    except Exception:  # a user's rule may raise anything
         return object()
     jaxpr, consts = _compat.parts(closed)
     return _jaxpr(jaxpr, False), tuple(map(_number, consts))

@@ -1,4 +1,4 @@
-"""From a model to its trace graph."""
+"""Compile a traced step to its trace graph."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ETraceGraph(_Fields):
         return self._asdict()
 
     def exactness(self, rule: RuleKind | None = None) -> Exactness:
-        """Whether the gradient of a rule (D_RTRL where none is given) is that of BPTT, and what it drops."""
+        """Whether the gradient of a rule (by default `D_RTRL`) equals that of BPTT, and what it drops."""
         return self._report(rule).exactness
 
     def explain(
@@ -79,7 +79,7 @@ class ETraceGraph(_Fields):
         weight_path: Path | None = None,
         hidden_path: Path | None = None,
     ) -> str | tuple[CompilationRecord, ...]:
-        """A tree of groups, sites and parameters, as plain text; or the findings of one kind or path."""
+        """The tree of groups, sites and parameters as plain text, or the records of one kind or path."""
         if kind is None and weight_path is None and hidden_path is None:
             return self._report().to_str()
         return tuple(
@@ -91,15 +91,15 @@ class ETraceGraph(_Fields):
         )
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A drawing of what feeds what; written to `path` if one is given."""
+        """A diagram of sites, groups and parameters as SVG; written to `path` if given."""
         return self._report().to_svg(path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A page that needs no network: the drawing, the verdict, what traces cost and every finding."""
+        """A self-contained HTML page with the diagram, the verdict, trace sizes and all findings."""
         return self._report().to_html(path)
 
     def to_dot(self) -> str:
-        """The graph in the language of graphviz."""
+        """The graph as Graphviz source."""
         return self._report().to_dot()
 
     def _repr_html_(self) -> str:
@@ -114,9 +114,9 @@ class ETraceGraph(_Fields):
 def graph_from_info(
     info: ModuleInfo, *, include_hidden_perturb: bool = True, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
-    """The graph of a traced model, with its hidden groups where they are known.
+    """Compile a traced step, with its hidden groups if they are known.
 
-    Delay lines that a loss asks about are hidden states, too.
+    Delay lines that affect later losses become hidden states.
     """
     graph = graph_of(info, include_hidden_perturb, groups)
     lines = delay_lines(graph) if groups is None else []
@@ -131,6 +131,7 @@ def graph_from_info(
 def graph_of(
     info: ModuleInfo, include_hidden_perturb: bool, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
+    """Compile a traced step, without delay lines and findings that depend on the whole graph."""
     origin = provenance(info.program, info.param_invars)
     _check(info, origin)
     positions = positions_of(info.program)
@@ -185,7 +186,7 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
 
 
 def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
-    """The new states that a parameter reaches without a marked op."""
+    """The bits of the new states that a parameter reaches without a marked op."""
     bits = 0
     for var in entry.invars:
         bits |= var_goals[var].direct if var in var_goals else 0
@@ -212,7 +213,7 @@ def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> Node
 def _without_mark(
     info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], origin: Provenance
 ) -> list[Outcome]:
-    """Parameters that feed a state by ordinary operations, in a model that marks others."""
+    """Parameters that feed a state through unmarked operations, in a model with marked ones."""
     weights = [w for site in info.program.sites for w in site.weights.values()]
     hidden = [h.path for g in groups for h in g.hidden]
     found: list[Outcome] = []
@@ -227,9 +228,9 @@ def _without_mark(
 def _cascades(
     info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], learned: set[int]
 ) -> list[Outcome]:
-    """States that reach another group's new state without a marked op: a path that no trace follows.
+    """Groups that reach new states of another group without a marked op: a path that no trace covers.
 
-    Nothing is missed where nothing is learned through the first state (a clock, say).
+    No gradient is lost if nothing is learned through the first group (a clock, say).
     """
     group_of = [g for g in groups for _ in g.hidden]
     found: list[Outcome] = []
@@ -247,7 +248,7 @@ def _cascades(
 
 
 def _untraced(flows: Flows) -> list[Outcome]:
-    """States without a trace through which parameters act on later losses: delays, above all."""
+    """States without a trace through which parameters affect later losses, such as long delays."""
     states = {e.path: e.of for e in flows.info.entries}
     return [StateWithoutTrace(states[c.path], tuple(params)) for c, params in flows.untraced]
 
@@ -255,7 +256,7 @@ def _untraced(flows: Flows) -> list[Outcome]:
 def _unheard(graph: ETraceGraph, flows: Flows) -> list[Outcome]:
     """Parameters without any gradient."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
-    first = {d.weight_path: d for d in reversed(dropped)}  # the last one written stays: the first
+    first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins
     return [NoGradient(path, first[path]) for path in flows.unheard if path in first]
 
 

@@ -1,7 +1,7 @@
-"""Hidden perturbations: the step with something added to each new state, seen outside its own group.
+"""Hidden perturbations: the step with a perturbation added to each new state.
 
-The derivative of a loss with respect to them is the learning signal of each state. Inside a group its
-own new states are read as they are, because their coupling is in the traces already.
+The derivative of a loss in the perturbation is the learning signal of the state. Readers inside the group of
+the state read it unperturbed, because their coupling is in the traces already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .step import Path
 
 
 def worlds(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
-    """The group of each new state's variable; a group is the world in which its states are computed."""
+    """The index of the group of each new state; it is also the world in which the state is computed."""
     return {v: g.index for g in groups for v in g.hidden_outvars}
 
 
@@ -47,11 +47,11 @@ class HiddenPerturbation:
         return [h.state for h in self.info.hidden]
 
     def init_perturb_data(self) -> list[jax.Array]:
-        """A zero for every new state."""
+        """Zeros, one array for each new state."""
         return [zeros(v) for v in self.perturb_vars]
 
     def call(self, inputs: Sequence[Any], perturbations: Sequence[Any]) -> list[Any]:
-        """The outputs and new states of the step, given all its inputs and what to add."""
+        """Evaluate the outputs and new states of the step from its inputs and the perturbations."""
         program, home = self.info.program, worlds(self.groups)
         deltas: Mapping[Var, Any] = dict(zip(self.perturb_vars, perturbations, strict=True))
 

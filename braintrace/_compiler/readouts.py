@@ -1,4 +1,4 @@
-"""Readouts with memory: layers that read others, and that only outputs read, without a weight between."""
+"""Readouts with memory: states that only outputs read, without a weight in between."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @cached
 def find_readouts(graph: ETraceGraph) -> set[int]:
-    """The groups, by number, whose states are those of output units, such as the state of a leaky readout.
+    """The indices of the groups that are output units, such as a leaky readout.
 
-    The loss reaches such a unit at once, without a weight that another signal could stand in for, and no
-    other state: its own trace and the back-propagated signal give its exact gradient.
+    The loss reads such a unit directly, and no other state depends on it. So its own trace and the
+    back-propagated signal give its exact gradient, whatever signal a rule uses for other groups.
     """
     return {g.index for g in graph.hidden_groups if _is_readout(graph, g)}
 
 
 def decay_of(graph: ETraceGraph, readout: Hidden) -> float | None:
-    """The decay of a leaky readout; None if that is no constant, but made of parameters."""
+    """The decay of a leaky readout; None if it depends on parameters."""
     program, old = graph.module_info.program, readout.invar
 
     def decay(*values: Any) -> Any:
@@ -55,7 +55,7 @@ def _is_readout(graph: ETraceGraph, group: HiddenGroup) -> bool:
     reads = not others.isdisjoint(behind(program, new))
     if not reads or not after.isdisjoint(carried) or new.isdisjoint(at_once):
         return False
-    if not at_once.isdisjoint(group.hidden_invars):  # an output reads what the state was
+    if not at_once.isdisjoint(group.hidden_invars):  # an output reads the old state
         return False
     params = set(info.param_invars)
     on_the_way = after & behind(program, [*info.out_atoms, *new])

@@ -1,7 +1,7 @@
-"""Samples: the axis of the carried states along which each place lives a life of its own.
+"""Find the batch axis: the axis of the carried states along which entries are independent samples.
 
-No parameter tells the places of such an axis apart, and no place acts on another. An axis of units is none:
-each unit has weights of its own.
+Along a batch axis, all entries share the parameters and no entry depends on another. An axis of units is not
+a batch axis, because each unit has its own weights.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from .step import Path
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a step; `axis` is None where all that is carried is one."""
+    """The samples of a step; `axis` is None if the whole carried state is one sample."""
 
     axis: int | None
     count: int
-    carried: tuple[Var, ...]  # the arrays, before the step, that parameters act on
-    sites: dict[int, Array]  # of each element of a site's output, its sample; -1: none or several
-    mixed: tuple[Path, ...] = ()  # states whose samples, along `axis`, act on each other
+    carried: tuple[Var, ...]  # the carried arrays, before the step, that depend on parameters
+    sites: dict[int, Array]  # the sample of each element of a site's output; -1 if none or several
+    mixed: tuple[Path, ...] = ()  # states in which entries along `axis` depend on each other
 
     @property
     def numbers(self) -> int:
-        """How many real numbers a sample carries, as far as parameters act on them."""
+        """The state size of one sample in real numbers, counting arrays that depend on parameters."""
         parts = [2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1 for v in self.carried]
         return sum(n * int(v.aval.size) for n, v in zip(parts, self.carried, strict=True)) // self.count
 
     def have(self, axis: int) -> bool:
-        """Whether that axis has the same length in all that is carried."""
+        """Whether that axis has the same length in all carried arrays."""
         return (
             all(v.aval.ndim > axis for v in self.carried)
             and len({v.aval.shape[axis] for v in self.carried}) < 2
         )
 
     def letter(self, site: Site, layout: Layout) -> str | None:
-        """The letter of a site's output along which samples lie; None: there is none."""
+        """The label of the batch axis of a site's output; None if there is none, or if the weight has it."""
         numbers = self.sites[site.index]
         if self.axis is None or np.any(numbers < 0):
             return None
@@ -61,7 +61,7 @@ class Samples:
 
 @cached
 def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
-    """Where the samples of a step are; `axis` may say it.
+    """Find the batch axis of a step, or check the given `axis` (None: the batch is one sample).
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(2, 3)
@@ -75,6 +75,12 @@ def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
 
 
 class _Search:
+    # Samples are found by analysis, not assumed along axis 0, because a wrong guess gives wrong gradients
+    # without an error: per-sample rules keep one basis or influence matrix for each entry of the batch axis.
+    # An axis qualifies if (1) each parameter affects all entries alike, (2) no entry depends on another and
+    # (3) ops that take data have the axis, and their weights lack it. If only (2) fails, the samples of a
+    # batch are coupled (batch norm, say): `mixed` holds these states, and rules refuse or use one sample.
+
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
         self.positions = positions_of(info.program, through=True)
@@ -82,7 +88,7 @@ class _Search:
 
     @cached_property
     def carried(self) -> list[tuple[Path, Var, Atom]]:
-        """The arrays that parameters act on, in this step or a later one: before it and after it."""
+        """The arrays that depend on parameters, in this step or a later one: path, old and new variable."""
         pairs = [
             (e.path, old, new)
             for e in self.info.carried
@@ -120,12 +126,12 @@ class _Search:
         return mixed or self._samples(None, 1)
 
     def _has_own_inputs(self, samples: Samples) -> bool:
-        """Whether what an op makes of data belongs to one sample, and its weights to all."""
+        """Whether every op that takes data has the batch axis, and its weights lack it."""
         sites = [s for s in self.info.program.sites if s.num_inputs and s.index in samples.sites]
         return all(samples.letter(s, layout) for s in sites for layout in s.layouts().values())
 
     def _has_free_axis(self, count: int) -> bool:
-        """Whether some op takes data, and each such op has an axis of that length which its weights lack."""
+        """Whether some op takes data, and each such op has an axis of that length that its weights lack."""
         sites = [s for s in self.info.program.sites if s.num_inputs]
         for site in sites:
             for layout in site.layouts().values():
@@ -141,7 +147,7 @@ class _Search:
         return Samples(axis, count, tuple(old for _, old, _ in self.carried), own)
 
     def _is_shared_along(self, axis: int) -> bool:
-        """Whether every parameter acts in the same way on all places of an axis."""
+        """Whether every parameter affects all entries along an axis alike."""
         for v in self.params:
             came = self.positions.sources({v: Reach.identity(v.aval.shape)}, {})
             for _, _, new in self.carried:
@@ -150,7 +156,7 @@ class _Search:
         return True
 
     def _acting_on_others(self, axis: int) -> tuple[Path, ...]:
-        """The states in which a place depends on other places."""
+        """The states in which an entry along the axis depends on other entries."""
         starts = {old: Reach.at(_numbers(old, axis)) for _, old, _ in self.carried}
         came = self.positions.sources(starts, {})
         found = []
@@ -162,7 +168,7 @@ class _Search:
 
 
 def counting(numbers: Array, letters: Letters, count: int) -> str | None:
-    """The letter along which an array counts from zero to `count`; a negative number is at no place."""
+    """The label of the axis along which an array counts from 0 to `count - 1`; negative entries match."""
     for axis, letter in enumerate(letters):
         shape = [-1 if a == axis else 1 for a in range(numbers.ndim)]
         counted = np.arange(numbers.shape[axis]).reshape(shape)
@@ -176,7 +182,7 @@ def _nowhere(v: Var) -> Reach:
 
 
 def _numbers(v: Atom, axis: int | None) -> Array:
-    """The place along an axis of each element; None: all are at one."""
+    """The index of each element along an axis; zeros if the axis is None."""
     shape = tuple(v.aval.shape)
     if axis is None:
         return np.zeros(shape, np.int32)

@@ -1,4 +1,4 @@
-"""Parts of a program: what depends on what without crossing a marked op, as functions and jaxprs."""
+"""Dependence between variables, and the part of a program between some variables as a function or jaxpr."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .program import Atom, Node, Program, Site, Var
 
 
 def plain_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
-    """A site that does nothing but compute."""
+    """Evaluate a site as an ordinary operation (an `AtSite`)."""
     return site.primitive.bind(*operands, **site.params), None
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The part of a program between some variables (or a site) and others, with sites as its borders.
+    """The part of a program from some variables (or a site) to others, along paths that cross no site.
 
-    With a `site`, its output (stacked over the loops around it) is the one input.
+    With a `site`, the only input is the output of the site, stacked over enclosing loops.
     """
 
     program: Program
@@ -46,7 +46,7 @@ class Slice:
         def given(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
             if site is self.site:
                 return site_in, None
-            # inside a loop on the way: no derivative goes through it
+            # another site inside a loop: no derivative passes it
             return plain_site(site, site_in, [jax.lax.stop_gradient(v) for v in operands])
 
         view = View(
@@ -106,7 +106,7 @@ def between(program: Program, sources: Sequence[Var], targets: Iterable[Atom]) -
 def on_the_way(
     program: Program, sources: Sequence[Var], targets: Iterable[Atom], stops: Container[Var] = ()
 ) -> set[Var]:
-    """What is on such paths; not the sources."""
+    """The variables on paths from `sources` to `targets` that cross no site; without the sources."""
     after = dependents(program, sources, stops) - set(sources)
     flow = Flow[bool](back=True, beyond=lambda v, wanted: v in after or None)
     return after & set(solve(flow, program, ((a, True) for a in targets))[0])
@@ -117,7 +117,7 @@ def _makers(program: Program, made: Container[Var]) -> list[Node]:
 
 
 def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Slice:
-    """The slice between `sources` and `targets`; what else it reads becomes its constants."""
+    """The slice from `sources` to `targets`; all other variables that it reads become its constants."""
     nodes = between(program, sources, targets)
     made = {v for node in nodes for v in node.outputs} | set(sources) | set(program.consts)
     reads = [a for node in nodes for a in node.inputs] + list(targets)
@@ -126,7 +126,7 @@ def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Sl
 
 
 def cut_after(program: Program, site: Site, targets: Sequence[Atom]) -> Slice:
-    """The slice between a site, wherever it is, and `targets`."""
+    """The slice from a site, which may be inside control flow, to `targets`."""
     node = program.nodes[program.holder[site.index]]
     part = cut(program, node.outputs, targets)
     if node.site is None:
@@ -141,7 +141,7 @@ def uses_while(program: Program, sources: Sequence[Var], targets: Sequence[Atom]
 
 
 def has_while(node: Node) -> bool:
-    """Whether it is or holds a loop without reverse mode; a derivative rule of one's own may give it one."""
+    """Whether a node is or contains a `while` loop that no custom derivative rule replaces."""
     if has_own_rule(node) and PullBack.of(node) is not None:
         return False
     inside = (n for program in node.inner for n in program.nodes)

@@ -1,4 +1,4 @@
-"""Marked operations: what a model calls."""
+"""Marked operations: drop-in array operations whose weights are learned online."""
 
 from .convolution import conv as conv
 from .dense import einsum as einsum
