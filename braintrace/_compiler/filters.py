@@ -193,7 +193,7 @@ class _Search:
         return set(solve(flow, self.program, ((v, True) for v in variables))[0])
 
     def _is_of_units(self, z: Var, group: HiddenGroup) -> bool:
-        """Whether a variable depends unit by unit on the new states of a group, and on no other hidden state."""
+        """Whether a variable depends on the new states of a group only, unit by unit."""
         new = group.hidden_outvars
         if any(z.aval.shape != v.aval.shape or z.aval.dtype != v.aval.dtype for v in new):
             return False

@@ -1,9 +1,9 @@
-"""A kernel for GPUs: advance a trace and contract it, in a single pass.
+"""A GPU kernel that updates a trace and contracts it with the signal in a single pass.
 
     new[s] = sum_r D[s, r] trace[r] + J[s] x        dw = start + sum_s sum_m g[s] new[s]
 
-XLA makes one pass of this where a group has one state and numbers have 32 bits. Its reductions take as long
-for a narrower type, and with several states it makes several passes.
+XLA does this in one pass if a group has one state in float32. For narrower types its reductions are no
+faster, and for several states it makes several passes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .._ops.letters import Letters, align
 from .slots import Slot, add_up, times
 from .spread import Spread, names_of
 
-_LONGEST = (16, 128)  # the block of a trace that a program holds
-_SHORTEST = 32  # of the last axis: below, loads are narrow
-_TOGETHER = 2  # rows of the batch that are loaded before any is stored
+_LONGEST = (16, 128)  # the block of a trace per program
+_SHORTEST = 32  # block along the last axis: smaller loads are inefficient
+_TOGETHER = 2  # samples that are loaded before any is stored
 
 
 def on_gpu() -> bool:
@@ -30,25 +30,25 @@ def on_gpu() -> bool:
 
 
 def on_one_gpu(x: Any) -> bool:
-    """Whether an array is on a GPU as a whole: one that is spread, XLA would gather for a layout."""
+    """Whether an array is on a single GPU; XLA would gather a sharded one to change its layout."""
     return on_gpu() and mesh_of(x) is None
 
 
 def bytes_on_gpu(values: Iterable[Any]) -> int:
-    """How many bytes of some arrays a GPU holds, if there is one."""
+    """The bytes that arrays take on each GPU; 0 on other backends."""
     if jax.default_backend() != "gpu":
         return 0
     meshes = [(v.nbytes, mesh_of(v)) for v in values]
     return sum(n if mesh is None else n // mesh.size for n, mesh in meshes)
 
 
-_MOST_STATES = 8  # more are mostly a delay line, which is mostly zeros in `D`
+_MOST_STATES = 8  # groups with more are mostly delay lines, whose `D` is mostly zero
 
 
 def fits(slot: Slot, value: Any, at: Spread | None = None) -> bool:
-    """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns.
+    """Whether the kernel applies: a matrix whose factor has its rows and whose `J` has its columns.
 
-    Of one that is spread over devices, it must be known how.
+    The sharding of the trace must be known.
     """
     w, x = slot.layout.w, slot.layout.x
     if mesh_of(value) is not None and at is None:
@@ -81,9 +81,9 @@ def step(
     start: Any,
     at: Spread | None = None,
 ) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight, added; `D`, `J` and `g` are lifted.
+    """The trace after a step, and `start` plus its gradient; `D`, `J` and `g` are at trace positions.
 
-    Where the trace is spread over devices, each runs the kernel on its part.
+    If the trace is sharded, each device runs the kernel on its shard.
     """
     rows, out = _lead(slot), (*_lead(slot), slot.letters[-1])
     width = (*rows, slot.letters[-2])
@@ -133,7 +133,7 @@ def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> 
 def advance(
     trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any, *, interpret: bool = False
 ) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight, added to `start`.
+    """The trace after a step, and `start` plus its gradient, computed by the kernel.
 
     `trace` is (S, M, I, O), `D` (S, S, M, O), `J` and `g` (S, M, O), `x` (M, I), `start` (I, O).
     """

@@ -1,12 +1,12 @@
 """Local Jacobians of one step: `D = dh[t]/dh[t-1]` at each position, and `J = dh/dy` of each site.
 
 The step is evaluated with `y = op(x, w) + p` at each site, where only `p` and the old states vary.
-Where each element of `p` and of the old states reaches at most one hidden position, pulling back ones on
-one state at a time gives a row of `D` and the `J` of all sites. Where elements reach several positions,
-positions are coloured so that no element reaches two of one colour, and each colour is pulled back
-alone: the blocks are true diagonals, never sums. What mixes through a few sums only, such as a norm, goes
-through these (`necks`). Broadcasts, and loops without a reverse mode, are pushed
-forwards instead, coloured by their sources.
+If each element of `p` and of the old states reaches at most one hidden position, pulling back ones on one
+state at a time gives a row of `D` and the `J` of all sites. If elements reach several positions, this is a
+compressed Jacobian: positions are coloured so that no element reaches two of one colour, and colours are
+pulled back separately, so that the blocks are true diagonals, never sums. Mixing through a few sums, as in a
+norm, is handled by `necks`. Broadcasts, and loops without reverse mode, are pushed forward instead, coloured
+by their sources.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .._compiler.step import show_paths
 from .necks import Necks, through
 from .slots import Jacobian, States, states
 
-_PLAIN = "old states only"  # the world of other groups' new states: no site varies there
+_PLAIN = "old states only"  # the world of other groups' new states, in which sites are not perturbed
 
 
 @dataclass(frozen=True, eq=False)
 class LocalGroup:
-    """How to get the Jacobians of one group; planned once, from positions alone."""
+    """Computes the Jacobians of one group, with a plan that depends on positions only."""
 
     graph: ETraceGraph = field(repr=False)
     group: HiddenGroup
@@ -52,7 +52,7 @@ class LocalGroup:
 
     @cached_property
     def forward_only(self) -> bool:
-        """Whether a loop without reverse mode is on the way to the new states."""
+        """Whether a loop without reverse mode is on a path to the new states."""
         sources = [*self.group.hidden_invars, *self._site_vars]
         nodes = between(self.graph.module_info.program, sources, self.group.hidden_outvars)
         loops = [n for n in nodes if has_while(n)]
@@ -80,15 +80,16 @@ class LocalGroup:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the new states depend on the old ones at all, without a marked op in between."""
+        """Whether the new states depend on the old ones without a marked op in between."""
         return not all(r.is_empty for r in self.group.within)
 
     @cached_property
     def colouring(self) -> tuple[Array, int]:
-        """The colour of each hidden position, and how many there are: no element reaches two of one colour.
+        """The colour of each hidden position, and the number of colours.
 
-        An element reaches a range of positions. Along which axis they are numbered decides how long that is:
-        what a norm mixes over the batch lies far apart where the batch is the first axis.
+        No element reaches two positions of one colour. It reaches a range of positions, whose length depends
+        on the axis along which positions are numbered: those that a batch norm mixes are far apart if the
+        batch is the first axis.
         """
         shape = self.group.varshape
         numbers = numbered(shape)
@@ -107,7 +108,7 @@ class LocalGroup:
         return found, best
 
     def _width(self, positions: Positions, number: Array) -> int:
-        """The longest range that an element reaches, with the hidden positions numbered so."""
+        """The longest range that an element reaches, for a given numbering of the hidden positions."""
         starts = {h.outvar: Reach.at(number[h.positions]) for h in self.group.hidden}
         others = set(self.graph.other_outvars(self.group))
         old, _ = positions.reaches(starts)
@@ -118,7 +119,7 @@ class LocalGroup:
 
     @cached_property
     def forward_colours(self) -> list[int]:
-        """How many colours pushing forward each old state, then each site, takes."""
+        """The number of colours for pushing forward each old state, then each site."""
         positions = positions_of(self.graph.module_info.program)
         widths = []
         for h in self.group.hidden:
@@ -134,7 +135,7 @@ class LocalGroup:
 
     @cached_property
     def necks(self) -> Necks | None:
-        """The necks through which the step mixes, where that takes fewer pull-backs than colours do."""
+        """The necks through which the step mixes, if they take fewer pull-backs than colours do."""
         if self.forward_only or self.colouring[1] < 4:
             return None
         found = Necks.find(self.graph, self.group, self.fed_by, self.varies)
@@ -142,13 +143,13 @@ class LocalGroup:
 
     @property
     def num_pulled(self) -> int:
-        """How many arrays of each state and site it takes to get the Jacobians."""
+        """The number of pull-backs for each state."""
         return self.colouring[1] if self.necks is None else 1 + 2 * len(self.necks.all)
 
     def step(self, env: Mapping[Var, Any], targets: Sequence[Var] = ()) -> Callable[..., list[Any]]:
-        """The group's new states, or `targets`, from its old ones and from what is added at its sites.
+        """The function from old states and perturbations of sites to the group's new states, or to `targets`.
 
-        It takes the values of necks, too, if they are to be held.
+        Its third argument are values at which necks are held fixed.
         """
         program = self.graph.module_info.program
         home = {v: g.index for g in self.graph.hidden_groups for v in g.hidden_outvars}
@@ -184,9 +185,9 @@ class LocalGroup:
         return function
 
     def jacobians(self, env: Mapping[Var, Any]) -> tuple[Jacobian | None, dict[int, States]]:
-        """`D` as arrays of `varshape`, new state first (None: no memory), and the `J` of each site.
+        """`D[new state][old state]`, arrays of `varshape` (None: no memory), and the `J` of each site.
 
-        An array of `J` is shaped as `y` for a trace that lives on the positions of `y`, else as `varshape`.
+        The arrays of `J` have the shape of `y` or, if the position map is `on_hidden`, that of `varshape`.
         """
         step = self.step(env)
         old = [env[v] for v in self.group.hidden_invars]
@@ -198,7 +199,7 @@ class LocalGroup:
         new, pull = jax.vjp(step, old, added)
         D, J = self._pulled(new, pull)
         for r, m in self.fed_by:
-            # ones pulled back would add up what a broadcast spreads; pushed forward, each stays apart
+            # a pull-back would add up the copies of a broadcast; pushed forward, they stay separate
             if m.on_hidden:
                 push = self._transposed(new, pull, r.site.index)
                 J[r.site.index] = self._push_colours(
@@ -209,7 +210,7 @@ class LocalGroup:
     def _through(
         self, necks: Necks, env: Mapping[Var, Any], old: list[Any], added: dict[int, Any]
     ) -> tuple[Jacobian | None, dict[int, States]]:
-        """The same, where all that mixes goes through necks."""
+        """`D` and `J` if all mixing goes through necks."""
         held = [env[neck.var] for neck in necks.all]
         new, pull = jax.vjp(self.step(env), old, added, held)
         _, back = jax.vjp(self.step(env, [neck.var for neck in necks.all]), old, added)
@@ -234,7 +235,7 @@ class LocalGroup:
         For each state, the result of `pull` with an axis of `count` colours in front of every array.
         """
         shape = self.group.varshape
-        # all ones are made here: given from outside, XLA knows nothing of them
+        # ones are created here, so that XLA can fold these constants
         masks = jnp.ones((1, *shape), bool)
         if count > 1:
             masks = jnp.arange(count).reshape(-1, *[1] * len(shape)) == colour.reshape(1, *shape)
@@ -244,7 +245,7 @@ class LocalGroup:
             back = pull(cotangents)
             if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
                 return back
-            # a real source gives the real part of what is pulled back: `-i` brings out the other one
+            # the cotangent of a real source is the real part; a cotangent of `-i` gives the imaginary part
             turned = pull(
                 [
                     c * jnp.asarray(-1j, c.dtype) if jnp.iscomplexobj(c) else jnp.zeros_like(c)
@@ -295,7 +296,7 @@ class LocalGroup:
         return self._from_site(index, lambda tangent: self.group.stack_hidden(back(tangent)[0]))
 
     def _from_site(self, index: int, push: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`push` for boolean input; of real states and a complex `y` it makes what pulling back gives."""
+        """`push` for boolean input; for real states and a complex `y`, with the result of a pull-back."""
         dtype = next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
         if not jnp.issubdtype(dtype, jnp.complexfloating) or not any(h.split for h in self.group.hidden):
             return lambda ones: push(ones.astype(dtype))
@@ -346,7 +347,7 @@ class LocalGroup:
 
 
 class Known(Mapping[Var, Any]):
-    """Values that do not vary, and those given instead of ones that do."""
+    """A mapping of known values: those that do not vary, and given ones for some that do."""
 
     def __init__(self, env: Mapping[Var, Any], varies: set[Var], given: Mapping[Var, Any]) -> None:
         self.env, self.varies, self.given = env, varies, given
@@ -365,7 +366,7 @@ class Known(Mapping[Var, Any]):
 
 
 def _holds(reach: Reach, positions: Any) -> Any:
-    """Where an element may reach its own position."""
+    """Whether each element may reach its own position."""
     return (reach.lowest <= positions) & (positions <= reach.highest)
 
 
@@ -379,13 +380,13 @@ def select(array: Any, colour: Any, kept: Any) -> Any:
 
 
 def states_of(hidden: Hidden, array: Any) -> list[Any]:
-    """A cotangent of a hidden array, state by state."""
+    """Split a cotangent of a hidden array into its states."""
     found = [array] if hidden.axis is None else states(array, hidden.axis)
     return [*(a.real for a in found), *(-a.imag for a in found)] if hidden.split else found
 
 
 def _at_state(hidden: Hidden, state: int, ones: Any, dtype: Any, *, dual: bool = False) -> Any:
-    """Ones, given as booleans, at one state of a hidden array: a tangent of it or, `dual`, a cotangent."""
+    """A tangent (`dual`: cotangent) of a hidden array: ones at one state, where a mask is true."""
     num = hidden.num_state // 2 if hidden.split else hidden.num_state
     if hidden.axis is not None:
         ones = jnp.expand_dims(ones, hidden.axis)

@@ -1,10 +1,10 @@
-"""Necks: the few numbers through which a step mixes the positions of a group, such as the sums of a norm.
+"""Necks: small intermediate arrays, such as the sums of a norm, through which a step mixes positions.
 
-With the necks `n` held fixed each element reaches a single position, and
+With the necks `n` held fixed, each element reaches a single position, and
 
     dh[i]/dp[i] = (dh[i]/dp[i] with n held) + sum_n dh[i]/dn dn/dp[i]
 
-takes one pull-back, and two for each neck, instead of one for each position that is mixed.
+takes one pull-back plus two for each neck, instead of one for each position.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ FedBy = Sequence[tuple[HiddenParamOpRelation, PositionMap]]
 
 @dataclass(frozen=True, eq=False)
 class Neck:
-    """One neck: which number of it an element has to do with (-1: none)."""
+    """One neck, with the element of it that each array element affects or depends on (-1: none)."""
 
     var: Var
-    new: list[Array]  # each position of each new state
-    old: list[Array]  # each position of each old state
-    sites: dict[int, Array]  # each element of the outputs of sites
+    new: list[Array]  # for each position of each new state
+    old: list[Array]  # for each position of each old state
+    sites: dict[int, Array]  # for each element of the outputs of sites
 
 
 @dataclass(frozen=True, eq=False)
 class Necks:
-    """All necks of a group, and where an element reaches its own position with the necks held."""
+    """All necks of a group, and whether each element reaches its own position with the necks held fixed."""
 
     all: list[Neck]
     old: list[Array]
@@ -48,7 +48,7 @@ class Necks:
 
     @staticmethod
     def find(graph: ETraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
-        """The necks of a group; None if there are none, or if it mixes otherwise, too."""
+        """The necks of a group; None if there are none, or if positions also mix otherwise."""
         program = graph.module_info.program
         own = numbered(group.varshape)
         plain = all(h.num_state == 1 and np.array_equal(h.positions, own) for h in group.hidden)
@@ -83,7 +83,7 @@ class Necks:
 
 
 def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
-    """The one number that each element reaches (-1: none); None if one reaches several."""
+    """The one position that each element reaches (-1: none); None if an element reaches several."""
     if reach is None:
         return np.full(shape, -1)
     return None if reach.width > 1 else np.where(reach.highest >= 0, reach.lowest, -1)
@@ -92,7 +92,7 @@ def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
 def _numbers(
     env: dict[Var, Reach], sites: SiteReach, group: HiddenGroup, fed_by: FedBy
 ) -> tuple[list[Array], dict[int, Array]] | None:
-    """The same for the old states and the sites of a group."""
+    """The position that each element of the old states and of the sites reaches; None if several."""
     old = [_number(env.get(h.invar), group.varshape) for h in group.hidden]
     at = {r.site.index: _number(sites.get(r.site.index), r.site.shape) for r, _ in fed_by}
     if any(a is None for a in (*old, *at.values())):
@@ -109,10 +109,10 @@ def through(
     pull: Callable[[list[Any]], tuple[list[Any], dict[int, Any]]],
     push: Callable[[list[Any]], list[Any]],
 ) -> tuple[list[list[Any]], dict[int, list[Any]]]:
-    """The Jacobians with necks held, and what goes through each neck.
+    """Add the contributions of each neck to the Jacobians `D`, `J` with necks held fixed.
 
-    `pull` takes cotangents of the necks to the old states and the sites, `push` tangents of them to the new
-    states; `values` are the necks' own.
+    `pull` takes cotangents of the necks to the old states and sites, `push` takes tangents of the necks to
+    the new states; `values` are the values of the necks.
     """
     for k, neck in enumerate(necks.all):
         ones = [jnp.full_like(v, i == k) for i, v in enumerate(values)]

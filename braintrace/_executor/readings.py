@@ -1,6 +1,7 @@
-"""What others read of a group: variables made unit by unit of its new states, such as spikes of a voltage.
+"""Readings of a group: the variables through which outputs and other groups read it, such as spikes.
 
-A signal that is broadcast, and a filter of a trace, belong there: the slope of the spike is the unit's own.
+A reading is computed unit by unit from the new states. Broadcast signals and filters of traces apply there,
+and its derivative (the slope of a spike) is element-wise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .slots import States
 
 
 def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
-    """Of each group, the variables in which outputs and other groups read it: the last made unit by unit."""
+    """The readings of each group: the last variables on each path that are computed unit by unit."""
     return {g.index: _readings(graph, g) for g in graph.hidden_groups}
 
 
@@ -50,7 +51,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     ]
     ends = [*info.out_atoms, *others, *states]
     matters = behind(program, ends)
-    # a group with an axis of states is read as it is
+    # arrays with an axis of states count as readings themselves
     by_unit = {v for v in came if is_of_unit(v)} | {h.outvar for h in group.hidden}
     found: list[Var] = []
     for v in sorted(by_unit, key=lambda v: v.index):
@@ -67,7 +68,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
 def slopes(
     graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Any]
 ) -> dict[int, list[States]]:
-    """Of each group and each of its readings, the derivative in each state, unit by unit."""
+    """The element-wise derivative of each reading of each group in each state."""
     program = graph.module_info.program
     result: dict[int, list[States]] = {}
     for group in graph.hidden_groups:

@@ -1,7 +1,7 @@
-"""A slot: where the trace of one weight at one site for one group lives, and the arithmetic on it.
+"""A slot: the layout of the trace of one weight at one site for one group, and the arithmetic on it.
 
-Index letters (`_ops.letters`) say what a trace looks like; the position map says which hidden position
-each of its positions belongs to. A trace has one more axis in front, for the states of the group:
+Axis labels (`_ops.letters`) define the axes of a trace, and the position map assigns a hidden position to
+each of its elements. A trace has one more axis in front, for the states of the group:
 
     update    trace <- D trace + J x          D (S, S, *hidden), J (S, *positions), x the op's factor
     contract  dL/dw = sum g trace             g (S, *hidden)
@@ -30,16 +30,16 @@ from .._ops.letters import Layout, Letters, align
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where one trace lives and how it is computed; holds no values."""
+    """The layout of one trace and its arithmetic; holds no arrays."""
 
     relation: HiddenParamOpRelation
-    name: str  # of the effective weight
+    name: str  # name of the effective weight
     group: HiddenGroup
     positions: PositionMap
 
     @property
     def key(self) -> str:
-        """A stable name: the op's number, the parameter, the weight and the group."""
+        """A stable name from the index of the op, the parameter, the weight and the group."""
         path = ".".join(self.relation.weight_path)
         return f"{self.relation.site.index}:{path}:{self.name}->{self.group.index}"
 
@@ -52,7 +52,7 @@ class Slot:
         return self.relation.site.shape
 
     def means_the_same_as(self, other: Slot) -> bool:
-        """Whether each number of a trace belongs to the same weight and the same place in the states."""
+        """Whether traces of both slots have the same layout and refer to the same states."""
         a, b = self.positions, other.positions
         return (
             self.letters == other.letters
@@ -62,7 +62,7 @@ class Slot:
         )
 
     def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
-        """The op's factor, in a type that can be averaged: spikes may come as booleans."""
+        """The factor of the op as floating numbers, also if it is boolean (spikes), with its labels."""
         found = self.layout.factor(inputs)
         if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
             return found
@@ -70,7 +70,7 @@ class Slot:
 
     @cached_property
     def _spread(self) -> tuple[int, ...] | None:
-        """For a broadcast: the hidden axis of each axis of `y`; None if it is no plain broadcast."""
+        """For a broadcast, the hidden axis of each axis of `y`; None if it is not a plain broadcast."""
         shape, hidden = self.site_shape, self.group.varshape
         numbers = numbered(shape)
         for axes in itertools.combinations(range(len(hidden)), len(shape)):
@@ -86,7 +86,7 @@ class Slot:
 
     @cached_property
     def _extra(self) -> Letters:
-        """Letters of hidden axes that `y` lacks."""
+        """Labels of the hidden axes that `y` lacks."""
         if not self.positions.on_hidden:
             return ()
         if self._spread is None:
@@ -101,9 +101,9 @@ class Slot:
 
     @cached_property
     def summed(self) -> Letters:
-        """Letters of `y` that the weight lacks and along which the hidden position stays the same.
+        """Labels of `y` that the weight lacks and along which the hidden position is constant.
 
-        Nothing is lost by summing over them at once: a reduction, or a loop that adds up.
+        The trace is summed over these axes at once (a reduction, or a loop that accumulates).
         """
         if self.positions.on_hidden or self.layout.y_is_viewed:
             return ()
@@ -116,17 +116,17 @@ class Slot:
 
     @property
     def y(self) -> Letters:
-        """The letters of `J`."""
+        """The labels of `J`."""
         return self._extra + self.layout.y
 
     @property
     def at(self) -> Letters:
-        """The letters of `D` and `g` where the trace is."""
+        """The labels of `D` and `g` at the positions of the trace."""
         return tuple(a for a in self.y if a not in self.summed)
 
     @property
     def letters(self) -> Letters:
-        """The letters of the trace."""
+        """The labels of the trace."""
         return tuple(a for a in self.at if a not in self.layout.w) + self.layout.w
 
     @cached_property
@@ -138,30 +138,30 @@ class Slot:
         return places
 
     def lift(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
-        """A quantity with `lead` axes and then the hidden ones, at the positions of the trace."""
+        """Take an array (`lead` axes, *hidden axes) to the positions of the trace."""
         if self.positions.on_hidden:
             return self._lift_broadcast(q, inputs, lead)
         q = _take(q, self._map, lead, self.group.varshape)
         return self._view(q, inputs, lead) if not self.summed else q
 
     def to_site(self, q: Any, lead: int) -> Any:
-        """A quantity with `lead` axes and then the hidden ones, at the positions where `J` is."""
+        """Take an array (`lead` axes, *hidden axes) to the positions of `J`."""
         if self.positions.on_hidden:
             return q
         return _take(q, self.positions.map, lead, self.group.varshape)
 
     def pair(self, q: States, p: States, lead: int = 0, by: Callable[[Any, Any], Any] = operator.mul) -> Any:
-        """`sum_s q[s] p[s]` with `q` at hidden positions and `p` where `J` is; `lead` axes come first."""
+        """`sum_s q[s] p[s]` with `q` at hidden positions and `p` at those of `J`, after `lead` axes."""
         return add_up(by(*promoted(self.to_site(a, lead), b)) for a, b in zip(q, p, strict=True))
 
     def to_y(self, q: Any, lead: int = 0) -> Any:
-        """A cotangent at the positions where `J` is, as one of `y`."""
+        """Take a cotangent at the positions of `J` to a cotangent of `y`."""
         if not self.positions.on_hidden:
             return q
         if lead:
             return jax.vmap(lambda one: self.to_y(one, lead - 1))(q)
         size, places = int(np.prod(self.site_shape, dtype=int)), self.positions.map.ravel()
-        kept = np.flatnonzero(places >= 0)  # -1 would wrap round to the last
+        kept = np.flatnonzero(places >= 0)  # an index of -1 would be the last element
         y = jnp.zeros(size, q.dtype).at[places[kept]].add(q.ravel()[kept])
         return y.reshape(self.site_shape)
 
@@ -174,10 +174,10 @@ class Slot:
         over: Letters = (),
         parts: Parts | None = None,
     ) -> Any:
-        """`x dy` summed to the letters of the weight: what a cotangent of `y` gives the weight.
+        """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
 
-        Letters in `over` stand before all else in `dy` and `inputs` (and in the factor): a sum over time.
-        With `parts`, these are summed apart, and stand in front.
+        `over` are labels of leading axes of `dy`, `inputs` and the factor (time), which are summed over. With
+        `parts`, the result has per-device partial sums in front.
         """
         view = self.layout.view_y
         for _ in over:
@@ -192,7 +192,7 @@ class Slot:
         else:
             x, have = factor if parts is None else parts.of(*factor)
             x, dy = promoted(x, dy)
-            if mesh_of(x, dy) is None:  # time joined with a batch that is spread would have to be gathered
+            if mesh_of(x, dy) is None:  # a batch axis merged with time would have to be gathered
                 x, have, dy, y = _joined(x, have, dy, y, w)
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
             out = [a for a in w if a in number]
@@ -204,7 +204,7 @@ class Slot:
         head = q.shape[:lead]
         if self._spread is None:
             size = int(np.prod(self.site_shape, dtype=int))
-            # no axis of `y` is one of the state: a table of which position comes from which
+            # no axis of `y` is one of the state: use a one-hot table of positions
             hit = np.arange(size) == self.positions.map.reshape(*[1] * lead, -1, 1)
             q = q.reshape(*head, -1, 1) * jnp.asarray(hit, q.dtype)
             return self._view(q.reshape(*head, -1, *self.site_shape), inputs, lead + 1)
@@ -227,13 +227,13 @@ class Slot:
         return view(q)
 
     def lift_instant(self, J: Any, inputs: Sequence[Any]) -> Any:
-        """`J` of the site, (S, *positions), with the letters `y`."""
+        """Take the `J` of a site, (S, *positions), to the axes `y`."""
         return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
 
     def instant(self, factor: tuple[Any, Letters] | None, J: Any, weight: Any, over: Letters = ()) -> Any:
-        """`J x`, shaped as the trace; `J` is lifted, and the letters of `weight` are filled in.
+        """The instant term `J x`, broadcast to the trace; `J` has the axes `y`.
 
-        `over` are letters that stand after the states in `J` and first in the factor: a sum over time.
+        `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
         """
         y, letters, summed = over + self.y, self.letters, over + self.summed
         if factor is None:
@@ -249,7 +249,7 @@ class Slot:
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
             out = [a for a in letters if a in have or a in y]
             ids = [[number[a] for a in some] for some in (have, y, out)]
-            # state by state: with the states as one more index, XLA transposes the whole trace
+            # one einsum per state: with the states as an index, XLA would transpose the whole trace
             each = [jnp.einsum(x, ids[0], one, ids[1], ids[2]) for one in J]
             result = _align_states(jnp.stack(each), tuple(out), letters)
         sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
@@ -257,7 +257,7 @@ class Slot:
         return jnp.broadcast_to(result, (result.shape[0], *full))
 
     def decay(self, D: Any | None, trace: Any, coupled: Array | None = None) -> Any:
-        """`D trace`; `D` is lifted, (S, S, *at), and zero but where `coupled`; None: no memory."""
+        """`D trace`; `D` is (S, S, *at), and zero except where `coupled`; None if there is no memory."""
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
@@ -275,9 +275,9 @@ class Slot:
         )
 
     def contract(self, g: Any, trace: Any, parts: Parts | None = None) -> Any:
-        """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at).
+        """`sum g trace`, with the axes of the weight; `g` is (S, *at).
 
-        With `parts`, these are summed apart, and stand in front.
+        With `parts`, the result has per-device partial sums in front.
         """
         g, trace = promoted(_align_states(g, self.at, self.letters), trace)
         if parts is None:
@@ -289,39 +289,39 @@ class Slot:
     def _contract(self, g: Any, trace: Any) -> Any:
         lead = 1 + len(self.letters) - len(self.layout.w)
         num = self.group.num_state
-        if g.size == trace.size:  # a bias: small, whatever the order of the sum
+        if g.size == trace.size:  # a bias, for which the order of the sum does not matter
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
         return weigh(g, trace)
 
-    # -- samples that begin anew -------------------------------------------------------------------
+    # -- reset of samples --------------------------------------------------------------------------
 
     def where(self, keep: Any, trace: Any) -> Any:
-        """The trace, zero for the samples (the first hidden axis) that `keep` has False for."""
+        """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
         kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
         kept = jnp.broadcast_to(_align_states(kept, self.at, self.letters), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
     def where_instant(self, keep: Any, J: Any) -> Any:
-        """The same for an array with states and then the positions where `J` is."""
+        """Reset samples of an array shaped as `J`, (S, *positions)."""
         kept = jnp.broadcast_to(self.to_site(self._of_samples(keep)[None], 1), J.shape)
         return jax.lax.select(kept != 0, J, jnp.zeros_like(J))
 
     def where_input(self, keep: Any, x: Any) -> Any:
-        """The same for an array like what the op averages: its first input, or its factor."""
+        """Reset samples of an array shaped as the first input of the op, or as its factor."""
         axis = self.sample_axis
         if axis is None:
             raise NotSupportedError(
-                f"The samples of a batch cannot begin anew one by one: the input of the op at "
-                f"{self.relation.site.source} does not belong to one sample. Reset all of them."
+                f"Samples of the batch cannot be reset separately: the input of the op at "
+                f"{self.relation.site.source} has no batch axis. Reset all of them."
             )
         shape = [-1 if a == axis else 1 for a in range(x.ndim)]
         return jnp.where(keep.reshape(shape), x, jnp.zeros_like(x))
 
     @cached_property
     def sample_axis(self) -> int | None:
-        """The axis of the first input (of the factor, where that is not a number) along which samples lie."""
+        """The batch axis of the first input or, if that is not floating, of the factor."""
         num = self.group.varshape[0]
         with jax.ensure_compile_time_eval():
             first, *rest = self.relation.site.no_inputs
@@ -342,7 +342,7 @@ class Slot:
         return None
 
     def _of_samples(self, q: Any) -> Any:
-        """A number for each sample at every hidden position."""
+        """Broadcast one number for each sample to the hidden positions."""
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
 
@@ -352,40 +352,40 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a batch, one on each of some devices: a sum over the letter is first one over each."""
+    """A batch axis split over devices, so that sums over it are per-device partial sums."""
 
     letter: str
     ways: int
 
     def of(self, array: Any, letters: Letters) -> tuple[Any, Letters]:
-        """An array with the parts as a letter of their own."""
+        """Split the batch axis of an array; returns it with its labels."""
         if self.letter not in letters:
             return array, letters
         at = letters.index(self.letter)
         return self.split(array, at), (*letters[:at], PARTS, *letters[at:])
 
     def split(self, array: Any, axis: int) -> Any:
-        """An array whose axis is that of the parts and, after it, that of what each has."""
+        """Split an axis into (parts, entries of each part)."""
         return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
 def weigh(g: Any, trace: Any) -> Any:
     """`sum_sm g[s, m] trace[s, m]`."""
-    if mesh_of(g, trace) is not None:  # one device after the other would have to send its part
+    if mesh_of(g, trace) is not None:  # a loop over the batch would gather one shard after the other
         return _sum_fused(g, trace)
     return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
 
 
 def _sum_fused(g: Any, trace: Any) -> Any:
-    """`sum_sm g[s, m] trace[s, m]`; a GPU does it in the pass that updates the trace.
+    """`sum_sm g[s, m] trace[s, m]`, which a GPU fuses with the update of the trace.
 
-    State by state: over both axes at once, XLA transposes the whole product first.
+    One sum per state: for a sum over both axes, XLA transposes the whole product first.
     """
     return add_up(jnp.sum(times(a, b), axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
 
 
 def _sum_on_cpu(g: Any, trace: Any) -> Any:
-    """The same: XLA's loops over a leading axis are slow there, written out they are not."""
+    """`sum_sm g[s, m] trace[s, m]`, unrolled: XLA's reductions over a leading axis are slow on CPU."""
     g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
     if g.shape[0] > _WRITTEN_OUT:
         zero = jnp.zeros(trace.shape[1:], trace.dtype)
@@ -397,28 +397,31 @@ def _sum_on_cpu(g: Any, trace: Any) -> Any:
 _WRITTEN_OUT = 64
 
 
-States = Sequence[Any]  # one array for each state of a group
-Jacobian = Sequence[States]  # a local Jacobian, new state first
+States = Sequence[Any]  # one array per state of a group
+Jacobian = Sequence[States]  # `[new state][old state]`
 
 
 def states(array: Any, axis: int) -> list[Any]:
-    """The parts of an axis of states: taken one by one, XLA neither stacks nor transposes them."""
+    """Split an axis of states into a list, which XLA neither stacks nor transposes."""
     return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
 
 
 def stack(D: Jacobian) -> Any:
-    """A local Jacobian as one array, new states first."""
+    """A local Jacobian as one array, (new states, old states, ...)."""
     return jnp.stack([jnp.stack(row) for row in D])
 
 
 def add_up(terms: Iterable[Any]) -> Any:
-    """The sum of some arrays, which does not begin with a zero, unlike that of Python."""
+    """The sum of arrays; unlike `sum`, it adds no zero."""
     return reduce(operator.add, terms)
 
 
 def times(a: Any, trace: Any) -> Any:
-    """`a trace`, and zero where the trace is zero: nothing has reached that state yet, so how it goes on does
-    not matter, be it with a slope that is not finite (a root or a norm of a state that starts from zero)."""
+    """`a * trace`, and zero where the trace is zero.
+
+    A zero trace means that nothing has reached the state yet, so that an infinite slope there (of a root or a
+    norm of a state that starts from zero) must not make it NaN.
+    """
     product = a * trace
     trace = jnp.broadcast_to(trace, product.shape)
     return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
@@ -430,21 +433,21 @@ def dot(a: States, b: States) -> Any:
 
 
 def promoted(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays in the one type that holds them all, whatever JAX is told about promotion."""
+    """Cast arrays to their common type, whatever JAX's promotion setting is."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(*arrays)
     return tuple(a.astype(dtype) for a in arrays)
 
 
 def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
-    """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where there is no place."""
+    """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where `places` is -1."""
     numbers = numbered(shape)
     axis = _repeated(places, numbers)
-    if axis is not None:  # gates side by side: XLA gathers slowly
+    if axis is not None:  # gates side by side: faster than a gather
         q = jnp.concatenate([q] * (places.shape[axis] // shape[axis]), lead + axis)
     elif not np.array_equal(places.ravel(), numbers.ravel()):
         flat = places.ravel()
-        # -1 (no place) is read from 0 and then cleared: in bounds, XLA need not check
+        # -1 is read from 0 and then cleared, so that all indices are in bounds
         q = q.reshape(*q.shape[:lead], -1).at[..., np.maximum(flat, 0)].get(mode="promise_in_bounds")
         if np.any(flat < 0):
             q = jnp.where(jnp.asarray(flat >= 0), q, 0)
@@ -452,7 +455,7 @@ def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
 
 
 def _repeated(places: Array, numbers: Array) -> int | None:
-    """The axis along which `places` is `numbers` several times over, if there is one."""
+    """The axis along which `places` repeats `numbers`, if there is one."""
     if places.ndim != numbers.ndim:
         return None
     for axis, (many, one) in enumerate(zip(places.shape, numbers.shape, strict=True)):
@@ -463,7 +466,7 @@ def _repeated(places: Array, numbers: Array) -> int | None:
 
 
 def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any, Letters, Any, Letters]:
-    """The same, with the letters in front that both have and `w` lacks as one: else XLA transposes both."""
+    """Merge leading axes that both operands have and `w` lacks, because XLA would transpose both operands."""
     pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
     n = sum(1 for _ in pairs)
     if n < 2:

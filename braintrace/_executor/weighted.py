@@ -1,8 +1,8 @@
-"""Weight terms: what cotangents of the outputs of ops, at several steps, give the weights as one product.
+"""Weight gradients of a whole sequence as one product, from cotangents of the outputs of ops:
 
     dL/dw = sum_t x[t] dy[t]
 
-by the letters of the op, for every site whose weights are made of parameters alone.
+as an einsum with the axis labels of the op, for every site whose weights depend on parameters alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIME, ROWS = "time", "rows"
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """A site whose weights are made of parameters alone."""
+    """A site whose weights depend on parameters alone."""
 
     site: Site
     varying: tuple[str, ...]  # the weights that a loop around it slices
@@ -34,14 +34,14 @@ class Weighted:
 
 
 def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
-    """The sites whose weight terms the letters give; letters of users' own ops are known by a trace only."""
+    """The sites whose weight gradients follow from axis labels; those of user-defined ops only if traced."""
     origin = provenance(info.program, info.param_invars)
     found = []
     for site in info.program.sites:
         weights = SiteWeights(info, site, origin)
         plain = weights.changed_by() is None
         known = site.primitive.is_known or any(s is site for s in traced)
-        # the letters of an op that takes indices go by them: none, in a branch not taken
+        # the labels of an op with index inputs depend on them: unknown in a branch not taken
         told = "cond" not in site.context or site.num_inputs < 2
         if weights.paths and plain and known and told:
             found.append(Weighted(site, weights.varying, site.layouts(weights.varying, weights.paths)))
@@ -49,12 +49,12 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
 
 
 def row_axis(ndim: int) -> int:
-    """Where rows stand among the axes of a weight: before the last, which makes the product over time one."""
+    """The position of the row axis among the axes of a weight: before the last, for one matrix product."""
     return max(ndim - 1, 0)
 
 
 def in_front(ndim: int) -> int:
-    """Before all of them: a matrix times rows is one product, and those over time are one for each row."""
+    """The row axis in front: products over time are one for each row, those with the rows a single one."""
     return 0
 
 
@@ -64,14 +64,14 @@ def with_rows(letters: Letters, axis: Callable[[int], int] = row_axis) -> Letter
 
 
 def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> Any:
-    """`sum_t x[t] dy[t]`, with the letters `want`; `inputs` are (time, ...).
+    """`sum_t x[t] dy[t]` with the axes `want`; `inputs` are (time, ...).
 
-    `dy` is (time, *y), or (rows, time, *y) where rows are wanted.
+    `dy` is (time, *y) or, if `want` has rows, (rows, time, *y).
     """
     has_rows = ROWS in want
     *rest, last = factors_over_time(layout, inputs, dy, rows=has_rows)
     if has_rows and all(want.index(ROWS) < want.index(a) for a in layout.w):
-        # in each row: else XLA makes all rows one product and transposes it, which is much larger
+        # one product per row: otherwise XLA transposes the result of a single one, which is much larger
         rest = [(jnp.broadcast_to(x, (dy.shape[0], *x.shape)), (ROWS, *have)) for x, have in rest]
     return product([*rest, last], want)
 
@@ -79,7 +79,7 @@ def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> 
 def factors_over_time(
     layout: Layout, inputs: Sequence[Any], dy: Any, *, rows: bool
 ) -> list[tuple[Any, Letters]]:
-    """`x`, unless it is one, and `dy` of every step, with their letters."""
+    """`x` (left out if it is one) and `dy` of all steps, with their axis labels."""
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if rows else view
     dy, y = view(dy, list(inputs)), (*((ROWS,) if rows else ()), TIME, *layout.y)
@@ -88,7 +88,7 @@ def factors_over_time(
 
 
 def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:
-    """The product of arrays with letters, summed over those that are not wanted."""
+    """An einsum of arrays with axis labels, summed over the axes that are not in `want`."""
     arrays = promoted(*(array for array, _ in operands))
     have = tuple(a for a in want if any(a in letters for _, letters in operands))
     pairs = [(array, letters) for array, (_, letters) in zip(arrays, operands, strict=True)]
@@ -96,10 +96,10 @@ def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:
 
 
 def _factors(layout: Layout, inputs: Sequence[Any], dtype: Any) -> tuple[Any, Letters] | None:
-    """The op's factor at every step; None where it is one."""
+    """The factor `x` of an op at all steps; None if it is one."""
     if layout.x is None:
         return None
-    letters: list[Letters] = []  # no arrays: they leave the map by the side
+    letters: list[Letters] = []  # labels are not arrays, so that `vmap` cannot return them
 
     def one(inputs: list[Any]) -> Any:
         x, have = layout.factor(inputs)  # type: ignore[misc]
@@ -118,7 +118,7 @@ def _einsum(operands: Sequence[tuple[Any, Letters]], out: Letters) -> Any:
 
 
 def as_weight(layout: Layout, dw: Any, weight: Any) -> Any:
-    """A term with the letters of the weight, shaped as the effective weight."""
+    """Reshape a gradient with the axis labels of the weight to the effective weight."""
     struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     dw = dw if jnp.iscomplexobj(weight) else dw.real
     dw = jnp.broadcast_to(dw, jax.eval_shape(layout.view_w, struct).shape)

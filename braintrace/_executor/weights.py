@@ -1,8 +1,8 @@
-"""From parameters to the effective weights of sites, wherever the site is.
+"""Compute the effective weights of sites from the parameters, also inside control flow.
 
-A weight may be pre-processed in any way before it reaches its op. Traces are kept for the effective
-weight, and the derivative of this function carries their gradient back to the parameters. A branch of a
-`cond` is entered whether it is taken or not: the trace remembers steps at which it was.
+A weight may be pre-processed in any way before it reaches its op. Traces are those of the effective weight,
+and the derivative of this function takes their gradient back to the parameters. A branch of a `cond` is
+always evaluated, because the trace may come from earlier steps that took it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def effective_weights(
 def _site_weights(
     program: Program, known: Mapping[Var, Any], site: Site, names: Names, varying: set[str]
 ) -> list[Any]:
-    """Some weight operands of a site; those that vary in a loop have its axis in front."""
+    """Weight operands of a site; those that vary in a loop have its axis in front."""
     node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
     if node.site is site:
@@ -82,7 +82,7 @@ def _operands(node: Node) -> list[Atom]:
 
 
 def needs(program: Program, site: Site, names: Names) -> set[Var]:
-    """The inputs of a program that some weights of a site inside it are made of."""
+    """The variables that weights of a site, which may be inside control flow, depend on."""
     holder = program.nodes[program.holder[site.index]]
     if holder.site is site:
         wanted = [site.weights[name] for name in names]

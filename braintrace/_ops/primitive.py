@@ -107,7 +107,7 @@ class ETPPrimitive(_compat.Primitive):
         if missing:
             raise ValueError(
                 f"The marked op `{self.name}` has a weight {missing[0]!r}, but axis labels for "
-                f"{list(terms)}. Give them by name: `register_primitive(name, impl, {{weight name: axis labels}})`."
+                f"{list(terms)}. Give them by name: `register_primitive(name, impl, {{name: axis labels}})`."
             )
         inputs = tuple(level[: -len(names)] for level in levels)
         if self._merge is None:
