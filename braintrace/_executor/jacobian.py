@@ -19,13 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from .._compat import primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array, numbered
+from .._compiler.links import Array as NpArray
+from .._compiler.links import numbered
 from .._compiler.module_info import Hidden
 from .._compiler.positions import Positions, positions_of
 from .._compiler.program import Site, Var
@@ -84,7 +86,7 @@ class LocalGroup:
         return not all(r.is_empty for r in self.group.within)
 
     @cached_property
-    def colouring(self) -> tuple[Array, int]:
+    def colouring(self) -> tuple[NpArray, int]:
         """The colour of each hidden position, and the number of colours.
 
         No element reaches two positions of one colour. It reaches a range of positions, whose length depends
@@ -107,7 +109,7 @@ class LocalGroup:
                     found, best = other % width, width
         return found, best
 
-    def _width(self, positions: Positions, number: Array) -> int:
+    def _width(self, positions: Positions, number: NpArray) -> int:
         """The longest range that an element reaches, for a given numbering of the hidden positions."""
         starts = {h.outvar: Reach.at(number[h.positions]) for h in self.group.hidden}
         others = set(self.graph.other_outvars(self.group))
@@ -146,7 +148,7 @@ class LocalGroup:
         """The number of pull-backs for each state."""
         return self.colouring[1] if self.necks is None else 1 + 2 * len(self.necks.all)
 
-    def step(self, env: Mapping[Var, Any], targets: Sequence[Var] = ()) -> Callable[..., list[Any]]:
+    def step(self, env: Mapping[Var, Array], targets: Sequence[Var] = ()) -> Callable[..., list[Array]]:
         """The function from old states and perturbations of sites to the group's new states, or to `targets`.
 
         Its third argument are values at which necks are held fixed.
@@ -160,12 +162,12 @@ class LocalGroup:
             other = reader == world and home.get(var, world) != world
             return (_PLAIN if other else reader), None
 
-        def function(old: list[Any], added: dict[int, Any], held: Sequence[Any] = ()) -> list[Any]:
-            def leaf(site: Site, at: World) -> Any:
+        def function(old: list[Array], added: dict[int, Array], held: Sequence[Array] = ()) -> list[Array]:
+            def leaf(site: Site, at: World) -> Array:
                 y = env[site.output]
                 return y + added[site.index] if at == world and site.index in mine else y
 
-            def at_site(site: Site, site_in: Any, vals: list[Any]) -> tuple[Any, None]:
+            def at_site(site: Site, site_in: Array, vals: list[Array]) -> tuple[Array, None]:
                 y = site.primitive.bind(*map(jax.lax.stop_gradient, vals), **site.params)
                 return (y if site_in is None else y + site_in), None
 
@@ -184,7 +186,7 @@ class LocalGroup:
 
         return function
 
-    def jacobians(self, env: Mapping[Var, Any]) -> tuple[Jacobian | None, dict[int, States]]:
+    def jacobians(self, env: Mapping[Var, Array]) -> tuple[Jacobian | None, dict[int, States]]:
         """`D[new state][old state]`, arrays of `varshape` (None: no memory), and the `J` of each site.
 
         The arrays of `J` have the shape of `y` or, if the position map is `on_hidden`, that of `varshape`.
@@ -208,15 +210,15 @@ class LocalGroup:
         return D, J
 
     def _through(
-        self, necks: Necks, env: Mapping[Var, Any], old: list[Any], added: dict[int, Any]
+        self, necks: Necks, env: Mapping[Var, Array], old: list[Array], added: dict[int, Array]
     ) -> tuple[Jacobian | None, dict[int, States]]:
         """`D` and `J` if all mixing goes through necks."""
         held = [env[neck.var] for neck in necks.all]
         new, pull = jax.vjp(self.step(env), old, added, held)
         _, back = jax.vjp(self.step(env, [neck.var for neck in necks.all]), old, added)
         forth = jax.linear_transpose(lambda cts: pull(cts)[2], new)
-        D: list[list[Any]] = []
-        J: dict[int, list[Any]] = {i: [] for i in added}
+        D: list[list[Array]] = []
+        J: dict[int, list[Array]] = {i: [] for i in added}
         own = numbered(self.group.varshape)
         for dh, dp, _ in self.pull_states(new, pull, own, 1):
             D.append([select(d, None, kept) for d, kept in zip(dh, necks.old, strict=True)])
@@ -228,7 +230,7 @@ class LocalGroup:
     # -- backwards ---------------------------------------------------------------------------------
 
     def pull_states(
-        self, new: Sequence[Any], pull: Callable[[list[Any]], Any], colour: Array, count: int
+        self, new: Sequence[Array], pull: Callable[[list[Array]], Any], colour: NpArray, count: int
     ) -> list[Any]:
         """Pull back ones on one state of the group, at the positions of one colour.
 
@@ -238,9 +240,11 @@ class LocalGroup:
         # ones are created here, so that XLA can fold these constants
         masks = jnp.ones((1, *shape), bool)
         if count > 1:
-            masks = jnp.arange(count).reshape(-1, *[1] * len(shape)) == colour.reshape(1, *shape)
+            masks = jnp.arange(count, dtype=colour.dtype).reshape(-1, *[1] * len(shape)) == colour.reshape(
+                1, *shape
+            )
 
-        def one(state: int, mask: Any) -> Any:
+        def one(state: int, mask: Array) -> Any:
             cotangents = self._one_state(new, state, mask)
             back = pull(cotangents)
             if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
@@ -260,10 +264,12 @@ class LocalGroup:
             return [jax.tree.map(lambda a: a[None], one(s, masks[0])) for s in range(self.group.num_state)]
         return [jax.vmap(lambda mask, s=s: one(s, mask))(masks) for s in range(self.group.num_state)]
 
-    def _pulled(self, new: list[Any], pull: Callable[..., Any]) -> tuple[Jacobian | None, dict[int, States]]:
+    def _pulled(
+        self, new: list[Array], pull: Callable[..., Any]
+    ) -> tuple[Jacobian | None, dict[int, States]]:
         colour, count = self.colouring
-        rows: list[list[Any]] = []
-        J: dict[int, list[Any]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
+        rows: list[list[Array]] = []
+        J: dict[int, list[Array]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
         for dh, dp in self.pull_states(new, pull, colour, count):
             rows.append(
                 [
@@ -278,7 +284,7 @@ class LocalGroup:
                     J[i].append(select(dp[i], colour[np.maximum(m.map, 0)], m.map >= 0))
         return rows if self.has_memory else None, dict(J)
 
-    def _one_state(self, new: Sequence[Any], state: int, mask: Any) -> list[Any]:
+    def _one_state(self, new: Sequence[Array], state: int, mask: Array) -> list[Array]:
         """Cotangents of the new states: ones at one state, where the mask is true."""
         cotangents = []
         for h, value in zip(self.group.hidden, new, strict=True):
@@ -290,12 +296,12 @@ class LocalGroup:
 
     # -- forwards ----------------------------------------------------------------------------------
 
-    def _transposed(self, new: list[Any], pull: Callable[..., Any], index: int) -> Callable[[Any], Any]:
+    def _transposed(self, new: list[Array], pull: Callable[..., Any], index: int) -> Callable[[Array], Array]:
         """Push forward a perturbation of one site's output, by transposing the pull-back."""
         back = jax.linear_transpose(lambda cts: pull(cts)[1][index], new)
         return self._from_site(index, lambda tangent: self.group.stack_hidden(back(tangent)[0]))
 
-    def _from_site(self, index: int, push: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _from_site(self, index: int, push: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """`push` for boolean input; for real states and a complex `y`, with the result of a pull-back."""
         dtype = next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
         if not jnp.issubdtype(dtype, jnp.complexfloating) or not any(h.split for h in self.group.hidden):
@@ -304,7 +310,12 @@ class LocalGroup:
         return lambda ones: jax.lax.complex(push(ones.astype(dtype)), -push(ones.astype(dtype) * i))
 
     def _push_colours(
-        self, push: Callable[[Any], Any], shape: tuple[int, ...], colours: int, places: Array, on_hidden: bool
+        self,
+        push: Callable[[Array], Array],
+        shape: tuple[int, ...],
+        colours: int,
+        places: NpArray,
+        on_hidden: bool,
     ) -> States:
         """Push ones forward colour by colour: one array for each new state.
 
@@ -321,9 +332,9 @@ class LocalGroup:
         return [one.reshape(shape) for one in states(picked, 1)]
 
     def _pushed(
-        self, step: Callable[..., Any], old: list[Any], added: dict[int, Any]
+        self, step: Callable[..., list[Array]], old: list[Array], added: dict[int, Array]
     ) -> tuple[Jacobian | None, dict[int, States]]:
-        def push(tangents: tuple[list[Any], dict[int, Any]]) -> Any:
+        def push(tangents: tuple[list[Array], dict[int, Array]]) -> Array:
             return self.group.stack_hidden(jax.jvp(step, (old, added), tangents)[1])
 
         no_old, none_added = jax.tree.map(jnp.zeros_like, (old, added))
@@ -333,7 +344,7 @@ class LocalGroup:
         for k, h in enumerate(self.group.hidden):
             for state in range(h.num_state):
 
-                def from_old(ones: Any, k: int = k, h: Hidden = h, state: int = state) -> Any:
+                def from_old(ones: Array, k: int = k, h: Hidden = h, state: int = state) -> Array:
                     tangent = _at_state(h, state, ones, old[k].dtype)
                     return push(([*no_old[:k], tangent, *no_old[k + 1 :]], none_added))
 
@@ -346,16 +357,16 @@ class LocalGroup:
         return list(zip(*columns, strict=True)) if self.has_memory else None, J
 
 
-class Known(Mapping[Var, Any]):
+class Known(Mapping[Var, Array]):
     """A mapping of known values: those that do not vary, and given ones for some that do."""
 
-    def __init__(self, env: Mapping[Var, Any], varies: set[Var], given: Mapping[Var, Any]) -> None:
+    def __init__(self, env: Mapping[Var, Array], varies: set[Var], given: Mapping[Var, Array]) -> None:
         self.env, self.varies, self.given = env, varies, given
 
     def __contains__(self, var: object) -> bool:
         return var in self.given or (var in self.env and var not in self.varies)
 
-    def __getitem__(self, var: Var) -> Any:
+    def __getitem__(self, var: Var) -> Array:
         return self.given[var] if var in self.given else self.env[var]
 
     def __iter__(self) -> Iterator[Var]:
@@ -365,12 +376,12 @@ class Known(Mapping[Var, Any]):
         return sum(1 for _ in self)
 
 
-def _holds(reach: Reach, positions: Any) -> Any:
+def _holds(reach: Reach, positions: NpArray) -> NpArray:
     """Whether each element may reach its own position."""
     return (reach.lowest <= positions) & (positions <= reach.highest)
 
 
-def select(array: Any, colour: Any, kept: Any) -> Any:
+def select(array: Float[Array, "colour ..."], colour: NpArray | None, kept: NpArray) -> Array:
     """`array[colour[i], i]` at each element `i`, and zero where it is not kept."""
     if array.shape[0] == 1:
         chosen = array[0]
@@ -379,13 +390,13 @@ def select(array: Any, colour: Any, kept: Any) -> Any:
     return chosen if np.all(kept) else jnp.where(jnp.asarray(kept), chosen, 0)
 
 
-def states_of(hidden: Hidden, array: Any) -> list[Any]:
+def states_of(hidden: Hidden, array: Array) -> list[Array]:
     """Split a cotangent of a hidden array into its states."""
     found = [array] if hidden.axis is None else states(array, hidden.axis)
     return [*(a.real for a in found), *(-a.imag for a in found)] if hidden.split else found
 
 
-def _at_state(hidden: Hidden, state: int, ones: Any, dtype: Any, *, dual: bool = False) -> Any:
+def _at_state(hidden: Hidden, state: int, ones: Array, dtype: Any, *, dual: bool = False) -> Array:
     """A tangent (`dual`: cotangent) of a hidden array: ones at one state, where a mask is true."""
     num = hidden.num_state // 2 if hidden.split else hidden.num_state
     if hidden.axis is not None:

@@ -15,10 +15,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array, numbered
+from .._compiler.links import Array as NpArray
+from .._compiler.links import numbered
 from .._compiler.positions import positions_of
 from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
@@ -33,9 +35,9 @@ class Neck:
     """One neck, with the element of it that each array element affects or depends on (-1: none)."""
 
     var: Var
-    new: list[Array]  # for each position of each new state
-    old: list[Array]  # for each position of each old state
-    sites: dict[int, Array]  # for each element of the outputs of sites
+    new: list[NpArray]  # for each position of each new state
+    old: list[NpArray]  # for each position of each old state
+    sites: dict[int, NpArray]  # for each element of the outputs of sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,8 @@ class Necks:
     """All necks of a group, and whether each element reaches its own position with the necks held fixed."""
 
     all: list[Neck]
-    old: list[Array]
-    sites: dict[int, Array]
+    old: list[NpArray]
+    sites: dict[int, NpArray]
 
     @staticmethod
     def find(graph: ETraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
@@ -82,7 +84,7 @@ class Necks:
         return Necks(necks, [a == own for a in direct[0]], held_sites)
 
 
-def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
+def _number(reach: Reach | None, shape: tuple[int, ...]) -> NpArray | None:
     """The one position that each element reaches (-1: none); None if an element reaches several."""
     if reach is None:
         return np.full(shape, -1)
@@ -91,7 +93,7 @@ def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
 
 def _numbers(
     env: dict[Var, Reach], sites: SiteReach, group: HiddenGroup, fed_by: FedBy
-) -> tuple[list[Array], dict[int, Array]] | None:
+) -> tuple[list[NpArray], dict[int, NpArray]] | None:
     """The position that each element of the old states and of the sites reaches; None if several."""
     old = [_number(env.get(h.invar), group.varshape) for h in group.hidden]
     at = {r.site.index: _number(sites.get(r.site.index), r.site.shape) for r, _ in fed_by}
@@ -103,12 +105,12 @@ def _numbers(
 def through(
     necks: Necks,
     fed_by: FedBy,
-    D: list[list[Any]],
-    J: dict[int, list[Any]],
-    values: Sequence[Any],
-    pull: Callable[[list[Any]], tuple[list[Any], dict[int, Any]]],
-    push: Callable[[list[Any]], list[Any]],
-) -> tuple[list[list[Any]], dict[int, list[Any]]]:
+    D: list[list[Array]],
+    J: dict[int, list[Array]],
+    values: Sequence[Array],
+    pull: Callable[[list[Array]], tuple[list[Array], dict[int, Array]]],
+    push: Callable[[list[Array]], list[Array]],
+) -> tuple[list[list[Array]], dict[int, list[Array]]]:
     """Add the contributions of each neck to the Jacobians `D`, `J` with necks held fixed.
 
     `pull` takes cotangents of the necks to the old states and sites, `push` takes tangents of the necks to
@@ -132,6 +134,6 @@ def through(
     return D, J
 
 
-def _where(kept: Array, value: Any, dtype: Any) -> Any:
+def _where(kept: NpArray, value: Array, dtype: Any) -> Array:
     value = value.astype(dtype)
     return value if np.all(kept) else jnp.where(jnp.asarray(kept), value, jnp.zeros_like(value))

@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
-from .._compiler.links import Array
+from .._compiler.links import Array as NpArray
 from .._compiler.positions import Positions, positions_of
 from .._compiler.program import Program, Site, Var
 from .._compiler.reach import Reach
@@ -43,7 +44,7 @@ _MOST = 2**26  # elements: of all pull-backs together, or of the outputs of an o
 
 def own_diagonals(
     executor: ETraceGraphExecutor,
-    env: Mapping[Var, Any],
+    env: Mapping[Var, Array],
     D: Mapping[int, Jacobian | None],
     J: Mapping[tuple[int, int], States],
 ) -> dict[int, Jacobian | None]:
@@ -66,15 +67,15 @@ class Read:
     """The elements of an op's input `x` that depend on one earlier element each; rows are samples."""
 
     site: Site
-    source: Array  # the element that each element of `x` depends on; -1 if none
-    xs: Array  # (samples, n): elements of `x`
-    rank: Array  # (n,): their source, numbered within its sample
+    source: NpArray  # the element that each element of `x` depends on; -1 if none
+    xs: NpArray  # (samples, n): elements of `x`
+    rank: NpArray  # (n,): their source, numbered within its sample
 
     @property
     def calls(self) -> int:
         return -(-int(self.xs.shape[1]) // len(self.xs))
 
-    def at(self, i: Any) -> tuple[Any, Any]:
+    def at(self, i: NpArray) -> tuple[NpArray, NpArray]:
         """The call of the op and the sample in which the i-th unit vector is evaluated."""
         return i // len(self.xs), i % len(self.xs)
 
@@ -84,10 +85,10 @@ class Written:
     """The elements of `J` of an op, each for one hidden position; rows are samples."""
 
     site: Site
-    j: Array  # (samples, n): elements of `J`
-    y: Array  # elements of the output
-    position: Array
-    rank: Array  # (n,): the position, numbered within its sample
+    j: NpArray  # (samples, n): elements of `J`
+    y: NpArray  # elements of the output
+    position: NpArray
+    rank: NpArray  # (n,): the position, numbered within its sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class Crossing:
 
     first: Read  # of the old states
     last: Written
-    pairs: tuple[Array, Array]  # (index into `first`, index into `last`) of equal position
+    pairs: tuple[NpArray, NpArray]  # (index into `first`, index into `last`) of equal position
     between: Read | None = None  # how the last op reads the first one; None if there is one op
 
 
@@ -111,7 +112,7 @@ class OwnDiagonal:
     def _program(self) -> Program:
         return self.info.program
 
-    def of(self, env: Mapping[Var, Any], D: Jacobian | None, J: Mapping[int, States]) -> Jacobian | None:
+    def of(self, env: Mapping[Var, Array], D: Jacobian | None, J: Mapping[int, States]) -> Jacobian | None:
         if not self._relevant:
             return D
         crossings = self.crossings
@@ -186,7 +187,7 @@ class OwnDiagonal:
         return any(v in before and v in self._after_old for v in others)
 
     @cached_property
-    def _sample_of(self) -> tuple[Array, int]:
+    def _sample_of(self) -> tuple[NpArray, int]:
         """The sample of each position, and the number of samples."""
         size = int(np.prod(self.group.varshape, dtype=int))
         samples = find_samples(self.info)
@@ -200,7 +201,7 @@ class OwnDiagonal:
         return number, samples.count
 
     @cached_property
-    def _rank(self) -> Array:
+    def _rank(self) -> NpArray:
         """The number of each position within its sample."""
         return _ranks(*self._sample_of)
 
@@ -219,7 +220,7 @@ class OwnDiagonal:
             return None
         return self._read(site, reach, sample.ravel(), _ranks(sample.ravel(), count))
 
-    def _read(self, site: Site, reach: Reach, sample_of: Array, rank: Array) -> Read | None:
+    def _read(self, site: Site, reach: Reach, sample_of: NpArray, rank: NpArray) -> Read | None:
         if np.any((reach.highest >= 0) & (reach.lowest != reach.highest)):
             return None
         source = np.where(reach.highest >= 0, reach.lowest, -1).ravel()
@@ -256,7 +257,7 @@ class OwnDiagonal:
 
     # -- what goes through them --------------------------------------------------------------------
 
-    def _added(self, crossing: Crossing, env: Mapping[Var, Any], J: States, size: int) -> Jacobian:
+    def _added(self, crossing: Crossing, env: Mapping[Var, Array], J: States, size: int) -> Jacobian:
         """The contribution `J_s dy/dx dx/dh_r` of one path, summed at each of `size` positions."""
         first, last, (i, k) = crossing.first, crossing.last, crossing.pairs
         outputs = _outputs(first, env)
@@ -270,7 +271,7 @@ class OwnDiagonal:
         add = _summing(last.position[:, k], size)
         return [[add(_times(j, K, a)) for a in x] for j in through]
 
-    def _between(self, read: Read, crossing: Crossing, env: Mapping[Var, Any], outputs: Any) -> Any:
+    def _between(self, read: Read, crossing: Crossing, env: Mapping[Var, Array], outputs: Array) -> Array:
         """`sum_n dy/dx_n dx_n/dy' dy'/dx'`, `n` over elements between two ops: (samples, pairs)."""
         first, last, (i, k) = crossing.first, crossing.last, crossing.pairs
         n = np.arange(read.xs.shape[1])
@@ -283,10 +284,10 @@ class OwnDiagonal:
         slope, matrix = promoted(slope[read.xs], _times(onward, into))
         return jnp.matmul(slope, matrix, precision="highest")
 
-    def _slopes(self, read: Read, env: Mapping[Var, Any]) -> States:
+    def _slopes(self, read: Read, env: Mapping[Var, Array]) -> States:
         """`dx/dh_r` at each element of `x`, for each state."""
 
-        def by_state(dh: list[Any]) -> list[Any]:
+        def by_state(dh: list[Array]) -> list[Array]:
             return [p for h, d in zip(self.group.hidden, dh, strict=True) for p in states_of(h, d)]
 
         return self._by_places(read, env, self._after_old, self.group.hidden_invars, by_state)
@@ -294,25 +295,25 @@ class OwnDiagonal:
     def _by_places(
         self,
         read: Read,
-        env: Mapping[Var, Any],
+        env: Mapping[Var, Array],
         varies: set[Var],
         of: Sequence[Var],
-        parts: Callable[[list[Any]], list[Any]],
+        parts: Callable[[list[Array]], list[Array]],
     ) -> States:
         """The derivative of each element of `x` in its source, without paths through marked ops, by part."""
         x = read.site.inputs[0]
         assert isinstance(x, Var)
 
-        def closed(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+        def closed(site: Site, site_in: Array, operands: list[Array]) -> tuple[Array, None]:
             return plain_site(site, site_in, list(map(jax.lax.stop_gradient, operands)))
 
-        def function(given: list[Any]) -> Any:
+        def function(given: list[Array]) -> Array:
             known = Known(env, varies, dict(zip(of, given, strict=True)))
-            return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]
+            return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]  # type: ignore[no-any-return]
 
         _, pull = jax.vjp(function, [env[v] for v in of])
         turn = _turn(read.source)  # elements with the same source are pulled back one after the other
-        result: list[Any] = []
+        result: list[Array] = []
         for c in range(int(turn.max(initial=0)) + 1):
             mask = jnp.asarray((turn == c).reshape(x.aval.shape))
             each = [p.ravel()[np.maximum(read.source, 0)] for p in parts(pull(mask.astype(x.aval.dtype))[0])]
@@ -320,7 +321,7 @@ class OwnDiagonal:
             result = [jnp.where(mine, b, a) for a, b in zip(result, each, strict=True)] if result else each
         return result
 
-    def _pulled(self, env: Mapping[Var, Any]) -> Jacobian:
+    def _pulled(self, env: Mapping[Var, Array]) -> Jacobian:
         """Pull back each position separately, along all paths; all samples at once."""
         self._refuse()
         number, count = self._sample_of
@@ -328,7 +329,7 @@ class OwnDiagonal:
         assert within is not None
         old = [env[v] for v in self.group.hidden_invars]
 
-        def function(old: list[Any]) -> list[Any]:
+        def function(old: list[Array]) -> list[Array]:
             known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
             return values_of(self._program, self.group.hidden_outvars, known)
 
@@ -370,7 +371,7 @@ class OwnDiagonal:
             )
 
 
-def _outputs(read: Read, env: Mapping[Var, Any]) -> Any:
+def _outputs(read: Read, env: Mapping[Var, Array]) -> Array:
     """The outputs of an op for unit vectors, a different one in each sample: (calls, elements of `y`)."""
     site, aval = read.site, read.site.inputs[0].aval
     operands = [a.val if not isinstance(a, Var) else env[a] for a in site.inputs]
@@ -378,23 +379,23 @@ def _outputs(read: Read, env: Mapping[Var, Any]) -> Any:
     call, lane = read.at(n)
     ones = jnp.zeros((read.calls, int(aval.size)), aval.dtype).at[call, read.xs[lane, n]].set(1)
 
-    def push(one: Any) -> Any:
-        def op(x: Any) -> Any:
-            return site.primitive.bind(x, *operands[1:], **site.params)
+    def push(one: Array) -> Array:
+        def op(x: Array) -> Array:
+            return site.primitive.bind(x, *operands[1:], **site.params)  # type: ignore[no-any-return]
 
-        return jax.jvp(op, [jnp.zeros(aval.shape, aval.dtype)], [one])[1]
+        return jax.jvp(op, [jnp.zeros(aval.shape, aval.dtype)], [one])[1]  # type: ignore[no-any-return]
 
     return jax.vmap(push)(ones.reshape(read.calls, *aval.shape)).reshape(read.calls, -1)
 
 
-def _times(*factors: Any) -> Any:
+def _times(*factors: Array) -> Array:
     result, *rest = promoted(*factors)
     for f in rest:
         result = result * f
-    return result
+    return result  # type: ignore[no-any-return]
 
 
-def _summing(position: Array, size: int) -> Any:
+def _summing(position: NpArray, size: int) -> Callable[[Array], Array]:
     """A function that sums the entries of each position."""
     flat = position.ravel()
     order = np.argsort(flat, kind="stable")
@@ -404,13 +405,13 @@ def _summing(position: Array, size: int) -> Any:
     return lambda v: jnp.zeros(size, v.dtype).at[flat].add(v.ravel())
 
 
-def _by_sample(items: Array, sample: Array, count: int) -> Array | None:
+def _by_sample(items: NpArray, sample: NpArray, count: int) -> NpArray | None:
     """The items of each sample as a row; None if samples differ in number."""
     rows = [items[sample == b] for b in range(count)]
     return None if len({len(r) for r in rows}) > 1 else np.stack(rows)
 
 
-def _ranks(sample: Array, count: int) -> Array:
+def _ranks(sample: NpArray, count: int) -> NpArray:
     """The number of each item within its sample."""
     rank = np.empty(len(sample), int)
     for b in range(count):
@@ -419,7 +420,7 @@ def _ranks(sample: Array, count: int) -> Array:
     return rank
 
 
-def _turn(source: Array) -> Array:
+def _turn(source: NpArray) -> NpArray:
     """For each element, the number of earlier elements with the same source; -1 without a source."""
     seen: dict[int, int] = {}
     result = np.full(len(source), -1)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
@@ -66,7 +67,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
 
 
 def slopes(
-    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Any]
+    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Array]
 ) -> dict[int, list[States]]:
     """The element-wise derivative of each reading of each group in each state."""
     program = graph.module_info.program
@@ -75,7 +76,7 @@ def slopes(
         variables = readings[group.index]
         varies = computed_from(program, group.hidden_outvars)
 
-        def function(new: list[Any], v: Var, group: HiddenGroup = group, varies: Any = varies) -> Any:
+        def function(new: list[Array], v: Var, group: HiddenGroup = group, varies: set[Var] = varies) -> Any:
             known = Known(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
             return values_of(program, [v], known)[0]
 

@@ -9,11 +9,12 @@ spike of a voltage). For a rule, a filter is one more state for each reading, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Var
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 Jacobians = dict[int, Jacobian | None]
 Instants = dict[tuple[int, int], States]
+Slopes = Mapping[int, Sequence[States]]  # of the readings of each group
 
 
 # computes the matrix `A` of each group
-Decay = Callable[["ETraceGraphExecutor", Mapping[Var, Any], Jacobians, Instants], Jacobians]
+Decay = Callable[["ETraceGraphExecutor", Mapping[Var, Array], Jacobians, Instants], Jacobians]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Own:
     """Decay by the own diagonal: the derivative of each unit in its own old state, along all paths."""
 
     def __call__(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Array], D: Jacobians, J: Instants
     ) -> Jacobians:
         from .own_diagonal import own_diagonals
 
@@ -51,7 +53,7 @@ class Leak:
     value: float
 
     def __call__(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Array], D: Jacobians, J: Instants
     ) -> Jacobians:
         result: Jacobians = {k: d if k in executor.readouts else None for k, d in D.items()}
         for local in executor.groups:
@@ -92,7 +94,12 @@ class Recursion:
         return found
 
     def of(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants, slopes: Any
+        self,
+        executor: ETraceGraphExecutor,
+        env: Mapping[Var, Array],
+        D: Jacobians,
+        J: Instants,
+        slopes: Slopes,
     ) -> tuple[Jacobians, Instants]:
         """The matrices `A` and `J` of the recursion, including filter states."""
         if self.decay is not None:

@@ -19,10 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array, numbered
+from .._compiler.links import Array as NpArray
+from .._compiler.links import numbered
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._meshes import mesh_of
 from .._ops.letters import Layout, Letters, align
@@ -61,7 +63,7 @@ class Slot:
             and self.group.hidden_paths == other.group.hidden_paths
         )
 
-    def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
+    def factor(self, inputs: Sequence[Array]) -> tuple[Array, Letters] | None:
         """The factor of the op as floating numbers, also if it is boolean (spikes), with its labels."""
         found = self.layout.factor(inputs)
         if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
@@ -130,31 +132,33 @@ class Slot:
         return tuple(a for a in self.at if a not in self.layout.w) + self.layout.w
 
     @cached_property
-    def _map(self) -> Array:
+    def _map(self) -> NpArray:
         places = self.positions.map
         for axis, letter in reversed(list(enumerate(self.layout.y))):
             if letter in self.summed:
                 places = places.take(0, axis)
         return places
 
-    def lift(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+    def lift(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         """Take an array (`lead` axes, *hidden axes) to the positions of the trace."""
         if self.positions.on_hidden:
             return self._lift_broadcast(q, inputs, lead)
         q = _take(q, self._map, lead, self.group.varshape)
         return self._view(q, inputs, lead) if not self.summed else q
 
-    def to_site(self, q: Any, lead: int) -> Any:
+    def to_site(self, q: Array, lead: int) -> Array:
         """Take an array (`lead` axes, *hidden axes) to the positions of `J`."""
         if self.positions.on_hidden:
             return q
         return _take(q, self.positions.map, lead, self.group.varshape)
 
-    def pair(self, q: States, p: States, lead: int = 0, by: Callable[[Any, Any], Any] = operator.mul) -> Any:
+    def pair(
+        self, q: States, p: States, lead: int = 0, by: Callable[[Array, Array], Array] = operator.mul
+    ) -> Array:
         """`sum_s q[s] p[s]` with `q` at hidden positions and `p` at those of `J`, after `lead` axes."""
         return add_up(by(*promoted(self.to_site(a, lead), b)) for a, b in zip(q, p, strict=True))
 
-    def to_y(self, q: Any, lead: int = 0) -> Any:
+    def to_y(self, q: Array, lead: int = 0) -> Array:
         """Take a cotangent at the positions of `J` to a cotangent of `y`."""
         if not self.positions.on_hidden:
             return q
@@ -167,13 +171,13 @@ class Slot:
 
     def from_cotangent(
         self,
-        factor: tuple[Any, Letters] | None,
-        dy: Any,
-        inputs: Sequence[Any],
-        weight: Any,
+        factor: tuple[Array, Letters] | None,
+        dy: Array,
+        inputs: Sequence[Array],
+        weight: Array,
         over: Letters = (),
         parts: Parts | None = None,
-    ) -> Any:
+    ) -> Array:
         """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
 
         `over` are labels of leading axes of `dy`, `inputs` and the factor (time), which are summed over. With
@@ -200,7 +204,7 @@ class Slot:
             result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
         return jnp.broadcast_to(result, shape)
 
-    def _lift_broadcast(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+    def _lift_broadcast(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         head = q.shape[:lead]
         if self._spread is None:
             size = int(np.prod(self.site_shape, dtype=int))
@@ -215,22 +219,26 @@ class Slot:
             q.reshape(*q.shape[: lead + len(extra)], *self.site_shape), inputs, lead + len(extra)
         )
 
-    def _view(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+    def _view(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         if not self.layout.y_is_viewed:
             return q
 
-        def view(one: Any) -> Any:
-            return self.layout.view_y(one, inputs)
+        def view(one: Array) -> Array:
+            return self.layout.view_y(one, inputs)  # type: ignore[no-any-return]
 
         for _ in range(lead):
             view = jax.vmap(view)
         return view(q)
 
-    def lift_instant(self, J: Any, inputs: Sequence[Any]) -> Any:
+    def lift_instant(
+        self, J: Float[Array, "state ..."], inputs: Sequence[Array]
+    ) -> Float[Array, "state ..."]:
         """Take the `J` of a site, (S, *positions), to the axes `y`."""
         return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
 
-    def instant(self, factor: tuple[Any, Letters] | None, J: Any, weight: Any, over: Letters = ()) -> Any:
+    def instant(
+        self, factor: tuple[Array, Letters] | None, J: Array, weight: Array, over: Letters = ()
+    ) -> Array:
         """The instant term `J x`, broadcast to the trace; `J` has the axes `y`.
 
         `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
@@ -256,25 +264,32 @@ class Slot:
         full = tuple(sizes.get(a, n) for a, n in zip(letters, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
 
-    def decay(self, D: Any | None, trace: Any, coupled: Array | None = None) -> Any:
+    def decay(
+        self,
+        D: Float[Array, "state state ..."] | None,
+        trace: Float[Array, "state ..."],
+        coupled: NpArray | None = None,
+    ) -> Float[Array, "state ..."]:
         """`D trace`; `D` is (S, S, *at), and zero except where `coupled`; None if there is no memory."""
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
         n = self.group.num_state
-        D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
+        blocks = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
         if n == 1:
-            return times(D[0][0][None], trace)
+            return times(blocks[0][0][None], trace)
         each = states(trace, 0)
         kept = [[r for r in range(n) if coupled is None or coupled[s, r]] for s in range(n)]
         return jnp.stack(
             [
-                add_up(times(D[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
+                add_up(times(blocks[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
                 for s in range(n)
             ]
         )
 
-    def contract(self, g: Any, trace: Any, parts: Parts | None = None) -> Any:
+    def contract(
+        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: Parts | None = None
+    ) -> Array:
         """`sum g trace`, with the axes of the weight; `g` is (S, *at).
 
         With `parts`, the result has per-device partial sums in front.
@@ -286,7 +301,7 @@ class Slot:
         g, trace = (parts.split(a, axis) for a in (g, trace))
         return jax.vmap(self._contract, axis)(g, trace)
 
-    def _contract(self, g: Any, trace: Any) -> Any:
+    def _contract(self, g: Array, trace: Array) -> Array:
         lead = 1 + len(self.letters) - len(self.layout.w)
         num = self.group.num_state
         if g.size == trace.size:  # a bias, for which the order of the sum does not matter
@@ -297,18 +312,18 @@ class Slot:
 
     # -- reset of samples --------------------------------------------------------------------------
 
-    def where(self, keep: Any, trace: Any) -> Any:
+    def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
         kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
         kept = jnp.broadcast_to(_align_states(kept, self.at, self.letters), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
-    def where_instant(self, keep: Any, J: Any) -> Any:
+    def where_instant(self, keep: Array, J: Array) -> Array:
         """Reset samples of an array shaped as `J`, (S, *positions)."""
         kept = jnp.broadcast_to(self.to_site(self._of_samples(keep)[None], 1), J.shape)
         return jax.lax.select(kept != 0, J, jnp.zeros_like(J))
 
-    def where_input(self, keep: Any, x: Any) -> Any:
+    def where_input(self, keep: Array, x: Array) -> Array:
         """Reset samples of an array shaped as the first input of the op, or as its factor."""
         axis = self.sample_axis
         if axis is None:
@@ -341,7 +356,7 @@ class Slot:
                     return axis
         return None
 
-    def _of_samples(self, q: Any) -> Any:
+    def _of_samples(self, q: Array) -> Array:
         """Broadcast one number for each sample to the hidden positions."""
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
@@ -357,26 +372,26 @@ class Parts:
     letter: str
     ways: int
 
-    def of(self, array: Any, letters: Letters) -> tuple[Any, Letters]:
+    def of(self, array: Array, letters: Letters) -> tuple[Array, Letters]:
         """Split the batch axis of an array; returns it with its labels."""
         if self.letter not in letters:
             return array, letters
         at = letters.index(self.letter)
         return self.split(array, at), (*letters[:at], PARTS, *letters[at:])
 
-    def split(self, array: Any, axis: int) -> Any:
+    def split(self, array: Array, axis: int) -> Array:
         """Split an axis into (parts, entries of each part)."""
         return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
-def weigh(g: Any, trace: Any) -> Any:
+def weigh(g: Array, trace: Array) -> Array:
     """`sum_sm g[s, m] trace[s, m]`."""
     if mesh_of(g, trace) is not None:  # a loop over the batch would gather one shard after the other
         return _sum_fused(g, trace)
-    return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
+    return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)  # type: ignore[no-any-return]
 
 
-def _sum_fused(g: Any, trace: Any) -> Any:
+def _sum_fused(g: Array, trace: Array) -> Array:
     """`sum_sm g[s, m] trace[s, m]`, which a GPU fuses with the update of the trace.
 
     One sum per state: for a sum over both axes, XLA transposes the whole product first.
@@ -384,7 +399,7 @@ def _sum_fused(g: Any, trace: Any) -> Any:
     return add_up(jnp.sum(times(a, b), axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
 
 
-def _sum_on_cpu(g: Any, trace: Any) -> Any:
+def _sum_on_cpu(g: Array, trace: Array) -> Array:
     """`sum_sm g[s, m] trace[s, m]`, unrolled: XLA's reductions over a leading axis are slow on CPU."""
     g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
     if g.shape[0] > _WRITTEN_OUT:
@@ -397,26 +412,26 @@ def _sum_on_cpu(g: Any, trace: Any) -> Any:
 _WRITTEN_OUT = 64
 
 
-States = Sequence[Any]  # one array per state of a group
+States = Sequence[Array]  # one array per state of a group
 Jacobian = Sequence[States]  # `[new state][old state]`
 
 
-def states(array: Any, axis: int) -> list[Any]:
+def states(array: Array, axis: int) -> list[Array]:
     """Split an axis of states into a list, which XLA neither stacks nor transposes."""
     return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
 
 
-def stack(D: Jacobian) -> Any:
+def stack(D: Jacobian) -> Float[Array, "state state ..."]:
     """A local Jacobian as one array, (new states, old states, ...)."""
     return jnp.stack([jnp.stack(row) for row in D])
 
 
-def add_up(terms: Iterable[Any]) -> Any:
+def add_up(terms: Iterable[Array]) -> Array:
     """The sum of arrays; unlike `sum`, it adds no zero."""
     return reduce(operator.add, terms)
 
 
-def times(a: Any, trace: Any) -> Any:
+def times(a: Array, trace: Array) -> Array:
     """`a * trace`, and zero where the trace is zero.
 
     A zero trace means that nothing has reached the state yet, so that an infinite slope there (of a root or a
@@ -427,19 +442,19 @@ def times(a: Any, trace: Any) -> Any:
     return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
 
 
-def dot(a: States, b: States) -> Any:
+def dot(a: States, b: States) -> Array:
     """`sum_s a[s] b[s]`."""
     return add_up(x * y for x, y in zip(a, b, strict=True))
 
 
-def promoted(*arrays: Any) -> tuple[Any, ...]:
+def promoted(*arrays: Array) -> tuple[Any, ...]:
     """Cast arrays to their common type, whatever JAX's promotion setting is."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(*arrays)
     return tuple(a.astype(dtype) for a in arrays)
 
 
-def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
+def _take(q: Array, places: NpArray, lead: int, shape: tuple[int, ...]) -> Array:
     """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where `places` is -1."""
     numbers = numbered(shape)
     axis = _repeated(places, numbers)
@@ -454,7 +469,7 @@ def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
     return q.reshape(*q.shape[:lead], *places.shape)
 
 
-def _repeated(places: Array, numbers: Array) -> int | None:
+def _repeated(places: NpArray, numbers: NpArray) -> int | None:
     """The axis along which `places` repeats `numbers`, if there is one."""
     if places.ndim != numbers.ndim:
         return None
@@ -465,7 +480,9 @@ def _repeated(places: Array, numbers: Array) -> int | None:
     return None
 
 
-def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any, Letters, Any, Letters]:
+def _joined(
+    x: Array, have: Letters, dy: Array, y: Letters, w: Letters
+) -> tuple[Array, Letters, Array, Letters]:
     """Merge leading axes that both operands have and `w` lacks, because XLA would transpose both operands."""
     pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
     n = sum(1 for _ in pairs)
@@ -476,7 +493,7 @@ def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any
     return x, one + have[n:], dy, one + y[n:]
 
 
-def _align_states(q: Any, have: Letters, want: Letters) -> Any:
+def _align_states(q: Array, have: Letters, want: Letters) -> Array:
     return align(q, ("states", *have), ("states", *want))
 
 

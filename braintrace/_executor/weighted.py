@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
@@ -63,7 +64,7 @@ def with_rows(letters: Letters, axis: Callable[[int], int] = row_axis) -> Letter
     return (*letters[:at], ROWS, *letters[at:])
 
 
-def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> Any:
+def over_time(layout: Layout, inputs: Sequence[Array], dy: Array, want: Letters) -> Array:
     """`sum_t x[t] dy[t]` with the axes `want`; `inputs` are (time, ...).
 
     `dy` is (time, *y) or, if `want` has rows, (rows, time, *y).
@@ -77,8 +78,8 @@ def over_time(layout: Layout, inputs: Sequence[Any], dy: Any, want: Letters) -> 
 
 
 def factors_over_time(
-    layout: Layout, inputs: Sequence[Any], dy: Any, *, rows: bool
-) -> list[tuple[Any, Letters]]:
+    layout: Layout, inputs: Sequence[Array], dy: Array, *, rows: bool
+) -> list[tuple[Array, Letters]]:
     """`x` (left out if it is one) and `dy` of all steps, with their axis labels."""
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if rows else view
@@ -87,7 +88,7 @@ def factors_over_time(
     return [*([] if factor is None else [(factor[0], (TIME, *factor[1]))]), (dy, y)]
 
 
-def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:
+def product(operands: Sequence[tuple[Array, Letters]], want: Letters) -> Array:
     """An einsum of arrays with axis labels, summed over the axes that are not in `want`."""
     arrays = promoted(*(array for array, _ in operands))
     have = tuple(a for a in want if any(a in letters for _, letters in operands))
@@ -95,21 +96,21 @@ def product(operands: Sequence[tuple[Any, Letters]], want: Letters) -> Any:
     return align(_einsum(pairs, have), have, want)
 
 
-def _factors(layout: Layout, inputs: Sequence[Any], dtype: Any) -> tuple[Any, Letters] | None:
+def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Letters] | None:
     """The factor `x` of an op at all steps; None if it is one."""
     if layout.x is None:
         return None
     letters: list[Letters] = []  # labels are not arrays, so that `vmap` cannot return them
 
-    def one(inputs: list[Any]) -> Any:
+    def one(inputs: list[Array]) -> Array:
         x, have = layout.factor(inputs)  # type: ignore[misc]
         letters.append(have)
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
+        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)  # type: ignore[no-any-return]
 
     return jax.vmap(one)(list(inputs)), letters[0]
 
 
-def _einsum(operands: Sequence[tuple[Any, Letters]], out: Letters) -> Any:
+def _einsum(operands: Sequence[tuple[Array, Letters]], out: Letters) -> Array:
     number = {a: i for i, a in enumerate(dict.fromkeys(a for _, have in operands for a in have))}
     args: list[Any] = []
     for array, have in operands:
@@ -117,9 +118,9 @@ def _einsum(operands: Sequence[tuple[Any, Letters]], out: Letters) -> Any:
     return jnp.einsum(*args, [number[a] for a in out])
 
 
-def as_weight(layout: Layout, dw: Any, weight: Any) -> Any:
+def as_weight(layout: Layout, dw: Array, weight: Array) -> Array:
     """Reshape a gradient with the axis labels of the weight to the effective weight."""
     struct = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     dw = dw if jnp.iscomplexobj(weight) else dw.real
     dw = jnp.broadcast_to(dw, jax.eval_shape(layout.view_w, struct).shape)
-    return jax.linear_transpose(layout.view_w, struct)(dw.astype(weight.dtype))[0]
+    return jax.linear_transpose(layout.view_w, struct)(dw.astype(weight.dtype))[0]  # type: ignore[no-any-return]

@@ -8,10 +8,10 @@ always evaluated, because the trace may come from earlier steps that took it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .. import _compat
 from .._compat import primitives
@@ -21,11 +21,11 @@ from .._compiler.slices import behind, values_of
 from .._ops.letters import over_levels
 
 Names = tuple[str, ...]
-Effective = dict[int, dict[str, Any]]  # by site, by name
+Effective = dict[int, dict[str, Array]]  # by site, by name
 
 
 def effective_weights(
-    program: Program, known: Mapping[Var, Any], relations: Sequence[HiddenParamOpRelation]
+    program: Program, known: Mapping[Var, Array], relations: Sequence[HiddenParamOpRelation]
 ) -> Effective:
     """The effective weights of each relation's site, given the values of the parameters."""
     result: Effective = {}
@@ -35,7 +35,7 @@ def effective_weights(
         raw = _site_weights(program, known, site, names, set(varying))
         loops = [tuple(name in varying for name in names)] * len(site.loops)
 
-        def effective(*weights: Any, site: Site = site, names: Names = names) -> dict[str, Any]:
+        def effective(*weights: Array, site: Site = site, names: Names = names) -> dict[str, Array]:
             if not site.primitive.merges:
                 return dict(zip(names, weights, strict=True))
             return site.primitive.effective(weights, site.params)
@@ -45,8 +45,8 @@ def effective_weights(
 
 
 def _site_weights(
-    program: Program, known: Mapping[Var, Any], site: Site, names: Names, varying: set[str]
-) -> list[Any]:
+    program: Program, known: Mapping[Var, Array], site: Site, names: Names, varying: set[str]
+) -> list[Array]:
     """Weight operands of a site; those that vary in a loop have its axis in front."""
     node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
@@ -58,7 +58,7 @@ def _site_weights(
     given = [i for i, v in enumerate(inner.inputs) if v in wanted]
     values = dict(zip(given, values_of(program, [atoms[i] for i in given], known), strict=True))
 
-    def enter(values: Mapping[int, Any]) -> list[Any]:
+    def enter(values: Mapping[int, Array]) -> list[Array]:
         return _site_weights(inner, {inner.inputs[i]: v for i, v in values.items()}, site, names, varying)
 
     if node.primitive is not primitives.scan_p:
