@@ -65,29 +65,11 @@ def _params(eqn: Any, rules: bool) -> Hashable:
 
 def _own_rule(eqn: Any) -> Hashable:
     """The key of the pull-back of a function with a custom derivative rule."""
-
-    def pull(args: Any, cotangents: Any) -> Any:
-        live = [i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.inexact)]
-
-        def function(*some: Any) -> Any:
-            now = dict(zip(live, some, strict=True))
-            outs = _compat.bind(eqn, *(now.get(i, a) for i, a in enumerate(args)))
-            return [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)]
-
-        return jax.vjp(function, *(args[i] for i in live))[1](cotangents)
-
-    args = [_struct(a.aval) for a in eqn.invars]
-    cotangents = [_struct(v.aval) for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    try:
-        closed = jax.make_jaxpr(pull)(args, cotangents)
-    except Exception:  # a user's rule may raise anything
+    traced = _compat.pull_back_of(eqn)
+    if traced is None:
         return object()
-    jaxpr, consts = _compat.parts(closed)
+    jaxpr, consts = _compat.parts(traced)
     return _jaxpr(jaxpr, False), tuple(map(_number, consts))
-
-
-def _struct(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _value(value: Any, rules: bool) -> Hashable:

@@ -43,24 +43,13 @@ class PullBack:
 
     @staticmethod
     def _trace(node: Node) -> PullBack | None:
+        traced = _compat.pull_back_of(node.eqn)
+        if traced is None:
+            return None
         live = [i for i, a in enumerate(node.inputs) if is_inexact(a)]
         outs = [j for j, v in enumerate(node.outputs) if is_inexact(v)]
-
-        def pull(given: list[Any], cotangents: list[Any]) -> Any:
-            def function(*some: Any) -> list[Any]:
-                now = dict(zip(live, some, strict=True))
-                found = _compat.bind(node.eqn, *(now.get(i, x) for i, x in enumerate(given)))
-                return [found[j] for j in outs]
-
-            return jax.vjp(function, *(given[i] for i in live))[1](cotangents)
-
-        structs = [struct(a) for a in node.inputs]
-        cotangents = [struct(node.outputs[j]) for j in outs]
-        try:
-            program = read_program(jax.make_jaxpr(pull)(structs, cotangents), marks=False)
-        except Exception:  # a user's rule without reverse mode may raise anything
-            return None
-        given = program.inputs[len(structs) :]
+        program = read_program(traced, marks=False)
+        given = program.inputs[len(node.inputs) :]
         return PullBack(
             program,
             dict(zip(outs, given, strict=True)),

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
@@ -144,10 +145,7 @@ def output(site: Site, taken: Taken | None, operands: list[Any]) -> Any:
         _, *operands = primals
         live = [i for i, t in enumerate(tangents[1:]) if not _is_zero(t)]
 
-        def over_live(*some: Any) -> Any:
-            now = dict(zip(live, some, strict=True))
-            return op(*(now.get(i, x) for i, x in enumerate(operands)))
-
+        over_live = _compat.with_live(op, operands, live)
         given = [operands[i] for i in live], [tangents[1 + i] for i in live]
         return primals[0], jax.jvp(over_live, *given)[1] if live else jnp.zeros_like(primals[0])
 
