@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from .._compat import primitives
 from .copies import Array
-from .flows import find_flows
 from .module_info import Hidden, hidden_arrays
 from .positions import Positions, positions_of
 from .primitives import COPIES, LAYOUT, named
 from .program import Atom, Node, Program, Var
 from .reach import Reach
+from .reachability import find_reachability
 from .slices import on_the_way
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MOVES = COPIES | LAYOUT | named("copy optimization_barrier scatter select_n spl
 
 def delay_lines(graph: ETraceGraph) -> list[Hidden]:
     """The delay lines through which parameters affect later losses, if a trace would cover that."""
-    flows = find_flows(graph)
+    flows = find_reachability(graph)
     arrays = {h.invar: h for e in graph.module_info.entries if not e.is_param for h in hidden_arrays(e)}
     arrays.update({h.invar: h for h in graph.module_info.hidden})  # including parts of packed arrays
     found = []

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .across import Across
 from .dataflow import settled
-from .filters import followed_by_filters
-from .flows import Carried, find_flows, opened_sites
 from .groups import HiddenGroup
-from .influence import find_reached
+from .influence_pattern import find_reached
+from .layers_above import Across
+from .leaky_readouts import followed_by_filters
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
+from .reachability import Carried, find_reachability, opened_sites
 from .readouts import find_readouts
 from .relation import HiddenParamOpRelation
 from .samples import find_samples
@@ -164,7 +164,7 @@ def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
 
     The gradient of these parameters is exact for a loss of the outputs.
     """
-    flows = find_flows(graph)
+    flows = find_reachability(graph)
     unseen = [c.path for c in flows.of(~flows.matters) if c.group is not None]
     known = {d.weight_path for d in find_dropped(graph, rule)} if unseen else set()
     found = {path: [d.weight_path for d in find_dropped(graph, rule, [path])] for path in unseen}
@@ -192,7 +192,7 @@ class _Verdict:
     def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Iterable[Path]) -> None:
         # a basis spans all states, so that an error in one of them affects the others: all count as live
         self.graph, self.rule = graph, rule
-        self.flows = find_flows(graph, tuple(seen), all_live=bool(rule.rank))
+        self.flows = find_reachability(graph, tuple(seen), all_live=bool(rule.rank))
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
         # the states at which a dropped path matters if it ends there
         self.harmful = self.flows.live if rule.windows else self.flows.matters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
-from .flows import Flows, find_flows
+from .find_relations import find_relations
 from .groups import HiddenGroup, find_groups, group_outcomes
 from .module_info import ModuleInfo, StateEntry, is_read
 from .outcomes import (
@@ -29,8 +29,8 @@ from .positions import positions_of
 from .primitives import ELEMENT_WISE
 from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
+from .reachability import Reachability, find_reachability
 from .relation import HiddenParamOpRelation
-from .relations import find_relations
 from .site_weights import SiteWeights
 from .slices import between
 from .step import Path, show_path
@@ -123,7 +123,7 @@ def graph_from_info(
     if lines:
         others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
         graph = graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
-    flows = find_flows(graph)
+    flows = find_reachability(graph)
     later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
     return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.outcomes, *later)))
 
@@ -247,20 +247,20 @@ def _cascades(
     return found
 
 
-def _untraced(flows: Flows) -> list[Outcome]:
+def _untraced(flows: Reachability) -> list[Outcome]:
     """States without a trace through which parameters affect later losses, such as long delays."""
     states = {e.path: e.of for e in flows.info.entries}
     return [StateWithoutTrace(states[c.path], tuple(params)) for c, params in flows.untraced]
 
 
-def _unheard(graph: ETraceGraph, flows: Flows) -> list[Outcome]:
+def _unheard(graph: ETraceGraph, flows: Reachability) -> list[Outcome]:
     """Parameters without any gradient."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
     first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins
     return [NoGradient(path, first[path]) for path in flows.unheard if path in first]
 
 
-def _not_linear(flows: Flows) -> list[Outcome]:
+def _not_linear(flows: Reachability) -> list[Outcome]:
     return [NotLinear(node, tuple(params)) for node, params in flows.not_linear]
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import ClosedJaxpr
+from .custom_derivatives import PullBack, has_own_rule
 from .links import Array
 from .module_info import Hidden, ModuleInfo
 from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
-from .own_rules import PullBack, has_own_rule
 from .positions import Positions, positions_of
 from .primitives import ELEMENT_WISE, NOT_COMPLEX
 from .program import Node, Var, is_complex

@@ -20,7 +20,7 @@ from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
 from .evaluation import read
-from .joins import take_apart
+from .packed_states import take_apart
 from .primitives import ELEMENT_WISE
 from .program import Atom, Node, Program, Var, read_program
 from .provenance import SLICED, provenance

@@ -15,9 +15,9 @@ from .. import _compat
 from .._compat import Literal
 from .errors import CompilationError, NotSupportedError
 from .fingerprint import fingerprint
-from .joins import Part, insert, split_states, take_apart
 from .links import Array, numbered
 from .marking import mark_found
+from .packed_states import Part, insert, split_states, take_apart
 from .program import Atom, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
 from .slices import behind

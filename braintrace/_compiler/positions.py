@@ -19,10 +19,10 @@ from .._ops.primitive import ETPPrimitive
 from . import links as _links
 from .caching import cached
 from .constants import Constants
+from .custom_derivatives import PullBack, implementation
 from .dataflow import Flow, along_rule, cross, solve, union
 from .fine_links import fine_links
 from .links import Array, Linked
-from .own_rules import PullBack, implementation
 from .primitives import INDICES
 from .program import Atom, Node, Program, Var
 from .reach import Reach, SiteReach

@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
-from .._ops.letters import Layout
+from .._ops.axis_labels import Layout
 from .._ops.primitive import ETPPrimitive
 from .primitives import FLAT
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from .._compat import Literal, primitives
 from .._ops.primitive import ETPPrimitive
 from .caching import cached
+from .custom_derivatives import PullBack
 from .dataflow import Flow, solve, union
-from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
 
 CARRIED = 1  # changes from one iteration of a loop to the next

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._compat import ClosedJaxpr
-from .._ops.letters import Layout
+from .._ops.axis_labels import Layout
 from .._ops.primitive import ETPPrimitive
 from .groups import HiddenGroup
 from .links import Array

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._ops.letters import Layout, Letters
+from .._ops.axis_labels import Labels, Layout
 from .caching import cached
 from .links import Array
 from .module_info import ModuleInfo
@@ -47,7 +47,7 @@ class Samples:
             and len({v.aval.shape[axis] for v in self.carried}) < 2
         )
 
-    def letter(self, site: Site, layout: Layout) -> str | None:
+    def label(self, site: Site, layout: Layout) -> str | None:
         """The label of the batch axis of a site's output; None if there is none, or if the weight has it."""
         numbers = self.sites[site.index]
         if self.axis is None or np.any(numbers < 0):
@@ -128,7 +128,7 @@ class _Search:
     def _has_own_inputs(self, samples: Samples) -> bool:
         """Whether every op that takes data has the batch axis, and its weights lack it."""
         sites = [s for s in self.info.program.sites if s.num_inputs and s.index in samples.sites]
-        return all(samples.letter(s, layout) for s in sites for layout in s.layouts().values())
+        return all(samples.label(s, layout) for s in sites for layout in s.layouts().values())
 
     def _has_free_axis(self, count: int) -> bool:
         """Whether some op takes data, and each such op has an axis of that length that its weights lack."""
@@ -167,13 +167,13 @@ class _Search:
         return tuple(dict.fromkeys(found))
 
 
-def counting(numbers: Array, letters: Letters, count: int) -> str | None:
+def counting(numbers: Array, labels: Labels, count: int) -> str | None:
     """The label of the axis along which an array counts from 0 to `count - 1`; negative entries match."""
-    for axis, letter in enumerate(letters):
+    for axis, label in enumerate(labels):
         shape = [-1 if a == axis else 1 for a in range(numbers.ndim)]
         counted = np.arange(numbers.shape[axis]).reshape(shape)
         if numbers.shape[axis] == count and np.all((numbers < 0) | (numbers == counted)):
-            return letter
+            return label
     return None
 
 

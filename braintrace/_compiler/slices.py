@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from .._compat import ClosedJaxpr, primitives
+from .custom_derivatives import PullBack, has_own_rule
 from .dataflow import Flow, solve
 from .evaluation import View, evaluate
-from .own_rules import PullBack, has_own_rule
 from .program import Atom, Node, Program, Site, Var
 
 

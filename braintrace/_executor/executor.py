@@ -18,15 +18,17 @@ from .._compiler.program import Site, Var, zeros
 from .._compiler.readouts import find_readouts
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
-from .._ops.letters import Layout, Letters
+from .._ops.axis_labels import Labels, Layout
+from .effective_weights import Effective, effective_weights, needs
+from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
-from .readings import find_readings, slopes
-from .recursion import Recursion
+from .pull_back import pull_back
+from .sharding import PartialSums, Sharding, whole
 from .signals import Taken, differentiable_step, output, reads_old_states
-from .slots import PARTS, Jacobian, Parts, Slot, States, find_slots, stack
-from .spread import Apart, Spread, whole
-from .weighted import Weighted, as_weight, factors_over_time, find_weighted, product
-from .weights import Effective, effective_weights, needs
+from .slots import PARTS, Parts, Slot, find_slots
+from .trace_math import Jacobian, States, stack
+from .trace_recursion import Recursion
+from .weight_gradients import Weighted, as_weight, factors_over_time, find_weighted, product
 
 Leaves = list[Any]
 Ys = Mapping[int, Taken]  # outputs of sites from an earlier evaluation of the step, by site
@@ -44,14 +46,14 @@ class Local:
     slopes: dict[int, list[States]] = field(
         default_factory=dict
     )  # derivatives of each group's readings, if requested
-    spread: Spread | None = None  # the partition specs of the step, if any
+    spread: Sharding | None = None  # the partition specs of the step, if any
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
         """The arrays that change from step to step."""
         return self.inputs, self.D, self.J
 
-    def at(self, slot: Slot) -> tuple[Any | None, tuple[Any, Letters] | None, Any]:
+    def at(self, slot: Slot) -> tuple[Any | None, tuple[Any, Labels] | None, Any]:
         """`D`, the factor `x` and `J` of one slot, with `D` and `J` at the positions of its trace."""
         i, inputs = slot.relation.site.index, self.inputs[slot.relation.site.index]
         D = self.D[slot.group.index]
@@ -63,14 +65,14 @@ class Local:
 
     def parts(self, slot: Slot, trace: Any) -> Parts | None:
         """How the batch axis of a trace is split over devices; None if it is not sharded."""
-        return None if self.spread is None else self.spread.parts(slot.layout, slot.letters, trace.shape[1:])
+        return None if self.spread is None else self.spread.parts(slot.layout, slot.labels, trace.shape[1:])
 
     def apart(self, slot: Slot, parts: Parts | None, dw: Any) -> Any:
         """A gradient summed over each part of the batch, as per-device partial sums."""
         if self.spread is None or parts is None:
             return dw
         names = self.spread.names(slot)
-        return Apart(dw, self.spread, (self.spread.batch, *(names.get(a) for a in slot.layout.w)))
+        return PartialSums(dw, self.spread, (self.spread.batch, *(names.get(a) for a in slot.layout.w)))
 
 
 class ETraceGraphExecutor:
@@ -90,11 +92,11 @@ class ETraceGraphExecutor:
         )
         self.per_sample: dict[Any, Any] = {}  # cache of `PerSample`, by its options
         self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
-        self.spread: Spread | None = None  # the partition specs of the step, if any
+        self.spread: Sharding | None = None  # the partition specs of the step, if any
 
     def spread_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
         """Shard all arrays from now on as the given inputs of a step are sharded."""
-        self.spread = Spread.find(self, params, args, rest, self.spread)
+        self.spread = Sharding.find(self, params, args, rest, self.spread)
 
     def like_params(self, grads: Leaves) -> Leaves:
         """Shard gradients as their parameters."""
@@ -325,20 +327,20 @@ class ETraceGraphExecutor:
     def _term(self, layout: Layout, inputs: Leaves, dy: Any) -> Any:
         """The gradient of one weight from the cotangents of all steps."""
         factors, at = factors_over_time(layout, inputs, dy, rows=False), self.spread
-        dy, letters = factors[-1]
-        parts = None if at is None else at.parts(layout, letters, dy.shape)
+        dy, labels = factors[-1]
+        parts = None if at is None else at.parts(layout, labels, dy.shape)
         if at is None or parts is None:
             return product(factors, layout.w)
-        return Apart(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
+        return PartialSums(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
 
     def _all_apart(self, pull: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
         """Pull gradients back to the parameters, as per-device partial sums if all of them are."""
-        if self.spread is None or not given or not all(isinstance(g, Apart) for g in given):
+        if self.spread is None or not given or not all(isinstance(g, PartialSums) for g in given):
             return pull([whole(g) for g in given])
         at, found = self.spread, jax.vmap(pull)([g.parts for g in given])
         specs = [at.of_leaf(i) for i in range(len(found))]
         return [
-            None if a is None else Apart(a, at, None if s is None else (at.batch, *s))
+            None if a is None else PartialSums(a, at, None if s is None else (at.batch, *s))
             for a, s in zip(found, specs, strict=True)
         ]
 
@@ -419,40 +421,3 @@ ETraceVjpGraphExecutor = ETraceGraphExecutor
 def _weights_fixed(site: Site, operands: Leaves) -> Leaves:
     n = site.num_inputs
     return [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-
-
-def is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
-
-
-def pull_back(function: Callable[..., Any], *args: list[Any], has_aux: bool = False) -> tuple[Any, ...]:
-    """`jax.vjp` over the inexact leaves of lists of arrays; the others get None.
-
-    `function(*args)` returns a list of arrays or, with `has_aux`, also an auxiliary value, which is the third
-    result. Cotangents of arrays that are not inexact are ignored. The pull-back is a pytree, so that it can
-    be a residual of a derivative rule.
-    """
-    keep = [[is_inexact(a) for a in arg] for arg in args]
-    live = [[a for a, k in zip(arg, ks, strict=True) if k] for arg, ks in zip(args, keep, strict=True)]
-
-    def inner(*live: list[Any]) -> tuple[list[Any], Any]:
-        full = []
-        for arg, part, ks in zip(args, live, keep, strict=True):
-            rest = iter(part)
-            full.append([next(rest) if k else a for a, k in zip(arg, ks, strict=True)])
-        outs, aux = function(*full) if has_aux else (function(*full), None)
-        return [o for o in outs if is_inexact(o)], (outs, aux)
-
-    _, vjp, (outs, aux) = jax.vjp(inner, *live, has_aux=True)
-    counted = [is_inexact(o) for o in outs]
-
-    def pull(vjp: Any, cotangents: list[Any]) -> tuple[list[Any], ...]:
-        grads = vjp([c for c, k in zip(cotangents, counted, strict=True) if k])
-        result = []
-        for part, ks in zip(grads, keep, strict=True):
-            rest = iter(part)
-            result.append([next(rest) if k else None for k in ks])
-        return tuple(result)
-
-    found = jax.tree_util.Partial(pull, vjp)
-    return (outs, found, aux) if has_aux else (outs, found)

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._meshes import mesh_of, per_device
-from .._ops.letters import Letters, align
-from .slots import Slot, add_up, times
-from .spread import Spread, names_of
+from .._ops.axis_labels import Labels, align
+from .sharding import Sharding, names_of
+from .slots import Slot
+from .trace_math import add_up, times
 
 _LONGEST = (16, 128)  # the block of a trace per program
 _SHORTEST = 32  # block along the last axis: smaller loads are inefficient
@@ -46,7 +47,7 @@ def bytes_on_gpu(values: Iterable[Array]) -> int:
 _MOST_STATES = 8  # groups with more are mostly delay lines, whose `D` is mostly zero
 
 
-def fits(slot: Slot, value: Array, at: Spread | None = None) -> bool:
+def fits(slot: Slot, value: Array, at: Sharding | None = None) -> bool:
     """Whether the kernel applies: a matrix whose factor has its rows and whose `J` has its columns.
 
     The sharding of the trace must be known.
@@ -68,26 +69,26 @@ def fits(slot: Slot, value: Array, at: Spread | None = None) -> bool:
     )
 
 
-def _lead(slot: Slot) -> Letters:
-    return slot.letters[:-2]
+def _lead(slot: Slot) -> Labels:
+    return slot.labels[:-2]
 
 
 def step(
     slot: Slot,
     value: Array,
     D: Any,
-    factor: tuple[Array, Letters],
+    factor: tuple[Array, Labels],
     J: Array,
     g: Array,
     start: Array,
-    at: Spread | None = None,
+    at: Sharding | None = None,
 ) -> tuple[Array, Array]:
     """The trace after a step, and `start` plus its gradient; `D`, `J` and `g` are at trace positions.
 
     If the trace is sharded, each device runs the kernel on its shard.
     """
-    rows, out = _lead(slot), (*_lead(slot), slot.letters[-1])
-    width = (*rows, slot.letters[-2])
+    rows, out = _lead(slot), (*_lead(slot), slot.labels[-1])
+    width = (*rows, slot.labels[-2])
 
     def aligned(q: Array, lead: int) -> Array:
         names = tuple(f"lead {i}" for i in range(lead))

@@ -36,7 +36,7 @@ from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import between, dependents, has_while
 from .._compiler.step import show_paths
 from .necks import Necks, through
-from .slots import Jacobian, States, states
+from .trace_math import Jacobian, States, states
 
 _PLAIN = "old states only"  # the world of other groups' new states, in which sites are not perturbed
 

@@ -37,7 +37,7 @@ from .._compiler.slices import behind, computed_from, dependents, has_while, pla
 from .._compiler.step import show_paths
 from .executor import ETraceGraphExecutor
 from .jacobian import Known, LocalGroup, select, states_of
-from .slots import Jacobian, States, add_up, promoted
+from .trace_math import Jacobian, States, add_up, promoted
 
 _MOST = 2**26  # elements: of all pull-backs together, or of the outputs of an op for all unit vectors
 

@@ -1,6 +1,6 @@
 """A slot: the layout of the trace of one weight at one site for one group, and the arithmetic on it.
 
-Axis labels (`_ops.letters`) define the axes of a trace, and the position map assigns a hidden position to
+Axis labels (`_ops.axis_labels`) define the axes of a trace, and the position map assigns a hidden position to
 each of its elements. A trace has one more axis in front, for the states of the group:
 
     update    trace <- D trace + J x          D (S, S, *hidden), J (S, *positions), x the op's factor
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from typing import Any
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,8 @@ from .._compiler.links import Array as NpArray
 from .._compiler.links import numbered
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._meshes import mesh_of
-from .._ops.letters import Layout, Letters, align
+from .._ops.axis_labels import Labels, Layout, align
+from .trace_math import States, add_up, promoted, states, times, weigh
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,13 @@ class Slot:
         """Whether traces of both slots have the same layout and refer to the same states."""
         a, b = self.positions, other.positions
         return (
-            self.letters == other.letters
+            self.labels == other.labels
             and a.on_hidden == b.on_hidden
             and np.array_equal(a.map, b.map)
             and self.group.hidden_paths == other.group.hidden_paths
         )
 
-    def factor(self, inputs: Sequence[Array]) -> tuple[Array, Letters] | None:
+    def factor(self, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
         """The factor of the op as floating numbers, also if it is boolean (spikes), with its labels."""
         found = self.layout.factor(inputs)
         if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
@@ -87,7 +87,7 @@ class Slot:
         return None
 
     @cached_property
-    def _extra(self) -> Letters:
+    def _extra(self) -> Labels:
         """Labels of the hidden axes that `y` lacks."""
         if not self.positions.on_hidden:
             return ()
@@ -102,7 +102,7 @@ class Slot:
         return [a for a, n in enumerate(self.group.varshape) if sizes.get(a, 1) != n]
 
     @cached_property
-    def summed(self) -> Letters:
+    def summed(self) -> Labels:
         """Labels of `y` that the weight lacks and along which the hidden position is constant.
 
         The trace is summed over these axes at once (a reduction, or a loop that accumulates).
@@ -111,31 +111,31 @@ class Slot:
             return ()
         places = self.positions.map
         return tuple(
-            letter
-            for axis, letter in enumerate(self.layout.y)
-            if letter not in self.layout.w and np.all(places == places.take([0], axis))
+            label
+            for axis, label in enumerate(self.layout.y)
+            if label not in self.layout.w and np.all(places == places.take([0], axis))
         )
 
     @property
-    def y(self) -> Letters:
+    def y(self) -> Labels:
         """The labels of `J`."""
         return self._extra + self.layout.y
 
     @property
-    def at(self) -> Letters:
+    def at(self) -> Labels:
         """The labels of `D` and `g` at the positions of the trace."""
         return tuple(a for a in self.y if a not in self.summed)
 
     @property
-    def letters(self) -> Letters:
+    def labels(self) -> Labels:
         """The labels of the trace."""
         return tuple(a for a in self.at if a not in self.layout.w) + self.layout.w
 
     @cached_property
     def _map(self) -> NpArray:
         places = self.positions.map
-        for axis, letter in reversed(list(enumerate(self.layout.y))):
-            if letter in self.summed:
+        for axis, label in reversed(list(enumerate(self.layout.y))):
+            if label in self.summed:
                 places = places.take(0, axis)
         return places
 
@@ -171,11 +171,11 @@ class Slot:
 
     def from_cotangent(
         self,
-        factor: tuple[Array, Letters] | None,
+        factor: tuple[Array, Labels] | None,
         dy: Array,
         inputs: Sequence[Array],
         weight: Array,
-        over: Letters = (),
+        over: Labels = (),
         parts: Parts | None = None,
     ) -> Array:
         """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
@@ -200,7 +200,7 @@ class Slot:
                 x, have, dy, y = _joined(x, have, dy, y, w)
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
             out = [a for a in w if a in number]
-            ids = [[number[a] for a in letters] for letters in (have, y, out)]
+            ids = [[number[a] for a in labels] for labels in (have, y, out)]
             result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
         return jnp.broadcast_to(result, shape)
 
@@ -237,31 +237,31 @@ class Slot:
         return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
 
     def instant(
-        self, factor: tuple[Array, Letters] | None, J: Array, weight: Array, over: Letters = ()
+        self, factor: tuple[Array, Labels] | None, J: Array, weight: Array, over: Labels = ()
     ) -> Array:
         """The instant term `J x`, broadcast to the trace; `J` has the axes `y`.
 
         `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
         """
-        y, letters, summed = over + self.y, self.letters, over + self.summed
+        y, labels, summed = over + self.y, self.labels, over + self.summed
         if factor is None:
             q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in summed))
-            result = _align_states(q, self.at, letters)
+            result = _align_states(q, self.at, labels)
         elif not summed:
             x, have = factor
             x, J = promoted(x, J)
-            result = _align_states(J, y, letters) * align(x, have, letters)[None]
+            result = _align_states(J, y, labels) * align(x, have, labels)[None]
         else:
             x, have = factor
             x, J = promoted(x, J)
-            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
-            out = [a for a in letters if a in have or a in y]
+            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *labels)))}
+            out = [a for a in labels if a in have or a in y]
             ids = [[number[a] for a in some] for some in (have, y, out)]
             # one einsum per state: with the states as an index, XLA would transpose the whole trace
             each = [jnp.einsum(x, ids[0], one, ids[1], ids[2]) for one in J]
-            result = _align_states(jnp.stack(each), tuple(out), letters)
+            result = _align_states(jnp.stack(each), tuple(out), labels)
         sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
-        full = tuple(sizes.get(a, n) for a, n in zip(letters, result.shape[1:], strict=True))
+        full = tuple(sizes.get(a, n) for a, n in zip(labels, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
 
     def decay(
@@ -275,7 +275,7 @@ class Slot:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
         n = self.group.num_state
-        blocks = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
+        blocks = [[align(D[s, r], self.at, self.labels) for r in range(n)] for s in range(n)]
         if n == 1:
             return times(blocks[0][0][None], trace)
         each = states(trace, 0)
@@ -294,15 +294,15 @@ class Slot:
 
         With `parts`, the result has per-device partial sums in front.
         """
-        g, trace = promoted(_align_states(g, self.at, self.letters), trace)
+        g, trace = promoted(_align_states(g, self.at, self.labels), trace)
         if parts is None:
             return self._contract(g, trace)
-        axis = 1 + self.letters.index(parts.letter)
+        axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
         return jax.vmap(self._contract, axis)(g, trace)
 
     def _contract(self, g: Array, trace: Array) -> Array:
-        lead = 1 + len(self.letters) - len(self.layout.w)
+        lead = 1 + len(self.labels) - len(self.layout.w)
         num = self.group.num_state
         if g.size == trace.size:  # a bias, for which the order of the sum does not matter
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
@@ -315,7 +315,7 @@ class Slot:
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
         kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
-        kept = jnp.broadcast_to(_align_states(kept, self.at, self.letters), trace.shape)
+        kept = jnp.broadcast_to(_align_states(kept, self.at, self.labels), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
     def where_instant(self, keep: Array, J: Array) -> Array:
@@ -350,8 +350,8 @@ class Slot:
                 probe = jnp.broadcast_to(number, given.shape).astype(given.dtype)
                 x, have = self.factor([probe, *rest] if is_input else self.relation.site.no_inputs)  # type: ignore[misc]
                 x = x if is_input else probe
-                letters = tuple(dict.fromkeys((*self.at, *have)))
-                x, want = promoted(align(x, have, letters), align(wanted, self.at, letters))
+                labels = tuple(dict.fromkeys((*self.at, *have)))
+                x, want = promoted(align(x, have, labels), align(wanted, self.at, labels))
                 if bool(jnp.all((x == want) | (x == 0) | (want == 0))):
                     return axis
         return None
@@ -369,89 +369,19 @@ PARTS = "parts"
 class Parts:
     """A batch axis split over devices, so that sums over it are per-device partial sums."""
 
-    letter: str
+    label: str
     ways: int
 
-    def of(self, array: Array, letters: Letters) -> tuple[Array, Letters]:
+    def of(self, array: Array, labels: Labels) -> tuple[Array, Labels]:
         """Split the batch axis of an array; returns it with its labels."""
-        if self.letter not in letters:
-            return array, letters
-        at = letters.index(self.letter)
-        return self.split(array, at), (*letters[:at], PARTS, *letters[at:])
+        if self.label not in labels:
+            return array, labels
+        at = labels.index(self.label)
+        return self.split(array, at), (*labels[:at], PARTS, *labels[at:])
 
     def split(self, array: Array, axis: int) -> Array:
         """Split an axis into (parts, entries of each part)."""
         return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
-
-
-def weigh(g: Array, trace: Array) -> Array:
-    """`sum_sm g[s, m] trace[s, m]`."""
-    if mesh_of(g, trace) is not None:  # a loop over the batch would gather one shard after the other
-        return _sum_fused(g, trace)
-    return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)  # type: ignore[no-any-return]
-
-
-def _sum_fused(g: Array, trace: Array) -> Array:
-    """`sum_sm g[s, m] trace[s, m]`, which a GPU fuses with the update of the trace.
-
-    One sum per state: for a sum over both axes, XLA transposes the whole product first.
-    """
-    return add_up(jnp.sum(times(a, b), axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
-
-
-def _sum_on_cpu(g: Array, trace: Array) -> Array:
-    """`sum_sm g[s, m] trace[s, m]`, unrolled: XLA's reductions over a leading axis are slow on CPU."""
-    g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
-    if g.shape[0] > _WRITTEN_OUT:
-        zero = jnp.zeros(trace.shape[1:], trace.dtype)
-        return jax.lax.scan(lambda total, pair: (total + times(*pair), None), zero, (g, trace))[0]
-    one_by_one = ([jax.lax.slice_in_dim(a, m, m + 1) for m in range(len(a))] for a in (g, trace))
-    return jnp.squeeze(add_up(map(times, *one_by_one)), 0)
-
-
-_WRITTEN_OUT = 64
-
-
-States = Sequence[Array]  # one array per state of a group
-Jacobian = Sequence[States]  # `[new state][old state]`
-
-
-def states(array: Array, axis: int) -> list[Array]:
-    """Split an axis of states into a list, which XLA neither stacks nor transposes."""
-    return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
-
-
-def stack(D: Jacobian) -> Float[Array, "state state ..."]:
-    """A local Jacobian as one array, (new states, old states, ...)."""
-    return jnp.stack([jnp.stack(row) for row in D])
-
-
-def add_up(terms: Iterable[Array]) -> Array:
-    """The sum of arrays; unlike `sum`, it adds no zero."""
-    return reduce(operator.add, terms)
-
-
-def times(a: Array, trace: Array) -> Array:
-    """`a * trace`, and zero where the trace is zero.
-
-    A zero trace means that nothing has reached the state yet, so that an infinite slope there (of a root or a
-    norm of a state that starts from zero) must not make it NaN.
-    """
-    product = a * trace
-    trace = jnp.broadcast_to(trace, product.shape)
-    return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
-
-
-def dot(a: States, b: States) -> Array:
-    """`sum_s a[s] b[s]`."""
-    return add_up(x * y for x, y in zip(a, b, strict=True))
-
-
-def promoted(*arrays: Array) -> tuple[Any, ...]:
-    """Cast arrays to their common type, whatever JAX's promotion setting is."""
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(*arrays)
-    return tuple(a.astype(dtype) for a in arrays)
 
 
 def _take(q: Array, places: NpArray, lead: int, shape: tuple[int, ...]) -> Array:
@@ -480,9 +410,7 @@ def _repeated(places: NpArray, numbers: NpArray) -> int | None:
     return None
 
 
-def _joined(
-    x: Array, have: Letters, dy: Array, y: Letters, w: Letters
-) -> tuple[Array, Letters, Array, Letters]:
+def _joined(x: Array, have: Labels, dy: Array, y: Labels, w: Labels) -> tuple[Array, Labels, Array, Labels]:
     """Merge leading axes that both operands have and `w` lacks, because XLA would transpose both operands."""
     pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
     n = sum(1 for _ in pairs)
@@ -493,7 +421,7 @@ def _joined(
     return x, one + have[n:], dy, one + y[n:]
 
 
-def _align_states(q: Array, have: Letters, want: Letters) -> Array:
+def _align_states(q: Array, have: Labels, want: Labels) -> Array:
     return align(q, ("states", *have), ("states", *want))
 
 

@@ -15,8 +15,9 @@ from .._compiler.exactness import find_unseen
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import read_step
-from .._executor.executor import ETraceGraphExecutor, is_inexact
-from .._executor.own_ops import check_own_ops
+from .._executor.check_op_labels import check_own_ops
+from .._executor.executor import ETraceGraphExecutor
+from .._executor.pull_back import is_inexact
 from .._executor.slots import find_slots
 from .._executor.window import where_rows
 from .._frontends.functions import Function, read_function

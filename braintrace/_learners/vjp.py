@@ -16,7 +16,7 @@ from .._compiler import ETraceGraph, NotSupportedError
 from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.graph import graph_from_info
 from .._compiler.step import show_path
-from .._executor.own_ops import check_own_ops
+from .._executor.check_op_labels import check_own_ops
 from .._executor.slots import find_slots
 from .._frontends.modules import Mark, check_mark, extract_module_info
 from .._lines import warn_user

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .letters import Term
+from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
 Pairs = tuple[tuple[int, int], ...]

@@ -8,7 +8,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .letters import Term
+from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .letters import Term
+from .axis_labels import Term
 from .primitive import WeightFn, on_mantissa, register_primitive, shape_of
 
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._compat import primitives
+from .axis_labels import Term
 from .convolution import Window, conv_p
 from .elementwise import element_wise_p
-from .letters import Term
 from .primitive import ETPPrimitive, register_primitive
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _lines
-from .letters import Layout, Term, layout, over_levels
+from .axis_labels import Layout, Term, layout, over_levels
 
 Terms = Mapping[str, Term] | Callable[..., Mapping[str, Term]]
 Levels = tuple[tuple[bool, ...], ...]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import Path, show_path, show_paths
-from .._executor.executor import is_inexact
+from .._executor.pull_back import is_inexact
 from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model

@@ -22,7 +22,7 @@ from .. import _rules
 from .._compiler import ETraceGraph
 from .._compiler.graph import graph_from_info
 from .._executor.memory import device_memory
-from .._executor.spread import names_of
+from .._executor.sharding import names_of
 from .._frontends.modules import extract_module_info
 from .._frontends.pure import Pure
 from .._learners import pickling

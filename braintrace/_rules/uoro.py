@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.spread import Spec
+from .._executor.sharding import Spec
 from .._executor.window import Window
 from .rank import BASIS, Rank, finite, named, parts_of
 from .rule import Values

@@ -23,8 +23,8 @@ import numpy as np
 
 from .._compiler import ETraceGraph
 from .._compiler.step import show_path
-from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
+from .._executor.pull_back import is_inexact
 from .._learners.functional import OnlineFunctions
 from .._lines import raising_line
 from .._online.request import check_chunk_size

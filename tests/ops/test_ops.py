@@ -21,7 +21,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import braintrace as bt
 from braintrace import _compat
-from braintrace._ops.letters import align
+from braintrace._ops.axis_labels import align
 from tests.run import every
 
 

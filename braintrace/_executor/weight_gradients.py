@@ -19,8 +19,8 @@ from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .._compiler.provenance import provenance
 from .._compiler.site_weights import SiteWeights
-from .._ops.letters import Layout, Letters, align
-from .slots import promoted
+from .._ops.axis_labels import Labels, Layout, align
+from .trace_math import promoted
 
 TIME, ROWS = "time", "rows"
 
@@ -59,12 +59,12 @@ def in_front(ndim: int) -> int:
     return 0
 
 
-def with_rows(letters: Letters, axis: Callable[[int], int] = row_axis) -> Letters:
-    at = axis(len(letters))
-    return (*letters[:at], ROWS, *letters[at:])
+def with_rows(labels: Labels, axis: Callable[[int], int] = row_axis) -> Labels:
+    at = axis(len(labels))
+    return (*labels[:at], ROWS, *labels[at:])
 
 
-def over_time(layout: Layout, inputs: Sequence[Array], dy: Array, want: Letters) -> Array:
+def over_time(layout: Layout, inputs: Sequence[Array], dy: Array, want: Labels) -> Array:
     """`sum_t x[t] dy[t]` with the axes `want`; `inputs` are (time, ...).
 
     `dy` is (time, *y) or, if `want` has rows, (rows, time, *y).
@@ -79,7 +79,7 @@ def over_time(layout: Layout, inputs: Sequence[Array], dy: Array, want: Letters)
 
 def factors_over_time(
     layout: Layout, inputs: Sequence[Array], dy: Array, *, rows: bool
-) -> list[tuple[Array, Letters]]:
+) -> list[tuple[Array, Labels]]:
     """`x` (left out if it is one) and `dy` of all steps, with their axis labels."""
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if rows else view
@@ -88,29 +88,29 @@ def factors_over_time(
     return [*([] if factor is None else [(factor[0], (TIME, *factor[1]))]), (dy, y)]
 
 
-def product(operands: Sequence[tuple[Array, Letters]], want: Letters) -> Array:
+def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
     """An einsum of arrays with axis labels, summed over the axes that are not in `want`."""
     arrays = promoted(*(array for array, _ in operands))
-    have = tuple(a for a in want if any(a in letters for _, letters in operands))
-    pairs = [(array, letters) for array, (_, letters) in zip(arrays, operands, strict=True)]
+    have = tuple(a for a in want if any(a in labels for _, labels in operands))
+    pairs = [(array, labels) for array, (_, labels) in zip(arrays, operands, strict=True)]
     return align(_einsum(pairs, have), have, want)
 
 
-def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Letters] | None:
+def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Labels] | None:
     """The factor `x` of an op at all steps; None if it is one."""
     if layout.x is None:
         return None
-    letters: list[Letters] = []  # labels are not arrays, so that `vmap` cannot return them
+    labels: list[Labels] = []  # labels are not arrays, so that `vmap` cannot return them
 
     def one(inputs: list[Array]) -> Array:
         x, have = layout.factor(inputs)  # type: ignore[misc]
-        letters.append(have)
+        labels.append(have)
         return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)  # type: ignore[no-any-return]
 
-    return jax.vmap(one)(list(inputs)), letters[0]
+    return jax.vmap(one)(list(inputs)), labels[0]
 
 
-def _einsum(operands: Sequence[tuple[Array, Letters]], out: Letters) -> Array:
+def _einsum(operands: Sequence[tuple[Array, Labels]], out: Labels) -> Array:
     number = {a: i for i, a in enumerate(dict.fromkeys(a for _, have in operands for a in have))}
     args: list[Any] = []
     for array, have in operands:

@@ -18,7 +18,7 @@ from .._compat import primitives
 from .._compiler.program import Atom, Node, Program, Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.slices import behind, values_of
-from .._ops.letters import over_levels
+from .._ops.axis_labels import over_levels
 
 Names = tuple[str, ...]
 Effective = dict[int, dict[str, Array]]  # by site, by name

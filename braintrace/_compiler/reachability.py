@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from .caching import cached
+from .custom_derivatives import PullBack, not_linear
 from .dataflow import Flow, settled, solve, union
-from .own_rules import PullBack, not_linear
 from .primitives import ELEMENT_WISE, LAYOUT, named
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
@@ -40,7 +40,7 @@ class Carried:
     new: Var
 
 
-class Flows:
+class Reachability:
     """The paths of one compiled step.
 
     Args:
@@ -333,9 +333,11 @@ class Flows:
 
 
 @cached
-def find_flows(graph: ETraceGraph, seen: tuple[Path, ...] = (), *, all_live: bool = False) -> Flows:
+def find_reachability(
+    graph: ETraceGraph, seen: tuple[Path, ...] = (), *, all_live: bool = False
+) -> Reachability:
     """The paths of a compiled step, computed once."""
-    return Flows(graph, seen, all_live)
+    return Reachability(graph, seen, all_live)
 
 
 def opened_sites(program: Program) -> Iterator[tuple[Node, Site]]:

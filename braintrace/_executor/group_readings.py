@@ -23,7 +23,7 @@ from .._compiler.program import Var
 from .._compiler.reach import Reach
 from .._compiler.slices import behind, computed_from, values_of
 from .jacobian import Known, states_of
-from .slots import States
+from .trace_math import States
 
 
 def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:

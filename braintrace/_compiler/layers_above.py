@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from .custom_derivatives import PullBack
 from .dataflow import Flow, settled, solve, union
-from .flows import Carried, find_flows
-from .own_rules import PullBack
 from .program import Node, Var
 from .provenance import Goal, provenance
+from .reachability import Carried, find_reachability
 from .step import Path
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Across:
     """The states above the traces of one compiled step."""
 
     def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.flows = graph, find_flows(graph)
+        self.graph, self.flows = graph, find_reachability(graph)
         info = graph.module_info
         self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]
         number = {v: i for i, v in enumerate(info.carried_invars)}

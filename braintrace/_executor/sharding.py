@@ -22,8 +22,9 @@ from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
-from .._ops.letters import Layout, Letters
-from .slots import Parts, Slot, add_up, promoted
+from .._ops.axis_labels import Labels, Layout
+from .slots import Parts, Slot
+from .trace_math import add_up, promoted
 
 Spec = tuple[
     Any, ...
@@ -32,7 +33,7 @@ Names = dict[str, Any]  # the mesh axes of each axis label
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class Sharding:
     """The partition specs of the arrays of a compiled step."""
 
     info: ModuleInfo
@@ -48,8 +49,8 @@ class Spread:
 
     @staticmethod
     def find(
-        executor: Any, params: Sequence[Any], args: Sequence[Any], rest: Any, before: Spread | None
-    ) -> Spread | None:
+        executor: Any, params: Sequence[Any], args: Sequence[Any], rest: Any, before: Sharding | None
+    ) -> Sharding | None:
         """The sharding of a step with these inputs; None if all of them are on one device.
 
         `before` is returned if it still applies, or if the sharding of traced inputs is unknown.
@@ -71,7 +72,7 @@ class Spread:
         if not found:
             return before if any(map(_compat.is_tracer, arrays)) else None
         mesh = next(mesh for mesh, _ in found.values())
-        spread = Spread(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+        spread = Sharding(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
         if before is not None and spread.key == before.key:
             return before
         spread._names.update({t.key: spread._find_names(t) for t in executor.slots})
@@ -94,15 +95,15 @@ class Spread:
 
     def _find_names(self, slot: Slot) -> tuple[Names, Names]:
         axes = [a for a, name in enumerate(self.of_group(slot.group)) if name is not None]
-        states = {_letter_of(slot, a): self.of_group(slot.group)[a] for a in axes}
+        states = {_label_of(slot, a): self.of_group(slot.group)[a] for a in axes}
         # a weight that is sharded over the mesh axis of the batch is gathered for use, not the batch
-        samples = [name for letter, name in states.items() if letter is None or letter not in slot.layout.w]
+        samples = [name for label, name in states.items() if label is None or label not in slot.layout.w]
         weight = self._of_weight(slot.relation, slot.name, slot.layout)
         weight = {a: name for a, name in weight.items() if not _used(samples, name)}
         found = dict(weight)
-        for letter, name in states.items():
-            if letter is not None and found.get(letter) is None and not _used(found.values(), name):
-                found[letter] = name
+        for label, name in states.items():
+            if label is not None and found.get(label) is None and not _used(found.values(), name):
+                found[label] = name
         return weight, found
 
     def of_group(self, group: HiddenGroup) -> Spec:
@@ -127,8 +128,8 @@ class Spread:
         result = list(self.of_group(slot.group))
         weight = self._names[slot.key][0]
         for axis, name in enumerate(result):
-            letter = _letter_of(slot, axis) if name is None and weight else None
-            new = weight.get(letter) if letter is not None else None
+            label = _label_of(slot, axis) if name is None and weight else None
+            new = weight.get(label) if label is not None else None
             result[axis] = name if new is None or _used(result, new) else new
         return tuple(result)
 
@@ -140,16 +141,16 @@ class Spread:
         if len(variables) != 1 or atom is None or relation.varying:
             return {}
         same = variables[0].aval.shape == atom.aval.shape
-        return self.letters(self.specs.get(variables[0]), atom.aval.shape, layout) if same else {}
+        return self.labels(self.specs.get(variables[0]), atom.aval.shape, layout) if same else {}
 
-    def letters(self, spec: Spec | None, shape: tuple[int, ...], layout: Layout) -> Names:
+    def labels(self, spec: Spec | None, shape: tuple[int, ...], layout: Layout) -> Names:
         """The mesh axes of each label of a weight with this spec and shape."""
         found = {}
         for axis, part in enumerate(spec or ()):
             if part is not None:
-                letter = _counted(layout.view_w, shape, axis, layout.w)
-                if letter is not None:
-                    found[letter] = part
+                label = _counted(layout.view_w, shape, axis, layout.w)
+                if label is not None:
+                    found[label] = part
         return found
 
     # -- arrays ------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Spread:
     def of_trace(self, slot: Slot) -> Spec:
         """The spec of a trace: (states, *labels)."""
         names = self.names(slot)
-        return (None, *(names.get(a) for a in slot.letters))
+        return (None, *(names.get(a) for a in slot.labels))
 
     def of_instant(self, slot: Slot) -> Spec:
         """The spec of an array shaped as `J`: (states, *positions)."""
@@ -194,12 +195,12 @@ class Spread:
         found = {spec[0] for spec in self._groups.values() if spec and spec[0] is not None}
         return found.pop() if len(found) == 1 else None
 
-    def parts(self, layout: Layout, letters: Letters, shape: tuple[int, ...]) -> Parts | None:
+    def parts(self, layout: Layout, labels: Labels, shape: tuple[int, ...]) -> Parts | None:
         """How the batch axis of an array with these labels is split over devices; None if it is not."""
         samples = next((a for a in layout.y if a not in layout.w), None)
-        if self.batch is None or samples not in letters:
+        if self.batch is None or samples not in labels:
             return None
-        ways = self.ways(self.batch, shape[letters.index(samples)])
+        ways = self.ways(self.batch, shape[labels.index(samples)])
         return Parts(samples, ways) if ways > 1 else None
 
     def of_leaf(self, number: int) -> Spec | None:
@@ -225,10 +226,10 @@ class Spread:
 
     def _find_sent(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            x, letters = slot.relation.site.inputs[0], slot.layout.x
-            if not isinstance(x, Var) or letters is None or slot.layout.x_is_viewed:
+            x, labels = slot.relation.site.inputs[0], slot.layout.x
+            if not isinstance(x, Var) or labels is None or slot.layout.x_is_viewed:
                 continue
-            fits = len(letters) == len(x.aval.shape) and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+            fits = len(labels) == len(x.aval.shape) and jnp.issubdtype(x.aval.dtype, jnp.inexact)
             if fits and self._names[slot.key][0] and x not in self._sent:
                 self._sent[x] = self.of_input(slot, x.aval.shape)
 
@@ -261,11 +262,11 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Apart:
+class PartialSums:
     """A gradient as per-device partial sums, along the first axis."""
 
     parts: Any
-    at: Spread
+    at: Sharding
     spec: Spec | None = None  # of `parts`, if it is known
 
     @property
@@ -278,14 +279,14 @@ def plus(a: Any, b: Any) -> Any:
     """Add two gradients (None is zero); the result is a partial sum if both are."""
     if a is None or b is None:
         return b if a is None else a
-    if isinstance(a, Apart) and isinstance(b, Apart) and a.parts.shape == b.parts.shape:
+    if isinstance(a, PartialSums) and isinstance(b, PartialSums) and a.parts.shape == b.parts.shape:
         return replace(a, parts=add_up(promoted(a.parts, b.parts)))
     return whole(a) + whole(b)
 
 
 def whole(a: Any) -> Any:
     """The gradient, summed over devices if it is a partial sum."""
-    return a.whole if isinstance(a, Apart) else a
+    return a.whole if isinstance(a, PartialSums) else a
 
 
 def _sharding(v: Var, array: Any) -> tuple[Any, Spec] | None:
@@ -312,7 +313,7 @@ def _used(parts: Iterable[Any], part: Any) -> bool:
     return not set(names_of(part)).isdisjoint(n for p in parts for n in names_of(p))
 
 
-def _letter_of(slot: Slot, axis: int) -> str | None:
+def _label_of(slot: Slot, axis: int) -> str | None:
     """The trace label of an axis of the hidden positions."""
     shape = slot.group.varshape
     numbers = np.arange(1, shape[axis] + 1).reshape([-1 if a == axis else 1 for a in range(len(shape))])
@@ -324,12 +325,12 @@ def _letter_of(slot: Slot, axis: int) -> str | None:
     return counting(seen.astype(int) - 1, slot.at, shape[axis])
 
 
-def _counted(view: Any, shape: tuple[int, ...], axis: int, letters: Letters) -> str | None:
+def _counted(view: Any, shape: tuple[int, ...], axis: int, labels: Labels) -> str | None:
     """The label of an axis of the viewed array."""
     numbers = np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
     with jax.ensure_compile_time_eval():
         seen = np.asarray(view(jnp.asarray(np.broadcast_to(numbers, shape))))
-    return counting(seen, letters, shape[axis])
+    return counting(seen, labels, shape[axis])
 
 
 def _first_axis(spec: Spec, of: tuple[int, ...], shape: tuple[int, ...]) -> Spec:

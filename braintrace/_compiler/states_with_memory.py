@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .filters import with_filters
-from .flows import Flows, find_flows
 from .graph import ETraceGraph
 from .groups import HiddenGroup
+from .leaky_readouts import with_filters
 from .module_info import Hidden
 from .positions import Positions, positions_of
 from .program import Var
 from .reach import Reach
+from .reachability import Reachability, find_reachability
 
 
 def remembering(graph: ETraceGraph) -> ETraceGraph:
@@ -27,7 +27,7 @@ def remembering(graph: ETraceGraph) -> ETraceGraph:
     A group is unchanged if none of its states has memory, or if it mixes positions: a trace then keeps only
     the diagonal of a derivative that the step has in full.
     """
-    positions, flows = positions_of(graph.module_info.program), find_flows(graph)
+    positions, flows = positions_of(graph.module_info.program), find_reachability(graph)
     changed = {g: _reduced(graph, g, positions, flows) for g in graph.hidden_groups}
     return graph._replace(
         hidden_groups=type(graph.hidden_groups)(changed.values()),
@@ -43,7 +43,9 @@ def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
     return {g.index: g for g in remembering(with_filters(graph)).hidden_groups}
 
 
-def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Flows) -> HiddenGroup:
+def _reduced(
+    graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Reachability
+) -> HiddenGroup:
     maps = [m for r in graph.hidden_param_op_relations for g, m in r.feeds if g is group]
     if len(group.hidden) == 1 or not group.is_local or not all(m.complete for m in maps):
         return group

@@ -20,7 +20,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.program import Var
 from .._compiler.slices import behind
 from .._compiler.step import show_paths
-from .slots import Jacobian, States, dot
+from .trace_math import Jacobian, States, dot
 
 if TYPE_CHECKING:
     from .executor import ETraceGraphExecutor

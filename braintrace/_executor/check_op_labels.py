@@ -11,7 +11,7 @@ import numpy as np
 
 from .._compiler import CompilationError
 from .slots import Slot
-from .weighted import as_weight
+from .weight_gradients import as_weight
 
 _TOLERANCE = 1e-3
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .executor import ETraceGraphExecutor
-from .weighted import Weighted, find_weighted
+from .weight_gradients import Weighted, find_weighted
 from .window import Window
 
 
-class Linear:
+class MarkedStep:
     """The fully marked step of a compiled model, and the maps of constants and sites between the two."""
 
     def __init__(self, executor: ETraceGraphExecutor) -> None:

@@ -23,16 +23,16 @@ import jax.numpy as jnp
 
 from .._compat import Literal, primitives
 from .caching import cached
+from .custom_derivatives import PullBack
 from .dataflow import Flow, solve
-from .flows import find_flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
-from .own_rules import PullBack
 from .positions import positions_of
 from .primitives import ELEMENT_WISE, IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, NOT_COMPLEX, named
 from .program import Atom, Node, Program, Var, is_complex, is_inexact, read_program, struct, zeros
 from .provenance import Goal, spread
 from .reach import Reach
+from .reachability import find_reachability
 from .slices import behind, between, computed_from, needed, values_of
 from .step import Path
 
@@ -85,7 +85,12 @@ def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
 
 class _Search:
     def __init__(self, graph: ETraceGraph, exact: bool) -> None:
-        self.graph, self.info, self.flows, self.exact = graph, graph.module_info, find_flows(graph), exact
+        self.graph, self.info, self.flows, self.exact = (
+            graph,
+            graph.module_info,
+            find_reachability(graph),
+            exact,
+        )
         self.program = self.info.program
 
     def of(self, group: HiddenGroup) -> Filter | None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Letters = tuple[str, ...]
+Labels = tuple[str, ...]
 
 
 def _first(x: Any, *_: Any) -> Any:
@@ -68,12 +68,12 @@ class Layout:
     term: Term
     inputs: tuple[tuple[bool, ...], ...]
     weight: tuple[bool, ...]
-    x: Letters | None
-    w: Letters
-    y: Letters
+    x: Labels | None
+    w: Labels
+    y: Labels
 
     @property
-    def trace(self) -> Letters:
+    def trace(self) -> Labels:
         return tuple(a for a in self.y if a not in self.w) + self.w
 
     @property
@@ -91,7 +91,7 @@ class Layout:
         """Whether the labels `w` describe a view of the weight, not the weight itself."""
         return self.term.w is not _first
 
-    def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
+    def factor(self, inputs: Sequence[Any]) -> tuple[Any, Labels] | None:
         """The factor of `dy/dw` and its labels; None if it is one.
 
         Axes that neither the weight nor the output has are summed over.
@@ -133,7 +133,7 @@ def layout(term: Term, inputs: tuple[tuple[bool, ...], ...], weight: tuple[bool,
     )
 
 
-def _expand(letters: str, lead: Letters) -> Letters:
+def _expand(letters: str, lead: Labels) -> Labels:
     head, dots, tail = letters.partition("...")
     return tuple(head) + (lead if dots else ()) + tuple(tail)
 
@@ -146,7 +146,7 @@ def over_levels(fn: Callable[..., Any], levels: Sequence[Sequence[bool]]) -> Cal
     return fn
 
 
-def align(q: jax.Array, have: Letters, want: Letters) -> jax.Array:
+def align(q: jax.Array, have: Labels, want: Labels) -> jax.Array:
     """Transpose `q` to the axis order `want`, with an axis of length one for each label that it lacks."""
     q = jnp.transpose(q, [have.index(a) for a in want if a in have])
     return jnp.expand_dims(q, [i for i, a in enumerate(want) if a not in have])
