@@ -1,4 +1,4 @@
-"""Every difference between JAX versions (0.8 to 0.11), and nothing else.
+"""Differences between JAX versions (0.8 to 0.11), and everything that touches JAX's jaxprs or primitives.
 
 The rest of the package reads jaxprs through these names only.
 """
@@ -55,7 +55,7 @@ __all__ = [
 
 
 def _primitive_of(example: Callable[[Any], Any]) -> Any:
-    """The primitive of a function that is a single one; None if this version of JAX does not have it."""
+    """The primitive that a function consists of; None if this version of JAX does not have it."""
     try:
         made = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((1,), np.float32))
     except AttributeError:  # not even the function
@@ -75,7 +75,7 @@ def _a_shard_map(x: Any) -> Any:
     return jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
-# those for which `jax.extend` has no name
+# primitives that `jax.extend` does not export
 optimization_barrier_p = _primitive_of(jax.lax.optimization_barrier)
 split_p = _primitive_of(lambda x: jax.lax.split(x, [1]))
 stack_p = _primitive_of(lambda x: jax.lax.stack([x]))  # from 0.10 on, as the next two
@@ -88,7 +88,7 @@ scatter_sub_p = _primitive_of(
     )
 )
 shard_map_p = _primitive_of(_a_shard_map)
-# before 0.9 it has none for these either
+# exported from 0.9 on
 name_p = getattr(primitives, "name_p", None) or _primitive_of(lambda x: checkpoint_name(x, ""))
 remat_p = getattr(primitives, "remat_p", None) or _primitive_of(jax.checkpoint(lambda x: x))
 
@@ -99,7 +99,7 @@ _CALLS = {
     primitives.closed_call_p: "call_jaxpr",
     primitives.call_p: "call_jaxpr",
 }
-# custom derivatives: also one jaxpr applied once, with a rule of its own for the derivative
+# custom derivatives: also one jaxpr applied once, with a custom derivative rule
 _CUSTOM = {
     primitives.custom_jvp_call_p: "call_jaxpr",
     primitives.custom_vjp_call_p: "call_jaxpr",
@@ -107,14 +107,14 @@ _CUSTOM = {
 
 
 def parts(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """A jaxpr's body and the constants that come with it."""
+    """The body and the constants of a jaxpr."""
     if hasattr(jaxpr, "jaxpr"):  # a ClosedJaxpr, or the one type that it became in 0.11
         return jaxpr.jaxpr, list(jaxpr.consts)
     return jaxpr, list(getattr(jaxpr, "consts", ()))
 
 
 def live_equations(jaxpr: Any) -> list[Any]:
-    """The equations whose results are used, or that have effects, without what is unused inside them."""
+    """The equations whose results are used or that have effects, with dead code inside them removed."""
     used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     live = []
     for eqn in reversed(jaxpr.eqns):
@@ -150,13 +150,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
 
 
 def all_jaxprs(eqn: JaxprEqn) -> list[Any]:
-    """Every jaxpr among the parameters of an equation, whatever it is for."""
+    """Every jaxpr among the parameters of an equation."""
     found = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
     return [parts(v)[0] for v in found if isinstance(v, ClosedJaxpr | Jaxpr)]
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried."""
+    """The number of constant and of carried operands of a `scan`."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -165,12 +165,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `while` are constants of its condition, and of its body."""
+    """The number of constant operands of the condition and of the body of a `while`."""
     return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
 
 def bind(eqn: JaxprEqn, *vals: Any) -> list[Any]:
-    """Apply one equation to values; always a list of results."""
+    """Apply one equation to values; returns a list of results."""
     params = eqn.primitive.get_bind_params(eqn.params)
     if isinstance(params, tuple):  # before 0.9.2: (callables, params)
         callables, params = params
@@ -179,23 +179,52 @@ def bind(eqn: JaxprEqn, *vals: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
+def pull_back_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr of `(operands, cotangents) -> cotangents of operands`, over inexact values only.
+
+    None if the equation has no reverse mode.
+    """
+    inexact = lambda atoms: [i for i, a in enumerate(atoms) if _is_inexact(a.aval)]
+    live, outs = inexact(eqn.invars), inexact(eqn.outvars)
+
+    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+        def inexact_outputs(*vals: Any) -> list[Any]:
+            results = bind(eqn, *vals)
+            return [results[j] for j in outs]
+
+        function = with_live(inexact_outputs, operands, live)
+        return jax.vjp(function, *(operands[i] for i in live))[1](cotangents)
+
+    def struct(atom: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+    try:
+        return jax.make_jaxpr(pull)([*map(struct, eqn.invars)], [struct(eqn.outvars[j]) for j in outs])
+    except Exception:  # a user's rule without reverse mode may raise anything
+        return None
+
+
+def _is_inexact(aval: Any) -> bool:
+    return bool(jax.numpy.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact))  # a token has no type
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's code that made the equation."""
     return str(source_info_util.summarize(eqn.source_info))
 
 
 def library_line(eqn: JaxprEqn) -> str:
-    """The same in a library's code (ours or another's), for what no line of the user's made."""
+    """`file:line (function)` of library code, for an equation that no user line made."""
     hidden = (os.path.dirname(jax.__file__), os.path.join(os.path.dirname(__file__), "_"))
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        units = f"{os.sep}saiunit{os.sep}" in frame.file_name  # its wrappers of `jax.numpy` say nothing
+        units = f"{os.sep}saiunit{os.sep}" in frame.file_name  # skip its wrappers of `jax.numpy`
         if not frame.file_name.startswith(hidden) and not units:
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
 
 
 def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """Equations traced in here have the source line of this one."""
+    """A context in which traced equations get the source line of this one."""
     info = eqn.source_info
     manager: AbstractContextManager[Any] = source_info_util.user_context(
         info.traceback, name_stack=info.name_stack
@@ -204,13 +233,13 @@ def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 
 def hide_from_tracebacks(*paths: str) -> None:
-    """Leave these files out of the source lines that JAX reports."""
+    """Exclude files from the source lines that JAX reports."""
     for path in paths:
         source_info_util.register_exclusion(path)
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """The same array, laid out in memory with its last axis innermost."""
+    """Constrain the memory layout of an array to row-major."""
     result: jax.Array = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     return result
 
@@ -220,7 +249,7 @@ def type_of(x: Any) -> Any:
 
 
 def explicit_mesh_of(x: Any) -> Any:
-    """The mesh with axes of type Explicit that an array is on."""
+    """The mesh of an array, if it has axes of type Explicit."""
     mesh = getattr(getattr(type_of(x), "sharding", None), "mesh", None)
     return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
@@ -234,7 +263,7 @@ def is_tracer(x: Any) -> bool:
 
 
 def trace_of(x: Any) -> Any:
-    """The trace that a value belongs to; None: it is an array."""
+    """The JAX trace that a tracer belongs to; None for an array."""
     return x._trace if is_tracer(x) else None
 
 
@@ -243,19 +272,31 @@ def is_zero(tangent: Any) -> bool:
     return type(tangent) is ad.Zero
 
 
+def with_live(
+    function: Callable[..., Any], operands: Sequence[Any], live: Sequence[int]
+) -> Callable[..., Any]:
+    """`function` of the operands with indices in `live`; all others are fixed."""
+
+    def at(*vals: Any) -> Any:
+        now = dict(zip(live, vals, strict=True))
+        return function(*(now.get(i, x) for i, x in enumerate(operands)))
+
+    return at
+
+
 def register_derived_rules(
     prim: Primitive,
     plain: Callable[..., Any],
     vmapped: Callable[[Sequence[bool], dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Give `prim` every rule JAX asks for, all derived from `plain(*operands, **params)`.
+    """Register all JAX rules of `prim`, derived from `plain(*operands, **params)`.
 
     `vmapped(flags, params)` returns the parameters of the primitive under one more `vmap`, with a
     leading axis on the operands that are flagged.
     """
 
     def abstract(*avals: Any, **params: Any) -> Any:
-        # as types say all there is: how the result is spread, and along which axes of a `shard_map` it varies
+        # from tracing, because the type includes the sharding, and the `shard_map` axes along which it varies
         made, out = jax.make_jaxpr(lambda *a: plain(*a, **params), return_shape=True)(*avals)
         if not isinstance(out, jax.ShapeDtypeStruct):
             raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
@@ -264,13 +305,8 @@ def register_derived_rules(
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
 
-        def at(*vals: Any) -> Any:
-            operands = list(primals)
-            for i, v in zip(live, vals, strict=True):
-                operands[i] = v
-            return plain(*operands, **params)
-
-        # The value stays a marked op (a model may differentiate itself); only the tangent is plain.
+        at = with_live(lambda *operands: plain(*operands, **params), primals, live)
+        # the value stays a marked op, because a model may differentiate itself; only the tangent is plain
         out = prim.bind(*primals, **params)
         _, dout = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
         return out, dout
@@ -278,12 +314,7 @@ def register_derived_rules(
     def transpose(ct: Any, *operands: Any, **params: Any) -> list[Any]:
         linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
 
-        def at(*vals: Any) -> Any:
-            args = list(operands)
-            for i, v in zip(linear, vals, strict=True):
-                args[i] = v
-            return plain(*args, **params)
-
+        at = with_live(lambda *args: plain(*args, **params), operands, linear)
         avals = [operands[i].aval for i in linear]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, **_also(a)) for a in avals]
         result: list[Any] = [None] * len(operands)
@@ -309,7 +340,7 @@ def register_derived_rules(
 
 
 def _also(aval: Any) -> dict[str, Any]:
-    """What else a type says: how an array is spread, and along which axes of a `shard_map` it varies."""
+    """The sharding of a type, and the axes of a `shard_map` along which it varies, as keywords."""
     found = {"sharding": typed_sharding(aval)}
     if hasattr(aval, "vma"):  # before 0.10
         return {**found, "vma": aval.vma}
@@ -319,7 +350,7 @@ def _also(aval: Any) -> dict[str, Any]:
 
 
 def varies(*arrays: Any) -> bool:
-    """Whether types say along which axes of a `shard_map` an array varies."""
+    """Whether an array varies along an axis of a `shard_map`, by its type."""
     for x in arrays:
         found = getattr(type_of(x), "vma", None)
         found = getattr(getattr(type_of(x), "manual_axis_type", None), "varying", found)
@@ -335,8 +366,7 @@ def _aval(x: Any) -> Any:
 def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
     """A primitive that applies its parameter `call` to its operands, with the derivative that `call` has.
 
-    `shapes(*avals, call)` are the shapes and types of what it gives; `call.mapped(flags)` is `call` under one
-    more `vmap`.
+    `shapes(*avals, call)` are the types of its results; `call.mapped(flags)` is `call` under one more `vmap`.
     """
     prim = Primitive(name)
     prim.multiple_results = True
@@ -347,14 +377,9 @@ def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
     def jvp(primals: Any, tangents: Any, call: Callable[..., Any]) -> Any:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
 
-        def at(*vals: Any) -> Any:
-            operands = list(primals)
-            for i, v in zip(live, vals, strict=True):
-                operands[i] = v
-            return call(*operands)
-
+        at = with_live(call, primals, live)
         outs, douts = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
-        # `jax.jvp` gives integers a tangent of type float0, where a rule gives none
+        # `jax.jvp` returns float0 tangents for integers, a rule must return symbolic zeros
         none = [ad.Zero(_aval(t)) if t.dtype == jax.dtypes.float0 else t for t in douts]
         return outs, none
 
@@ -381,30 +406,3 @@ def identity_primitive(name: str, differentiate: Callable[..., Any]) -> Primitiv
     batching.primitive_batchers[prim] = lambda args, dims: (prim.bind(*args), dims[0])
     mlir.register_lowering(prim, lambda ctx, a: [a])
     return prim
-
-
-def register_bilinear_rules(
-    prim: Primitive,
-    plain: Callable[..., Any],
-    on_cpu: Callable[..., Any],
-    transposes: tuple[Callable[..., Any], Callable[..., Any]],
-) -> None:
-    """Give `prim` the rules of an operation that is linear in each of its two operands.
-
-    It computes `plain(a, b, **params)`, also under `vmap`; on a CPU `on_cpu`, another way to the same
-    numbers. `transposes(ct, a, b, **params)` are those with respect to `a` and to `b`.
-    """
-
-    def abstract(*avals: Any, **params: Any) -> Any:
-        out = jax.eval_shape(lambda *a: plain(*a, **params), *avals)
-        return jax.core.ShapedArray(out.shape, out.dtype)
-
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        return jax.vmap(lambda a, b: plain(a, b, **params), dims)(*args), 0
-
-    prim.def_impl(plain)
-    prim.def_abstract_eval(abstract)
-    ad.defbilinear(prim, *transposes)
-    batching.primitive_batchers[prim] = batch
-    mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
-    mlir.register_lowering(prim, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")

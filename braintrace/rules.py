@@ -1,8 +1,8 @@
 """Learning rules as values, and what one of one's own is made from."""
 
-from ._executor.recursion import Leak as Leak
-from ._executor.recursion import Own as Own
-from ._executor.recursion import Recursion as Recursion
+from ._executor.trace_recursion import Leak as Leak
+from ._executor.trace_recursion import Own as Own
+from ._executor.trace_recursion import Recursion as Recursion
 from ._rules import BPTT as BPTT
 from ._rules import D_RTRL as D_RTRL
 from ._rules import DNI as DNI

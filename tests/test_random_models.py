@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import braintrace as bt
-from braintrace._compiler.filters import followed_by_filters
+from braintrace._compiler.leaky_readouts import followed_by_filters
 
 from .oracle import Brute, bptt
 from .run import agree, difference, online

@@ -1,4 +1,4 @@
-"""A model's step -> its trace graph: sites, hidden groups, relations and outcomes."""
+"""The compiler: from one step of a model to its trace graph of sites, hidden groups and relations."""
 
 import os as _os
 
@@ -16,5 +16,5 @@ from .perturbation import HiddenPerturbation as HiddenPerturbation
 from .relation import HiddenParamOpRelation as HiddenParamOpRelation
 from .relation import PathClassification as PathClassification
 
-# the lines that messages name are the user's own, not ours
+# messages name the user's source lines, not those of this package
 _compat.hide_from_tracebacks(_os.path.dirname(_os.path.dirname(__file__)))

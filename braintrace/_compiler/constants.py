@@ -1,4 +1,4 @@
-"""Integers that a program computes from constants alone: the indices of its slices and gathers."""
+"""Values that a program computes from constants alone, such as indices of slices and gathers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .program import Atom, Node, Program, Var
 
 
 class Constants:
-    """Values that do not depend on data, computed when they are asked for."""
+    """The values of variables that do not depend on data, computed on demand; None for all others."""
 
     def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
         self._program = program
@@ -81,7 +81,7 @@ _UFUNCS: dict[Any, Callable[..., Any]] = {
 
 
 def _evaluate(node: Node, vals: Sequence[Array]) -> list[Any]:
-    """One node, in numpy where that is easy; JAX compiles each new operation, at 20 ms a piece."""
+    """Evaluate one node, in numpy if possible, because JAX takes 20 ms to compile each new operation."""
     aval, primitive, params = node.outputs[0].aval, node.primitive, node.params
     shape, dtype = tuple(aval.shape), aval.dtype
     if not all(d.kind in "biu" for d in (dtype, *(v.dtype for v in vals))):

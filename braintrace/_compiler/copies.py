@@ -1,4 +1,4 @@
-"""Primitives that move elements about, in numpy.
+"""Numpy versions of the primitives that move elements (slice, gather, pad, ...).
 
 JAX would compile a program for each of them, which takes a thousand times longer than the copy itself.
 """
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 def copy(
     primitive: Any, params: dict[str, Any], operands: Sequence[Array], out: Shape, fill: int = 0
 ) -> Array:
-    """Apply one of `COPIES`; `fill` is what a gather finds outside its operand."""
+    """Apply one of `COPIES`; a gather reads `fill` outside its operand."""
     first = operands[0]
     match primitive:
         case primitives.slice_p:
@@ -51,7 +51,7 @@ def copy(
 
 
 def _window(shape: Shape, sizes: Sequence[int], starts: Sequence[Array]) -> tuple[slice, ...]:
-    """JAX moves a window that does not fit to where it does."""
+    """The slices of a window; as in JAX, one that does not fit is moved inside the array."""
     first = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, shape, sizes, strict=True)]
     return tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))
 
@@ -69,7 +69,7 @@ def _pad(x: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Arra
 
 
 def gathered(params: dict[str, Any], operand: Shape, indices: Array, out: Shape) -> Array:
-    """Which element of the operand each element of a gather is; -1: none."""
+    """The element of the operand that each element of a gather is a copy of; -1 if none."""
     d = params["dimension_numbers"]
     return _addresses(
         operand,
@@ -86,7 +86,7 @@ def gathered(params: dict[str, Any], operand: Shape, indices: Array, out: Shape)
 
 
 def scattered(params: dict[str, Any], operand: Shape, indices: Array, updates: Shape) -> Array:
-    """Which element of the operand each update of a scatter goes to; -1: none."""
+    """The element of the operand that each update of a scatter is written to; -1 if none."""
     d = params["dimension_numbers"]
     window = iter(updates[a] for a in d.update_window_dims)
     single = (*d.inserted_window_dims, *d.operand_batching_dims)

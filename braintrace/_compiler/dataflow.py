@@ -1,9 +1,9 @@
-"""Data flow: values that spread over a program from variable to variable, forwards or backwards.
+"""Data-flow analysis: propagate values from variable to variable, forwards or backwards.
 
-A `Flow` says what the values are and what a node makes of them; `solve` does the rest, and is the one place
-where control flow and functions with a derivative rule of their own are entered. Values form a lattice:
-`a | b` joins two, `a == b` tells when a loop has settled, and no value, or a false one, is its bottom. Bits,
-booleans, goals and reaches are such values.
+A `Flow` defines an analysis by its transfer function; `solve` runs it, and is the only place that enters
+control flow and functions with custom derivative rules. Values form a lattice: `a | b` joins two, `a == b`
+tells whether a loop has reached its fixed point, and None or a false value is the bottom. Bit masks,
+booleans, `Goal` and `Reach` are such values.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ Values = list[V | None]
 
 
 def union(values: Iterable[Any]) -> Any:
-    """The join of those that are values; None if none is."""
+    """The join of all values that are not None; None if there are none."""
     found = [v for v in values if v is not None]
     return reduce(or_, found) if found else None
 
 
 @dataclass(frozen=True, eq=False)
 class Flow(Generic[V]):
-    """What spreads over a program, and how.
+    """A data-flow analysis.
 
     `transfer(node, given)` takes the values on one side of a node (its inputs; backwards, its outputs) to
-    the other: a list with one for each variable there, or one for all. `beyond(var, value)` is what of a
-    value goes on past a variable.
+    the other side: a list with one value for each variable there, or one value for all of them.
+    `beyond(var, value)` is the part of a value that is propagated past a variable.
     """
 
     transfer: Callable[[Node, Values[V]], Any] = lambda node, given: union(given)
     back: bool = False
     beyond: Callable[[Var, V], V | None] = lambda var, value: value
-    derivatives: bool = False  # integers end a path, and so do operations without a derivative
-    enters: bool = False  # programs inside a node are gone into; else it is a node like others
-    # the pull-back of a function with a derivative rule of its own, which is followed in its place
+    derivatives: bool = False  # paths end at integers and at operations without a derivative
+    enters: bool = False  # whether inner programs are analysed; if not, `transfer` treats the node as a whole
+    # the pull-back of a function with a custom derivative rule, analysed instead of the function
     rule: Callable[[Node], Any] = lambda node: None
-    # the flow over a program at a node: (node, program, iteration of a `scan`, back, derivatives)
+    # the flow for an inner program: (node, program, iteration of a `scan`, back, derivatives)
     inside: Callable[[Node, Program, int | None, bool, bool], Flow[V]] | None = None
-    # makes one value of those of all iterations of a `scan`, given the shape of one; `value[i]` is its
-    # inverse. Without it, iterations are not told apart
+    # stacks the values of all iterations of a `scan`, given the shape of one; `value[i]` is the inverse.
+    # Without it, all iterations share one value
     stack: Callable[[Sequence[V | None], tuple[int, ...]], V | None] | None = None
-    most: int = 1 << 30  # iterations until a loop must have settled; if it has not, `transfer` decides
+    most: int = 1 << 30  # iterations to a fixed point; after these, `transfer` treats the loop as a whole
 
     def takes(self, atom: Atom) -> bool:
         """Whether the atom can have a value."""
@@ -68,10 +68,10 @@ def solve(
     sites: Mapping[int, V] | None = None,
     visit: Container[int] = (),
 ) -> tuple[dict[Var, V], dict[int, V]]:
-    """The value of each variable that has one and, backwards, of the outputs of sites, wherever they are.
+    """Run a data-flow analysis; returns the values of variables and, backwards, of the outputs of sites.
 
-    Forwards, `sites` are values that outputs of sites start with. Only nodes that a value comes to are
-    looked at, and those to `visit`, by number.
+    Forwards, `sites` are initial values for the outputs of sites, including those inside control flow. Only
+    nodes that a value reaches are visited, and those whose index is in `visit`.
     """
     env: dict[Var, V] = {}
     found: dict[int, V] = {}
@@ -98,7 +98,7 @@ def solve(
         else:
             heapq.heappush(waiting, program.holder[i])
     done = None
-    # in program order (backwards: last node first), all that a node is given is there when its turn comes
+    # in program order (backwards: last node first), all inputs of a node are final when it is visited
     while waiting:
         number = heapq.heappop(waiting)
         if number == done:
@@ -131,7 +131,7 @@ def solve(
 def cross(
     flow: Flow[V], program: Program, given: Iterable[V | None], sites: Mapping[int, V] | None = None
 ) -> tuple[Values[V], dict[int, V]]:
-    """From one side of a program to the other: from its inputs to its outputs or, backwards, the reverse."""
+    """Propagate values from the inputs of a program to its outputs or, backwards, from outputs to inputs."""
     near, far = (program.outputs, program.inputs) if flow.back else (program.inputs, program.outputs)
     env, found = solve(flow, program, zip(near, given, strict=True), sites)
     return [env.get(a) if isinstance(a, Var) else None for a in far], found
@@ -140,7 +140,7 @@ def cross(
 def _enter(
     flow: Flow[V], node: Node, given: Values[V], sites: Mapping[int, V]
 ) -> tuple[Values[V], dict[int, V]]:
-    """Across a node with programs inside."""
+    """Propagate values across a node with inner programs."""
     kind = {"back": flow.back, "derivatives": flow.derivatives}
     if node.primitive is primitives.cond_p:
         ways = [
@@ -148,19 +148,19 @@ def _enter(
             for p in node.inner
         ]
         either = [union(values) for values in zip(*(far for far, _ in ways), strict=True)]
-        # no value goes to what chooses the branch, or comes from it
+        # the predicate has no derivative
         return [None, *either] if flow.back else either, {i: v for _, found in ways for i, v in found.items()}
     if node.loop is not None:
         return _iterate(flow, node, given, sites)
     pull = flow.rule(node) if flow.derivatives else None
-    if pull is None:  # read as what it computes
+    if pull is None:  # no custom derivative rule: follow the computation
         inner = flow.at(node, node.inner[0], None, back=flow.back, derivatives=False)
         return cross(inner, node.inner[0], given, sites)
     return along_rule(flow, node, pull, given), {}
 
 
 def along_rule(flow: Flow[V], node: Node, pull: Any, given: Values[V]) -> Values[V]:
-    """Across a node along its pull-back: what an input reaches is where its cotangent comes from."""
+    """Propagate values across a node along its pull-back, in which directions are reversed."""
     turned = flow.at(node, pull.program, None, back=not flow.back, derivatives=False)
     near, far = (pull.cotangents, pull.results) if flow.back else (pull.results, pull.cotangents)
     env, _ = solve(turned, pull.program, ((atom, given[i]) for i, atom in near.items()))
@@ -171,18 +171,20 @@ def along_rule(flow: Flow[V], node: Node, pull: Any, given: Values[V]) -> Values
 def _iterate(
     flow: Flow[V], node: Node, given: Values[V], sites: Mapping[int, V]
 ) -> tuple[Values[V], dict[int, V]]:
-    """Across a loop: to a fixed point of what it carries, or one iteration after the other."""
+    """Propagate values across a loop: to a fixed point of its carry, or iteration by iteration."""
     loop = node.loop
     assert loop is not None
     carry, body, back = loop.carry, loop.body, flow.back
-    # backwards, constants are on the far side
+    # `near` and `far` count the constants on the side that values come from, and on the side that they go
+    # to. Constants are inputs of every iteration and outputs of none: forwards, each iteration reads them
+    # (near), backwards it contributes to them (far), so that their values are joined over all iterations.
     near, far = (0, loop.consts) if back else (loop.consts, 0)
     head = [None] * loop.before if back else []
     args = given if back else given[loop.before :]
     moving = args[near:][:carry]
 
     def given_in(step: int | None) -> tuple[Any, ...]:
-        """What one iteration is given; None: any."""
+        """The flow and the values at the start of one iteration (None: of any iteration)."""
 
         def at(value: Any) -> Any:
             return value if step is None or value is None else value[step]
@@ -206,7 +208,7 @@ def _iterate(
     last: Any = None
     for step in steps if node.params["reverse"] == back else reversed(steps):
         now = given_in(step)
-        if now != last:  # most iterations are like the one before
+        if now != last:  # most iterations are equal to the one before
             last, (made, found) = now, cross(now[0], body, *now[1:])
         constants = [union(pair) for pair in zip(constants, made, strict=False)]
         moving, slices[step], below[step] = made[far:][:carry], made[far + carry :], found
@@ -221,7 +223,7 @@ def _iterate(
 
 
 def settled(bits: int, more: Callable[[int], int]) -> int:
-    """Bits, what more of them bring, and so on until nothing is new."""
+    """The smallest set of bits that contains `bits` and `more` of itself."""
     while (after := bits | more(bits)) != bits:
         bits = after
     return bits

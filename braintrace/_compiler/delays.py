@@ -1,8 +1,8 @@
-"""Delay lines: states that hand old values on, unit by unit, along an axis of their own.
+"""Delay lines: states that store past values of units along one axis.
 
-A ring buffer, or an array that is shifted by one place at every step, has the past of a state along one
-axis. Each place there is one more state of the same units: the line and what is written to it are one group,
-and what reads the line later is exact. It has as many traces as places.
+In a ring buffer, or an array that is shifted by one entry at every step, each entry along that axis is one
+more state of the same units. The line and the state written to it are one group, so that gradients through
+later reads are exact. The number of traces grows by the length of the line.
 """
 
 from __future__ import annotations
@@ -11,30 +11,28 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .._compat import primitives
 from .copies import Array
-from .flows import Flows
 from .module_info import Hidden, hidden_arrays
-from .positions import Positions
+from .positions import Positions, positions_of
 from .primitives import COPIES, LAYOUT, named
 from .program import Atom, Node, Program, Var
 from .reach import Reach
+from .reachability import find_reachability
 from .slices import on_the_way
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
-LONGEST = 16  # places: what is longer takes too much memory to do it unasked
+LONGEST = 16  # entries: longer lines would take too much memory by default
 _MOVES = COPIES | LAYOUT | named("copy optimization_barrier scatter select_n split")
 
 
 def delay_lines(graph: ETraceGraph) -> list[Hidden]:
-    """The delay lines through which parameters act on later losses, where a trace would count it."""
-    flows = Flows(graph)
+    """The delay lines through which parameters affect later losses, if a trace would cover that."""
+    flows = find_reachability(graph)
     arrays = {h.invar: h for e in graph.module_info.entries if not e.is_param for h in hidden_arrays(e)}
-    arrays.update({h.invar: h for h in graph.module_info.hidden})  # with parts of arrays
+    arrays.update({h.invar: h for h in graph.module_info.hidden})  # including parts of packed arrays
     found = []
     for c in flows.carried:
         line = arrays[c.old]
@@ -54,7 +52,7 @@ def delay_lines(graph: ETraceGraph) -> list[Hidden]:
 def _only_moves(
     program: Program, old: Sequence[Var], new: Sequence[Atom], stops: Container[Var] = ()
 ) -> bool:
-    """Whether all that happens to old values on the way to the new ones is that they are moved."""
+    """Whether old values are only moved, not changed, on all paths to the new ones."""
     way = on_the_way(program, old, new, stops)
 
     def moves(node: Node) -> bool:
@@ -70,8 +68,8 @@ def _only_moves(
 
 
 def _axis_of(graph: ETraceGraph, line: Hidden) -> int | None:
-    """The one axis along which values are moved; None if there is none, or if it is long."""
-    positions = Positions(graph.module_info.program)
+    """The axis along which values are moved; None if there is none, or if it is too long."""
+    positions = positions_of(graph.module_info.program)
     shape = tuple(line.invar.aval.shape)
     stops = {h.outvar for h in graph.module_info.hidden if h.outvar is not line.outvar}
     if _is_local(positions, line, line.positions, stops):
@@ -83,11 +81,9 @@ def _axis_of(graph: ETraceGraph, line: Hidden) -> int | None:
 
 
 def _is_local(positions: Positions, line: Hidden, places: Array, stops: set[Var]) -> bool:
-    """Whether old values keep their position, and each value that is written has one."""
+    """Whether old values keep their position, and each written value has exactly one."""
     reached, sites = positions.reaches({line.outvar: Reach.at(places)}, lambda v: v in stops)
     old = reached.get(line.invar)
-    stays = old is None or bool(
-        np.all((old.highest < 0) | ((old.lowest == places) & (old.highest == places)))
-    )
+    stays = old is None or old.stays_at(places)
     written = [*(reached[v] for v in stops if v in reached), *sites.values()]
     return stays and all(r.width <= 1 for r in written)

@@ -1,4 +1,4 @@
-"""What the compiler raises."""
+"""The exceptions that the compiler raises."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class CompilationError(Exception):
 
 
 class NotSupportedError(CompilationError):
-    """The model uses something that no eligibility trace can follow."""
+    """The model uses an operation through which no eligibility trace can be computed."""

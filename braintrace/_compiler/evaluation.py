@@ -1,9 +1,9 @@
-"""The one traversal of a program: every pass is `run`, or `evaluate`, with another `at_site`.
+"""Evaluate a program with a given function at each site: `run` for all of it, `evaluate` for some targets.
 
     y, site_out = at_site(site, site_in, operands)
 
-What goes in and out at sites is threaded through control flow: a site in a branch not taken gives
-zeros, a site in a loop gives one application per iteration, stacked.
+Site inputs and outputs are threaded through control flow: a site in a branch that is not taken returns
+zeros, a site in a loop returns one entry per iteration, stacked.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def run(
     site_ins: Mapping[int, Any] | None = None,
     consts: Mapping[Var, Any] | None = None,
 ) -> tuple[list[Any], dict[int, Any], dict[Var, Any]]:
-    """Evaluate a program: its outputs, what the sites gave out, and every value on the way.
+    """Evaluate a program; returns its outputs, the site outputs and the value of every variable.
 
-    `consts` may replace the constants that the program was read with.
+    `consts` replaces the constants that the program was read with.
     """
     env: dict[Var, Any] = {**program.consts, **(consts or {})}
     env.update(zip(program.inputs, args, strict=True))
@@ -50,7 +50,7 @@ def read(env: Mapping[Var, Any], atom: Atom) -> Any:
 def apply(
     node: Node, vals: list[Any], at_site: AtSite, site_ins: Mapping[int, Any]
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Evaluate one node: its outputs, and what the sites at or inside it gave out."""
+    """Evaluate one node; returns its outputs and the outputs of the sites at or inside it."""
     if node.site is not None:
         y, given = at_site(node.site, site_ins.get(node.site.index), vals)
         return [y], {node.site.index: given}
@@ -119,24 +119,31 @@ World = Hashable
 
 @dataclass(frozen=True)
 class View:
-    """How `evaluate` sees a program: worlds in which the same variable may have different values.
+    """How `evaluate` reads a program in which one variable has different values for different readers.
 
-    `known` holds values that are the same in every world. `reads(var, world)` is the world in which a
-    reader in `world` finds `var`, and what to add to it there (or None). `operands(site, world)` is the
-    world in which a site reads its operands. `at_site(site, world)` is the rule of the site there.
+    A *world* names a set of readers; each variable is computed once in every world that needs it.
     """
 
-    known: Mapping[Var, Any]
-    at_site: Callable[[Site, World], AtSite]
+    # Why worlds: the learning signal is dL/dh with the states of the same group held fixed, because their
+    # coupling is in the traces already. So a new state has two values at once: unperturbed for readers in
+    # its own group, with a perturbation added for all others. A single value for both would count the
+    # coupling inside the group twice.
+
+    known: Mapping[Var, Any]  # values that are the same in every world
+    at_site: Callable[[Site, World], AtSite]  # how to evaluate a site in a world
+    # the world in which a reader in `world` finds a variable, and what is added to its value (or None)
     reads: Callable[[Var, World], tuple[World, Any]] = lambda var, world: (world, None)
+    # the world in which a site reads its operands
     operands: Callable[[Site, World], World] = lambda site, world: world
     site_ins: Mapping[int, Any] = field(default_factory=dict)
+    # the output of a site if it is known, so that its operands are not evaluated
     leaf: Callable[[Site, World], Any] = lambda site, world: None
+    # applied to the operands of a node before it is evaluated
     before: Callable[[Node, list[Any]], list[Any]] = lambda node, vals: vals
 
 
 def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View) -> list[Any]:
-    """The values of `targets`, each in its world, computing nothing that they do not need."""
+    """Evaluate `targets`, each in its world, and nothing that they do not depend on."""
     producer = program.producer
     needed: list[dict[World, None]] = [{} for _ in program.nodes]
 

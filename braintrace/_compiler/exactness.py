@@ -1,34 +1,33 @@
-"""Is the online gradient that of back-propagation through time, and if not, what is dropped?
+"""Whether the online gradient of a rule equals that of BPTT and, if not, which paths are dropped.
 
-BPTT follows every path from a parameter through the carried states to a later loss. A trace follows
+BPTT covers every path from a parameter through the carried states to a later loss. A trace covers
 
     parameter -> site -> state -> the same group's state, unit by unit -> ... -> any loss
 
-and the gradient within a step follows everything that stays inside it. The verdict is read off the compiled
-structure: a path is dropped where it first leaves what a trace follows, if some loss lies beyond it. What
-`stop_gradient` or an integer cuts is no path, for BPTT neither. The loss is taken to read the outputs; only
-where no output tells of any hidden state is it taken to read those.
+and the gradient within a step covers every path inside that step. The verdict follows from the compiled
+structure: a path is dropped at the first edge that no trace covers, if it leads to some loss. The loss is
+assumed to read the outputs or, if no output depends on a hidden state, the hidden states.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .across import Across
 from .dataflow import settled
-from .filters import followed_by_filters
-from .flows import Carried, Flows, opened_sites
 from .groups import HiddenGroup
-from .influence import find_reached
+from .influence_pattern import find_reached
+from .layers_above import Across
+from .leaky_readouts import followed_by_filters
 from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
+from .reachability import Carried, find_reachability, opened_sites
 from .readouts import find_readouts
 from .relation import HiddenParamOpRelation
 from .samples import find_samples
@@ -41,34 +40,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuleKind:
-    """What a verdict has to know of a rule."""
+    """The properties of a rule that decide whether it is exact."""
 
     name: str = "D_RTRL"
-    known: bool = True  # whether it is a rule of the library's, whose traces are as above
-    whole: bool = False  # the influence of everything on everything is kept
-    at_once: bool = False  # the losses of all steps are pulled back together
-    averages: tuple[float, float] | None = None  # decays of input and state averages that make up a trace
-    windows: bool = False  # back-propagates through windows; traces stand for what came before
-    rank: int = 0  # of what is kept beside the traces
-    samples: int | str | None = "auto"  # the axis of the states along which samples have each a basis
-    reach: int | None = None  # influence is kept where so many steps can reach; None: it is not a pattern
-    estimate: bool = False  # the influence of everything on everything is kept as a random product
-    signal: str = ""  # what meets the traces, in words; empty: what is back-propagated
-    broadcast: bool = False  # that signal is for all groups but readouts
-    leak: float | None = None  # by which traces decay; None: by how states go on
-    filter: float | None = None  # by which what is read of a trace is averaged
-    bounded: bool = False  # traces are held below a bound
-    kept: bool = True  # whether anything is kept of the steps before a window
-    across: bool = False  # the influence on states above traces is kept densely
-    filters: bool = False  # traces follow what leaky readouts keep of units
+    known: bool = True  # whether it is one of the library's rules, with traces as above
+    whole: bool = False  # the full influence matrix is stored
+    at_once: bool = False  # the losses of all steps are back-propagated together (BPTT)
+    averages: tuple[float, float] | None = (
+        None  # decays of the input and state averages of a factorised trace
+    )
+    windows: bool = False  # back-propagates through windows; traces summarise earlier steps
+    rank: int = 0  # of the low-rank correction
+    samples: int | str | None = "auto"  # the batch axis, along which each sample has its own basis
+    reach: int | None = None  # the `n` of SnAp-n: influence is stored on the n-step pattern
+    estimate: bool = False  # the influence is estimated by a random product (UORO)
+    signal: str = ""  # a description of the learning signal; empty if it is back-propagated
+    broadcast: bool = False  # that signal is used for all groups but readouts
+    leak: float | None = None  # a fixed decay of the traces, instead of the local Jacobian
+    filter: float | None = None  # the decay of a low-pass filter of the traces
+    bounded: bool = False  # traces are clipped
+    kept: bool = True  # whether there are traces of the steps before a window
+    across: bool = False  # the influence on states above traces is stored densely
+    filters: bool = False  # traces cover leaky readouts
 
     @property
     def beyond_traces(self) -> bool:
-        """Whether every parameter that acts on states learns through time, with a trace or without."""
+        """Whether parameters without a trace also learn through time."""
         return bool(self.rank or self.reach or self.estimate)
 
     def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
-        """How many directions are kept beside the traces, of how many; None: none are."""
+        """The rank of the correction and the state size; None without a correction."""
         if not self.rank:
             return None
         samples = find_samples(graph.module_info.marked, self.samples)
@@ -79,55 +80,55 @@ BY_STEPS = RuleKind(filters=True)  # D_RTRL, one step at a time
 
 
 class Cut(enum.Enum):
-    """Where a path leaves what a trace follows."""
+    """Why a path is dropped: the edge at which it leaves the traces."""
 
-    NO_TRACE = enum.auto()  # a site acts on states, and has no trace of them
-    LEFT_IN_STATE = enum.auto()  # a site acts on states that have no traces
-    THROUGH_OP = enum.auto()  # a site acts on states through another site
-    OTHER_POSITIONS = enum.auto()  # a site acts on more positions of states than its trace keeps
-    AVERAGED = enum.auto()  # the trace of a site is made of averages
-    OTHER_SIGNAL = enum.auto()  # the trace of a site meets another signal than the back-propagated one
-    GIVEN_LEAK = enum.auto()  # the trace of a site decays by a number that is given
-    FILTERED = enum.auto()  # an average of what is read of the trace of a site stands for it
-    BOUNDED = enum.auto()  # the trace of a site is held below a bound
-    ESTIMATED = enum.auto()  # an estimate stands for what a parameter does beyond a window
-    UNKNOWN_RULE = enum.auto()  # the trace of a site is of a rule that is not the library's
-    WITHOUT_MARK = enum.auto()  # a parameter acts on states by ordinary operations
-    RECURRENT_OP = enum.auto()  # a state acts on those of its group through a site
-    OTHER_UNITS = enum.auto()  # units of a state act on other units
-    OTHER_GROUP = enum.auto()  # a state acts on those of another group
-    OTHER_STATE = enum.auto()  # a state acts on one that has no trace
-    WHILE = enum.auto()  # outputs are reached through a loop that has no reverse mode
-    OWN_DERIVATIVE = enum.auto()  # a function with a derivative of its own holds a site
-    NOT_LINEAR = enum.auto()  # a derivative of a user's own is not linear
-    OUT_OF_REACH = enum.auto()  # a parameter acts on states only after more steps than are followed
-    RANDOM = enum.auto()  # a random product stands for what a parameter does to states
+    NO_TRACE = enum.auto()  # a site feeds states without a trace
+    LEFT_IN_STATE = enum.auto()  # a site feeds states that have no traces
+    THROUGH_OP = enum.auto()  # a site feeds states through another site
+    OTHER_POSITIONS = enum.auto()  # a site feeds more positions than its trace keeps
+    AVERAGED = enum.auto()  # the trace of a site is factorised into averages
+    OTHER_SIGNAL = enum.auto()  # the learning signal is not the back-propagated one
+    GIVEN_LEAK = enum.auto()  # the trace of a site has a fixed decay
+    FILTERED = enum.auto()  # the trace of a site is low-pass filtered
+    BOUNDED = enum.auto()  # the trace of a site is clipped
+    ESTIMATED = enum.auto()  # the effect of a parameter beyond a window is estimated
+    UNKNOWN_RULE = enum.auto()  # the rule is not one of the library's
+    WITHOUT_MARK = enum.auto()  # a parameter feeds states through unmarked operations
+    RECURRENT_OP = enum.auto()  # a state feeds its own group through a site
+    OTHER_UNITS = enum.auto()  # units of a state feed other units
+    OTHER_GROUP = enum.auto()  # a state feeds another group
+    OTHER_STATE = enum.auto()  # a state feeds a state without a trace
+    WHILE = enum.auto()  # a path to the outputs passes a loop without reverse mode
+    OWN_DERIVATIVE = enum.auto()  # a function with a custom derivative rule contains a site
+    NOT_LINEAR = enum.auto()  # a custom derivative rule is not linear
+    OUT_OF_REACH = enum.auto()  # a parameter reaches states only after more steps than the pattern covers
+    RANDOM = enum.auto()  # the influence of a parameter is a random estimate
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """One way in which a parameter acts on later losses that the gradient does not count."""
+    """One path from a parameter to later losses that the gradient does not include."""
 
     weight_path: Path
     cut: Cut
-    of: Use | Path | None = None  # what acts: a site, a parameter or a state
-    states: tuple[Path, ...] = ()  # on which it acts
-    by: Use | Node | None = None  # where, on the way to them
-    why: WhyNot | None = None  # there is no trace
+    of: Use | Path | None = None  # where the dropped edge starts: a site, a parameter or a state
+    states: tuple[Path, ...] = ()  # where it ends
+    by: Use | Node | None = None  # the op or node on the edge
+    why: WhyNot | None = None  # reason if there is no trace
 
     @property
     def hidden_paths(self) -> tuple[Path, ...]:
-        """The states on the way that is dropped."""
+        """The states on the dropped path."""
         keeps = self.cut in (Cut.OTHER_GROUP, Cut.OTHER_STATE)
         return (self.of, *self.states) if isinstance(self.of, tuple) and keeps else self.states
 
 
 def find_dropped(
-    graph: ETraceGraph, rule: RuleKind | None = None, seen: Container[Path] = ()
+    graph: ETraceGraph, rule: RuleKind | None = None, seen: Iterable[Path] = ()
 ) -> list[Dropped]:
-    """What the gradient of a rule (D_RTRL where none is given) drops, by the order of parameters.
+    """The paths that the gradient of a rule (by default `D_RTRL`) drops, in the order of parameters.
 
-    The loss reads the outputs, and the hidden states that are `seen`.
+    The loss reads the outputs, and the hidden states in `seen`.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.ValinaRNNCell(2, 3)
@@ -159,11 +160,11 @@ def find_dropped(
 
 
 def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
-    """The hidden states that no output depends on, and what else is approximate if a loss reads them.
+    """The hidden states that no output depends on, with parameters that are approximate if a loss reads them.
 
-    These are parameters of which the gradient is exact for a loss of the outputs.
+    The gradient of these parameters is exact for a loss of the outputs.
     """
-    flows = Flows(graph)
+    flows = find_reachability(graph)
     unseen = [c.path for c in flows.of(~flows.matters) if c.group is not None]
     known = {d.weight_path for d in find_dropped(graph, rule)} if unseen else set()
     found = {path: [d.weight_path for d in find_dropped(graph, rule, [path])] for path in unseen}
@@ -172,7 +173,7 @@ def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
 
 
 def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
-    """The same without what leads to states on which the influence of a parameter is kept densely."""
+    """Leave out paths to states on which the influence of the parameter is stored densely."""
     for d in dropped:
         states = tuple(s for s in d.states if s not in followed.get(d.weight_path, ()))
         if states or not d.states:
@@ -180,7 +181,7 @@ def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -
 
 
 def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
-    """The same without what leaky readouts keep of states whose traces follow it."""
+    """Leave out paths to leaky readouts that traces cover."""
     for d in dropped:
         by_filter = d.cut is Cut.OTHER_GROUP and isinstance(d.of, tuple) and followed.get(d.of, set())
         if not by_filter or not set(d.states) <= by_filter:
@@ -188,12 +189,12 @@ def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -
 
 
 class _Verdict:
-    def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Container[Path]) -> None:
-        self.graph, self.rule, self.flows = graph, rule, Flows(graph, seen)
-        if rule.rank:  # directions are of all states, so that what is missed of one is wrong in others
-            self.flows.live = self.flows.outputs - 1
+    def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Iterable[Path]) -> None:
+        # a basis spans all states, so that an error in one of them affects the others: all count as live
+        self.graph, self.rule = graph, rule
+        self.flows = find_reachability(graph, tuple(seen), all_live=bool(rule.rank))
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
-        # where a path that is not followed does harm when it ends in a new state
+        # the states at which a dropped path matters if it ends there
         self.harmful = self.flows.live if rule.windows else self.flows.matters
         self.sites = {s.index: s for s in graph.module_info.program.sites}
         self.behind = {s.index: self.flows.site_params(s) for s in self.sites.values()}
@@ -214,7 +215,7 @@ class _Verdict:
         yield from self.not_linear()
 
     def estimated(self, cut: Cut) -> Iterator[Dropped]:
-        """All that goes on from one window to the next."""
+        """All paths from one window to the next."""
         for entry in self.graph.module_info.params:
             goals = [self.flows.whole.get(v, Goal()) for v in entry.invars]
             missed = 0
@@ -228,14 +229,14 @@ class _Verdict:
             yield from _each(paths, Cut.NOT_LINEAR, by=node)
 
     def out_of_reach(self, steps: int) -> Iterator[Dropped]:
-        """The parameters that reach more states in a step beyond these."""
+        """The parameters that reach further states in one more step than the pattern covers."""
         info = self.graph.module_info.marked
         leaves = [(e, v) for e in info.fixed for v in e.invars]
         learned = [i for i, (e, v) in enumerate(leaves) if e.is_param and v.inexact and v.aval.size]
         samples = find_samples(info, self.rule.samples)
         samples = find_samples(info, None) if samples.mixed else samples
         reached = find_reached(info, samples, learned)
-        # a pattern knows carried arrays, of which a hidden state may be a part
+        # a pattern covers carried arrays, of which a hidden state may be a part
         whole = {h.path: h.path[: len(h.path) - (h.part is not None)] for h in self.graph.module_info.hidden}
         live = {whole.get(path, path) for path in self._paths(self.flows.live)}
         for i, sets in reached.after(steps).items():
@@ -268,7 +269,7 @@ class _Verdict:
             yield from self._of_traces(relation, use)
 
     def _of_traces(self, relation: HiddenParamOpRelation, use: Use) -> Iterator[Dropped]:
-        for group, places in zip(relation.hidden_groups, relation.position_maps, strict=True):
+        for group, places in relation.feeds:
             bits = self.flows.group_bits(group.index)
             states = self._paths(bits)
             if not places.complete and bits & self.flows.live:
@@ -277,7 +278,7 @@ class _Verdict:
             averaged = self.rule.averages is not None and not self._is_average(relation, group)
             if averaged and bits & self.harmful:
                 yield from _each(use.params, Cut.AVERAGED, use, states, use)
-            own = group.index in self.readouts  # its own traces and the back-propagated signal
+            own = group.index in self.readouts  # it uses its own traces and the back-propagated signal
             if self.rule.signal and not (own and self.rule.broadcast) and bits & self.flows.matters:
                 yield from _each(use.params, Cut.OTHER_SIGNAL, use, states)
             if self.rule.leak is not None and not own and bits & self.harmful:
@@ -290,7 +291,7 @@ class _Verdict:
                 yield from _each(use.params, Cut.UNKNOWN_RULE, use, states, use)
 
     def _is_average(self, relation: HiddenParamOpRelation, group: HiddenGroup) -> bool:
-        """Whether averages say what the trace would: nothing is remembered, and nothing to average over."""
+        """Whether the averages equal the trace: there is no memory, and nothing to average over."""
         assert self.rule.averages is not None
         inp, out = self.rule.averages
         remembers = not all(r.is_empty for r in group.within)
@@ -324,10 +325,7 @@ class _Verdict:
                 for by in self._uses(tags, missed) or [None]:
                     yield from _each(params, Cut.RECURRENT_OP, c.path, self._paths(missed), by)
             positions = next(h.positions for h in group.hidden if h.invar is c.old)
-            strays = np.any(
-                (within.highest >= 0) & ((within.lowest != positions) | (within.highest != positions))
-            )
-            if strays and own & old.direct & self.harmful:
+            if not within.stays_at(positions) and own & old.direct & self.harmful:
                 node = next(iter(group.mixers), None)
                 yield from _each(params, Cut.OTHER_UNITS, c.path, (c.path,), node)
             beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful
@@ -336,7 +334,7 @@ class _Verdict:
             yield from self._to_others(params, c, beyond | kept)
 
     def _to_others(self, params: list[Path], c: Carried, bits: int) -> Iterator[Dropped]:
-        apart: dict[Any, int] = {}  # one group, or one state that is not hidden, at a time
+        apart: dict[Any, int] = {}  # by group, or by state without a trace
         for d in self.flows.of(bits):
             key = d.path if d.group is None else d.group
             apart[key] = apart.get(key, 0) | d.bit
@@ -347,7 +345,7 @@ class _Verdict:
                 yield from _each(params, cut, c.path, self._paths(missed), by)
 
     def _learned_through(self, c: Carried, group: HiddenGroup) -> list[Path]:
-        """The parameters whose traces go through one array of a group."""
+        """The parameters whose traces pass through one array of a group."""
         own = self.flows.of(self.flows.group_bits(group.index))
         into = {d.bit: self.flows.from_states.get(d.old, Goal()).direct for d in own}
         # the arrays of the group from which this one is reached, unit by unit
@@ -375,7 +373,7 @@ class _Verdict:
     # -- what is on the way ------------------------------------------------------------------------
 
     def _next_sites(self, site: Site, missed: int) -> Sequence[Site]:
-        """The sites through which a site's output goes on to the states in `missed`."""
+        """The next sites on paths from a site's output to the states in `missed`."""
         program = self.graph.module_info.program
         holder = program.nodes[program.holder[site.index]]
         after = dependents(program, holder.outputs)

@@ -1,4 +1,4 @@
-"""Links that tell more elements apart, at more cost: places of a convolution, and weights that are zero."""
+"""Finer links at a higher cost: positions of a convolution, and products with masked (zero) weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .._compat import primitives
 from .links import Array, Axes, Linked, Pairs, Shape, dot_axes
 from .zeros import Zeros
 
-_MOST = 2**22  # pairs; beyond, all places are taken to reach all
+_MOST = 2**22  # pairs; above this, all elements are linked
 
 
 def fine_links(node: Any, zeros: Zeros) -> Linked | None:
-    """The links of a convolution or a product; None where there is no more to tell."""
+    """The fine links of a convolution or a product; None if there are none."""
     ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
     if node.primitive is primitives.conv_general_dilated_p:
         return fine_conv(node.params, ins, outs)
@@ -29,7 +29,7 @@ def fine_links(node: Any, zeros: Zeros) -> Linked | None:
 
 
 def _masked(nonzero: Sequence[Array | None], shapes: Sequence[Shape], out: Shape) -> Linked | None:
-    """An element of a product acts where the other is not zero; one operand may be a scalar."""
+    """Link an operand of a product only where the other is nonzero; one operand may be a scalar."""
     if all(z is None for z in nonzero):
         return None
     everything = np.arange(math.prod(out))
@@ -51,8 +51,8 @@ def _masked_dot(shapes: list[Shape], dimension_numbers: Any, nonzero: list[Array
         size.update(zip(link.inp, shape, strict=True))
     if math.prod(size.values()) > _MOST:
         return None
-    letters = list(size)
-    grid = dict(zip(letters, np.indices(list(size.values())).reshape(len(letters), -1), strict=True))
+    axes_of = list(size)
+    grid = dict(zip(axes_of, np.indices(list(size.values())).reshape(len(axes_of), -1), strict=True))
     axes = [link.inp for _, _, link in linked if isinstance(link, Axes)]
     ok = np.ones(math.prod(size.values()), bool)
     for z, own in zip(nonzero, axes, strict=True):
@@ -64,7 +64,7 @@ def _masked_dot(shapes: list[Shape], dimension_numbers: Any, nonzero: list[Array
 
 
 def fine_conv(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Linked | None:
-    """The links of a convolution, place by place; None where there are too many, or batches in groups."""
+    """The links of a convolution element by element; None if there are too many, or grouped batches."""
     x, k, out = (tuple(a.shape) for a in (*ins, *outs))
     spec = params["dimension_numbers"]
     groups = params["feature_group_count"]
@@ -92,6 +92,6 @@ def fine_conv(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -
 
 
 def _flat(shape: Shape, spec: Sequence[int], indices: Sequence[Array], ok: Array) -> Array:
-    """Element numbers, from indices in the order of a specification of axes."""
+    """Element numbers from indices in the axis order of a convolution spec."""
     by_axis = dict(zip(spec, indices, strict=True))
     return np.ravel_multi_index([by_axis[a][ok] for a in range(len(shape))], shape)

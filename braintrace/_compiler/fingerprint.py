@@ -1,8 +1,7 @@
-"""When two jaxprs are the same program: so that a second call with an equal one compiles nothing.
+"""A key for jaxprs that compute the same, so that calling an equal program again compiles nothing.
 
-Equal are: operations, shapes, numbers written in the program, and, of functions with derivative rules of
-their own, these rules as well. Not compared are names, source lines and the values of what a program closes
-over, which are inputs of it.
+The key covers operations, shapes, literals and custom derivative rules. It ignores names, source lines and
+the values of constants, which are inputs of a program.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def fingerprint(closed: Any) -> Hashable:
 
 
 def _jaxpr(jaxpr: Any, rules: bool) -> Hashable:
-    """The key of a jaxpr; without `rules`, nothing in it is differentiated."""
+    """The key of a jaxpr; with `rules=False`, without custom derivative rules."""
     number: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         number[var] = len(number)
@@ -49,7 +48,7 @@ def _aval(x: Any) -> Hashable:
 
 
 def _number(value: Any) -> Hashable:
-    """A constant by its value; one that is not known yet is like no other."""
+    """The key of a constant value; a tracer equals nothing else."""
     if _compat.is_tracer(value):
         return object()
     array = np.asarray(value)
@@ -65,30 +64,12 @@ def _params(eqn: Any, rules: bool) -> Hashable:
 
 
 def _own_rule(eqn: Any) -> Hashable:
-    """The pull-back of a function with a derivative rule of its own."""
-
-    def pull(args: Any, cotangents: Any) -> Any:
-        live = [i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.inexact)]
-
-        def function(*some: Any) -> Any:
-            now = dict(zip(live, some, strict=True))
-            outs = _compat.bind(eqn, *(now.get(i, a) for i, a in enumerate(args)))
-            return [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)]
-
-        return jax.vjp(function, *(args[i] for i in live))[1](cotangents)
-
-    args = [_struct(a.aval) for a in eqn.invars]
-    cotangents = [_struct(v.aval) for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    try:
-        closed = jax.make_jaxpr(pull)(args, cotangents)
-    except Exception:  # whatever a user's rule may raise where it is not asked for
+    """The key of the pull-back of a function with a custom derivative rule."""
+    traced = _compat.pull_back_of(eqn)
+    if traced is None:
         return object()
-    jaxpr, consts = _compat.parts(closed)
+    jaxpr, consts = _compat.parts(traced)
     return _jaxpr(jaxpr, False), tuple(map(_number, consts))
-
-
-def _struct(aval: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _value(value: Any, rules: bool) -> Hashable:

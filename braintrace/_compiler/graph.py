@@ -1,4 +1,4 @@
-"""From a model to its trace graph."""
+"""Compile a traced step to its trace graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
-from .flows import Flows
+from .find_relations import find_relations
 from .groups import HiddenGroup, find_groups, group_outcomes
 from .module_info import ModuleInfo, StateEntry, is_read
 from .outcomes import (
@@ -25,12 +25,12 @@ from .outcomes import (
     WithoutMark,
 )
 from .perturbation import HiddenPerturbation
-from .positions import Positions
+from .positions import positions_of
 from .primitives import ELEMENT_WISE
 from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
+from .reachability import Reachability, find_reachability
 from .relation import HiddenParamOpRelation
-from .relations import find_relations
 from .site_weights import SiteWeights
 from .slices import between
 from .step import Path, show_path
@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from .._report.verdict import Exactness
 
 
-class ETraceGraph(NamedTuple):
-    """What the compiler found: groups of hidden states, and the sites that feed them."""
-
+class _Fields(NamedTuple):
     module_info: ModuleInfo
     hidden_groups: list[HiddenGroup]
     hid_path_to_group: dict[Path, HiddenGroup]
@@ -51,17 +49,27 @@ class ETraceGraph(NamedTuple):
     hidden_perturb: HiddenPerturbation | None
     diagnostics: Findings
 
+
+class ETraceGraph(_Fields):
+    """The compiled step: groups of hidden states, and the marked ops (sites) that feed them."""
+
+    # a subclass of the named tuple, because only that has a `__dict__` in which analyses are cached
+
     def __str__(self) -> str:
         return self._report().to_str()
 
     def __repr__(self) -> str:
         return f"<ETraceGraph of {self.module_info.step.name}: {self._report().in_short()}>"
 
+    def other_outvars(self, group: HiddenGroup) -> list[Var]:
+        """The variables of the new states of all groups but one."""
+        return [v for g in self.hidden_groups if g is not group for v in g.hidden_outvars]
+
     def dict(self) -> dict[str, Any]:
         return self._asdict()
 
     def exactness(self, rule: RuleKind | None = None) -> Exactness:
-        """Whether the gradient of a rule (D_RTRL where none is given) is that of BPTT, and what it drops."""
+        """Whether the gradient of a rule (by default `D_RTRL`) equals that of BPTT, and what it drops."""
         return self._report(rule).exactness
 
     def explain(
@@ -71,7 +79,7 @@ class ETraceGraph(NamedTuple):
         weight_path: Path | None = None,
         hidden_path: Path | None = None,
     ) -> str | tuple[CompilationRecord, ...]:
-        """A tree of groups, sites and parameters, as plain text; or the findings of one kind or path."""
+        """The tree of groups, sites and parameters as plain text, or the records of one kind or path."""
         if kind is None and weight_path is None and hidden_path is None:
             return self._report().to_str()
         return tuple(
@@ -83,15 +91,15 @@ class ETraceGraph(NamedTuple):
         )
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A drawing of what feeds what; written to `path` if one is given."""
+        """A diagram of sites, groups and parameters as SVG; written to `path` if given."""
         return self._report().to_svg(path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A page that needs no network: the drawing, the verdict, what traces cost and every finding."""
+        """A self-contained HTML page with the diagram, the verdict, trace sizes and all findings."""
         return self._report().to_html(path)
 
     def to_dot(self) -> str:
-        """The graph in the language of graphviz."""
+        """The graph as Graphviz source."""
         return self._report().to_dot()
 
     def _repr_html_(self) -> str:
@@ -106,16 +114,16 @@ class ETraceGraph(NamedTuple):
 def graph_from_info(
     info: ModuleInfo, *, include_hidden_perturb: bool = True, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
-    """The graph of a traced model, with its hidden groups where they are known.
+    """Compile a traced step, with its hidden groups if they are known.
 
-    Delay lines that a loss asks about are hidden states, too.
+    Delay lines that affect later losses become hidden states.
     """
     graph = graph_of(info, include_hidden_perturb, groups)
     lines = delay_lines(graph) if groups is None else []
     if lines:
         others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
         graph = graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
-    flows = Flows(graph)
+    flows = find_reachability(graph)
     later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
     return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.outcomes, *later)))
 
@@ -123,9 +131,10 @@ def graph_from_info(
 def graph_of(
     info: ModuleInfo, include_hidden_perturb: bool, groups: list[HiddenGroup] | None = None
 ) -> ETraceGraph:
-    origin = provenance(info.program, [v for e in info.params for v in e.invars])
+    """Compile a traced step, without delay lines and findings that depend on the whole graph."""
+    origin = provenance(info.program, info.param_invars)
     _check(info, origin)
-    positions = Positions(info.program)
+    positions = positions_of(info.program)
     groups = find_groups(info, positions) if groups is None else groups
     new = {h.outvar: i for i, h in enumerate(h for g in groups for h in g.hidden)}
     group_of = [g.index for g in groups for _ in g.hidden]
@@ -177,7 +186,7 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
 
 
 def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
-    """The new states that a parameter reaches without a marked op."""
+    """The bits of the new states that a parameter reaches without a marked op."""
     bits = 0
     for var in entry.invars:
         bits |= var_goals[var].direct if var in var_goals else 0
@@ -204,7 +213,7 @@ def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> Node
 def _without_mark(
     info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], origin: Provenance
 ) -> list[Outcome]:
-    """Parameters that feed a state by ordinary operations, in a model that marks others."""
+    """Parameters that feed a state through unmarked operations, in a model with marked ones."""
     weights = [w for site in info.program.sites for w in site.weights.values()]
     hidden = [h.path for g in groups for h in g.hidden]
     found: list[Outcome] = []
@@ -219,9 +228,9 @@ def _without_mark(
 def _cascades(
     info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], learned: set[int]
 ) -> list[Outcome]:
-    """States that reach another group's new state without a marked op: a path that no trace follows.
+    """Groups that reach new states of another group without a marked op: a path that no trace covers.
 
-    Nothing is missed where nothing is learned through the first state (a clock, say).
+    No gradient is lost if nothing is learned through the first group (a clock, say).
     """
     group_of = [g for g in groups for _ in g.hidden]
     found: list[Outcome] = []
@@ -238,26 +247,26 @@ def _cascades(
     return found
 
 
-def _untraced(flows: Flows) -> list[Outcome]:
-    """States without a trace through which parameters act on later losses: delays, above all."""
+def _untraced(flows: Reachability) -> list[Outcome]:
+    """States without a trace through which parameters affect later losses, such as long delays."""
     states = {e.path: e.of for e in flows.info.entries}
     return [StateWithoutTrace(states[c.path], tuple(params)) for c, params in flows.untraced]
 
 
-def _unheard(graph: ETraceGraph, flows: Flows) -> list[Outcome]:
+def _unheard(graph: ETraceGraph, flows: Reachability) -> list[Outcome]:
     """Parameters without any gradient."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
-    first = {d.weight_path: d for d in reversed(dropped)}  # the last one written stays: the first
+    first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins
     return [NoGradient(path, first[path]) for path in flows.unheard if path in first]
 
 
-def _not_linear(flows: Flows) -> list[Outcome]:
+def _not_linear(flows: Reachability) -> list[Outcome]:
     return [NotLinear(node, tuple(params)) for node, params in flows.not_linear]
 
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """The hidden groups of a traced model, and the group of each hidden path."""
-    groups = find_groups(minfo, Positions(minfo.program))
+    groups = find_groups(minfo, positions_of(minfo.program))
     return groups, {p: g for g in groups for p in g.hidden_paths}
 
 

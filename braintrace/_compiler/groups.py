@@ -1,4 +1,4 @@
-"""Hidden groups: states of one shape that are coupled unit by unit, without a marked op in between."""
+"""Hidden groups: states of equal shape that are coupled unit by unit, without a marked op in between."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import ClosedJaxpr
+from .custom_derivatives import PullBack, has_own_rule
 from .links import Array
 from .module_info import Hidden, ModuleInfo
 from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
-from .own_rules import PullBack, has_own_rule
-from .positions import Positions
+from .positions import Positions, positions_of
 from .primitives import ELEMENT_WISE, NOT_COMPLEX
-from .program import Node, Var
+from .program import Node, Var, is_complex
 from .provenance import provenance
 from .reach import Reach
 from .slices import Slice, between, cut, has_while, uses_while
 from .step import Path, show_path
 
-_FEW_STATES = 4  # their coupling is not looked into
-_WIDEST_UNIT = 8  # numbers: a trace grows with them
+_FEW_STATES = 4  # up to this number, all states count as coupled
+_WIDEST_UNIT = 8  # states per unit: the trace grows with them
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenGroup:
-    """Hidden states of one shape, coupled unit by unit: `num_state` numbers at each position.
+    """Hidden states of equal shape, coupled unit by unit: `num_state` states at each position.
 
-    `within` says, for each state array, which positions its elements reach along paths without a marked
-    op; `is_local` is true when each reaches its own position only, so that the blocks of the local
-    Jacobian are all of it.
+    `within` holds, for each state array, the positions that its elements reach along paths without a marked
+    op. `is_local` is true if each element reaches its own position only, so that the local Jacobian is block
+    diagonal.
     """
 
     index: int
@@ -42,9 +42,9 @@ class HiddenGroup:
     info: ModuleInfo
     within: tuple[Reach, ...]
     mixers: tuple[Node, ...] = ()
-    filtered: int = 0  # states that a rule has beside: filters of what is read of the group
+    filtered: int = 0  # additional states that a rule keeps: filters of what other groups read
 
-    snap = None  # as in 0.2.6 for all rules but SnAp; here a pattern belongs to the rule
+    snap = None  # an attribute of 0.2.6, where it was None for all rules but SnAp
 
     def __repr__(self) -> str:
         states = ", ".join(f"{show_path(h.path)} {h.invar.aval.str_short()}" for h in self.hidden)
@@ -82,17 +82,14 @@ class HiddenGroup:
 
     @cached_property
     def is_local(self) -> bool:
-        return all(
-            np.all((r.highest < 0) | ((r.lowest == r.highest) & (r.lowest == h.positions)))
-            for h, r in zip(self.hidden, self.within, strict=True)
-        )
+        return all(r.stays_at(h.positions) for h, r in zip(self.hidden, self.within, strict=True))
 
     @cached_property
     def coupled(self) -> Array:
-        """Which old states, by column, each new one may depend on: few, where one is a delay line."""
+        """Whether each new state (row) may depend on each old one (column); sparse for delay lines."""
         if self.num_state <= _FEW_STATES or self.filtered or any(h.split for h in self.hidden):
             return np.ones((self.num_state, self.num_state), bool)
-        positions = Positions(self.info.program)
+        positions = positions_of(self.info.program)
         rows = []
         for h in self.hidden:
             whole = Reach.at(h.positions)
@@ -111,9 +108,9 @@ class HiddenGroup:
         return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
 
     def stack_hidden(self, values: Sequence[Any], *, dual: bool = False) -> jax.Array:
-        """The same with the states first, `(num_state,) + varshape`: a short last axis is slow.
+        """The states of the group as one array, `(num_state,) + varshape`: a short last axis is slow.
 
-        `dual`: the values are cotangents of the states.
+        With `dual`, the values are cotangents of the states.
         """
         pairs = zip(self.hidden, values, strict=True)
         parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, 0), dual)]
@@ -140,7 +137,7 @@ class HiddenGroup:
 
     @property
     def transition_jaxpr_constvars(self) -> list[Var]:
-        """What `transition_jaxpr` takes after the old states."""
+        """The variables that `transition_jaxpr` takes after the old states."""
         return self._transition.constvars
 
     def diagonal_jacobian(self, hidden: Sequence[Any], consts: Sequence[Any]) -> jax.Array:
@@ -161,7 +158,7 @@ class HiddenGroup:
 
 
 def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
-    """Which states of an array reach anything."""
+    """Whether each state of an array reaches any position."""
     if reach is None:
         return np.zeros(hidden.num_state, bool)
     hit = reach.highest >= 0
@@ -170,7 +167,7 @@ def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
 
 
 def _parts(hidden: Hidden, value: Any, dual: bool = False) -> list[Any]:
-    """The arrays that a value counts as; JAX's cotangent of `a + ib` is `da - i db`."""
+    """The real arrays of a split complex value, or the value; JAX's cotangent of `a + ib` is `da - i db`."""
     if not hidden.split:
         return [value]
     return [value.real, -value.imag if dual else value.imag]
@@ -211,7 +208,7 @@ def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: 
     reached, _ = positions.reaches(starts)
     within = tuple(reached.get(h.invar) or Reach.empty(tuple(h.invar.aval.shape)) for h in hidden)
     if not _is_complex_linear(hidden, info):
-        hidden = tuple(replace(h, split=_is_complex(h.invar)) for h in hidden)
+        hidden = tuple(replace(h, split=is_complex(h.invar)) for h in hidden)
     group = HiddenGroup(index, hidden, info, within)
     if group.is_local:
         return group
@@ -221,9 +218,9 @@ def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: 
 
 
 def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var, Reach]) -> list[Node]:
-    """The nodes at which positions mix: several reach in, and several are reached from there.
+    """The nodes at which positions mix: several positions enter, and several are reached.
 
-    Where there is none (`h + roll(h)`), those that move elements.
+    If there is none (`h + roll(h)`), the nodes that move elements.
     """
     found = []
     for node in info.program.nodes:
@@ -242,8 +239,8 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
 
 
 def _is_complex_linear(hidden: Sequence[Hidden], info: ModuleInfo) -> bool:
-    """Whether new complex states have a complex derivative in the old ones and in what sites give them."""
-    if not any(_is_complex(h.invar) for h in hidden):
+    """Whether complex states are complex differentiable in the old states and in the outputs of sites."""
+    if not any(is_complex(h.invar) for h in hidden):
         return True
     sites = [n for n in info.program.nodes if n.sites]
     sources = [*(h.invar for h in hidden), *(v for n in sites for v in n.outputs)]
@@ -251,12 +248,8 @@ def _is_complex_linear(hidden: Sequence[Hidden], info: ModuleInfo) -> bool:
     return not any(map(_has_no_complex_derivative, nodes))
 
 
-def _is_complex(atom: Any) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
-
-
 def _has_no_complex_derivative(node: Node) -> bool:
-    if not any(map(_is_complex, node.inputs)):
+    if not any(map(is_complex, node.inputs)):
         return False
     real = [v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.floating)]
     if node.primitive in NOT_COMPLEX or real:
@@ -268,6 +261,7 @@ def _has_no_complex_derivative(node: Node) -> bool:
 
 
 def group_outcomes(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Outcome]:
+    """The findings about the groups of a step."""
     outcomes: list[Outcome] = []
     loops = any(has_while(node) for node in info.program.nodes)
     for group in groups:
@@ -281,7 +275,7 @@ def group_outcomes(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Outc
 
 
 def _width_of_units(group: HiddenGroup) -> int | None:
-    """The length of a short last axis, if only numbers along it reach each other (rotated pairs, say)."""
+    """The length of a short last axis, if only elements along it mix (rotated pairs, say)."""
     made_of = provenance(group.info.program)
     params = set(group.info.invar_to_leaf)
     if any(not params.isdisjoint(made_of.of(a)[0]) for node in group.mixers for a in node.inputs):

@@ -1,8 +1,8 @@
-"""Which elements of a primitive's inputs reach which elements of its outputs.
+"""Links: which elements of a primitive's inputs affect which elements of its outputs.
 
-Three kinds of link say it exactly and cheaply, in numpy: a reshape, shared axes (element-wise,
+There are three kinds, all exact and cheap in numpy: a reshape, shared axes (element-wise operations,
 reductions, broadcasts, transposes, products) and pairs of element numbers (slices, gathers, padding,
-windows). Everything else links all with all. A link carries in both directions alike.
+windows). Every other primitive links all elements. A link can be followed in both directions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .copies import copy, scattered
 
 @dataclass(frozen=True)
 class Same:
-    """Element `k` in reading order reaches element `k`: a reshape."""
+    """Element `k` in row-major order is linked to element `k`: a reshape."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Axes with the same number are the same index; an element reaches all along the others."""
+    """Axes with the same number share an index; an element is linked to all elements along the others."""
 
     inp: tuple[int, ...]
     out: tuple[int, ...]
@@ -38,7 +38,7 @@ class Axes:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Element `inp[k]` reaches element `out[k]`."""
+    """Element `inp[k]` of the input is linked to element `out[k]` of the output."""
 
     inp: Array
     out: Array
@@ -54,7 +54,7 @@ def links(
 ) -> Linked | None:
     """The links of one primitive, from the shapes and types of its inputs and outputs.
 
-    None where nothing is known of the primitive or of the indices it is given.
+    None if the primitive is unknown, or the indices that it takes are.
     """
     shapes, out = [tuple(a.shape) for a in ins], tuple(outs[0].shape) if outs else ()
     if primitive is _compat.optimization_barrier_p:
@@ -88,9 +88,9 @@ def links(
         return all_with_all(shapes, [tuple(o.shape) for o in outs], lead)
     if primitive is _compat.split_p:
         cuts = np.cumsum(params["sizes"])[:-1]
-        return _parts(np.split(_numbers(shapes[0]), cuts, axis=params["axis"]))
+        return _parts(np.split(numbered(shapes[0]), cuts, axis=params["axis"]))
     if primitive is _compat.unstack_p:
-        return _parts(np.moveaxis(_numbers(shapes[0]), params["axis"], 0))
+        return _parts(np.moveaxis(numbered(shapes[0]), params["axis"], 0))
     if primitive in tables.WINDOWS:
         link = _windows(shapes[0], out, params)
         return [(i, j, link) for i, s in enumerate(shapes) for j in range(len(outs)) if s == shapes[0] != ()]
@@ -104,7 +104,7 @@ def links(
 
 
 def all_with_all(ins: Sequence[Shape], outs: Sequence[Shape], lead: int = 0) -> Linked:
-    """Link everything, but for places along so many `lead` axes, which stay apart."""
+    """Link all elements that have the same indices along the first `lead` axes."""
     return [
         (i, j, Axes(tuple(range(len(s))), (*range(lead), *range(len(s), len(s) + len(o) - lead))))
         for i, s in enumerate(ins)
@@ -152,7 +152,8 @@ def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:
     return [(0, 0, Axes(tuple(range(n)), tuple(axes))), (1, 0, kernel)]
 
 
-def _numbers(shape: Shape, start: int = 0) -> Array:
+def numbered(shape: Shape, start: int = 0) -> Array:
+    """The number of each element, in row-major order."""
     return np.arange(start, start + math.prod(shape), dtype=np.int32).reshape(shape)
 
 
@@ -163,13 +164,13 @@ def _parts(parts: Iterable[Array]) -> Linked:
 def _copies(
     primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
 ) -> Linked | None:
-    """Copy element numbers instead of data, to learn where each element of the output comes from."""
+    """Copy element numbers instead of data, to find the source of each element of the output."""
     data = range(tables.INDICES[primitive].start if primitive in tables.INDICES else len(ins))
     operands: list[Any] = []
     starts, start = {}, 0
     for i, a in enumerate(ins):
         if i in data:
-            operands.append(_numbers(tuple(a.shape), start))
+            operands.append(numbered(tuple(a.shape), start))
             starts[i] = start
             start += math.prod(a.shape)
         else:
@@ -187,7 +188,7 @@ def _copies(
 
 
 def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known) -> Linked | None:
-    """Updates go where the indices say, onto or in place of what was there."""
+    """Updates are added to, or replace, the elements at the indices."""
     indices = known(1)
     if indices is None:
         return [(0, 0, Same()), (2, 0, _scattered_somewhere(params, tuple(ins[2].shape), out))]
@@ -202,7 +203,7 @@ def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Know
 
 
 def _somewhere(primitive: Any, params: dict[str, Any], shapes: list[Shape], out: Shape) -> Linked:
-    """Copies to or from places that are not known: along axes that are copied whole, elements stay apart."""
+    """Copies with unknown indices: only along axes that are copied as a whole, the index is preserved."""
     if primitive is primitives.dynamic_slice_p:
         return [(0, 0, _whole_axes(shapes[0], out, {a: a for a in range(len(out))}))]
     if primitive is primitives.dynamic_update_slice_p:
@@ -233,18 +234,18 @@ def _scattered_somewhere(params: dict[str, Any], updates: Shape, out: Shape) -> 
 
 
 def _whole_axes(inp: Shape, out: Shape, pairs: dict[int, int]) -> Link:
-    """Of the axes that go together, those of one size are the same index."""
+    """Link the paired axes of equal size by index, and all elements along the others."""
     n = len(inp)
     same = {b: a for a, b in pairs.items() if inp[a] == out[b]}
     return Axes(tuple(range(n)), tuple(same.get(b, n + b) for b in range(len(out))))
 
 
 def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:
-    """Each element reaches the windows that it lies in."""
+    """Link each element to the windows that contain it."""
     window, strides, padding = (params[k] for k in ("window_dimensions", "window_strides", "padding"))
     base = params.get("base_dilation") or (1,) * len(shape)
     dilation = params.get("window_dilation") or (1,) * len(shape)
-    numbers, places = _numbers(shape), np.indices(out).reshape(len(shape), -1)
+    numbers, places = numbered(shape), np.indices(out).reshape(len(shape), -1)
     inp, reached = [], []
     for offset in itertools.product(*map(range, window)):
         at = [

@@ -1,8 +1,8 @@
-"""Marks for a step without them: at the frontier, where what is made of parameters alone meets what is not.
+"""Mark the operations of an unmarked step (`mark='auto'`): where a weight meets data.
 
-`x @ f(w)` is a product whose weight is the value of `f(w)`; in `h * a` the factor `a` enters element by
-element, before it is broadcast. What only parameters, constants and states that no step writes go into is the
-making of a weight, and stays as it is; so do marks written by hand, and what feeds them or comes out of them.
+A weight is a value computed from parameters, constants and states that no step writes: in `x @ f(w)` the
+weight is `f(w)`; in `h * a` it is `a`, element by element, before it is broadcast. Operations that compute a
+weight are left as they are, and so are marks set by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
 from .evaluation import read
-from .joins import take_apart
+from .packed_states import take_apart
 from .primitives import ELEMENT_WISE
 from .program import Atom, Node, Program, Var, read_program
 from .provenance import SLICED, provenance
@@ -31,13 +31,13 @@ Axes = list[int | None]
 
 
 def mark_found(step: Step) -> Step:
-    """The same step with marked ops wherever a weight enters by an operation that can be one."""
+    """Mark every operation of a step that combines a weight with data and has a marked version."""
     program = take_apart(read_program(step.closed_jaxpr, marks=False))
     num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
     ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
     params: list[Var] = []
     fixed: list[Var] = []
-    new: list[int] = []  # the outputs that are hidden states as the step leaves them
+    new: list[int] = []  # the indices of outputs that are new hidden states
     number = num_out
     for state in step.states:
         pairs = [(next(ins), next(outs)) for _ in range(state.tree.num_leaves)]
@@ -60,7 +60,7 @@ def mark_found(step: Step) -> Step:
 
 
 def mark_uses(step: Step) -> Step:
-    """The same step with a mark wherever a parameter meets data, also where one was set by hand before."""
+    """Mark every use of a parameter with data, also in a step with marks set by hand."""
     program = take_apart(read_program(step.closed_jaxpr, marks=False))
 
     def opened(*args: Any) -> list[Any]:
@@ -70,9 +70,8 @@ def mark_uses(step: Step) -> Step:
             op = node.primitive
             with _compat.at_line_of(_with_line(node)):
                 if isinstance(op, ETPPrimitive) and len(vals) == len(node.params["names"]):
-                    outs = [
-                        op.impl(*vals, **node.params)
-                    ]  # a weight by itself: the mark goes where it is used
+                    # a mark on a weight without data moves to where the weight is used
+                    outs = [op.impl(*vals, **node.params)]
                 else:
                     outs = _compat.bind(node.eqn, *vals)
             env.update(zip(node.outputs, outs, strict=True))
@@ -84,12 +83,12 @@ def mark_uses(step: Step) -> Step:
 
 @dataclass(frozen=True, eq=False)
 class _Frontier:
-    """A program evaluated with marks; `bits` say what each variable is made of."""
+    """Evaluates a program with marks set; `bits` are the inputs that each variable depends on."""
 
     bits: dict[Var, int]
     params: int
     fixed: int
-    made: dict[Var, Node] = field(default_factory=dict)  # what each variable comes from, as far as evaluated
+    made: dict[Var, Node] = field(default_factory=dict)  # the node of each variable evaluated so far
 
     def of(self, atom: Atom) -> int:
         return self.bits.get(atom, 0) if isinstance(atom, Var) else 0
@@ -101,7 +100,7 @@ class _Frontier:
         return bool(self.of(atom) & self.params) and not self.is_data(atom) and _is_number(atom)
 
     def run(self, program: Program, args: Sequence[Any], leaving: Container[int] | None = None) -> list[Any]:
-        """The outputs; weights among them, or those in `leaving`, are marked: they meet others outside."""
+        """Evaluate the outputs; weights among them (or among `leaving`, by index) are marked."""
         env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
         for node in program.nodes:
             self.made.update(dict.fromkeys(node.outputs, node))
@@ -134,7 +133,7 @@ class _Frontier:
         return _compat.bind(node.eqn, *vals)
 
     def elements(self, atom: Atom, shape: Shape, env: dict[Var, Any]) -> Any:
-        """A weight that enters element by element, marked as it is before it is broadcast to a shape."""
+        """Mark an element-wise weight before it is broadcast to `shape`."""
         axes: Axes = [a if n == shape[a] else None for a, n in enumerate(atom.aval.shape)]
         while isinstance(atom, Var) and atom in self.made:
             before = _before(self.made[atom], axes)
@@ -170,7 +169,7 @@ class _Frontier:
 
 
 def _before(node: Node, axes: Axes) -> Axes | None:
-    """The axes of what a node broadcasts, given those of the result; None if it does anything else."""
+    """The axes of the operand of a broadcast, given those of the result; None for other nodes."""
     old, new = (tuple(v.aval.shape) for v in (node.inputs[0], node.outputs[0]))
     if node.primitive is primitives.broadcast_in_dim_p:
         dims = node.params["broadcast_dimensions"]
@@ -190,6 +189,6 @@ def _is_number(atom: Atom) -> bool:
 
 
 def _with_line(node: Node) -> Any:
-    """The equation with the user's line: what is inside a function of JAX's own has none, the call has."""
+    """The equation with a user's source line: that of the call, for nodes inside a JAX function."""
     eqns = (node.eqn, *reversed(node.callers))
     return next((e for e in eqns if not node.callers or _compat.source_line(e)), node.eqn)

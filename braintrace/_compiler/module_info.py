@@ -1,4 +1,4 @@
-"""A step as a program, and which of its variables belong to which state."""
+"""A step as a program, with the variables of each state before and after the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .. import _compat
 from .._compat import Literal
 from .errors import CompilationError, NotSupportedError
 from .fingerprint import fingerprint
-from .joins import Part, insert, split_states, take_apart
-from .links import Array
+from .links import Array, numbered
 from .marking import mark_found
+from .packed_states import Part, insert, split_states, take_apart
 from .program import Atom, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
 from .slices import behind
@@ -26,7 +26,7 @@ from .step import Path, Role, State, Step, show_path
 
 @dataclass(frozen=True, eq=False)
 class StateEntry:
-    """One state that the step touches: where it is, and its variables before and after the step."""
+    """One state of the step, with its variables before and after the step."""
 
     of: State
     invars: tuple[Var, ...]
@@ -41,7 +41,7 @@ class StateEntry:
 
     @property
     def state(self) -> Any:
-        """The front end's own object."""
+        """The front end's object."""
         return self.of.handle
 
     @property
@@ -54,41 +54,41 @@ class StateEntry:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it is as it was after the step: a parameter, or a state that is only read (a mask, say)."""
+        """Whether the step leaves it unchanged: a parameter, or a state that is only read (a mask, say)."""
         return self.is_param or not self.written
 
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """One array of hidden state: `num_state` numbers (along an axis of their own, if any) at each position.
+    """One array of hidden state, with `num_state` states (along `axis`, if it is given) at each position.
 
-    A complex array that is `split` counts as two real ones: all real parts, then all imaginary ones.
+    A complex array with `split` counts as two real ones: all real parts, then all imaginary parts.
     """
 
     path: Path
     state: Any
     invar: Var
     outvar: Var
-    axis: int | None = None  # the axis of its states; None: there is one
+    axis: int | None = None  # the axis that enumerates its states; None if there is one
     split: bool = False
     unit: str = ""
-    coefficients: tuple[Atom, ...] = ()  # of a filter: what must be the same at every step
-    part: Part | None = None  # of the carried array that it is in, with others
+    coefficients: tuple[Atom, ...] = ()  # of a filter: variables that must be equal at every step
+    part: Part | None = None  # if it is a part of a packed array
 
     def __repr__(self) -> str:
         return f"<Hidden {show_path(self.path)}: {_show([self.invar])}>"
 
     @property
     def leaf(self) -> Var:
-        """The carried array that it is, or is a part of."""
+        """The carried array that it is or is a part of."""
         return self.invar if self.part is None else self.part.leaf
 
     def of_leaf(self, array: Any) -> Any:
-        """Its elements of an array like the leaf."""
+        """Slice its elements from an array shaped as the leaf."""
         return array if self.part is None else self.part.of(array)
 
     def in_leaf(self, array: Any) -> Any:
-        """The transpose of `of_leaf`: an array like the leaf, zero elsewhere."""
+        """The transpose of `of_leaf`: an array shaped as the leaf, zero elsewhere."""
         return jax.linear_transpose(self.of_leaf, self.leaf.aval)(array)[0]
 
     @property
@@ -104,13 +104,13 @@ class Hidden:
     @property
     def positions(self) -> Array:
         """The position of each element of the array."""
-        numbers = np.arange(np.prod(self.varshape, dtype=int)).reshape(self.varshape)
+        numbers = numbered(self.varshape)
         if self.axis is not None:
             numbers = np.broadcast_to(np.expand_dims(numbers, self.axis), self.invar.aval.shape)
         return numbers
 
     def states_at(self, array: Any, axis: int) -> Any:
-        """An array of the state's shape with the axis of its states elsewhere, made if there is none."""
+        """Move the axis of states of an array shaped as the state to `axis`; add one if there is none."""
         if self.axis is None:
             return jnp.expand_dims(array, axis)
         return array if self.axis == axis % array.ndim else jnp.moveaxis(array, self.axis, axis)
@@ -127,7 +127,7 @@ class ModuleInfo:
 
     @property
     def model(self) -> Any:
-        """The front end's own object."""
+        """The front end's object."""
         return self.step.model
 
     @property
@@ -140,7 +140,7 @@ class ModuleInfo:
 
     @property
     def out_atoms(self) -> tuple[Atom, ...]:
-        """What the step returns, beside the new states."""
+        """The outputs of the step, without the new states."""
         num_states = sum(len(e.invars) for e in self.entries)
         return self.program.outputs[: len(self.program.outputs) - num_states]
 
@@ -157,9 +157,9 @@ class ModuleInfo:
         return fingerprint(self.closed_jaxpr)
 
     def constants_of(self, closed: _compat.ClosedJaxpr) -> list[Any] | None:
-        """What the step closes over (a time, a step size), when it is traced again; None: another program.
+        """The constants (a time, a step size) of the step traced again; None if it is another program.
 
-        Constants are inputs of a program, except for those that tell what reaches what: indices, shifts.
+        Constants are inputs of a program, except for those that an analysis has used (indices, shifts).
         """
         if self.step.found:
             closed = mark_found(replace(self.step, closed_jaxpr=closed)).closed_jaxpr
@@ -177,19 +177,19 @@ class ModuleInfo:
 
     @property
     def jaxpr(self) -> Any:
-        """The step as JAX traced it."""
+        """The jaxpr of the step."""
         return _compat.parts(self.closed_jaxpr)[0]
 
     @cached_property
     def marked(self) -> ModuleInfo:
-        """The same step with a mark at every use of a parameter."""
+        """The step with a mark at every use of a parameter."""
         from .marking import mark_uses
 
         return self if self.step.found else read_step(mark_uses(self.step))
 
     @property
     def num_var_out(self) -> int:
-        """How many outputs of the jaxpr are the model's own; those that follow are new states."""
+        """The number of outputs of the model; the outputs of the jaxpr after these are new states."""
         return len(self.out_atoms)
 
     @property
@@ -202,17 +202,29 @@ class ModuleInfo:
 
     @cached_property
     def fixed(self) -> tuple[StateEntry, ...]:
-        """What effective weights are made of: the parameters, and states that no step writes."""
+        """The states that effective weights may depend on: parameters, and states that no step writes."""
         return tuple(e for e in self.entries if e.is_fixed)
 
     @cached_property
     def carried(self) -> tuple[StateEntry, ...]:
-        """The states that a step hands to the next."""
+        """The states that are carried from step to step."""
         return tuple(e for e in self.entries if not e.is_fixed)
 
     @cached_property
+    def param_invars(self) -> list[Var]:
+        return [v for e in self.params for v in e.invars]
+
+    @cached_property
+    def fixed_invars(self) -> list[Var]:
+        return [v for e in self.fixed for v in e.invars]
+
+    @cached_property
+    def carried_invars(self) -> list[Var]:
+        return [v for e in self.carried for v in e.invars]
+
+    @cached_property
     def invar_to_leaf(self) -> dict[Var, tuple[Path, int]]:
-        """The parameter of each of its variables, and which of its leaves it is."""
+        """The path and the leaf index of each parameter variable."""
         return {v: (e.path, i) for e in self.params for i, v in enumerate(e.invars)}
 
     @property
@@ -249,7 +261,7 @@ def _show(variables: Sequence[Var]) -> str:
 
 
 def read_step(step: Step) -> ModuleInfo:
-    """The program of a step, with its states."""
+    """Read a step as a program with its states."""
     try:
         program = take_apart(read_program(step.closed_jaxpr))
     except UnreadableSite as e:
@@ -274,7 +286,7 @@ def _entries(step: Step, program: Program) -> list[StateEntry]:
 
 
 def _check_that_it_stays(entry: StateEntry) -> None:
-    """A step leaves a state in the shape and type in which it found it: else there is no next step."""
+    """Raise if the step changes the shape or type of a state, so that there could be no second step."""
     for old, new in zip(entry.invars, entry.outvars, strict=True):
         was, now = ((tuple(v.aval.shape), v.aval.dtype) for v in (old, new))
         if was != now:
@@ -288,7 +300,7 @@ def _check_that_it_stays(entry: StateEntry) -> None:
 
 
 def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
-    """An op that the compiler cannot get at, with the parameters that go where it is."""
+    """The error for an op inside a primitive that is not read, with the parameters that enter there."""
     owners = [st for st in step.states for _ in range(st.tree.num_leaves)]
     origin = provenance(e.program)
     behind = {v for atom in e.node.inputs for v in origin.of(atom)[0]}
@@ -306,7 +318,7 @@ def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
 
 
 def _is_same(known: Any, now: Any) -> bool:
-    """Whether a constant is what it was; one that was not known then has told nothing."""
+    """Whether a constant is unchanged; one that was unknown before has not been used."""
     if known is None or _compat.is_tracer(known):
         return True
     return not _compat.is_tracer(now) and np.array_equal(np.asarray(known), np.asarray(now))
@@ -315,7 +327,7 @@ def _is_same(known: Any, now: Any) -> bool:
 def _hidden_states(
     program: Program, entries: Sequence[StateEntry], parts: Mapping[Var, Part]
 ) -> list[Hidden]:
-    """The hidden arrays that a step uses, each packed one as its parts; all, if it uses none."""
+    """The hidden arrays that a step reads (all, if it reads none), with packed ones split into parts."""
     found = []
     for h in (h for e in entries if e.of.role is Role.HIDDEN for h in hidden_arrays(e)):
         mine = [
@@ -324,17 +336,17 @@ def _hidden_states(
             if p.leaf is h.invar
         ]
         found += mine or [h]
-    used = behind(program, program.outputs)  # what is only printed is not
+    used = behind(program, program.outputs)  # an array that is only printed is not used
     return [h for h in found if h.invar in used] or found
 
 
 def is_read(program: Program, hidden: Hidden) -> bool:
-    """Whether a step uses the value that a hidden array has before it."""
+    """Whether a step uses the old value of a hidden array."""
     return hidden.invar in behind(program, program.outputs)
 
 
 def hidden_arrays(entry: StateEntry) -> list[Hidden]:
-    """The floating arrays of a state that the step writes, as hidden ones."""
+    """The floating arrays of a state that the step writes, as `Hidden`."""
     numbered = jax.tree.unflatten(entry.of.tree, range(len(entry.invars)))
     keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
     found = []
@@ -350,9 +362,9 @@ def hidden_arrays(entry: StateEntry) -> list[Hidden]:
 
 
 def _with_own_outputs(program: Program, entries: Sequence[StateEntry]) -> list[StateEntry]:
-    """Give every written state an output variable that is no other state's and no input's.
+    """Give every written state an output variable of its own.
 
-    `self.a.value = self.b.value` makes two states share one; a copy of it tells them apart.
+    After `self.a.value = self.b.value` two states share a variable; one of them gets a copy.
     """
     taken: set[Var] = set(program.inputs)
     replaced = []

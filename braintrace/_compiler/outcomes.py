@@ -1,4 +1,4 @@
-"""What the compiler found, as values; `_report` puts it into words."""
+"""The findings of the compiler as typed values; `_report` turns them into messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Use:
-    """A site, and the parameters that its weights are made of."""
+    """A site, and the parameters that its weights depend on."""
 
     site: Site
     params: tuple[Path, ...]
@@ -33,34 +33,34 @@ class Use:
 
 
 class Outcome:
-    """One thing that the compiler found."""
+    """Base class of the findings of the compiler."""
 
 
 class WhyNot(enum.Enum):
     """Why a site has no trace."""
 
-    FROZEN = enum.auto()  # `stop_gradient` cuts it off from its parameters
+    FROZEN = enum.auto()  # its weights depend on parameters only through `stop_gradient`
     NO_PARAMETER = enum.auto()
-    CHANGES = enum.auto()  # the weight is made of more than parameters
-    UNKNOWN_INDICES = enum.auto()  # in a branch that is not taken
+    CHANGES = enum.auto()  # the weight depends on data or on a state
+    UNKNOWN_INDICES = enum.auto()  # the op takes indices, and may be in a branch that is not taken
     BEHIND_ANOTHER = enum.auto()  # it reaches states only through another marked op
-    NO_STATE = enum.auto()  # it reaches none
-    NO_POSITION = enum.auto()  # no position of its output belongs to one of the state
+    NO_STATE = enum.auto()  # it reaches no hidden state
+    NO_POSITION = enum.auto()  # no element of its output maps to one position of the state
 
 
 @dataclass(frozen=True)
 class NoTrace(Outcome):
-    """A site has no trace, or none for one group."""
+    """A site has no trace, or no trace for one group."""
 
     use: Use
     why: WhyNot
-    made_of: tuple[Path | None, ...] = ()  # the states in a weight that changes; None: an input
+    made_of: tuple[Path | None, ...] = ()  # the states that a changing weight depends on; None for an input
     group: HiddenGroup | None = None
 
 
 @dataclass(frozen=True)
 class Included(Outcome):
-    """A site is learned online, through these states."""
+    """A site has traces for these states."""
 
     use: Use
     hidden_paths: tuple[Path, ...]
@@ -68,7 +68,7 @@ class Included(Outcome):
 
 @dataclass(frozen=True)
 class AlsoThroughOps(Outcome):
-    """A site that has traces reaches these states through another marked op as well."""
+    """A site with traces also reaches these states through another marked op."""
 
     use: Use
     hidden_paths: tuple[Path, ...]
@@ -76,17 +76,17 @@ class AlsoThroughOps(Outcome):
 
 @dataclass(frozen=True)
 class KeepsOnePosition(Outcome):
-    """The output of a site is mixed on its way to a group, by these nodes; its trace keeps one position."""
+    """These nodes mix the output of a site on its way to a group; its trace keeps one position."""
 
     use: Use
     group: HiddenGroup
     nodes: tuple[Node, ...]
-    by_indices: bool  # that are known only as the step runs
+    by_indices: bool  # because of indices that are known only at run time
 
 
 @dataclass(frozen=True)
 class SeveralLeaves(Outcome):
-    """A weight of a site is made of several leaves of parameters."""
+    """A weight of a site depends on several parameter leaves."""
 
     use: Use
     name: str  # of the weight
@@ -95,7 +95,7 @@ class SeveralLeaves(Outcome):
 
 @dataclass(frozen=True)
 class InControlFlow(Outcome):
-    """A site is inside control flow, and followed there."""
+    """A site is inside control flow, where traces cover it."""
 
     use: Use
 
@@ -112,19 +112,19 @@ class MixedUnits(Outcome):
     """Units of a group reach other units without a marked op."""
 
     group: HiddenGroup
-    width: int | None  # of the last axis, where only the numbers along it reach each other
+    width: int | None  # of the last axis, if only elements along it mix
 
 
 @dataclass(frozen=True)
 class ThroughWhile(Outcome):
-    """The states of a group go through a loop that has no reverse mode."""
+    """The states of a group pass through a loop that has no reverse mode."""
 
     group: HiddenGroup
 
 
 @dataclass(frozen=True)
 class Cascade(Outcome):
-    """The states of a group reach those of another, and not unit by unit, at a node."""
+    """The states of a group reach those of another group at a node, not unit by unit."""
 
     group: HiddenGroup
     other: HiddenGroup
@@ -134,14 +134,14 @@ class Cascade(Outcome):
 
 @dataclass(frozen=True)
 class NeverRead(Outcome):
-    """Hidden states that a step writes and, like all others, does not read."""
+    """A step reads none of its hidden states."""
 
     hidden_paths: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
 class NoMarkedOp(Outcome):
-    """A program without sites: its parameters, with the first use of each, and those that feed a state."""
+    """A program has no sites: its parameters with the first use of each, and those that feed a state."""
 
     params: tuple[tuple[Path, Node | None], ...]
     feeding: tuple[Path, ...]
@@ -149,7 +149,7 @@ class NoMarkedOp(Outcome):
 
 @dataclass(frozen=True)
 class WithoutMark(Outcome):
-    """A parameter feeds states by ordinary operations, in a model that marks others."""
+    """A parameter feeds states through unmarked operations, in a model with marked ones."""
 
     path: Path
     hidden_paths: tuple[Path, ...]
@@ -159,14 +159,14 @@ class WithoutMark(Outcome):
 
 @dataclass(frozen=True)
 class OwnDerivativeUnused(Outcome):
-    """A function with a derivative of its own holds a site, and is read through."""
+    """A function with a custom derivative rule contains a site, so that its rule is not used."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class NotLinear(Outcome):
-    """A derivative of a user's own is not linear, and behind it are these parameters."""
+    """A custom derivative rule is not linear, and these parameters act through it."""
 
     node: Node
     params: tuple[Path, ...]
@@ -174,7 +174,7 @@ class NotLinear(Outcome):
 
 @dataclass(frozen=True)
 class StateWithoutTrace(Outcome):
-    """Parameters act on later losses through a state that has no trace."""
+    """Parameters affect later losses through a state without a trace."""
 
     state: State
     params: tuple[Path, ...]
@@ -182,7 +182,7 @@ class StateWithoutTrace(Outcome):
 
 @dataclass(frozen=True)
 class NoGradient(Outcome):
-    """A parameter acts on later losses only, and by nothing that counts; the first thing that is dropped."""
+    """A parameter has a zero gradient because all its paths to losses are dropped; the first of these."""
 
     path: Path
     dropped: Dropped
@@ -190,7 +190,7 @@ class NoGradient(Outcome):
 
 @dataclass(frozen=True, eq=False)
 class Findings(Sequence["CompilationRecord"]):
-    """All outcomes of a compilation; as a sequence, the records that tell of them in words."""
+    """All findings of a compilation; as a sequence, their records with messages."""
 
     step: Step
     outcomes: tuple[Outcome, ...]

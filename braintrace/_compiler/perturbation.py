@@ -1,7 +1,7 @@
-"""Hidden perturbations: the step with something added to each new state, seen outside its own group.
+"""Hidden perturbations: the step with a perturbation added to each new state.
 
-The derivative of a loss with respect to them is the learning signal of each state. Inside a group its
-own new states are read as they are, because their coupling is in the traces already.
+The derivative of a loss in the perturbation is the learning signal of the state. Readers inside the group of
+the state read it unperturbed, because their coupling is in the traces already.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .._compat import ClosedJaxpr
 from .evaluation import View, World, evaluate
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
-from .program import Atom, Var
+from .program import Atom, Var, struct, zeros
 from .slices import plain_site
 from .step import Path
 
 
 def worlds(groups: Sequence[HiddenGroup]) -> dict[Var, int]:
-    """The group of each new state's variable; a group is the world in which its states are computed."""
+    """The index of the group of each new state; it is also the world in which the state is computed."""
     return {v: g.index for g in groups for v in g.hidden_outvars}
 
 
@@ -47,11 +47,11 @@ class HiddenPerturbation:
         return [h.state for h in self.info.hidden]
 
     def init_perturb_data(self) -> list[jax.Array]:
-        """A zero for every new state."""
-        return [jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
+        """Zeros, one array for each new state."""
+        return [zeros(v) for v in self.perturb_vars]
 
     def call(self, inputs: Sequence[Any], perturbations: Sequence[Any]) -> list[Any]:
-        """The outputs and new states of the step, given all its inputs and what to add."""
+        """Evaluate the outputs and new states of the step from its inputs and the perturbations."""
         program, home = self.info.program, worlds(self.groups)
         deltas: Mapping[Var, Any] = dict(zip(self.perturb_vars, perturbations, strict=True))
 
@@ -71,7 +71,6 @@ class HiddenPerturbation:
 
     @cached_property
     def perturb_jaxpr(self) -> ClosedJaxpr:
-        avals = [v.aval for v in (*self.info.program.inputs, *self.perturb_vars)]
-        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        structs = [struct(v) for v in (*self.info.program.inputs, *self.perturb_vars)]
         n = len(self.info.program.inputs)
         return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)

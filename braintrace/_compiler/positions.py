@@ -1,8 +1,8 @@
-"""Which hidden position does each element of the program reach, and from which does it come?
+"""The hidden positions that each array element reaches, and those that it depends on.
 
-`reaches` goes backwards from a group's new states; `sources` goes forwards from a site's output. Derivatives
-are what is followed: integers and `stop_gradient` end a path. Of a function or a primitive with a derivative
-rule of its own, whose value need not show what it depends on (a linear solve), the rule is followed.
+`reaches` runs backwards from a group's new states, `sources` forwards from a site's output. Both follow
+derivatives: integers and `stop_gradient` end a path. For a function or primitive with a custom derivative
+rule (a linear solve, say) they follow the rule, because the value need not show the dependence.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 from .._compat import primitives
 from .._ops.primitive import ETPPrimitive
 from . import links as _links
+from .caching import cached
 from .constants import Constants
+from .custom_derivatives import PullBack, implementation
 from .dataflow import Flow, along_rule, cross, solve, union
 from .fine_links import fine_links
 from .links import Array, Linked
-from .own_rules import PullBack, implementation
 from .primitives import INDICES
 from .program import Atom, Node, Program, Var
 from .reach import Reach, SiteReach
@@ -29,11 +30,15 @@ from .zeros import Zeros
 
 
 class Positions:
-    """The positions of one program; links are found once and serve every question about it.
+    """The positions of one program; links between elements are computed once for all queries.
 
-    With `through`, paths go through sites, by what the ops compute, instead of ending there. `fine` links
-    tell places of a convolution apart, those of an op by the indices that it is given, and weights that are
-    zero under a mask, which may be told by `zeros` of the inputs: more to compute.
+    Args:
+        program: The program.
+        known: The values of inputs, as far as they are known.
+        through: Whether paths go through sites instead of ending there.
+        fine: Whether to resolve the positions of a convolution, the indices of a site and the zeros of
+            masked weights, which takes longer.
+        zeros: Where inputs may be nonzero, if `fine`.
     """
 
     def __init__(
@@ -57,17 +62,17 @@ class Positions:
     def reaches(
         self, starts: Mapping[Var, Reach], stop: Callable[[Var], bool] | None = None
     ) -> tuple[dict[Var, Reach], SiteReach]:
-        """What every variable, and the output of every site, reaches; paths end at sites and at `stop`."""
+        """The positions that each variable and each site output reaches; paths end at sites and at `stop`."""
         return solve(self._until(stop, back=True), self.program, starts.items())
 
     def sources(
         self, starts: Mapping[Var, Reach], origin: SiteReach, stop: Callable[[Var], bool] | None = None
     ) -> dict[Var, Reach]:
-        """Where every variable comes from: `starts`, and the outputs of the sites in `origin`."""
+        """The positions that each variable depends on: those in `starts`, and of site outputs in `origin`."""
         return solve(self._until(stop, back=False), self.program, starts.items(), origin)[0]
 
     def across(self, node: Node, given: list[Reach | None]) -> list[Reach | None]:
-        """Where the outputs of one node come from, given where its inputs do."""
+        """The positions that the outputs of one node depend on, given those of its inputs."""
         return self._carry(node, given, back=False, derivatives=False)
 
     def _until(self, stop: Callable[[Var], bool] | None, back: bool) -> Flow[Reach]:
@@ -91,13 +96,13 @@ class Positions:
     def _carry(
         self, node: Node, given: list[Reach | None], back: bool, derivatives: bool
     ) -> list[Reach | None]:
-        """Across one node, along its links."""
+        """Propagate positions across one node, along its links."""
         far = node.inputs if back else node.outputs
         made: list[Reach | None] = [None] * len(far)
         if node.site is not None and not self.through:
             return made
         found, flow = self._find_links(node), self._flow(back, derivatives)
-        own = isinstance(node.primitive, ETPPrimitive)  # its derivative is that of what it computes
+        own = isinstance(node.primitive, ETPPrimitive)  # its derivative is that of its implementation
         if found is None and derivatives and not own and (pull := PullBack.of(node)) is not None:
             return along_rule(flow, node, pull, given)
         if found is None and (own or not derivatives) and (inside := self._expanded(node)) is not None:
@@ -121,7 +126,7 @@ class Positions:
         return self._links[node]
 
     def _expanded(self, node: Node) -> Positions | None:
-        """The positions of what a primitive computes, if that can be traced."""
+        """The positions of a primitive's implementation, if that can be traced."""
         if node not in self._computed:
             program = None if node.inner else implementation(node)
             known: dict[Var, Any] = {}
@@ -136,7 +141,7 @@ class Positions:
     # -- inside control flow -----------------------------------------------------------------------
 
     def _at(self, node: Node, program: Program, step: int | None) -> Positions:
-        """The positions of a program inside a node, with what is known of its inputs."""
+        """The positions of an inner program, with the known values of its inputs."""
         known = None
         if node.primitive is primitives.cond_p:
             known = self._known(node.inputs[1:])
@@ -155,11 +160,11 @@ class Positions:
         return self._inner[key]
 
     def _known(self, atoms: Sequence[Atom]) -> list[Array | None]:
-        """The integers among the inputs of a program inside, where they do not depend on data."""
+        """The values of integers that do not depend on data; None for all others."""
         return [self.constants(a) if jnp.issubdtype(a.aval.dtype, jnp.integer) else None for a in atoms]
 
     def _known_in(self, node: Node) -> list[Any]:
-        """What is known of the inputs of a scan's body in each iteration: constants and counters."""
+        """The known inputs of a scan's body in each iteration: constants and counters."""
         if node not in self._iterations:
             self._iterations[node] = self._follow_counters(node)
         return self._iterations[node]
@@ -183,11 +188,17 @@ class Positions:
         return result
 
 
+@cached
+def positions_of(program: Program, *, through: bool = False, fine: bool = False) -> Positions:
+    """The positions of a program, computed once."""
+    return Positions(program, through=through, fine=fine)
+
+
 def _stack(parts: Sequence[Any], shape: tuple[int, ...]) -> Any:
-    """One value for all parts, of which each has that shape; None if no part reaches anything."""
+    """Stack values of the given shape; None if none of them reaches a position."""
     first = next((p for p in parts if p is not None), None)
     return None if first is None else first.stack(parts, shape)
 
 
-_FIXPOINT = 64  # iterations of a `while` before its carried values are taken to mix
-_UNROLL = 256  # iterations of a `scan` whose counters are followed one by one
+_FIXPOINT = 64  # iterations of a `while` before its carried values are assumed to mix
+_UNROLL = 256  # iterations of a `scan` up to which counters are evaluated

@@ -1,8 +1,8 @@
-"""What the compiler knows of JAX's primitives: tables, compared by identity.
+"""Tables of JAX's primitives by their effect on element positions, compared by identity.
 
-A primitive of JAX is in one of the first tables or, by name, in the list of those that mix all that they are
-given, in `tests/compiler/test_primitives.py`, which fails for one that JAX adds or renames. Those that a
-version of JAX does not have are absent.
+Every primitive of JAX is in one of the first tables or in the list of `tests/compiler/test_primitives.py`
+with those that mix all elements; that test fails if JAX adds or renames a primitive. Primitives that a
+version of JAX does not have are left out of the tables.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .._compat import Primitive, primitives
 
 
 def named(names: str) -> frozenset[Primitive]:
-    """Those of the primitives that this version of JAX has."""
+    """The primitives with these names that this version of JAX has."""
     places = (primitives, _compat)
     found = (getattr(place, f"{name}_p", None) for name in names.split() for place in places)
     return frozenset(p for p in found if p is not None)
 
 
 def is_reshape(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether it leaves the elements in their order."""
+    """Whether the elements keep their row-major order."""
     if primitive is primitives.reshape_p:
         return params["dimensions"] is None
     return primitive is primitives.squeeze_p
 
 
-# -- each in one of these --------------------------------------------------------------------------
+# -- every primitive is in one of these -----------------------------------------------------------
 
 ELEMENT_WISE = named(
     """abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -54,18 +54,18 @@ PRODUCTS = named("conv_general_dilated dot_general")
 CONTROL_FLOW = named("cond scan while")
 CALLS = named("call closed_call custom_jvp_call custom_vjp_call jit remat")
 
-# -- and more about some ---------------------------------------------------------------------------
+# -- further properties of some of them -----------------------------------------------------------
 
 FLAT = named("ceil floor is_finite round sign stop_gradient")  # no derivative
 NOT_COMPLEX = named("cholesky conj")  # no complex derivative
-ARITHMETIC = named(  # take one operation for each element
+ARITHMETIC = named(  # one floating-point operation per element
     """abs add add_jaxvals and clamp convert_element_type div eq floor ge gt integer_pow le lt max min mul ne
     neg not one_minus_square or rem round select_n sign square sub xor"""
 )
 
-# of linear operations, what they are linear in
-IN_ONE_OPERAND = PRODUCTS | named("mul")  # whichever, given the others
-IN_FIRST_OPERAND = (  # given the others
+# linear operations, by the operands that they are linear in
+IN_ONE_OPERAND = PRODUCTS | named("mul")  # any one operand, for fixed others
+IN_FIRST_OPERAND = (  # for fixed others
     LAYOUT
     | PARTS
     | named(
@@ -73,12 +73,12 @@ IN_FIRST_OPERAND = (  # given the others
         dynamic_slice gather div fft name device_put sharding_constraint"""
     )
 )
-IN_ALL_OPERANDS = named(  # together, given indices and what selects
+IN_ALL_OPERANDS = named(  # jointly, for fixed indices and predicates
     """add sub add_jaxvals concatenate stack pad complex select_n scatter scatter_add scatter_sub
     dynamic_update_slice triangular_solve"""
 )
 
-# which operands are indices
+# the operands that are indices
 INDICES = {
     **dict.fromkeys(named("gather dynamic_slice"), slice(1, None)),
     **dict.fromkeys(named("dynamic_update_slice"), slice(2, None)),

@@ -1,7 +1,7 @@
-"""A step's jaxpr as a flat program that knows its sites.
+"""A flat program read from the jaxpr of a step, with its sites.
 
-`jit`, `checkpoint` and plain calls are read through; `cond`, `scan` and `while` keep the programs inside
-them. A *site* is one application of a marked operation.
+`jit`, `checkpoint` and plain calls are inlined; `cond`, `scan` and `while` keep their bodies as inner
+programs. A *site* is one application of a marked operation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from .. import _compat
 from .._compat import JaxprEqn, Literal, primitives
-from .._ops.letters import Layout
+from .._ops.axis_labels import Layout
 from .._ops.primitive import ETPPrimitive
 from .primitives import FLAT
 
 
 class Var:
-    """A value of the program: its shape and type, and its number in program order."""
+    """A variable of the program: shape and type, and its number in program order."""
 
     __slots__ = ("aval", "index", "inexact")
 
@@ -41,8 +41,22 @@ Atom = Var | Literal
 
 
 def is_inexact(atom: Atom) -> bool:
-    """Whether it has a derivative, by its type."""
+    """Whether the type is floating or complex, so that a derivative exists."""
     return _is_inexact(getattr(atom.aval, "dtype", np.bool_))  # a token has no type
+
+
+def is_complex(atom: Atom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
+
+
+def struct(atom: Atom) -> jax.ShapeDtypeStruct:
+    """The shape and type of a value, as JAX's tracing functions take them."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def zeros(atom: Atom) -> jax.Array:
+    """Zeros of the shape and type of a value."""
+    return jnp.zeros(atom.aval.shape, atom.aval.dtype)
 
 
 @cache
@@ -52,13 +66,13 @@ def _is_inexact(dtype: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """How the operands of a loop follow each other: those of its condition only, constants, what it carries.
+    """The order of a loop's operands: `before` (read by the condition only), constants, carry, then slices.
 
-    What is left is sliced, one slice for each iteration. Its outputs are what it carries, and slices.
+    Each iteration takes one slice of the remaining operands. The outputs are the carry, then slices.
     """
 
     body: Program
-    length: int | None  # None: until a condition says so
+    length: int | None  # None for a `while`
     before: int
     consts: int
     carry: int
@@ -74,7 +88,7 @@ class Node:
     loops: tuple[int, ...] = ()  # the length of each enclosing `scan`, outermost first
     inner: tuple[Program, ...] = ()
     site: Site | None = None
-    callers: tuple[JaxprEqn, ...] = ()  # the calls and the control flow that it is inside of, outermost first
+    callers: tuple[JaxprEqn, ...] = ()  # the enclosing calls and control flow, outermost first
 
     def __repr__(self) -> str:
         return f"<Node {self.primitive}: {[*self.inputs]} -> {[*self.outputs]}>"
@@ -89,13 +103,13 @@ class Node:
 
     @property
     def zeros(self) -> list[Literal]:
-        """The numbers in the program by which it multiplies, and which are zero."""
+        """The literal zeros that it multiplies by."""
         ins = self.inputs if self.primitive is primitives.mul_p else ()
         return [a for a in ins if isinstance(a, Literal) and np.ndim(a.val) == 0 and a.val == 0]
 
     @property
     def is_flat(self) -> bool:
-        """Whether its derivative is zero, or none."""
+        """Whether its derivative is zero or undefined."""
         return self.primitive in FLAT or bool(self.zeros)
 
     @property
@@ -107,7 +121,7 @@ class Node:
 
     @property
     def loop(self) -> Loop | None:
-        """How it iterates, if it does."""
+        """The order of its operands, if it is a loop."""
         if self.primitive is primitives.scan_p:
             return Loop(self.inner[0], self.params["length"], 0, *_compat.scan_counts(self.eqn))
         if self.primitive is primitives.while_p:
@@ -115,14 +129,14 @@ class Node:
         return None
 
     def walk(self) -> Iterator[Node]:
-        """The node and all that is inside it."""
+        """The node and all nodes inside it."""
         yield self
         for program in self.inner:
             yield from program.walk()
 
     @property
     def source(self) -> str:
-        # what is inside a function of JAX's own has no line of the user's; the call has
+        # an equation inside a JAX function has no user line, but the call of that function has
         eqns = (self.eqn, *reversed(self.callers))
         lines = (line(eqn) for line in (_compat.source_line, _compat.library_line) for eqn in eqns)
         return next(filter(None, lines), "")
@@ -152,7 +166,7 @@ class Site:
 
     @property
     def num_inputs(self) -> int:
-        """How many operands are not weights; they come first."""
+        """The number of operands that are not weights; these come first."""
         return len(self.inputs) - len(self.weight_names)
 
     @property
@@ -171,20 +185,20 @@ class Site:
         return [jnp.zeros((*self.loops, *a.shape), a.dtype) for a in avals]
 
     def made_from(self, learned: Container[str]) -> tuple[str, ...]:
-        """The weights that effective ones are made from: `learned` ones, or all if the op merges them."""
+        """The weights that effective weights are made from: `learned` ones, or all if the op merges them."""
         return tuple(n for n in self.weight_names if self.primitive.merges or n in learned)
 
     def layouts(
         self, varying: Sequence[str] = (), learned: Container[str] | None = None
     ) -> dict[str, Layout]:
-        """The trace layout of each effective weight that is made from `learned` weights (by default, any).
+        """The trace layout of each effective weight computed from `learned` weights (by default, any weight).
 
-        Loops are levels that `varying` weights have.
+        Each enclosing loop adds an axis to the output, and to the weights in `varying`.
         """
         n, names = self.num_inputs, self.weight_names
         loop = (*[True] * n, *[name in varying for name in names])
         params = {**self.params, "levels": (loop,) * len(self.loops) + self.params["levels"]}
-        avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in self.weights.values()]
+        avals = [struct(a) for a in self.weights.values()]
         effective = jax.eval_shape(lambda *w: self.primitive.effective(w, self.params), *avals)
         kept = [n for n in effective if learned is None or self.primitive.merges or n in learned]
         return self.primitive.layouts(params, kept, len(self.shape))
@@ -199,26 +213,27 @@ class Program:
     nodes: list[Node]
     consts: dict[Var, Any]
     sites: list[Site] = field(default_factory=list)
-    # custom_jvp/custom_vjp functions that hold a site, and so lose their own rule
+    # custom_jvp/custom_vjp functions that hold a site: they are inlined, so that their rule is not used
     opened: list[Node] = field(default_factory=list)
-    # constants and literals by whose values it was found out what reaches what (indices, sizes of shifts)
+    # constants and literals whose values an analysis has used (indices, sizes of shifts): the result holds
+    # for these values only
     read: list[Atom] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"<Program: {len(self.nodes)} operations, {len(self.sites)} marked>"
 
     def walk(self) -> Iterator[Node]:
-        """All nodes, also those inside others."""
+        """All nodes, including those inside other nodes."""
         return (inner for node in self.nodes for inner in node.walk())
 
     @cached_property
     def producer(self) -> dict[Var, int]:
-        """The number of the node that makes each variable."""
+        """The index of the node that computes each variable."""
         return {v: i for i, node in enumerate(self.nodes) for v in node.outputs}
 
     @cached_property
     def readers(self) -> dict[Var, list[int]]:
-        """The numbers of the nodes that read each variable."""
+        """The indices of the nodes that read each variable."""
         found: dict[Var, list[int]] = {}
         for i, node in enumerate(self.nodes):
             for atom in node.inputs:
@@ -228,7 +243,7 @@ class Program:
 
     @cached_property
     def holder(self) -> dict[int, int]:
-        """The number of the node at or inside which each site is."""
+        """The index of the top-level node that is or contains each site."""
         return {s.index: i for i, node in enumerate(self.nodes) for s in node.sites}
 
 
@@ -236,7 +251,7 @@ _CONTROL_FLOW = {primitives.cond_p: "cond", primitives.scan_p: "scan", primitive
 
 
 class UnreadableSite(Exception):
-    """A marked op is inside a primitive that is not read: the program so far, the primitive and the op."""
+    """Raised for a marked op inside a primitive that cannot be inlined or entered."""
 
     def __init__(self, program: Program, node: Node, op: Any) -> None:
         super().__init__(program, node, op)
@@ -244,15 +259,15 @@ class UnreadableSite(Exception):
 
 
 def read_program(closed: _compat.ClosedJaxpr, *, marks: bool = True) -> Program:
-    """The program of a closed jaxpr; without `marks`, marked operations are operations like others.
+    """Read the program of a closed jaxpr; with `marks=False`, marked operations are ordinary nodes.
 
-    Dead code is left out: what nobody uses is no path of a gradient.
+    Dead code is removed, because no gradient passes through it.
     """
     return _Reader(marks).program(*_compat.parts(closed), (), ())
 
 
 class _Reader:
-    """Numbers variables and sites while it reads jaxprs, which JAX shares between calls."""
+    """Reads jaxprs; numbers variables and sites anew for each call, because calls may share a jaxpr."""
 
     def __init__(self, marks: bool) -> None:
         self.marks = marks
@@ -263,7 +278,7 @@ class _Reader:
         self.opened: list[Node] = []
 
     def is_site(self, eqn: JaxprEqn) -> bool:
-        """Whether it is a marked op; one without any output element (of `associative_scan`) is no site."""
+        """Whether it is a marked op that has output elements (`associative_scan` makes ops without)."""
         shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
         return self.marks and isinstance(eqn.primitive, ETPPrimitive) and 0 not in shape
 
@@ -346,7 +361,7 @@ class _Reader:
         return [read(a) for a in jaxpr.outvars]
 
     def applied_once(self, eqn: JaxprEqn) -> tuple[Any, list[Any]]:
-        """The body of a `scan` of length one as a jaxpr of what the `scan` is given."""
+        """The body of a `scan` of length one, as a jaxpr of the operands of the `scan`."""
         num_consts, num_carry = _compat.scan_counts(eqn)
 
         def once(*args: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Where each variable comes from, and which hidden states it goes to: one bit per input or state."""
+"""The program inputs that each variable depends on, and the hidden states that it reaches, as bit masks."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ from dataclasses import dataclass
 
 from .._compat import Literal, primitives
 from .._ops.primitive import ETPPrimitive
+from .caching import cached
+from .custom_derivatives import PullBack
 from .dataflow import Flow, solve, union
-from .own_rules import PullBack
 from .program import Atom, Node, Program, Site, Var
 
 CARRIED = 1  # changes from one iteration of a loop to the next
 SLICED = 2  # another slice in each iteration of a loop
-MARKED = 4  # made of what a marked op gives
+MARKED = 4  # depends on the output of a marked op
 _FIRST = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Provenance:
-    """For every variable, also inside control flow, the program inputs that it depends on.
+    """The program inputs that each variable depends on, including variables inside control flow.
 
-    What `stop_gradient` cuts off is no parameter of what comes after; it is still data.
+    A dependence on a parameter ends at `stop_gradient`; a dependence on data does not.
     """
 
     inputs: tuple[Var, ...]
     bits: dict[Var, int]
 
     def of(self, atom: Atom) -> tuple[list[Var], bool, bool]:
-        """The inputs behind a variable; whether it is carried by a loop; whether it is sliced by one."""
+        """The inputs that a variable depends on, whether a loop carries it, and whether a loop slices it."""
         bits = 0 if isinstance(atom, Literal) else self.bits.get(atom, 0)
         found = [v for i, v in enumerate(self.inputs) if bits >> (i + _FIRST) & 1]
         return found, bool(bits & CARRIED), bool(bits & SLICED)
 
 
+@cached
 def provenance(program: Program, params: Sequence[Var] = ()) -> Provenance:
+    """The dependence of each variable on the program inputs; that on `params` ends at `stop_gradient`."""
     bits = {v: 1 << (i + _FIRST) for i, v in enumerate(program.inputs)}
     cut = sum(bits[v] for v in params)
     found: dict[Var, int] = {}
@@ -55,7 +58,7 @@ def provenance(program: Program, params: Sequence[Var] = ()) -> Provenance:
 
 
 def _given(node: Node, inner: Program, ins: list[int], union: int) -> list[int]:
-    """What the inputs of a program inside a node depend on."""
+    """The dependence of the inputs of an inner program."""
     loop = node.loop
     if loop is None:
         return ins[1:] if node.primitive is primitives.cond_p else ins
@@ -68,7 +71,7 @@ def _given(node: Node, inner: Program, ins: list[int], union: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Goal:
-    """The states that a variable reaches: without crossing another marked op, and by crossing one."""
+    """The states that a variable reaches, as bits: without crossing a marked op, and by crossing one."""
 
     direct: int = 0
     crossing: int = 0
@@ -86,10 +89,10 @@ class Goal:
 def goals(
     program: Program, new: Mapping[Var, int], group_of: Sequence[int]
 ) -> tuple[dict[Var, Goal], dict[int, Goal]]:
-    """Which new states each variable, and each site's output, reaches within the step.
+    """The new states that each variable and each site's output reaches within the step.
 
-    `new` numbers the variables of the new states. A path ends at the new state of another group, so the
-    bits that pass such a variable are those of its own group only.
+    `new` numbers the new states. A path ends at a new state of another group: only the bits of its own
+    group are propagated past a new state.
     """
     masks = {v: sum(1 << j for j, g in enumerate(group_of) if g == group_of[i]) for v, i in new.items()}
     return spread(program, {v: Goal(direct=1 << i) for v, i in new.items()}, masks)
@@ -99,16 +102,16 @@ AtSite = Callable[[Site, Goal], list[Goal]]
 
 
 def cross(site: Site, goal: Goal) -> list[Goal]:
-    """What the operands of a site reach: the same, by crossing it."""
+    """The goal of a site's operands: that of its output, reached by crossing the site."""
     return [Goal(0, goal.direct | goal.crossing)] * len(site.inputs)
 
 
 def spread(
     program: Program, starts: Mapping[Var, Goal], masks: Mapping[Var, int], at_site: AtSite = cross
 ) -> tuple[dict[Var, Goal], dict[int, Goal]]:
-    """Carry goals backwards, along derivatives: of every variable, and of every site's output.
+    """Propagate goals backwards along derivatives, to all variables and to the outputs of all sites.
 
-    `masks` are the bits that go on beyond a variable, and `at_site` is what a site makes of its goal.
+    `masks` are the bits that are propagated past a variable; `at_site` gives the goals of a site's operands.
     """
 
     def transfer(node: Node, given: list[Goal | None]) -> Goal | list[Goal]:

@@ -1,9 +1,9 @@
-"""Which positions each element of an array reaches: one, several or none.
+"""The range of positions that each element of an array reaches.
 
-Two integer arrays: the lowest and the highest position that an element reaches (none: empty; equal: exactly
-one; different: several). A second pair of arrays leaves out what reaches an element only through mixing (a
-norm's mean, a softmax's sum): where two readers differ, one that reaches a single position wins over one
-that reaches several. Two that reach a single position each, but not the same, leave none for good.
+Two integer arrays hold the lowest and the highest position (equal: exactly one; different: several; lowest
+above highest: none). A second pair of arrays, the *direct* reach, ignores paths through operations that mix
+positions (a norm's mean, a softmax's sum): if two readers differ, one that reaches a single position takes
+precedence over one that reaches several. Two readers with different single positions leave no direct reach.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from .links import Array, Link, Pairs, Same, Shape
+from .links import Array, Link, Pairs, Same, Shape, numbered
 
 _NONE = np.iinfo(np.int32).max
 _ALL, _DIRECT = 0, 1
-_TORN = -1  # the lowest direct position of an element whose readers reach single positions that differ
+_TORN = -1  # marks an element whose readers reach different single positions
 
 
 class Reach:
-    """The lowest and the highest position of each element, of all paths and of those that do not mix."""
+    """The lowest and the highest position of each element: along all paths, and along direct paths."""
 
     __slots__ = ("high", "low")
 
@@ -34,6 +34,11 @@ class Reach:
     def at(positions: Array) -> Reach:
         both = np.stack([positions, positions]).astype(np.int32)
         return Reach(both, both)
+
+    @staticmethod
+    def identity(shape: Shape) -> Reach:
+        """Each element reaches the position of its own number, in row-major order."""
+        return Reach.at(numbered(shape))
 
     @staticmethod
     def empty(shape: Shape) -> Reach:
@@ -57,14 +62,19 @@ class Reach:
 
     @property
     def width(self) -> int:
-        """The most positions that lie between an element's lowest and highest; 0: none at all."""
+        """The longest range from an element's lowest to its highest position; 0 if nothing is reached."""
         return int(max(0, np.max(self.highest - np.minimum(self.lowest, self.highest + 1) + 1, initial=0)))
 
     @property
     def direct(self) -> Array:
-        """The one position that each element reaches without mixing; -1: none or several."""
+        """The one position that each element reaches directly; -1 if there is none or several."""
         low, high = self.low[_DIRECT], self.high[_DIRECT]
         return np.where(low == high, low, -1)
+
+    def stays_at(self, positions: Array) -> bool:
+        """Whether no element reaches any position but its own."""
+        own = (self.lowest == positions) & (self.highest == positions)
+        return bool(np.all((self.highest < 0) | own))
 
     def __bool__(self) -> bool:
         return not self.is_empty
@@ -75,7 +85,7 @@ class Reach:
         )
 
     def __or__(self, other: Reach) -> Reach:
-        """What an element reaches through either of two readers."""
+        """The positions reached through either of two readers."""
         if other is self:
             return self
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
@@ -90,18 +100,18 @@ class Reach:
         return Reach(self.low[:, index], self.high[:, index])
 
     def carry(self, link: Link, shape: Shape, *, back: bool) -> Reach:
-        """The same at the other end of a link, of the given shape."""
+        """The reach at the other end of a link, of the given shape."""
         return carry(link, self, shape, back=back)
 
     @staticmethod
     def stack(parts: Sequence[Reach | None], shape: Shape) -> Reach:
-        """One for all parts, of which each has that shape."""
+        """Stack reaches of the given shape; None is empty."""
         full = [Reach.empty(shape) if p is None else p for p in parts]
         return Reach(np.stack([p.low for p in full], 1), np.stack([p.high for p in full], 1))
 
 
 def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
-    """Carry what one end of a link reaches to the other end, of the given shape."""
+    """Propagate a reach from one end of a link to the other end, of the given shape."""
     if isinstance(link, Same):
         return Reach(reach.low.reshape(2, *shape), reach.high.reshape(2, *shape))
     if isinstance(link, Pairs):

@@ -1,4 +1,4 @@
-"""Readouts with memory: layers that read others, and that only outputs read, without a weight between."""
+"""Readouts with memory: states that only outputs read, without a weight in between."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .dataflow import Flow, solve
-from .evaluation import View, evaluate
+from .caching import cached
 from .groups import HiddenGroup
 from .module_info import Hidden
 from .primitives import PRODUCTS
-from .program import Var, read_program
-from .slices import behind, plain_site
+from .program import Var, read_program, zeros
+from .slices import behind, computed_from, values_of
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 
+@cached
 def find_readouts(graph: ETraceGraph) -> set[int]:
-    """The groups, by number, whose states are those of output units, such as the state of a leaky readout.
+    """The indices of the groups that are output units, such as a leaky readout.
 
-    The loss reaches such a unit at once, without a weight that another signal could stand in for, and no
-    other state: its own trace and the back-propagated signal give its exact gradient.
+    The loss reads such a unit directly, and no other state depends on it. So its own trace and the
+    back-propagated signal give its exact gradient, whatever signal a rule uses for other groups.
     """
     return {g.index for g in graph.hidden_groups if _is_readout(graph, g)}
 
 
 def decay_of(graph: ETraceGraph, readout: Hidden) -> float | None:
-    """The decay of a leaky readout; None if that is no constant, but made of parameters."""
+    """The decay of a leaky readout; None if it depends on parameters."""
     program, old = graph.module_info.program, readout.invar
 
     def decay(*values: Any) -> Any:
         known = {**program.consts, **dict(zip(program.inputs, values, strict=True))}
 
         def new(value: Any) -> Any:
-            view = View(known={**known, old: value}, at_site=lambda site, world: plain_site)
-            return evaluate(program, [(readout.outvar, None)], view)[0]
+            return values_of(program, [readout.outvar], {**known, old: value})[0]
 
         return jax.jvp(new, (known[old],), (jnp.ones_like(known[old]),))[1].ravel()[0]
 
-    zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in program.inputs]
-    made = read_program(jax.make_jaxpr(decay)(*zeros))
-    return float(decay(*zeros)) if behind(made, made.outputs).isdisjoint(made.inputs) else None
+    inputs = [zeros(v) for v in program.inputs]
+    made = read_program(jax.make_jaxpr(decay)(*inputs))
+    return float(decay(*inputs)) if behind(made, made.outputs).isdisjoint(made.inputs) else None
 
 
 def _is_readout(graph: ETraceGraph, group: HiddenGroup) -> bool:
@@ -51,14 +50,14 @@ def _is_readout(graph: ETraceGraph, group: HiddenGroup) -> bool:
     new, own = set(group.hidden_outvars), {*group.hidden_invars, *group.hidden_outvars}
     others = {v for g in graph.hidden_groups if g is not group for v in (*g.hidden_invars, *g.hidden_outvars)}
     carried = {a for e in info.carried for a in e.outvars if isinstance(a, Var)} - new
-    after = set(solve(Flow[bool](), program, ((v, True) for v in own))[0])
+    after = computed_from(program, own)
     at_once = behind(program, info.out_atoms, stops=new)
     reads = not others.isdisjoint(behind(program, new))
     if not reads or not after.isdisjoint(carried) or new.isdisjoint(at_once):
         return False
-    if not at_once.isdisjoint(group.hidden_invars):  # an output reads what the state was
+    if not at_once.isdisjoint(group.hidden_invars):  # an output reads the old state
         return False
-    params = {v for e in info.params for v in e.invars}
+    params = set(info.param_invars)
     on_the_way = after & behind(program, [*info.out_atoms, *new])
     ways = [n for n in program.nodes if not on_the_way.isdisjoint(n.outputs)]
     products = [

@@ -1,4 +1,4 @@
-"""A relation: a site that feeds hidden groups, its parameters, and at which positions."""
+"""A relation: a site, its parameters, and the hidden groups and positions that it feeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._compat import ClosedJaxpr
-from .._ops.letters import Layout
+from .._ops.axis_labels import Layout
 from .._ops.primitive import ETPPrimitive
 from .groups import HiddenGroup
 from .links import Array
@@ -23,7 +23,7 @@ from .step import Path, show_path
 
 
 class PathClassification(enum.StrEnum):
-    """How a site's output gets to a hidden state within the step."""
+    """How the output of a site reaches a hidden state within the step."""
 
     ALL_DIRECT = "all_direct"
     ALL_THROUGH_OTHER_ETP = "all_through_other_etp"
@@ -32,11 +32,11 @@ class PathClassification(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class PositionMap:
-    """Where the trace of a site lives, and which hidden position belongs to each of its positions.
+    """The map between positions of a site's output `y` and hidden positions.
 
-    On `y`: `map[y position]` is the hidden position that it reaches. On the hidden positions (a
-    broadcast): `map[hidden position]` is the position of `y` that it comes from. -1: none.
-    `complete` is false where paths to other positions are left out of the trace.
+    If a trace is indexed by positions of `y`, `map[y position]` is the hidden position that it reaches. If
+    `on_hidden` (a broadcast), `map[hidden position]` is its position of `y`. -1 means none. `complete` is
+    false if the trace leaves out paths to other positions.
     """
 
     on_hidden: bool
@@ -52,7 +52,7 @@ class PositionMap:
 
 @dataclass(frozen=True, eq=False)
 class HiddenParamOpRelation:
-    """One site, the parameters behind its weights and the hidden groups that it feeds."""
+    """One site, the parameters of its weights and the hidden groups that it feeds."""
 
     site: Site
     info: ModuleInfo
@@ -61,7 +61,7 @@ class HiddenParamOpRelation:
     path_classification: dict[Path, PathClassification]
     trainable_paths: dict[str, Path]
     trainable_leaf_indices: dict[str, int]
-    trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all that a weight is made of
+    trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all leaves that a weight depends on
     varying: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class HiddenParamOpRelation:
 
     @cached_property
     def trainable_processing_chains(self) -> dict[str, tuple[Any, ...]]:
-        """The primitives that each weight goes through between its parameter and the op."""
+        """The primitives between each weight of the op and its parameter."""
         result = {}
         for name, leaves in self.trainable_leaves.items():
             inputs = [v for v, leaf in self.info.invar_to_leaf.items() if leaf in leaves]
@@ -110,7 +110,7 @@ class HiddenParamOpRelation:
 
     @property
     def param_paths(self) -> list[Path]:
-        """Every parameter that the weights are made of."""
+        """Every parameter that the weights depend on."""
         return list(dict.fromkeys(p for leaves in self.trainable_leaves.values() for p, _ in leaves))
 
     @property
@@ -124,8 +124,13 @@ class HiddenParamOpRelation:
         return [p for p, c in self.path_classification.items() if c != "all_through_other_etp"]
 
     @property
+    def feeds(self) -> list[tuple[HiddenGroup, PositionMap]]:
+        """The groups that the site feeds, each with its position map."""
+        return list(zip(self.hidden_groups, self.position_maps, strict=True))
+
+    @property
     def complete(self) -> bool:
-        """Whether the trace follows every path from the site to its groups within the step."""
+        """Whether the traces cover every path from the site to its groups within the step."""
         return all(m.complete for m in self.position_maps)
 
     @cached_property
@@ -143,7 +148,7 @@ class HiddenParamOpRelation:
 
     @property
     def y_to_hidden_group_constvars(self) -> list[list[Var]]:
-        """What each of `y_to_hidden_group_jaxprs` takes after `y`."""
+        """The variables that each of `y_to_hidden_group_jaxprs` takes after `y`."""
         return [s.constvars for s in self._slices]
 
     def y_to_hidden_groups(

@@ -1,7 +1,7 @@
-"""Samples: the axis of the carried states along which each place lives a life of its own.
+"""Find the batch axis: the axis of the carried states along which entries are independent samples.
 
-No parameter tells the places of such an axis apart, and no place acts on another. An axis of units is none:
-each unit has weights of its own.
+Along a batch axis, all entries share the parameters and no entry depends on another. An axis of units is not
+a batch axis, because each unit has its own weights.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._ops.letters import Layout, Letters
+from .._ops.axis_labels import Labels, Layout
+from .caching import cached
 from .links import Array
 from .module_info import ModuleInfo
-from .positions import Positions
+from .positions import positions_of
 from .program import Atom, Site, Var
 from .reach import Reach
 from .step import Path
@@ -25,29 +26,29 @@ from .step import Path
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a step; `axis` is None where all that is carried is one."""
+    """The samples of a step; `axis` is None if the whole carried state is one sample."""
 
     axis: int | None
     count: int
-    carried: tuple[Var, ...]  # the arrays, before the step, that parameters act on
-    sites: dict[int, Array]  # of each element of a site's output, its sample; -1: none or several
-    mixed: tuple[Path, ...] = ()  # states whose samples, along `axis`, act on each other
+    carried: tuple[Var, ...]  # the carried arrays, before the step, that depend on parameters
+    sites: dict[int, Array]  # the sample of each element of a site's output; -1 if none or several
+    mixed: tuple[Path, ...] = ()  # states in which entries along `axis` depend on each other
 
     @property
     def numbers(self) -> int:
-        """How many real numbers a sample carries, as far as parameters act on them."""
+        """The state size of one sample in real numbers, counting arrays that depend on parameters."""
         parts = [2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1 for v in self.carried]
         return sum(n * int(v.aval.size) for n, v in zip(parts, self.carried, strict=True)) // self.count
 
     def have(self, axis: int) -> bool:
-        """Whether that axis has the same length in all that is carried."""
+        """Whether that axis has the same length in all carried arrays."""
         return (
             all(v.aval.ndim > axis for v in self.carried)
             and len({v.aval.shape[axis] for v in self.carried}) < 2
         )
 
-    def letter(self, site: Site, layout: Layout) -> str | None:
-        """The letter of a site's output along which samples lie; None: there is none."""
+    def label(self, site: Site, layout: Layout) -> str | None:
+        """The label of the batch axis of a site's output; None if there is none, or if the weight has it."""
         numbers = self.sites[site.index]
         if self.axis is None or np.any(numbers < 0):
             return None
@@ -58,8 +59,9 @@ class Samples:
         return None if found in layout.w else found
 
 
+@cached
 def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
-    """Where the samples of a step are; `axis` may say it.
+    """Find the batch axis of a step, or check the given `axis` (None: the batch is one sample).
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(2, 3)
@@ -73,14 +75,20 @@ def find_samples(info: ModuleInfo, axis: int | str | None = "auto") -> Samples:
 
 
 class _Search:
+    # Samples are found by analysis, not assumed along axis 0, because a wrong guess gives wrong gradients
+    # without an error: per-sample rules keep one basis or influence matrix for each entry of the batch axis.
+    # An axis qualifies if (1) each parameter affects all entries alike, (2) no entry depends on another and
+    # (3) ops that take data have the axis, and their weights lack it. If only (2) fails, the samples of a
+    # batch are coupled (batch norm, say): `mixed` holds these states, and rules refuse or use one sample.
+
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
-        self.positions = Positions(info.program, through=True)
-        self.params = [v for e in info.params for v in e.invars if v.inexact and v.aval.size]
+        self.positions = positions_of(info.program, through=True)
+        self.params = [v for v in info.param_invars if v.inexact and v.aval.size]
 
     @cached_property
     def carried(self) -> list[tuple[Path, Var, Atom]]:
-        """The arrays that parameters act on, in this step or a later one: before it and after it."""
+        """The arrays that depend on parameters, in this step or a later one: path, old and new variable."""
         pairs = [
             (e.path, old, new)
             for e in self.info.carried
@@ -118,12 +126,12 @@ class _Search:
         return mixed or self._samples(None, 1)
 
     def _has_own_inputs(self, samples: Samples) -> bool:
-        """Whether what an op makes of data belongs to one sample, and its weights to all."""
+        """Whether every op that takes data has the batch axis, and its weights lack it."""
         sites = [s for s in self.info.program.sites if s.num_inputs and s.index in samples.sites]
-        return all(samples.letter(s, layout) for s in sites for layout in s.layouts().values())
+        return all(samples.label(s, layout) for s in sites for layout in s.layouts().values())
 
     def _has_free_axis(self, count: int) -> bool:
-        """Whether some op takes data, and each such op has an axis of that length which its weights lack."""
+        """Whether some op takes data, and each such op has an axis of that length that its weights lack."""
         sites = [s for s in self.info.program.sites if s.num_inputs]
         for site in sites:
             for layout in site.layouts().values():
@@ -139,40 +147,34 @@ class _Search:
         return Samples(axis, count, tuple(old for _, old, _ in self.carried), own)
 
     def _is_shared_along(self, axis: int) -> bool:
-        """Whether every parameter acts in the same way on all places of an axis."""
+        """Whether every parameter affects all entries along an axis alike."""
         for v in self.params:
-            start = Reach.at(np.arange(v.aval.size).reshape(v.aval.shape))
-            came = self.positions.sources({v: start}, {})
+            came = self.positions.sources({v: Reach.identity(v.aval.shape)}, {})
             for _, _, new in self.carried:
                 if new in came and not _is_same_along(came[new], axis):
                     return False
         return True
 
     def _acting_on_others(self, axis: int) -> tuple[Path, ...]:
-        """The states in which a place depends on other places."""
+        """The states in which an entry along the axis depends on other entries."""
         starts = {old: Reach.at(_numbers(old, axis)) for _, old, _ in self.carried}
         came = self.positions.sources(starts, {})
         found = []
         for path, _, new in self.carried:
             reach = came.get(new) if isinstance(new, Var) else None
-            own = _numbers(new, axis)
-            if reach is not None and np.any((reach.highest >= 0) & ~_is_own(reach, own)):
+            if reach is not None and not reach.stays_at(_numbers(new, axis)):
                 found.append(path)
         return tuple(dict.fromkeys(found))
 
 
-def counting(numbers: Array, letters: Letters, count: int) -> str | None:
-    """The letter along which an array counts from zero to `count`; a negative number is at no place."""
-    for axis, letter in enumerate(letters):
+def counting(numbers: Array, labels: Labels, count: int) -> str | None:
+    """The label of the axis along which an array counts from 0 to `count - 1`; negative entries match."""
+    for axis, label in enumerate(labels):
         shape = [-1 if a == axis else 1 for a in range(numbers.ndim)]
         counted = np.arange(numbers.shape[axis]).reshape(shape)
         if numbers.shape[axis] == count and np.all((numbers < 0) | (numbers == counted)):
-            return letter
+            return label
     return None
-
-
-def _is_own(reach: Reach, own: Array) -> Array:
-    return np.asarray((reach.lowest == own) & (reach.highest == own))
 
 
 def _nowhere(v: Var) -> Reach:
@@ -180,7 +182,7 @@ def _nowhere(v: Var) -> Reach:
 
 
 def _numbers(v: Atom, axis: int | None) -> Array:
-    """The place along an axis of each element; None: all are at one."""
+    """The index of each element along an axis; zeros if the axis is None."""
     shape = tuple(v.aval.shape)
     if axis is None:
         return np.zeros(shape, np.int32)

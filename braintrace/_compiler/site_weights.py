@@ -1,4 +1,4 @@
-"""The weights of a site, what lies behind them, and whether it has a trace."""
+"""The weights of a site, the parameters that they depend on, and whether the site has a trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step import Path, show_path
 
 
 class SiteWeights:
-    """The weights of a site and what lies behind them."""
+    """The weights of a site and the parameters that they depend on."""
 
     def __init__(self, info: ModuleInfo, site: Site, origin: Provenance) -> None:
         self.info, self.site, self.origin = info, site, origin
@@ -58,14 +58,14 @@ class SiteWeights:
                     )
 
     def why_not(self, goal: Goal) -> NoTrace | None:
-        """Why the site has no trace, if what it reaches is `goal`."""
+        """Why a site that reaches `goal` has no trace; None if it has one."""
         if not self.paths:
             if frozen := self._frozen():
                 return NoTrace(Use(self.site, frozen), WhyNot.FROZEN)
             return NoTrace(self.use, WhyNot.NO_PARAMETER)
         if (foreign := self.changed_by()) is not None:
             return NoTrace(self.use, WhyNot.CHANGES, tuple(map(self._state_of, foreign)))
-        # the trace of an op that takes indices (a sparse one) goes by them: none, in a branch not taken
+        # the trace of an op with index inputs (a sparse one) depends on them: unknown in a branch not taken
         if "cond" in self.site.context and self.site.num_inputs > 1:
             return NoTrace(self.use, WhyNot.UNKNOWN_INDICES)
         if goal.direct:
@@ -73,11 +73,11 @@ class SiteWeights:
         return NoTrace(self.use, WhyNot.BEHIND_ANOTHER if goal.crossing else WhyNot.NO_STATE)
 
     def changed_by(self) -> list[Var] | None:
-        """The inputs of the step that change a weight from step to step; None if its trace holds.
+        """The inputs of the step that change a weight from step to step; None if no input does.
 
-        Data may change a weight that is not learned, such as a bias.
+        A weight that is not learned, such as a bias, may depend on data.
         """
-        fixed = {v for e in self.info.fixed for v in e.invars}
+        fixed = set(self.info.fixed_invars)
         learned = self.site.made_from(self.paths)
         for name, (inputs, carried, _) in self.found.items():
             harmless = fixed if name in learned else fixed.union(self.info.arg_invars)
@@ -87,7 +87,7 @@ class SiteWeights:
         return None
 
     def _frozen(self) -> tuple[Path, ...]:
-        """The parameters that `stop_gradient` cuts off from the site."""
+        """The parameters that the weights depend on only through `stop_gradient`."""
         behind = provenance(self.info.program)
         found = [v for w in self.site.weights.values() for v in behind.of(w)[0] if v in self.leaf_of]
         return tuple(dict.fromkeys(self.leaf_of[v][0] for v in found))
@@ -116,7 +116,7 @@ def _indices(node: Node) -> tuple[Atom, ...]:
 
 
 def included(relation: HiddenParamOpRelation, weights: SiteWeights) -> list[Outcome]:
-    """What there is to say of a site that has traces."""
+    """The findings about a site that has traces."""
     use, classes = weights.use, relation.path_classification
     crossing = tuple(p for p, c in classes.items() if c != PathClassification.ALL_DIRECT)
     return [

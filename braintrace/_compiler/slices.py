@@ -1,9 +1,9 @@
-"""Parts of a program: what depends on what without crossing a marked op, as functions and jaxprs."""
+"""Dependence between variables, and the part of a program between some variables as a function or jaxpr."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,22 +11,22 @@ from typing import Any
 import jax
 
 from .._compat import ClosedJaxpr, primitives
+from .custom_derivatives import PullBack, has_own_rule
 from .dataflow import Flow, solve
 from .evaluation import View, evaluate
-from .own_rules import PullBack, has_own_rule
 from .program import Atom, Node, Program, Site, Var
 
 
 def plain_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
-    """A site that does nothing but compute."""
+    """Evaluate a site as an ordinary operation (an `AtSite`)."""
     return site.primitive.bind(*operands, **site.params), None
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The part of a program between some variables (or a site) and others, with sites as its borders.
+    """The part of a program from some variables (or a site) to others, along paths that cross no site.
 
-    With a `site`, its output (stacked over the loops around it) is the one input.
+    With a `site`, the only input is the output of the site, stacked over enclosing loops.
     """
 
     program: Program
@@ -46,7 +46,7 @@ class Slice:
         def given(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
             if site is self.site:
                 return site_in, None
-            # inside a loop on the way: no derivative goes through it
+            # another site inside a loop: no derivative passes it
             return plain_site(site, site_in, [jax.lax.stop_gradient(v) for v in operands])
 
         view = View(
@@ -66,6 +66,17 @@ class Slice:
         shapes += [(v.aval.shape, v.aval.dtype) for v in self.constvars]
         structs = [jax.ShapeDtypeStruct(*s) for s in shapes]
         return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)
+
+
+def values_of(program: Program, atoms: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
+    """Evaluate variables of a program from the values that are known."""
+    view = View(known=known, at_site=lambda site, world: plain_site)
+    return evaluate(program, [(a, None) for a in atoms], view)
+
+
+def computed_from(program: Program, sources: Iterable[Var]) -> set[Var]:
+    """The variables that depend on `sources` in any way, also across sites; `sources` included."""
+    return set(solve(Flow[bool](), program, ((v, True) for v in sources))[0])
 
 
 def dependents(program: Program, sources: Iterable[Var], stops: Container[Var] = ()) -> set[Var]:
@@ -95,7 +106,7 @@ def between(program: Program, sources: Sequence[Var], targets: Iterable[Atom]) -
 def on_the_way(
     program: Program, sources: Sequence[Var], targets: Iterable[Atom], stops: Container[Var] = ()
 ) -> set[Var]:
-    """What is on such paths; not the sources."""
+    """The variables on paths from `sources` to `targets` that cross no site; without the sources."""
     after = dependents(program, sources, stops) - set(sources)
     flow = Flow[bool](back=True, beyond=lambda v, wanted: v in after or None)
     return after & set(solve(flow, program, ((a, True) for a in targets))[0])
@@ -106,7 +117,7 @@ def _makers(program: Program, made: Container[Var]) -> list[Node]:
 
 
 def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Slice:
-    """The slice between `sources` and `targets`; what else it reads becomes its constants."""
+    """The slice from `sources` to `targets`; all other variables that it reads become its constants."""
     nodes = between(program, sources, targets)
     made = {v for node in nodes for v in node.outputs} | set(sources) | set(program.consts)
     reads = [a for node in nodes for a in node.inputs] + list(targets)
@@ -115,7 +126,7 @@ def cut(program: Program, sources: Sequence[Var], targets: Sequence[Atom]) -> Sl
 
 
 def cut_after(program: Program, site: Site, targets: Sequence[Atom]) -> Slice:
-    """The slice between a site, wherever it is, and `targets`."""
+    """The slice from a site, which may be inside control flow, to `targets`."""
     node = program.nodes[program.holder[site.index]]
     part = cut(program, node.outputs, targets)
     if node.site is None:
@@ -130,7 +141,7 @@ def uses_while(program: Program, sources: Sequence[Var], targets: Sequence[Atom]
 
 
 def has_while(node: Node) -> bool:
-    """Whether it is or holds a loop without reverse mode; a derivative rule of one's own may give it one."""
+    """Whether a node is or contains a `while` loop that no custom derivative rule replaces."""
     if has_own_rule(node) and PullBack.of(node) is not None:
         return False
     inside = (n for program in node.inner for n in program.nodes)

@@ -1,4 +1,4 @@
-"""One time step of a model, as front ends hand it to the compiler: a jaxpr, and what each leaf of it is."""
+"""One time step of a model, the input of the compiler: a jaxpr, and the role of each of its leaves."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ Path = tuple[str, ...]
 
 
 def show_path(path: Iterable[Any]) -> str:
-    """A path as users write it: `rnn.h`; a layer of a list is a number in it."""
+    """A path as users write it, such as `rnn.h` or `layers.0.h`."""
     return ".".join(map(str, path))
 
 
 def show_paths(paths: Iterable[Path]) -> str:
-    """Paths in a sentence, each once."""
+    """A comma-separated list of paths in backticks, without repetition."""
     return ", ".join(f"`{show_path(p)}`" for p in dict.fromkeys(paths))
 
 
 def name_of(path: Iterable[Any]) -> str:
-    """A name that no other path has: a dot within a part is not one between parts."""
+    """A unique string for a path: dots inside a part are escaped."""
     return ".".join(str(part).replace("\\", "\\\\").replace(".", "\\.") for part in path)
 
 
 class Role(enum.Enum):
-    """What a state is to learning."""
+    """The role of a state in learning."""
 
     PARAMETER = "parameter"
-    HIDDEN = "hidden"  # its floating arrays may carry a trace from step to step
-    OTHER = "other"  # carried, but not traced: counters, random keys, running statistics
+    HIDDEN = "hidden"  # recurrent state: its floating arrays may have traces
+    OTHER = "other"  # carried without a trace: counters, random keys, running statistics
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A tree of arrays that a step is given and hands back."""
+    """A pytree of arrays that a step takes and returns."""
 
     path: Path
     role: Role
     tree: Any
-    kind: str  # how its owner calls such a thing, for people
+    kind: str  # the front end's word for it, used in messages
     unit: str = ""
-    grouped: bool = False  # the last axis holds several states of one unit
-    handle: Any = None  # the front end's own object for it
+    grouped: bool = False  # whether the last axis enumerates several states of one unit
+    handle: Any = None  # the front end's object that holds it
 
 
 def _no_advice(paths: Sequence[Path]) -> str:
@@ -54,7 +54,7 @@ def _no_advice(paths: Sequence[Path]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """`(arguments, leaves of the states) -> (outputs, leaves of the states)`, and what they are."""
+    """A jaxpr `(arguments, leaves of the states) -> (outputs, leaves of the states)` with its metadata."""
 
     closed_jaxpr: _compat.ClosedJaxpr
     num_args: int
@@ -62,7 +62,9 @@ class Step:
     states: tuple[State, ...]
     name: str
     arg_names: tuple[str, ...] = ()
-    model: Any = None  # the front end's own object
-    unmarked: Callable[[Sequence[Path]], str] = _no_advice  # what to use instead of what holds parameters
-    specs: tuple[Any, ...] | None = None  # how outputs and new leaves are spread, if types say it
-    found: bool = False  # whether marks were set where parameters meet what is not made of them
+    model: Any = None  # the front end's model object
+    unmarked: Callable[[Sequence[Path]], str] = (
+        _no_advice  # advice on marked replacements for the layers with these parameters
+    )
+    specs: tuple[Any, ...] | None = None  # partition specs of outputs and new leaves, if typed
+    found: bool = False  # whether the compiler set the marks (`mark='auto'`)

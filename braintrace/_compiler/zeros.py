@@ -1,4 +1,4 @@
-"""Which elements of a value are zero whatever the data: those of a weight under a mask, above all."""
+"""Elements that are zero for any data, such as those of a masked weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEEPS = named("neg abs tanh sin sqrt sign square convert_element_type copy div 
 
 
 class Zeros:
-    """Of each value, where it may be other than zero; None: anywhere."""
+    """Where each variable may be nonzero, as booleans; None if everywhere."""
 
     def __init__(self, program: Program, constants: Constants, given: Mapping[Var, Array | None]) -> None:
         self._program, self._constants = program, constants
@@ -61,7 +61,7 @@ class Zeros:
 
     def _of_constant(self, var: Var) -> Array | None:
         value = self._program.consts[var]
-        # a single number (a time, say) may change from call to call, and no mask is one
+        # a scalar constant (a time, say) may change from call to call, and is no mask
         if var.aval.ndim == 0 or _compat.is_tracer(value) or np.all(np.asarray(value) != 0):
             return None
         known = self._constants(var)
@@ -80,5 +80,5 @@ def _moved(node: Node, z: Array, shape: tuple[int, ...]) -> Any:
 
 
 def _some(nonzero: Array) -> Array | None:
-    """None where nothing is zero."""
+    """None if no element is zero."""
     return None if nonzero.all() else nonzero

@@ -1,4 +1,4 @@
-"""One step of a compiled model: values, local Jacobians, learning signals. Pure functions."""
+"""Evaluate one step of a compiled model: values, local Jacobians and learning signals, as pure functions."""
 
 from .executor import ETraceGraphExecutor as ETraceGraphExecutor
 from .executor import ETraceVjpGraphExecutor as ETraceVjpGraphExecutor

@@ -1,4 +1,4 @@
-"""One step of a compiled model, as pure functions over arrays: values, Jacobians, signals, gradients."""
+"""Evaluate one step of a compiled model: values, local Jacobians, learning signals and weight gradients."""
 
 from __future__ import annotations
 
@@ -14,43 +14,47 @@ import numpy as np
 from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
 from .._compiler.module_info import StateEntry
-from .._compiler.program import Site, Var
+from .._compiler.program import Site, Var, zeros
 from .._compiler.readouts import find_readouts
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
-from .._ops.letters import Layout, Letters
+from .._ops.axis_labels import Labels, Layout
+from .effective_weights import Effective, effective_weights, needs
+from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
-from .readings import find_readings, slopes
-from .recursion import Recursion
+from .pull_back import pull_back
+from .sharding import PartialSums, Sharding, whole
 from .signals import Taken, differentiable_step, output, reads_old_states
-from .slots import PARTS, Jacobian, Parts, Slot, States, find_slots, stack
-from .spread import Apart, Spread, whole
-from .weighted import Weighted, as_weight, factors_over_time, find_weighted, product
-from .weights import Effective, effective_weights, needs
+from .slots import PARTS, Parts, Slot, find_slots
+from .trace_math import Jacobian, States, stack
+from .trace_recursion import Recursion
+from .weight_gradients import Weighted, as_weight, factors_over_time, find_weighted, product
 
 Leaves = list[Any]
-Ys = Mapping[int, Taken]  # the outputs of sites, as an earlier evaluation of the step has found them
-Added = Mapping[int, Any]  # added to the outputs of sites
+Ys = Mapping[int, Taken]  # outputs of sites from an earlier evaluation of the step, by site
+Added = Mapping[int, Any]  # perturbations of the outputs of sites, by site
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """What a rule may use of one step: factors, local Jacobians and effective weights."""
+    """The quantities of one step that rules use: inputs of sites, local Jacobians and effective weights."""
 
-    inputs: dict[int, list[Any]]  # of each site: its operands that are not weights
+    inputs: dict[int, list[Any]]  # the operands of each site that are not weights
     weights: Effective
-    D: dict[int, Jacobian | None]  # of each group; None: no memory
-    J: dict[tuple[int, int], States]  # of each (site, group)
-    slopes: dict[int, list[States]] = field(default_factory=dict)  # of what is read of each group, if wanted
-    spread: Spread | None = None  # over devices; None: nobody has said
+    D: dict[int, Jacobian | None]  # by group; None if the group has no memory
+    J: dict[tuple[int, int], States]  # by (site, group)
+    slopes: dict[int, list[States]] = field(
+        default_factory=dict
+    )  # derivatives of each group's readings, if requested
+    spread: Sharding | None = None  # the partition specs of the step, if any
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
-        """What changes from step to step."""
+        """The arrays that change from step to step."""
         return self.inputs, self.D, self.J
 
-    def at(self, slot: Slot) -> tuple[Any | None, tuple[Any, Letters] | None, Any]:
-        """`D` (lifted), the factor and `J` (lifted) at one slot."""
+    def at(self, slot: Slot) -> tuple[Any | None, tuple[Any, Labels] | None, Any]:
+        """`D`, the factor `x` and `J` of one slot, with `D` and `J` at the positions of its trace."""
         i, inputs = slot.relation.site.index, self.inputs[slot.relation.site.index]
         D = self.D[slot.group.index]
         return (
@@ -60,22 +64,22 @@ class Local:
         )
 
     def parts(self, slot: Slot, trace: Any) -> Parts | None:
-        """The parts that devices have of a batch, along a trace."""
-        return None if self.spread is None else self.spread.parts(slot.layout, slot.letters, trace.shape[1:])
+        """How the batch axis of a trace is split over devices; None if it is not sharded."""
+        return None if self.spread is None else self.spread.parts(slot.layout, slot.labels, trace.shape[1:])
 
     def apart(self, slot: Slot, parts: Parts | None, dw: Any) -> Any:
-        """A gradient that has been summed over each part."""
+        """A gradient summed over each part of the batch, as per-device partial sums."""
         if self.spread is None or parts is None:
             return dw
         names = self.spread.names(slot)
-        return Apart(dw, self.spread, (self.spread.batch, *(names.get(a) for a in slot.layout.w)))
+        return PartialSums(dw, self.spread, (self.spread.batch, *(names.get(a) for a in slot.layout.w)))
 
 
 class ETraceGraphExecutor:
     """The pure functions of one compiled graph, over flat lists of arrays in the order of its program.
 
-    A step is given `params`, the leaves of parameters and of other states that no step writes; `args`;
-    `consts`, what the model closes over; and `rest`, the leaves of each carried state.
+    The inputs of a step are `params` (leaves of parameters and of other states that no step writes), `args`,
+    `consts` (the constants that the model closes over) and `rest` (the leaves of each carried state).
     """
 
     def __init__(
@@ -86,16 +90,16 @@ class ETraceGraphExecutor:
             recursion,
             reads or bool(recursion and recursion.kappa is not None),
         )
-        self.per_sample: dict[Any, Any] = {}  # its samples, by how they were asked for
-        self.planned: dict[str, Any] = {}  # what others have found out about it, once
-        self.spread: Spread | None = None  # over devices; None: nobody has said
+        self.per_sample: dict[Any, Any] = {}  # cache of `PerSample`, by its options
+        self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
+        self.spread: Sharding | None = None  # the partition specs of the step, if any
 
     def spread_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
-        """From now on, spread arrays over devices as those are that a step is given, if they are."""
-        self.spread = Spread.find(self, params, args, rest, self.spread)
+        """Shard all arrays from now on as the given inputs of a step are sharded."""
+        self.spread = Sharding.find(self, params, args, rest, self.spread)
 
     def like_params(self, grads: Leaves) -> Leaves:
-        """Gradients of the parameters, spread over devices as these are."""
+        """Shard gradients as their parameters."""
         at = self.spread
         if at is None:
             return grads
@@ -103,7 +107,7 @@ class ETraceGraphExecutor:
         return [g if s is None or g is None else at.put(g, s) for g, s in zip(grads, specs, strict=True)]
 
     def _sent(self, site: Site, operands: Leaves) -> Any:
-        """The first input of a site, where devices have to send it to each other; None: they have not."""
+        """The first input of a site, gathered across devices; None if it need not be."""
         return None if self.spread is None else self.spread.sent(site, operands)
 
     @cached_property
@@ -112,7 +116,7 @@ class ETraceGraphExecutor:
 
     @cached_property
     def slots(self) -> list[Slot]:
-        """Where each trace lives."""
+        """The slots of all traces, in program order."""
         found = find_slots(self.graph.hidden_param_op_relations)
         more = self.filters
         return [
@@ -122,26 +126,26 @@ class ETraceGraphExecutor:
 
     @cached_property
     def filters(self) -> dict[int, int]:
-        """How many readings of each group are filtered."""
+        """The number of filtered readings of each group."""
         return {} if self.recursion is None else self.recursion.filters(self)
 
     @cached_property
     def readouts(self) -> set[int]:
-        """The groups that learn by their own traces and the loss, whatever the rule has for the others."""
+        """The groups of output units, which learn from the loss directly with any rule."""
         return find_readouts(self.graph)
 
     @cached_property
     def samples(self) -> Samples:
-        """Where the samples of a batch are."""
+        """The batch axis."""
         return find_samples(self.info)
 
     @cached_property
     def readings(self) -> dict[int, list[Var]]:
-        """What others read of each group."""
+        """The variables through which outputs and other groups read each group."""
         return find_readings(self.graph)
 
     def known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
-        known = dict(zip((v for e in self.info.fixed for v in e.invars), params, strict=True))
+        known = dict(zip(self.info.fixed_invars, params, strict=True))
         known.update(zip(self.info.program.consts, consts, strict=True))
         return known
 
@@ -159,9 +163,9 @@ class ETraceGraphExecutor:
     def forward(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys | None = None
     ) -> tuple[Leaves, list[Leaves], dict[Var, Any], dict[int, Leaves]]:
-        """The outputs, the new states, every value on the way, and the operands of each site.
+        """Evaluate a step: outputs, new states, the value of every variable, and the operands of each site.
 
-        `ys` is what sites have had already.
+        `ys` are known outputs of sites, which are not computed again.
         """
 
         def at_site(site: Site, taken: Taken | None, operands: Leaves) -> tuple[Any, Leaves]:
@@ -176,9 +180,9 @@ class ETraceGraphExecutor:
     def perturbed(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys, added: Added
     ) -> list[Leaves]:
-        """The new states with something added to the outputs of sites, whose weights are held fixed.
+        """Evaluate the new states with perturbed outputs of sites, whose weights are held fixed.
 
-        `ys` is what sites have had already.
+        `ys` are known outputs of sites, which are not computed again.
         """
 
         def at_site(site: Site, given: Any, operands: Leaves) -> tuple[Any, None]:
@@ -195,9 +199,9 @@ class ETraceGraphExecutor:
     def outputs(
         self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], added: Added | None = None
     ) -> tuple[Leaves, list[Leaves], dict[int, Taken], dict[int, Leaves]]:
-        """The outputs, the new states, what the sites on the way to them have had, and inputs of sites.
+        """Evaluate a step: outputs, new states, outputs of sites for later evaluations, inputs of sites.
 
-        The inputs are of those sites to whose outputs something is `added`; their weights are held fixed.
+        Only the inputs of perturbed sites (in `added`) are returned; the weights of these are held fixed.
         """
         kept = self._sites_of_states
 
@@ -218,24 +222,24 @@ class ETraceGraphExecutor:
 
     @cached_property
     def _sites_of_states(self) -> set[int]:
-        """The sites with an input that a new state depends on."""
+        """The sites with inputs that a new state depends on."""
         nodes = needed(self.info.program, [a for e in self.info.entries for a in e.outvars])
         return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
     def local(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys | None) -> Local:
-        """The local Jacobians of a step; `ys` is what sites have had already."""
+        """The local Jacobians of a step; `ys` are known outputs of sites."""
         _, _, env, operands = self.forward(params, args, consts, rest, ys)
         return self.jacobians(env, operands)
 
     def example_local(self) -> Local:
-        """The local Jacobians of a step of zeros, for their shapes."""
-        zeros = lambda variables: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
-        params = zeros(v for e in self.info.fixed for v in e.invars)
-        rest = [zeros(e.invars) for e in self.info.carried]
-        return self.local(params, zeros(self.info.arg_invars), zeros(self.info.program.consts), rest, None)
+        """The local Jacobians of a step on zeros, to get their shapes."""
+        fixed, args, consts = self.info.fixed_invars, self.info.arg_invars, self.info.program.consts
+        params, inputs, closed_over = ([*map(zeros, variables)] for variables in (fixed, args, consts))
+        rest = [[*map(zeros, e.invars)] for e in self.info.carried]
+        return self.local(params, inputs, closed_over, rest, None)
 
     def jacobians(self, env: Mapping[Var, Any], operands: Mapping[int, Leaves]) -> Local:
-        """The local Jacobians of a step whose values are known."""
+        """The local Jacobians of a step from the values of its variables."""
         D: dict[int, Jacobian | None] = {}
         J: dict[tuple[int, int], States] = {}
         for planned in self.groups:
@@ -251,7 +255,7 @@ class ETraceGraphExecutor:
 
     @cached_property
     def made_of(self) -> set[Var]:
-        """The variables of the program that effective weights and the gains of leaky readouts are made of."""
+        """The variables that effective weights and the coefficients of leaky readouts depend on."""
         program, gains = self.info.program, [a for h in self.info.hidden for a in h.coefficients]
         relations = self.graph.hidden_param_op_relations
         weights = {v for r in relations for v in needs(program, r.site, r.site.made_from(r.layouts))}
@@ -259,7 +263,7 @@ class ETraceGraphExecutor:
 
     @cached_property
     def masks(self) -> list[StateEntry]:
-        """The states that effective weights are made of, beside the parameters."""
+        """The states other than parameters that effective weights depend on, such as masks."""
         entries = self.info.fixed
         return [e for e in entries if not e.is_param and not self.made_of.isdisjoint(e.invars)]
 
@@ -268,12 +272,12 @@ class ETraceGraphExecutor:
         return self._weights(self.known_params(params, consts))
 
     def _weights(self, known: Mapping[Var, Any]) -> Effective:
-        fixed = [*self.info.program.consts, *(v for e in self.info.fixed for v in e.invars)]
+        fixed = [*self.info.program.consts, *self.info.fixed_invars]
         relations = self.graph.hidden_param_op_relations
         return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
 
     def no_gradients(self, weights: Effective) -> dict[tuple[int, str], Any]:
-        """Zeros to add the gradients of effective weights to, by site and name."""
+        """Zeros for the gradients of effective weights, by site and name."""
         result = {}
         for t in self.slots:
             key = (t.relation.site.index, t.name)
@@ -284,13 +288,13 @@ class ETraceGraphExecutor:
 
     @cached_property
     def weighted(self) -> list[Weighted]:
-        """The sites whose weight terms the letters give."""
+        """The sites whose weight gradients follow from their axis labels."""
         return find_weighted(self.info, [r.site for r in self.graph.hidden_param_op_relations])
 
     def pull_weights(
         self, params: Leaves, consts: Leaves, of: Sequence[Any], keys: Sequence[tuple[int, str]]
     ) -> Callable[[Leaves], Leaves]:
-        """From terms of effective weights, by (site, name), to gradients of the parameters.
+        """The pull-back from gradients of effective weights, by (site, name), to those of the parameters.
 
         `of` are the relations or weighted sites with these keys.
         """
@@ -311,7 +315,7 @@ class ETraceGraphExecutor:
     def of_cotangents(
         self, params: Leaves, consts: Leaves, inputs: Mapping[int, Leaves], dys: Mapping[int, Any]
     ) -> Leaves:
-        """What cotangents of the outputs of weighted sites, at several steps, give the parameters."""
+        """The parameter gradients from cotangents of the outputs of weighted sites at several steps."""
         terms = {
             (w.site.index, name): self._term(layout, inputs[w.site.index], dys[w.site.index])
             for w in self.weighted
@@ -321,27 +325,27 @@ class ETraceGraphExecutor:
         return self._all_apart(back, list(terms.values()))
 
     def _term(self, layout: Layout, inputs: Leaves, dy: Any) -> Any:
-        """What a cotangent of every step gives a weight."""
+        """The gradient of one weight from the cotangents of all steps."""
         factors, at = factors_over_time(layout, inputs, dy, rows=False), self.spread
-        dy, letters = factors[-1]
-        parts = None if at is None else at.parts(layout, letters, dy.shape)
+        dy, labels = factors[-1]
+        parts = None if at is None else at.parts(layout, labels, dy.shape)
         if at is None or parts is None:
             return product(factors, layout.w)
-        return Apart(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
+        return PartialSums(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
 
     def _all_apart(self, pull: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
-        """Gradients pulled back to the parameters: in parts, if all are."""
-        if self.spread is None or not given or not all(isinstance(g, Apart) for g in given):
+        """Pull gradients back to the parameters, as per-device partial sums if all of them are."""
+        if self.spread is None or not given or not all(isinstance(g, PartialSums) for g in given):
             return pull([whole(g) for g in given])
         at, found = self.spread, jax.vmap(pull)([g.parts for g in given])
         specs = [at.of_leaf(i) for i in range(len(found))]
         return [
-            None if a is None else Apart(a, at, None if s is None else (at.batch, *s))
+            None if a is None else PartialSums(a, at, None if s is None else (at.batch, *s))
             for a, s in zip(found, specs, strict=True)
         ]
 
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
-        """Gradients of effective weights carried back to the parameters."""
+        """Pull gradients of effective weights back to the parameters."""
         keys = list(dict.fromkeys((t.relation.site.index, t.name) for t in self.slots))
         back = self.pull_weights(params, consts, self.graph.hidden_param_op_relations, keys)
         return self._all_apart(back, [grads[k] for k in keys])
@@ -356,9 +360,9 @@ class ETraceGraphExecutor:
         ys: Ys | None = None,
         at_readings: Leaves = (),  # type: ignore[assignment]
     ) -> tuple[Leaves, list[Leaves]]:
-        """The differentiable form of the step, with deltas added to new and old states: its results.
+        """Evaluate the step with perturbations of new and old states: outputs and new states.
 
-        `at_readings` are added to what is read of filtered groups.
+        `at_readings` are perturbations of the readings of filtered groups.
         """
         pairs = zip(self.filtered_readings.items(), at_readings, strict=bool(at_readings))
         more = {v: (k, delta) for (v, k), delta in pairs}
@@ -367,12 +371,12 @@ class ETraceGraphExecutor:
 
     @cached_property
     def filtered_readings(self) -> dict[Var, int]:
-        """What is read of filtered groups, but for their states themselves, and the group's number."""
+        """The readings of filtered groups that are not states themselves, with the index of the group."""
         hidden = {h.outvar for h in self.info.hidden}
         return {v: k for k in self.filters for v in self.readings[k] if v not in hidden}
 
     def signals_at_readings(self, deltas: Sequence[Any], at_readings: Sequence[Any]) -> dict[int, list[Any]]:
-        """Derivatives at what is read of each filtered group."""
+        """The signals at the readings of each filtered group."""
         by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
         by_var.update(zip(self.filtered_readings, at_readings, strict=True))
         return {k: [by_var[v] for v in self.readings[k]] for k in self.filters}
@@ -383,11 +387,10 @@ class ETraceGraphExecutor:
 
     def zero_deltas(self) -> list[Any]:
         """Zeros for each hidden state."""
-        hidden = self.info.hidden
-        return [jnp.zeros(h.outvar.aval.shape, h.outvar.aval.dtype) for h in hidden]
+        return [zeros(h.outvar) for h in self.info.hidden]
 
     def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
-        """Derivatives of the hidden arrays as one (S, *varshape) array for each group."""
+        """Stack the derivatives of hidden arrays to one (S, *varshape) array for each group."""
         by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
         return {
             g.index: g.stack_hidden([by_var[v] for v in g.hidden_outvars], dual=True)
@@ -395,7 +398,7 @@ class ETraceGraphExecutor:
         }
 
     def widened(self, signals: dict[int, Any]) -> dict[int, Any]:
-        """Signals at the states of groups, with zeros for filters."""
+        """Append zeros for filter states to the signals of groups."""
         more = self.filters
         return {
             k: jnp.concatenate([g, jnp.zeros((more[k], *g.shape[1:]), g.dtype)]) if more.get(k) else g
@@ -403,10 +406,9 @@ class ETraceGraphExecutor:
         }
 
     def at_groups(self, signals: Leaves) -> dict[int, Any]:
-        """The same of signals at the leaves of the carried states before the step."""
-        carried = [v for e in self.info.carried for v in e.invars]
-        by_var = dict(zip(carried, signals, strict=True))
-        none = self.zero_deltas()  # for a filter, which nobody reads
+        """Stack signals at the carried leaves before the step to one array for each group."""
+        by_var = dict(zip(self.info.carried_invars, signals, strict=True))
+        none = self.zero_deltas()  # a filter state is not among the carried leaves
         pairs = zip(self.info.hidden, none, strict=True)
         return self.group_signals(
             [h.of_leaf(by_var[h.leaf]) if h.leaf in by_var else zero for h, zero in pairs]
@@ -419,40 +421,3 @@ ETraceVjpGraphExecutor = ETraceGraphExecutor
 def _weights_fixed(site: Site, operands: Leaves) -> Leaves:
     n = site.num_inputs
     return [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-
-
-def is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
-
-
-def pull_back(function: Callable[..., Any], *args: list[Any], has_aux: bool = False) -> tuple[Any, ...]:
-    """`jax.vjp` over the inexact leaves of lists of arrays; the others get None.
-
-    `function(*args)` returns a list of arrays, and with `has_aux` anything else beside it, which is the third
-    result; cotangents of arrays that are not inexact are ignored. The pull-back is a pytree, so that a
-    derivative rule may keep it.
-    """
-    keep = [[is_inexact(a) for a in arg] for arg in args]
-    live = [[a for a, k in zip(arg, ks, strict=True) if k] for arg, ks in zip(args, keep, strict=True)]
-
-    def inner(*live: list[Any]) -> tuple[list[Any], Any]:
-        full = []
-        for arg, part, ks in zip(args, live, keep, strict=True):
-            rest = iter(part)
-            full.append([next(rest) if k else a for a, k in zip(arg, ks, strict=True)])
-        outs, aux = function(*full) if has_aux else (function(*full), None)
-        return [o for o in outs if is_inexact(o)], (outs, aux)
-
-    _, vjp, (outs, aux) = jax.vjp(inner, *live, has_aux=True)
-    counted = [is_inexact(o) for o in outs]
-
-    def pull(vjp: Any, cotangents: list[Any]) -> tuple[list[Any], ...]:
-        grads = vjp([c for c, k in zip(cotangents, counted, strict=True) if k])
-        result = []
-        for part, ks in zip(grads, keep, strict=True):
-            rest = iter(part)
-            result.append([next(rest) if k else None for k in ks])
-        return tuple(result)
-
-    found = jax.tree_util.Partial(pull, vjp)
-    return (outs, found, aux) if has_aux else (outs, found)

@@ -1,9 +1,9 @@
-"""A kernel for GPUs: advance a trace and contract it, in a single pass.
+"""A GPU kernel that updates a trace and contracts it with the signal in a single pass.
 
     new[s] = sum_r D[s, r] trace[r] + J[s] x        dw = start + sum_s sum_m g[s] new[s]
 
-XLA makes one pass of this where a group has one state and numbers have 32 bits. Its reductions take as long
-for a narrower type, and with several states it makes several passes.
+XLA does this in one pass if a group has one state in float32. For narrower types its reductions are no
+faster, and for several states it makes several passes.
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from .._meshes import mesh_of, per_device
-from .._ops.letters import Letters, align
-from .slots import Slot, add_up, times
-from .spread import Spread, names_of
+from .._ops.axis_labels import Labels, align
+from .sharding import Sharding, names_of
+from .slots import Slot
+from .trace_math import add_up, times
 
-_LONGEST = (16, 128)  # the block of a trace that a program holds
-_SHORTEST = 32  # of the last axis: below, loads are narrow
-_TOGETHER = 2  # rows of the batch that are loaded before any is stored
+_LONGEST = (16, 128)  # the block of a trace per program
+_SHORTEST = 32  # block along the last axis: smaller loads are inefficient
+_TOGETHER = 2  # samples that are loaded before any is stored
 
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def on_one_gpu(x: Any) -> bool:
-    """Whether an array is on a GPU as a whole: one that is spread, XLA would gather for a layout."""
+def on_one_gpu(x: Array) -> bool:
+    """Whether an array is on a single GPU; XLA would gather a sharded one to change its layout."""
     return on_gpu() and mesh_of(x) is None
 
 
-def bytes_on_gpu(values: Iterable[Any]) -> int:
-    """How many bytes of some arrays a GPU holds, if there is one."""
+def bytes_on_gpu(values: Iterable[Array]) -> int:
+    """The bytes that arrays take on each GPU; 0 on other backends."""
     if jax.default_backend() != "gpu":
         return 0
     meshes = [(v.nbytes, mesh_of(v)) for v in values]
     return sum(n if mesh is None else n // mesh.size for n, mesh in meshes)
 
 
-_MOST_STATES = 8  # more are mostly a delay line, which is mostly zeros in `D`
+_MOST_STATES = 8  # groups with more are mostly delay lines, whose `D` is mostly zero
 
 
-def fits(slot: Slot, value: Any, at: Spread | None = None) -> bool:
-    """Whether the kernel takes a trace: that of a matrix, whose factor has its rows, and `J` its columns.
+def fits(slot: Slot, value: Array, at: Sharding | None = None) -> bool:
+    """Whether the kernel applies: a matrix whose factor has its rows and whose `J` has its columns.
 
-    Of one that is spread over devices, it must be known how.
+    The sharding of the trace must be known.
     """
     w, x = slot.layout.w, slot.layout.x
     if mesh_of(value) is not None and at is None:
@@ -67,32 +69,32 @@ def fits(slot: Slot, value: Any, at: Spread | None = None) -> bool:
     )
 
 
-def _lead(slot: Slot) -> Letters:
-    return slot.letters[:-2]
+def _lead(slot: Slot) -> Labels:
+    return slot.labels[:-2]
 
 
 def step(
     slot: Slot,
-    value: Any,
+    value: Array,
     D: Any,
-    factor: tuple[Any, Letters],
-    J: Any,
-    g: Any,
-    start: Any,
-    at: Spread | None = None,
-) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight, added; `D`, `J` and `g` are lifted.
+    factor: tuple[Array, Labels],
+    J: Array,
+    g: Array,
+    start: Array,
+    at: Sharding | None = None,
+) -> tuple[Array, Array]:
+    """The trace after a step, and `start` plus its gradient; `D`, `J` and `g` are at trace positions.
 
-    Where the trace is spread over devices, each runs the kernel on its part.
+    If the trace is sharded, each device runs the kernel on its shard.
     """
-    rows, out = _lead(slot), (*_lead(slot), slot.letters[-1])
-    width = (*rows, slot.letters[-2])
+    rows, out = _lead(slot), (*_lead(slot), slot.labels[-1])
+    width = (*rows, slot.labels[-2])
 
-    def aligned(q: Any, lead: int) -> Any:
+    def aligned(q: Array, lead: int) -> Array:
         names = tuple(f"lead {i}" for i in range(lead))
         return align(q.astype(jnp.float32), (*names, *slot.at), (*names, *out))
 
-    def part(value: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
+    def part(value: Array, D: Array, J: Array, x: Array, g: Array, start: Array) -> tuple[Array, Array]:
         size = value.shape
         flat = [q.reshape(*q.shape[:n], -1, size[-1]) for q, n in ((D, 2), (J, 1), (g, 1))]
         whole = value.reshape(size[0], -1, *size[-2:])
@@ -115,7 +117,7 @@ def step(
     summed = tuple(n for name in lead for n in names_of(name))
     state = (None, *lead, o)
 
-    def of_device(value: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
+    def of_device(value: Array, D: Array, J: Array, x: Array, g: Array, start: Array) -> tuple[Array, Array]:
         new, dw = part(value, D, J, x, g, jnp.zeros_like(start))
         return new, start + (jax.lax.psum(dw, summed) if summed else dw)
 
@@ -123,7 +125,15 @@ def step(
     return per_device(of_device, at.mesh, specs, (specs[0], specs[5]))(*given)  # type: ignore[no-any-return]
 
 
-def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> tuple[Any, Any]:
+def _advance_plainly(
+    trace: Float[Array, "state sample in out"],
+    D: Float[Array, "state state sample out"],
+    J: Float[Array, "state sample out"],
+    x: Float[Array, "sample in"],
+    g: Float[Array, "state sample out"],
+    start: Float[Array, "in out"],
+) -> tuple[Float[Array, "state sample in out"], Float[Array, "in out"]]:
+    """The trace after a step, and `start` plus its gradient, without the kernel."""
     old = trace.astype(D.dtype)
     decayed = jnp.stack([add_up(map(times, row[:, :, None], old)) for row in D])
     new = decayed + J[:, :, None] * x[None, :, :, None]
@@ -131,12 +141,16 @@ def _advance_plainly(trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any) -> 
 
 
 def advance(
-    trace: Any, D: Any, J: Any, x: Any, g: Any, start: Any, *, interpret: bool = False
-) -> tuple[Any, Any]:
-    """The trace after a step, and what it gives to the weight, added to `start`.
-
-    `trace` is (S, M, I, O), `D` (S, S, M, O), `J` and `g` (S, M, O), `x` (M, I), `start` (I, O).
-    """
+    trace: Float[Array, "state sample in out"],
+    D: Float[Array, "state state sample out"],
+    J: Float[Array, "state sample out"],
+    x: Float[Array, "sample in"],
+    g: Float[Array, "state sample out"],
+    start: Float[Array, "in out"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "state sample in out"], Float[Array, "in out"]]:
+    """The trace after a step, and `start` plus its gradient, computed by the kernel."""
     from jax.experimental import pallas as pl
 
     states, rows, width, out = trace.shape
@@ -168,14 +182,14 @@ def advance(
 
 
 def _kernel(
-    trace: Any,
-    D: Any,
-    J: Any,
-    x: Any,
-    g: Any,
-    start: Any,
-    new: Any,
-    dw: Any,
+    trace: Array,
+    D: Array,
+    J: Array,
+    x: Array,
+    g: Array,
+    start: Array,
+    new: Array,
+    dw: Array,
     *,
     states: int,
     rows: int,
@@ -183,7 +197,7 @@ def _kernel(
 ) -> None:
     each = range(states)
 
-    def some_rows(k: Any, total: Any) -> Any:
+    def some_rows(k: Array, total: Array) -> Array:
         at = [k * together + n for n in range(together)]
         old = [[trace[s, m] for s in each] for m in at]
         rest = [

@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""The memory of a device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax
 
 
 def device_memory(devices: Sequence[Any] = ()) -> int:
-    """Bytes of the device, or half of the machine's; `devices` of one machine share these.
+    """Bytes of device memory, or half of the host memory, which local `devices` share.
 
-    Those that are not there, which JAX compiles for, are like the first that is.
+    Devices that are not attached (JAX can compile for them) count as the first local one.
     """
     here = jax.local_devices()
     own = [d for d in devices if d in here] or here[:1]

@@ -1,10 +1,10 @@
-"""Necks: the few numbers through which a step mixes the positions of a group, such as the sums of a norm.
+"""Necks: small intermediate arrays, such as the sums of a norm, through which a step mixes positions.
 
-With the necks `n` held fixed each element reaches a single position, and
+With the necks `n` held fixed, each element reaches a single position, and
 
     dh[i]/dp[i] = (dh[i]/dp[i] with n held) + sum_n dh[i]/dn dn/dp[i]
 
-takes one pull-back, and two for each neck, instead of one for each position that is mixed.
+takes one pull-back plus two for each neck, instead of one for each position.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array
-from .._compiler.positions import Positions
+from .._compiler.links import Array as NpArray
+from .._compiler.links import numbered
+from .._compiler.positions import positions_of
 from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
 from .._compiler.reach import Reach, SiteReach
@@ -30,27 +32,27 @@ FedBy = Sequence[tuple[HiddenParamOpRelation, PositionMap]]
 
 @dataclass(frozen=True, eq=False)
 class Neck:
-    """One neck: which number of it an element has to do with (-1: none)."""
+    """One neck, with the element of it that each array element affects or depends on (-1: none)."""
 
     var: Var
-    new: list[Array]  # each position of each new state
-    old: list[Array]  # each position of each old state
-    sites: dict[int, Array]  # each element of the outputs of sites
+    new: list[NpArray]  # for each position of each new state
+    old: list[NpArray]  # for each position of each old state
+    sites: dict[int, NpArray]  # for each element of the outputs of sites
 
 
 @dataclass(frozen=True, eq=False)
 class Necks:
-    """All necks of a group, and where an element reaches its own position with the necks held."""
+    """All necks of a group, and whether each element reaches its own position with the necks held fixed."""
 
     all: list[Neck]
-    old: list[Array]
-    sites: dict[int, Array]
+    old: list[NpArray]
+    sites: dict[int, NpArray]
 
     @staticmethod
     def find(graph: ETraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
-        """The necks of a group; None if there are none, or if it mixes otherwise, too."""
+        """The necks of a group; None if there are none, or if positions also mix otherwise."""
         program = graph.module_info.program
-        own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
+        own = numbered(group.varshape)
         plain = all(h.num_state == 1 and np.array_equal(h.positions, own) for h in group.hidden)
         if (
             not plain
@@ -58,10 +60,10 @@ class Necks:
             or any(m.on_hidden for _, m in fed_by)
         ):
             return None
-        positions = Positions(program)
+        positions = positions_of(program)
         starts = {v: Reach.at(own) for v in group.hidden_outvars}
         on_the_way, _ = positions.reaches(starts)
-        if any(v in on_the_way and v in varies for v in _others(graph, group)):
+        if any(v in on_the_way and v in varies for v in graph.other_outvars(group)):
             return None
         nodes = [n for n in program.nodes if n.primitive in REDUCTIONS | WINDOWS and len(n.outputs) == 1]
         found = [v for n in nodes for v in n.outputs if v in varies and v in on_the_way]
@@ -71,8 +73,7 @@ class Necks:
             return None
         necks = []
         for var in found:
-            shape = var.aval.shape
-            number = {var: Reach.at(np.arange(np.prod(shape, dtype=int)).reshape(shape))}
+            number = {var: Reach.identity(var.aval.shape)}
             back = _numbers(*positions.reaches(number), group, fed_by)
             came = positions.sources(number, {}, lambda v: v in found)
             new = [_number(came.get(v), group.varshape) for v in group.hidden_outvars]
@@ -83,12 +84,8 @@ class Necks:
         return Necks(necks, [a == own for a in direct[0]], held_sites)
 
 
-def _others(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
-    return [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
-
-
-def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
-    """The one number that each element reaches (-1: none); None if one reaches several."""
+def _number(reach: Reach | None, shape: tuple[int, ...]) -> NpArray | None:
+    """The one position that each element reaches (-1: none); None if an element reaches several."""
     if reach is None:
         return np.full(shape, -1)
     return None if reach.width > 1 else np.where(reach.highest >= 0, reach.lowest, -1)
@@ -96,8 +93,8 @@ def _number(reach: Reach | None, shape: tuple[int, ...]) -> Array | None:
 
 def _numbers(
     env: dict[Var, Reach], sites: SiteReach, group: HiddenGroup, fed_by: FedBy
-) -> tuple[list[Array], dict[int, Array]] | None:
-    """The same for the old states and the sites of a group."""
+) -> tuple[list[NpArray], dict[int, NpArray]] | None:
+    """The position that each element of the old states and of the sites reaches; None if several."""
     old = [_number(env.get(h.invar), group.varshape) for h in group.hidden]
     at = {r.site.index: _number(sites.get(r.site.index), r.site.shape) for r, _ in fed_by}
     if any(a is None for a in (*old, *at.values())):
@@ -108,16 +105,16 @@ def _numbers(
 def through(
     necks: Necks,
     fed_by: FedBy,
-    D: list[list[Any]],
-    J: dict[int, list[Any]],
-    values: Sequence[Any],
-    pull: Callable[[list[Any]], tuple[list[Any], dict[int, Any]]],
-    push: Callable[[list[Any]], list[Any]],
-) -> tuple[list[list[Any]], dict[int, list[Any]]]:
-    """The Jacobians with necks held, and what goes through each neck.
+    D: list[list[Array]],
+    J: dict[int, list[Array]],
+    values: Sequence[Array],
+    pull: Callable[[list[Array]], tuple[list[Array], dict[int, Array]]],
+    push: Callable[[list[Array]], list[Array]],
+) -> tuple[list[list[Array]], dict[int, list[Array]]]:
+    """Add the contributions of each neck to the Jacobians `D`, `J` with necks held fixed.
 
-    `pull` takes cotangents of the necks to the old states and the sites, `push` tangents of them to the new
-    states; `values` are the necks' own.
+    `pull` takes cotangents of the necks to the old states and sites, `push` takes tangents of the necks to
+    the new states; `values` are the values of the necks.
     """
     for k, neck in enumerate(necks.all):
         ones = [jnp.full_like(v, i == k) for i, v in enumerate(values)]
@@ -137,6 +134,6 @@ def through(
     return D, J
 
 
-def _where(kept: Array, value: Any, dtype: Any) -> Any:
+def _where(kept: NpArray, value: Array, dtype: Any) -> Array:
     value = value.astype(dtype)
     return value if np.all(kept) else jnp.where(jnp.asarray(kept), value, jnp.zeros_like(value))

@@ -4,7 +4,7 @@ Traces and parameters are shared by the whole batch; here a cotangent keeps its 
 
     dL/dw of sample b = sum_t x[t, b] dy[t, b]
 
-is one product over time, by the letters of the op. A use of a parameter by which samples cannot be told apart
+is one product over time, by the labels of the op. A use of a parameter by which samples cannot be told apart
 is pulled back once for each sample instead.
 """
 
@@ -20,19 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal
+from .._compiler.custom_derivatives import PullBack
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
-from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
 from .._meshes import all_on_mesh, mesh_of
-from .._ops.letters import Layout, Letters, align
+from .._ops.axis_labels import Labels, Layout, align
+from .effective_weights import effective_weights
 from .executor import Leaves
-from .linear import Linear
-from .slots import Slot, add_up, promoted, states
-from .spread import Apart
-from .weighted import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
-from .weights import effective_weights
+from .marked_step import MarkedStep
+from .sharding import PartialSums
+from .slots import Slot
+from .trace_math import add_up, promoted, states
+from .weight_gradients import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
 from .window import Window, each_step
 
 # of each leaf of `params`, by its number: (samples, *shape) with rows among the axes of the shape
@@ -45,19 +46,19 @@ class Matrix:
 
     site: Site
     name: str
-    letter: str  # of the samples
+    label: str  # of the samples
     layout: Layout
     slot: Slot | None  # of its trace
 
-    def by_sample(self, array: Any, have: Letters, *lead: str) -> Any:
-        """An array with the letters `lead` and those of the output, as (samples, *lead, out)."""
-        return align(array, have, (self.letter, *lead, self.layout.w[1]))
+    def by_sample(self, array: Any, have: Labels, *lead: str) -> Any:
+        """An array with the labels `lead` and those of the output, as (samples, *lead, out)."""
+        return align(array, have, (self.label, *lead, self.layout.w[1]))
 
 
 class PerSample:
     """The samples of one compiled step."""
 
-    def __init__(self, linear: Linear, samples: Samples) -> None:
+    def __init__(self, linear: MarkedStep, samples: Samples) -> None:
         self.linear, self.samples = linear, samples
         self.executor, self.info = linear.traced, linear.info
 
@@ -109,7 +110,7 @@ class PerSample:
             return jnp.sum(array, (0, *axes))
         parts = jnp.sum(array.reshape(ways, -1, *array.shape[1:]), (1, *(1 + a for a in axes)))
         spec = at.of_leaf(leaf)
-        return Apart(parts, at, None if spec is None else (lead, *spec))
+        return PartialSums(parts, at, None if spec is None else (lead, *spec))
 
     def everywhere(self, array: Any) -> Any:
         """An array that has no samples, as a whole on each device."""
@@ -171,10 +172,10 @@ class PerSample:
     # -- sites -------------------------------------------------------------------------------------
 
     @cached_property
-    def letters(self) -> dict[tuple[int, str], str | None]:
-        """Of each weight at each site in `sites`, the letter of the output along which samples lie."""
+    def labels(self) -> dict[tuple[int, str], str | None]:
+        """Of each weight at each site in `sites`, the label of the output along which samples lie."""
         return {
-            (w.site.index, name): self.samples.letter(w.site, layout)
+            (w.site.index, name): self.samples.label(w.site, layout)
             for w in self.linear.weighted
             if w.site.index in self.samples.sites
             for name, layout in w.layouts.items()
@@ -182,12 +183,12 @@ class PerSample:
 
     @cached_property
     def sites(self) -> list[Weighted]:
-        """The sites that act on what is carried, whose weight terms the letters tell sample by sample."""
+        """The sites that act on what is carried, whose weight terms the labels tell sample by sample."""
         return [
             w
             for w in self.linear.weighted
             if w.site.index in self.samples.sites
-            and (self.samples.axis is None or all(self.letters[w.site.index, name] for name in w.layouts))
+            and (self.samples.axis is None or all(self.labels[w.site.index, name] for name in w.layouts))
         ]
 
     @cached_property
@@ -245,18 +246,18 @@ class PerSample:
 
     def _matrix(self, weighted: Weighted, name: str) -> Matrix | None:
         site, layout = weighted.site, weighted.layouts[name]
-        letter, w, x = self.letters[site.index, name], layout.w, layout.x
+        label, w, x = self.labels[site.index, name], layout.w, layout.x
         slots = [
             t for t in self.executor.slots if self.linear.site(t.relation.site) is site and t.name == name
         ]
-        if letter is None or x is None or len(w) != 2 or layout.y_is_viewed or layout.w_is_viewed:
+        if label is None or x is None or len(w) != 2 or layout.y_is_viewed or layout.w_is_viewed:
             return None
-        if {*x} != {letter, w[0]} or {*layout.y} != {letter, w[1]} or len(slots) > 1:
+        if {*x} != {label, w[0]} or {*layout.y} != {label, w[1]} or len(slots) > 1:
             return None
         plain = all(
-            t.letters == (letter, *w) and {*t.y} == {*layout.y} and not t.positions.on_hidden for t in slots
+            t.labels == (label, *w) and {*t.y} == {*layout.y} and not t.positions.on_hidden for t in slots
         )
-        return Matrix(site, name, letter, layout, slots[0] if slots else None) if plain else None
+        return Matrix(site, name, label, layout, slots[0] if slots else None) if plain else None
 
     # -- what rows of signals give -----------------------------------------------------------------
 
@@ -346,15 +347,15 @@ class PerSample:
     def _weight_terms(
         self, inputs: dict[int, list[Any]], dys: dict[int, Any], axis: Callable[[int], int]
     ) -> dict[tuple[int, str], Any]:
-        """`sum_t x[t] dy[t]` of each weight at each site, by the letters of the weight."""
+        """`sum_t x[t] dy[t]` of each weight at each site, by the labels of the weight."""
         found = {}
         for w in self.sites:
             i = w.site.index
             for name, layout in w.layouts.items():
-                letter = self.letters[i, name]
-                want = (*(() if letter is None else (letter,)), *with_rows(layout.w, axis))
+                label = self.labels[i, name]
+                want = (*(() if label is None else (label,)), *with_rows(layout.w, axis))
                 term = over_time(layout, inputs[i], dys[i], want)
-                found[i, name] = term[None] if letter is None else term
+                found[i, name] = term[None] if label is None else term
         return found
 
     def _add(
@@ -384,7 +385,7 @@ class PerSample:
         found: dict[tuple[int, str], Any],
         axis: Callable[[int], int] = row_axis,
     ) -> Terms:
-        """Terms of effective weights, by their letters, as those of parameters."""
+        """Terms of effective weights, by their labels, as those of parameters."""
         params = window.params
         pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
         arrays = _same_lead(list(found.values()))
@@ -418,7 +419,7 @@ class PerSample:
         found: dict[tuple[int, str], Any] = {}
         for slot in self.executor.slots:
             pair = promoted(lifted[slot.key], traces[slot.key])
-            term = _contract(slot, self._slot_letters[slot.key], *pair)
+            term = _contract(slot, self._slot_labels[slot.key], *pair)
             key = (slot.relation.site.index, slot.name)
             found[key] = found[key] + term if key in found else term
         if not found:
@@ -427,11 +428,11 @@ class PerSample:
         return self._to_parameters(window, relations, found)
 
     @cached_property
-    def _slot_letters(self) -> dict[str, str | None]:
-        """Of each trace, the letter along which samples lie."""
-        return {t.key: self._slot_letter(t) for t in self.executor.slots}
+    def _slot_labels(self) -> dict[str, str | None]:
+        """Of each trace, the label along which samples lie."""
+        return {t.key: self._slot_label(t) for t in self.executor.slots}
 
-    def _slot_letter(self, slot: Slot) -> str | None:
+    def _slot_label(self, slot: Slot) -> str | None:
         if self.samples.axis is None:
             return None
         hidden = slot.group.hidden[0]
@@ -442,35 +443,35 @@ class PerSample:
             places = hidden.of_leaf(jnp.asarray(numbers, float))
             seen = np.asarray(slot.lift(places[None], slot.relation.site.no_inputs, 1)[0])
         # a place of the output that reaches no state has a zero there
-        letter = counting(seen - 1, slot.at, self.samples.count)
-        return None if letter in slot.layout.w else letter
+        label = counting(seen - 1, slot.at, self.samples.count)
+        return None if label in slot.layout.w else label
 
     @property
     def tells_traces(self) -> bool:
         """Whether every trace has an axis of samples."""
-        return self.samples.axis is None or None not in self._slot_letters.values()
+        return self.samples.axis is None or None not in self._slot_labels.values()
 
 
 def _factors(matrix: Matrix, inputs: dict[int, list[Any]], dys: dict[int, Any]) -> tuple[Any, Any]:
-    i, layout, letter = matrix.site.index, matrix.layout, matrix.letter
+    i, layout, label = matrix.site.index, matrix.layout, matrix.label
     (x, have), (dy, y) = factors_over_time(layout, inputs[i], dys[i], rows=True)
-    return align(x, have, (letter, layout.w[0], TIME)), matrix.by_sample(dy, y, ROWS, TIME)
+    return align(x, have, (label, layout.w[0], TIME)), matrix.by_sample(dy, y, ROWS, TIME)
 
 
-def _contract(slot: Slot, letter: str | None, g: Any, trace: Any) -> Any:
-    """`sum g trace` by the letters of the weight, samples first; `g` is (rows, states, *at).
+def _contract(slot: Slot, label: str | None, g: Any, trace: Any) -> Any:
+    """`sum g trace` by the labels of the weight, samples first; `g` is (rows, states, *at).
 
     Products element by element, which go with what they are added to: there is little or nothing to sum over.
     """
-    lead = () if letter is None else (letter,)
-    summed = tuple(a for a in slot.letters if a not in (letter, *slot.layout.w))
-    letters = (*summed, *lead, *with_rows(slot.layout.w))
+    lead = () if label is None else (label,)
+    summed = tuple(a for a in slot.labels if a not in (label, *slot.layout.w))
+    labels = (*summed, *lead, *with_rows(slot.layout.w))
     terms = [
-        align(a, (ROWS, *slot.at), letters) * align(b, slot.letters, letters)
+        align(a, (ROWS, *slot.at), labels) * align(b, slot.labels, labels)
         for a, b in zip(states(g, 1), states(trace, 0), strict=True)
     ]
     result = jnp.sum(add_up(terms), axis=tuple(range(len(summed))))
-    return result[None] if letter is None else result
+    return result[None] if label is None else result
 
 
 def _same_lead(arrays: list[Any]) -> list[Any]:

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from .._meshes import mesh_of, per_device
 from .per_sample import Matrix
-from .slots import add_up, times
-from .spread import Spec, Spread
-from .weighted import ROWS, TIME
+from .sharding import Sharding, Spec
+from .trace_math import add_up, times
+from .weight_gradients import ROWS, TIME
 
 _BLOCK = (16, 64)  # what a program holds of a row
 _WARPS, _STAGES = 2, 2
@@ -99,7 +99,7 @@ _MOST = 8  # rows and states: more do not fit in the registers
 
 
 def step(
-    rows: Sequence[Any], trace: Any, course: Course, at: Spread | None = None, spec: Spec = ()
+    rows: Sequence[Any], trace: Any, course: Course, at: Sharding | None = None, spec: Spec = ()
 ) -> tuple[list[Any], Any, Any]:
     """The rows and the trace after a window, and the gradient, (I, O).
 

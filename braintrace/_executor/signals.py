@@ -1,13 +1,12 @@
-"""The differentiable form of a step: learning signals and within-step gradients from one pull-back.
+"""The step with perturbed states: one pull-back gives learning signals and within-step gradients.
 
     step(params, args, consts, delta, old delta) -> outputs, new states
 
-`delta` is added to each new state and seen only outside the state's own group, whose coupling is in the
-traces; its derivative is the learning signal. `old delta` is added to each old state and seen only on paths
-to the outputs that pass no new state: an output may read a state before the step changes it, and the traces
-before the step answer for that. At a site whose trace follows every path to a group, the weight is held
-fixed on the way to that group: the trace stands for it, this step included. Everything else is
-differentiated as it stands.
+`delta` is added to each new state for readers outside its own group, whose coupling is in the traces; its
+derivative is the learning signal. `old delta` is added to each old state on paths to the outputs that pass no
+new state: the traces before the step give the gradient of an output that reads the old state. If the trace of
+a site covers every path to a group, the weight is held fixed on paths to that group, because the trace
+includes this step. Everything else is differentiated as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from .._compiler.evaluation import View, World, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.perturbation import worlds
@@ -27,16 +27,13 @@ from .._compiler.slices import behind, has_while
 
 
 def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
-    """The (site, group) pairs whose trace stands for the whole of the site's effect on the group."""
+    """The (site, group) pairs whose trace covers every path from the site to the group."""
     return {
-        (r.site.index, g.index)
-        for r in graph.hidden_param_op_relations
-        for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
-        if m.complete
+        (r.site.index, g.index) for r in graph.hidden_param_op_relations for g, m in r.feeds if m.complete
     }
 
 
-_INNER = "inside"  # the world of what groups are made from: no old state varies there
+_INNER = "inside"  # the world of the operands of sites that feed groups: old states are not perturbed there
 
 
 def reads_old_states(graph: ETraceGraph) -> bool:
@@ -48,7 +45,7 @@ def reads_old_states(graph: ETraceGraph) -> bool:
 
 
 def _others(graph: ETraceGraph) -> list[Any]:
-    """The new values of states that are not hidden."""
+    """The new values of all states that the step writes."""
     info = graph.module_info
     return [a for e in info.entries for v, a in zip(e.invars, e.outvars, strict=True) if a is not v]
 
@@ -61,10 +58,10 @@ def differentiable_step(
     ys: Mapping[int, Taken],
     more: Mapping[Var, tuple[int, Any]],
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The outputs, and the new leaves of each carried state, with `deltas` added to the hidden ones.
+    """Evaluate outputs and new leaves of each carried state, with `deltas` added to the hidden states.
 
-    `old_deltas` may be empty where no output reads an old state; `ys` is what sites have had already;
-    `more` is added to other variables, for readers outside of a group, which is given by its number.
+    `old_deltas` may be empty if no output reads an old state; `ys` are known outputs of sites; `more` holds
+    (group, perturbation) of other variables, added for readers outside of that group.
     """
     info = graph.module_info
     home = worlds(graph.hidden_groups)
@@ -110,19 +107,19 @@ def differentiable_step(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Taken:
-    """What a step has had at a site: the output and, where devices had to send it, the first input."""
+    """Known values at a site: the output and, if it was gathered across devices, the first input."""
 
     y: Any
     x: Any = None
 
     def operands(self, operands: list[Any]) -> list[Any]:
-        """The operands of the site, with what is known of them."""
+        """The operands of the site, with the known value of the first."""
         return operands if self.x is None else [_instead(operands[0], self.x), *operands[1:]]
 
 
 @jax.custom_jvp
 def _instead(x: Any, known: Any) -> Any:
-    """The value that is known, with the derivative of what it is the value of."""
+    """The known value of `x`, with the derivative of `x`."""
     return known
 
 
@@ -132,7 +129,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 def output(site: Site, taken: Taken | None, operands: list[Any]) -> Any:
-    """The output of a site; what it has been if that is known, with the derivative of the op."""
+    """The output of a site; a known output has the derivative of the op."""
 
     def op(*operands: Any) -> Any:
         return site.primitive.bind(*operands, **site.params)
@@ -148,10 +145,7 @@ def output(site: Site, taken: Taken | None, operands: list[Any]) -> Any:
         _, *operands = primals
         live = [i for i, t in enumerate(tangents[1:]) if not _is_zero(t)]
 
-        def over_live(*some: Any) -> Any:
-            now = dict(zip(live, some, strict=True))
-            return op(*(now.get(i, x) for i, x in enumerate(operands)))
-
+        over_live = _compat.with_live(op, operands, live)
         given = [operands[i] for i in live], [tangents[1 + i] for i in live]
         return primals[0], jax.jvp(over_live, *given)[1] if live else jnp.zeros_like(primals[0])
 

@@ -1,7 +1,7 @@
-"""A slot: where the trace of one weight at one site for one group lives, and the arithmetic on it.
+"""A slot: the layout of the trace of one weight at one site for one group, and the arithmetic on it.
 
-Index letters (`_ops.letters`) say what a trace looks like; the position map says which hidden position
-each of its positions belongs to. A trace has one more axis in front, for the states of the group:
+Axis labels (`_ops.axis_labels`) define the axes of a trace, and the position map assigns a hidden position to
+each of its elements. A trace has one more axis in front, for the states of the group:
 
     update    trace <- D trace + J x          D (S, S, *hidden), J (S, *positions), x the op's factor
     contract  dL/dw = sum g trace             g (S, *hidden)
@@ -11,35 +11,37 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from typing import Any
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.groups import HiddenGroup
-from .._compiler.links import Array
+from .._compiler.links import Array as NpArray
+from .._compiler.links import numbered
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._meshes import mesh_of
-from .._ops.letters import Layout, Letters, align
+from .._ops.axis_labels import Labels, Layout, align
+from .trace_math import States, add_up, promoted, states, times, weigh
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where one trace lives and how it is computed; holds no values."""
+    """The layout of one trace and its arithmetic; holds no arrays."""
 
     relation: HiddenParamOpRelation
-    name: str  # of the effective weight
+    name: str  # name of the effective weight
     group: HiddenGroup
     positions: PositionMap
 
     @property
     def key(self) -> str:
-        """A stable name: the op's number, the parameter, the weight and the group."""
+        """A stable name from the index of the op, the parameter, the weight and the group."""
         path = ".".join(self.relation.weight_path)
         return f"{self.relation.site.index}:{path}:{self.name}->{self.group.index}"
 
@@ -52,17 +54,17 @@ class Slot:
         return self.relation.site.shape
 
     def means_the_same_as(self, other: Slot) -> bool:
-        """Whether each number of a trace belongs to the same weight and the same place in the states."""
+        """Whether traces of both slots have the same layout and refer to the same states."""
         a, b = self.positions, other.positions
         return (
-            self.letters == other.letters
+            self.labels == other.labels
             and a.on_hidden == b.on_hidden
             and np.array_equal(a.map, b.map)
             and self.group.hidden_paths == other.group.hidden_paths
         )
 
-    def factor(self, inputs: Sequence[Any]) -> tuple[Any, Letters] | None:
-        """The op's factor, in a type that can be averaged: spikes may come as booleans."""
+    def factor(self, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
+        """The factor of the op as floating numbers, also if it is boolean (spikes), with its labels."""
         found = self.layout.factor(inputs)
         if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
             return found
@@ -70,9 +72,9 @@ class Slot:
 
     @cached_property
     def _spread(self) -> tuple[int, ...] | None:
-        """For a broadcast: the hidden axis of each axis of `y`; None if it is no plain broadcast."""
+        """For a broadcast, the hidden axis of each axis of `y`; None if it is not a plain broadcast."""
         shape, hidden = self.site_shape, self.group.varshape
-        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        numbers = numbered(shape)
         for axes in itertools.combinations(range(len(hidden)), len(shape)):
             fits = all(n in (1, hidden[a]) for n, a in zip(shape, axes, strict=True))
             expanded = [1] * len(hidden)
@@ -85,8 +87,8 @@ class Slot:
         return None
 
     @cached_property
-    def _extra(self) -> Letters:
-        """Letters of hidden axes that `y` lacks."""
+    def _extra(self) -> Labels:
+        """Labels of the hidden axes that `y` lacks."""
         if not self.positions.on_hidden:
             return ()
         if self._spread is None:
@@ -100,84 +102,86 @@ class Slot:
         return [a for a, n in enumerate(self.group.varshape) if sizes.get(a, 1) != n]
 
     @cached_property
-    def summed(self) -> Letters:
-        """Letters of `y` that the weight lacks and along which the hidden position stays the same.
+    def summed(self) -> Labels:
+        """Labels of `y` that the weight lacks and along which the hidden position is constant.
 
-        Nothing is lost by summing over them at once: a reduction, or a loop that adds up.
+        The trace is summed over these axes at once (a reduction, or a loop that accumulates).
         """
         if self.positions.on_hidden or self.layout.y_is_viewed:
             return ()
         places = self.positions.map
         return tuple(
-            letter
-            for axis, letter in enumerate(self.layout.y)
-            if letter not in self.layout.w and np.all(places == places.take([0], axis))
+            label
+            for axis, label in enumerate(self.layout.y)
+            if label not in self.layout.w and np.all(places == places.take([0], axis))
         )
 
     @property
-    def y(self) -> Letters:
-        """The letters of `J`."""
+    def y(self) -> Labels:
+        """The labels of `J`."""
         return self._extra + self.layout.y
 
     @property
-    def at(self) -> Letters:
-        """The letters of `D` and `g` where the trace is."""
+    def at(self) -> Labels:
+        """The labels of `D` and `g` at the positions of the trace."""
         return tuple(a for a in self.y if a not in self.summed)
 
     @property
-    def letters(self) -> Letters:
-        """The letters of the trace."""
+    def labels(self) -> Labels:
+        """The labels of the trace."""
         return tuple(a for a in self.at if a not in self.layout.w) + self.layout.w
 
     @cached_property
-    def _map(self) -> Array:
+    def _map(self) -> NpArray:
         places = self.positions.map
-        for axis, letter in reversed(list(enumerate(self.layout.y))):
-            if letter in self.summed:
+        for axis, label in reversed(list(enumerate(self.layout.y))):
+            if label in self.summed:
                 places = places.take(0, axis)
         return places
 
-    def lift(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
-        """A quantity with `lead` axes and then the hidden ones, at the positions of the trace."""
+    def lift(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
+        """Take an array (`lead` axes, *hidden axes) to the positions of the trace."""
         if self.positions.on_hidden:
             return self._lift_broadcast(q, inputs, lead)
         q = _take(q, self._map, lead, self.group.varshape)
         return self._view(q, inputs, lead) if not self.summed else q
 
-    def to_site(self, q: Any, lead: int) -> Any:
-        """A quantity with `lead` axes and then the hidden ones, at the positions where `J` is."""
+    def to_site(self, q: Array, lead: int) -> Array:
+        """Take an array (`lead` axes, *hidden axes) to the positions of `J`."""
         if self.positions.on_hidden:
             return q
         return _take(q, self.positions.map, lead, self.group.varshape)
 
-    def pair(self, q: States, p: States, lead: int = 0, by: Callable[[Any, Any], Any] = operator.mul) -> Any:
-        """`sum_s q[s] p[s]` with `q` at hidden positions and `p` where `J` is; `lead` axes come first."""
+    def pair(
+        self, q: States, p: States, lead: int = 0, by: Callable[[Array, Array], Array] = operator.mul
+    ) -> Array:
+        """`sum_s q[s] p[s]` with `q` at hidden positions and `p` at those of `J`, after `lead` axes."""
         return add_up(by(*promoted(self.to_site(a, lead), b)) for a, b in zip(q, p, strict=True))
 
-    def to_y(self, q: Any, lead: int = 0) -> Any:
-        """A cotangent at the positions where `J` is, as one of `y`."""
+    def to_y(self, q: Array, lead: int = 0) -> Array:
+        """Take a cotangent at the positions of `J` to a cotangent of `y`."""
         if not self.positions.on_hidden:
             return q
         if lead:
             return jax.vmap(lambda one: self.to_y(one, lead - 1))(q)
         size, places = int(np.prod(self.site_shape, dtype=int)), self.positions.map.ravel()
-        kept = np.flatnonzero(places >= 0)  # -1 would wrap round to the last
+        kept = np.flatnonzero(places >= 0)  # an index of -1 would be the last element
         y = jnp.zeros(size, q.dtype).at[places[kept]].add(q.ravel()[kept])
         return y.reshape(self.site_shape)
 
     def from_cotangent(
         self,
-        factor: tuple[Any, Letters] | None,
-        dy: Any,
-        inputs: Sequence[Any],
-        weight: Any,
-        over: Letters = (),
+        factor: tuple[Array, Labels] | None,
+        dy: Array,
+        inputs: Sequence[Array],
+        weight: Array,
+        over: Labels = (),
         parts: Parts | None = None,
-    ) -> Any:
-        """`x dy` summed to the letters of the weight: what a cotangent of `y` gives the weight.
+    ) -> Array:
+        """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
 
-        Letters in `over` stand before all else in `dy` and `inputs` (and in the factor): a sum over time.
-        With `parts`, these are summed apart, and stand in front.
+        `over` are labels of leading axes of `dy`, `inputs` and the factor (time), which are summed over. With
+        `parts`, the result has per-device partial sums in front.
         """
         view = self.layout.view_y
         for _ in over:
@@ -192,19 +196,19 @@ class Slot:
         else:
             x, have = factor if parts is None else parts.of(*factor)
             x, dy = promoted(x, dy)
-            if mesh_of(x, dy) is None:  # time joined with a batch that is spread would have to be gathered
+            if mesh_of(x, dy) is None:  # a batch axis merged with time would have to be gathered
                 x, have, dy, y = _joined(x, have, dy, y, w)
             number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
             out = [a for a in w if a in number]
-            ids = [[number[a] for a in letters] for letters in (have, y, out)]
+            ids = [[number[a] for a in labels] for labels in (have, y, out)]
             result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
         return jnp.broadcast_to(result, shape)
 
-    def _lift_broadcast(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+    def _lift_broadcast(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         head = q.shape[:lead]
         if self._spread is None:
             size = int(np.prod(self.site_shape, dtype=int))
-            # no axis of `y` is one of the state: a table of which position comes from which
+            # no axis of `y` is one of the state: use a one-hot table of positions
             hit = np.arange(size) == self.positions.map.reshape(*[1] * lead, -1, 1)
             q = q.reshape(*head, -1, 1) * jnp.asarray(hit, q.dtype)
             return self._view(q.reshape(*head, -1, *self.site_shape), inputs, lead + 1)
@@ -215,113 +219,124 @@ class Slot:
             q.reshape(*q.shape[: lead + len(extra)], *self.site_shape), inputs, lead + len(extra)
         )
 
-    def _view(self, q: Any, inputs: Sequence[Any], lead: int) -> Any:
+    def _view(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         if not self.layout.y_is_viewed:
             return q
 
-        def view(one: Any) -> Any:
-            return self.layout.view_y(one, inputs)
+        def view(one: Array) -> Array:
+            return self.layout.view_y(one, inputs)  # type: ignore[no-any-return]
 
         for _ in range(lead):
             view = jax.vmap(view)
         return view(q)
 
-    def lift_instant(self, J: Any, inputs: Sequence[Any]) -> Any:
-        """`J` of the site, (S, *positions), with the letters `y`."""
+    def lift_instant(
+        self, J: Float[Array, "state ..."], inputs: Sequence[Array]
+    ) -> Float[Array, "state ..."]:
+        """Take the `J` of a site, (S, *positions), to the axes `y`."""
         return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
 
-    def instant(self, factor: tuple[Any, Letters] | None, J: Any, weight: Any, over: Letters = ()) -> Any:
-        """`J x`, shaped as the trace; `J` is lifted, and the letters of `weight` are filled in.
+    def instant(
+        self, factor: tuple[Array, Labels] | None, J: Array, weight: Array, over: Labels = ()
+    ) -> Array:
+        """The instant term `J x`, broadcast to the trace; `J` has the axes `y`.
 
-        `over` are letters that stand after the states in `J` and first in the factor: a sum over time.
+        `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
         """
-        y, letters, summed = over + self.y, self.letters, over + self.summed
+        y, labels, summed = over + self.y, self.labels, over + self.summed
         if factor is None:
             q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in summed))
-            result = _align_states(q, self.at, letters)
+            result = _align_states(q, self.at, labels)
         elif not summed:
             x, have = factor
             x, J = promoted(x, J)
-            result = _align_states(J, y, letters) * align(x, have, letters)[None]
+            result = _align_states(J, y, labels) * align(x, have, labels)[None]
         else:
             x, have = factor
             x, J = promoted(x, J)
-            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *letters)))}
-            out = [a for a in letters if a in have or a in y]
+            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *labels)))}
+            out = [a for a in labels if a in have or a in y]
             ids = [[number[a] for a in some] for some in (have, y, out)]
-            # state by state: with the states as one more index, XLA transposes the whole trace
+            # one einsum per state: with the states as an index, XLA would transpose the whole trace
             each = [jnp.einsum(x, ids[0], one, ids[1], ids[2]) for one in J]
-            result = _align_states(jnp.stack(each), tuple(out), letters)
+            result = _align_states(jnp.stack(each), tuple(out), labels)
         sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
-        full = tuple(sizes.get(a, n) for a, n in zip(letters, result.shape[1:], strict=True))
+        full = tuple(sizes.get(a, n) for a, n in zip(labels, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
 
-    def decay(self, D: Any | None, trace: Any, coupled: Array | None = None) -> Any:
-        """`D trace`; `D` is lifted, (S, S, *at), and zero but where `coupled`; None: no memory."""
+    def decay(
+        self,
+        D: Float[Array, "state state ..."] | None,
+        trace: Float[Array, "state ..."],
+        coupled: NpArray | None = None,
+    ) -> Float[Array, "state ..."]:
+        """`D trace`; `D` is (S, S, *at), and zero except where `coupled`; None if there is no memory."""
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
         n = self.group.num_state
-        D = [[align(D[s, r], self.at, self.letters) for r in range(n)] for s in range(n)]
+        blocks = [[align(D[s, r], self.at, self.labels) for r in range(n)] for s in range(n)]
         if n == 1:
-            return times(D[0][0][None], trace)
+            return times(blocks[0][0][None], trace)
         each = states(trace, 0)
         kept = [[r for r in range(n) if coupled is None or coupled[s, r]] for s in range(n)]
         return jnp.stack(
             [
-                add_up(times(D[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
+                add_up(times(blocks[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
                 for s in range(n)
             ]
         )
 
-    def contract(self, g: Any, trace: Any, parts: Parts | None = None) -> Any:
-        """`sum g trace`, with the letters of the weight; `g` is lifted, (S, *at).
+    def contract(
+        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: Parts | None = None
+    ) -> Array:
+        """`sum g trace`, with the axes of the weight; `g` is (S, *at).
 
-        With `parts`, these are summed apart, and stand in front.
+        With `parts`, the result has per-device partial sums in front.
         """
-        g, trace = promoted(_align_states(g, self.at, self.letters), trace)
+        g, trace = promoted(_align_states(g, self.at, self.labels), trace)
         if parts is None:
             return self._contract(g, trace)
-        axis = 1 + self.letters.index(parts.letter)
+        axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
         return jax.vmap(self._contract, axis)(g, trace)
 
-    def _contract(self, g: Any, trace: Any) -> Any:
-        lead = 1 + len(self.letters) - len(self.layout.w)
+    def _contract(self, g: Array, trace: Array) -> Array:
+        lead = 1 + len(self.labels) - len(self.layout.w)
         num = self.group.num_state
-        if g.size == trace.size:  # a bias: small, whatever the order of the sum
+        if g.size == trace.size:  # a bias, for which the order of the sum does not matter
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
         return weigh(g, trace)
 
-    # -- samples that begin anew -------------------------------------------------------------------
+    # -- reset of samples --------------------------------------------------------------------------
 
-    def where(self, keep: Any, trace: Any) -> Any:
-        """The trace, zero for the samples (the first hidden axis) that `keep` has False for."""
+    def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
+        """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
         kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
-        kept = jnp.broadcast_to(_align_states(kept, self.at, self.letters), trace.shape)
+        kept = jnp.broadcast_to(_align_states(kept, self.at, self.labels), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
-    def where_instant(self, keep: Any, J: Any) -> Any:
-        """The same for an array with states and then the positions where `J` is."""
+    def where_instant(self, keep: Array, J: Array) -> Array:
+        """Reset samples of an array shaped as `J`, (S, *positions)."""
         kept = jnp.broadcast_to(self.to_site(self._of_samples(keep)[None], 1), J.shape)
         return jax.lax.select(kept != 0, J, jnp.zeros_like(J))
 
-    def where_input(self, keep: Any, x: Any) -> Any:
-        """The same for an array like what the op averages: its first input, or its factor."""
+    def where_input(self, keep: Array, x: Array) -> Array:
+        """Reset samples of an array shaped as the first input of the op, or as its factor."""
         axis = self.sample_axis
         if axis is None:
             raise NotSupportedError(
-                f"The samples of a batch cannot begin anew one by one: the input of the op at "
-                f"{self.relation.site.source} does not belong to one sample. Reset all of them."
+                f"Samples of the batch cannot be reset separately: the input of the op at "
+                f"{self.relation.site.source} has no batch axis. Reset all of them."
             )
         shape = [-1 if a == axis else 1 for a in range(x.ndim)]
         return jnp.where(keep.reshape(shape), x, jnp.zeros_like(x))
 
     @cached_property
     def sample_axis(self) -> int | None:
-        """The axis of the first input (of the factor, where that is not a number) along which samples lie."""
+        """The batch axis of the first input or, if that is not floating, of the factor."""
         num = self.group.varshape[0]
         with jax.ensure_compile_time_eval():
             first, *rest = self.relation.site.no_inputs
@@ -335,14 +350,14 @@ class Slot:
                 probe = jnp.broadcast_to(number, given.shape).astype(given.dtype)
                 x, have = self.factor([probe, *rest] if is_input else self.relation.site.no_inputs)  # type: ignore[misc]
                 x = x if is_input else probe
-                letters = tuple(dict.fromkeys((*self.at, *have)))
-                x, want = promoted(align(x, have, letters), align(wanted, self.at, letters))
+                labels = tuple(dict.fromkeys((*self.at, *have)))
+                x, want = promoted(align(x, have, labels), align(wanted, self.at, labels))
                 if bool(jnp.all((x == want) | (x == 0) | (want == 0))):
                     return axis
         return None
 
-    def _of_samples(self, q: Any) -> Any:
-        """A number for each sample at every hidden position."""
+    def _of_samples(self, q: Array) -> Array:
+        """Broadcast one number for each sample to the hidden positions."""
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
 
@@ -352,107 +367,40 @@ PARTS = "parts"
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a batch, one on each of some devices: a sum over the letter is first one over each."""
+    """A batch axis split over devices, so that sums over it are per-device partial sums."""
 
-    letter: str
+    label: str
     ways: int
 
-    def of(self, array: Any, letters: Letters) -> tuple[Any, Letters]:
-        """An array with the parts as a letter of their own."""
-        if self.letter not in letters:
-            return array, letters
-        at = letters.index(self.letter)
-        return self.split(array, at), (*letters[:at], PARTS, *letters[at:])
+    def of(self, array: Array, labels: Labels) -> tuple[Array, Labels]:
+        """Split the batch axis of an array; returns it with its labels."""
+        if self.label not in labels:
+            return array, labels
+        at = labels.index(self.label)
+        return self.split(array, at), (*labels[:at], PARTS, *labels[at:])
 
-    def split(self, array: Any, axis: int) -> Any:
-        """An array whose axis is that of the parts and, after it, that of what each has."""
+    def split(self, array: Array, axis: int) -> Array:
+        """Split an axis into (parts, entries of each part)."""
         return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
-def weigh(g: Any, trace: Any) -> Any:
-    """`sum_sm g[s, m] trace[s, m]`."""
-    if mesh_of(g, trace) is not None:  # one device after the other would have to send its part
-        return _sum_fused(g, trace)
-    return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)
-
-
-def _sum_fused(g: Any, trace: Any) -> Any:
-    """`sum_sm g[s, m] trace[s, m]`; a GPU does it in the pass that updates the trace.
-
-    State by state: over both axes at once, XLA transposes the whole product first.
-    """
-    return add_up(jnp.sum(times(a, b), axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
-
-
-def _sum_on_cpu(g: Any, trace: Any) -> Any:
-    """The same: XLA's loops over a leading axis are slow there, written out they are not."""
-    g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
-    if g.shape[0] > _WRITTEN_OUT:
-        zero = jnp.zeros(trace.shape[1:], trace.dtype)
-        return jax.lax.scan(lambda total, pair: (total + times(*pair), None), zero, (g, trace))[0]
-    one_by_one = ([jax.lax.slice_in_dim(a, m, m + 1) for m in range(len(a))] for a in (g, trace))
-    return jnp.squeeze(add_up(map(times, *one_by_one)), 0)
-
-
-_WRITTEN_OUT = 64
-
-
-States = Sequence[Any]  # one array for each state of a group
-Jacobian = Sequence[States]  # a local Jacobian, new state first
-
-
-def states(array: Any, axis: int) -> list[Any]:
-    """The parts of an axis of states: taken one by one, XLA neither stacks nor transposes them."""
-    return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
-
-
-def stack(D: Jacobian) -> Any:
-    """A local Jacobian as one array, new states first."""
-    return jnp.stack([jnp.stack(row) for row in D])
-
-
-def add_up(terms: Iterable[Any]) -> Any:
-    """The sum of some arrays, which does not begin with a zero, unlike that of Python."""
-    return reduce(operator.add, terms)
-
-
-def times(a: Any, trace: Any) -> Any:
-    """`a trace`, and zero where the trace is zero: nothing has reached that state yet, so how it goes on does
-    not matter, be it with a slope that is not finite (a root or a norm of a state that starts from zero)."""
-    product = a * trace
-    trace = jnp.broadcast_to(trace, product.shape)
-    return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
-
-
-def dot(a: States, b: States) -> Any:
-    """`sum_s a[s] b[s]`."""
-    return add_up(x * y for x, y in zip(a, b, strict=True))
-
-
-def promoted(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays in the one type that holds them all, whatever JAX is told about promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(*arrays)
-    return tuple(a.astype(dtype) for a in arrays)
-
-
-def _take(q: Any, places: Array, lead: int, shape: tuple[int, ...]) -> Any:
-    """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where there is no place."""
-    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+def _take(q: Array, places: NpArray, lead: int, shape: tuple[int, ...]) -> Array:
+    """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where `places` is -1."""
+    numbers = numbered(shape)
     axis = _repeated(places, numbers)
-    if axis is not None:  # gates side by side: XLA gathers slowly
+    if axis is not None:  # gates side by side: faster than a gather
         q = jnp.concatenate([q] * (places.shape[axis] // shape[axis]), lead + axis)
     elif not np.array_equal(places.ravel(), numbers.ravel()):
         flat = places.ravel()
-        # -1 (no place) is read from 0 and then cleared: in bounds, XLA need not check
+        # -1 is read from 0 and then cleared, so that all indices are in bounds
         q = q.reshape(*q.shape[:lead], -1).at[..., np.maximum(flat, 0)].get(mode="promise_in_bounds")
         if np.any(flat < 0):
             q = jnp.where(jnp.asarray(flat >= 0), q, 0)
     return q.reshape(*q.shape[:lead], *places.shape)
 
 
-def _repeated(places: Array, numbers: Array) -> int | None:
-    """The axis along which `places` is `numbers` several times over, if there is one."""
+def _repeated(places: NpArray, numbers: NpArray) -> int | None:
+    """The axis along which `places` repeats `numbers`, if there is one."""
     if places.ndim != numbers.ndim:
         return None
     for axis, (many, one) in enumerate(zip(places.shape, numbers.shape, strict=True)):
@@ -462,8 +410,8 @@ def _repeated(places: Array, numbers: Array) -> int | None:
     return None
 
 
-def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any, Letters, Any, Letters]:
-    """The same, with the letters in front that both have and `w` lacks as one: else XLA transposes both."""
+def _joined(x: Array, have: Labels, dy: Array, y: Labels, w: Labels) -> tuple[Array, Labels, Array, Labels]:
+    """Merge leading axes that both operands have and `w` lacks, because XLA would transpose both operands."""
     pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
     n = sum(1 for _ in pairs)
     if n < 2:
@@ -473,7 +421,7 @@ def _joined(x: Any, have: Letters, dy: Any, y: Letters, w: Letters) -> tuple[Any
     return x, one + have[n:], dy, one + y[n:]
 
 
-def _align_states(q: Any, have: Letters, want: Letters) -> Any:
+def _align_states(q: Array, have: Labels, want: Labels) -> Array:
     return align(q, ("states", *have), ("states", *want))
 
 
@@ -483,5 +431,5 @@ def find_slots(relations: Sequence[HiddenParamOpRelation]) -> list[Slot]:
         Slot(relation, name, group, positions)
         for relation in relations
         for name in relation.layouts
-        for group, positions in zip(relation.hidden_groups, relation.position_maps, strict=True)
+        for group, positions in relation.feeds
     ]

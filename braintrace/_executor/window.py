@@ -18,7 +18,8 @@ from .._compat import primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
 from .._meshes import all_on_mesh
-from .executor import ETraceGraphExecutor, Leaves, Local, is_inexact
+from .executor import ETraceGraphExecutor, Leaves, Local
+from .pull_back import is_inexact
 from .signals import Taken
 
 Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)

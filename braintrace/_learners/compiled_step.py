@@ -15,8 +15,8 @@ from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import ModuleInfo, read_step
+from .._executor.check_op_labels import check_own_ops
 from .._executor.executor import ETraceGraphExecutor
-from .._executor.own_ops import check_own_ops
 from .._executor.slots import find_slots
 from .._frontends.functions import Function
 from .._frontends.modules import Mark

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _rules as rules
-from .._executor.recursion import Decay, Leak, Own, Recursion
+from .._executor.trace_recursion import Decay, Leak, Own, Recursion
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _rules as rules
-from .._executor.recursion import Own, Recursion
+from .._executor.trace_recursion import Own, Recursion
 from .config import ETraceConfig
 from .options import Choice, OptionsLearner, as_config
 

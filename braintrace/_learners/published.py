@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _rules as rules
-from .._executor.recursion import Leak, Own, Recursion
+from .._executor.trace_recursion import Leak, Own, Recursion
 from .._online.request import check_choice
 from .._rules.bounds import Clipped
 from .._rules.presynaptic import Presynaptic

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _meshes
-from .._executor.executor import Leaves, Local, is_inexact
-from .._executor.spread import plus, whole
+from .._executor.executor import Leaves, Local
+from .._executor.pull_back import is_inexact
+from .._executor.sharding import plus, whole
 from .._executor.window import Record, Window, each_step, where_rows
 from .._rules.projection import cross, finite
 from .._rules.rule import Values

@@ -23,9 +23,11 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
 from .._compiler.step import Path, show_path, show_paths
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local, is_inexact, pull_back
-from .._executor.slots import Slot, states
-from .._executor.spread import Spec, plus, whole
+from .._executor.executor import ETraceGraphExecutor, Leaves, Local
+from .._executor.pull_back import is_inexact, pull_back
+from .._executor.sharding import Spec, plus, whole
+from .._executor.slots import Slot
+from .._executor.trace_math import states
 from .._executor.window import Record, Signals, Window
 from .._lines import warn_user
 from .._rules.chunk import over_time

@@ -4,7 +4,7 @@ The trace sees a convolution as a product of the kernel with patches of the inpu
 
     y[n, go, p] = sum x[n, gi, p + k] * w[go, i, k]
 
-with one letter `p` and one `k` for each spatial dimension, and `g` for the groups.
+with one label `p` and one `k` for each spatial dimension, and `g` for the groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .letters import Term
+from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
 Pairs = tuple[tuple[int, int], ...]
@@ -38,17 +38,17 @@ class Window:
     batched: bool
     specs: lax.ConvDimensionNumbers
     precision: Any = None
-    preferred: Any = None  # the type of the output; None: that of the operands
+    preferred: Any = None  # the type of the output, if it is not that of the operands
 
     @property
     def groups(self) -> int:
         return self.feature_groups * self.batch_groups  # one of the two is 1
 
     def patches(self, x: jax.Array) -> jax.Array:
-        """The input as (n, g, i, p, k, q, l, ...): what each kernel entry sees at each position.
+        """The patches of the input, (n, g, i, p, k, q, l, ...): one entry for each kernel entry and position.
 
-        Gathered axis by axis; `conv_general_dilated_patches`, a convolution itself, is 2 to 8 times slower
-        on CPU, and rounds.
+        Gathered axis by axis, because `conv_general_dilated_patches` is itself a convolution: it is 2 to 8
+        times slower on CPU, and it rounds.
         """
         if not self.batched:
             x = jnp.expand_dims(x, self.specs.lhs_spec[0])
@@ -67,16 +67,16 @@ class Window:
         return x.reshape(n, self.feature_groups, c // self.feature_groups, *rest)
 
     def split_kernel(self, weight: jax.Array) -> jax.Array:
-        """The kernel as (g, o, i, k, l, ...)."""
+        """Reshape the kernel to (g, o, i, k, l, ...)."""
         weight = jnp.transpose(weight, self.specs.rhs_spec)
         return weight.reshape(self.groups, -1, *weight.shape[1:])
 
     def split_bias(self, bias: jax.Array) -> jax.Array:
-        """The bias as (g, o)."""
+        """Reshape the bias to (g, o)."""
         return bias.reshape(self.groups, -1)
 
     def split_output(self, q: jax.Array, _: jax.Array) -> jax.Array:
-        """An array like the output as (n, g, o, p, q, ...)."""
+        """Reshape an array shaped as the output to (n, g, o, p, q, ...)."""
         if not self.batched:
             q = jnp.expand_dims(q, self.specs.out_spec[0])
         n, o, *rest = (q := jnp.transpose(q, self.specs.out_spec)).shape
@@ -135,8 +135,8 @@ def conv(
 ) -> Any:
     """`jax.lax.conv_general_dilated(x, kernel, ...) + bias`, learned online, in 1 to 3 dimensions.
 
-    By default x is (batch, in, *space) and kernel (out, in, *window); `dimension_numbers` says otherwise.
-    x may lack the batch axis; `dimension_numbers` is written with it all the same. The bias is (out,), or
+    By default x is (batch, in, *space) and kernel (out, in, *window); `dimension_numbers` changes that.
+    x may lack the batch axis, but `dimension_numbers` always includes it. The bias is (out,), or
     broadcasts against the output with that shape. One stride or dilation stands for all dimensions.
 
     >>> import jax.numpy as jnp

@@ -8,9 +8,8 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .letters import Term
+from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
-from .row_product import matrix_product
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -18,7 +17,7 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _matmul(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    return _plus(matrix_product(x, weight), bias)
+    return _plus(jnp.matmul(x, weight), bias)
 
 
 matmul_p = register_primitive("etp_matmul", _matmul, {"weight": "...i,io->...o", "bias": "o->...o"})
@@ -92,7 +91,7 @@ def _lora_merge(
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
-# The trace is that of the product B A: `bio` numbers instead of the `biro` of B alone.
+# The trace is that of the product B A, of size `bio`; that of B alone would have size `biro`.
 lora_p = register_primitive(
     "etp_lora_matmul", _lora, {"weight": "...i,io->...o", "bias": "o->...o"}, merge=_lora_merge
 )
@@ -133,7 +132,7 @@ einsum_p = register_primitive("etp_einsum", _einsum, lambda equation: {"weight":
 def einsum(equation: str, x: Any, weight: Any, *, weight_fn: WeightFn | None = None) -> Any:
     """`jnp.einsum(equation, x, weight)`, learned online.
 
-    Without an arrow, the output has the letters that occur once, in the order of the alphabet.
+    Without an arrow, the output has the axis labels that occur once, in alphabetical order.
 
     >>> import jax.numpy as jnp
     >>> einsum("bhd,hde->bhe", jnp.ones((5, 2, 3)), jnp.ones((2, 3, 4))).shape

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .letters import Term
+from .axis_labels import Term
 from .primitive import WeightFn, on_mantissa, register_primitive, shape_of
 
 
@@ -18,7 +18,7 @@ def _broadcast(weight: jax.Array, *, axes: Sequence[int], shape: Sequence[int] |
 
 
 def _terms(axes: Sequence[int], shape: Sequence[int] | None) -> dict[str, Term]:
-    """The weight lies along these axes of the output, whose shape is its own where none is given."""
+    """The equation of a weight broadcast along `axes` of an output of `shape` (None: not broadcast)."""
     y = ascii_letters[: len(axes if shape is None else shape)]
     return {"weight": Term(f"{''.join(y[a] for a in axes)}->{y}")}
 

@@ -1,7 +1,7 @@
-"""Operations of JAX as marked ones, with index letters that come from their parameters.
+"""Marked versions of JAX's own primitives, with axis labels derived from their parameters.
 
-`MARKED[primitive](operands, at, params)` applies one with operand `at` learned online; None where its letters
-cannot be had. `mark_elements` is for a weight that enters element by element.
+`MARKED[primitive](operands, at, params)` applies the marked version, with operand `at` as the weight. It
+returns None if the axis labels cannot be derived. `mark_elements` is for element-wise weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._compat import primitives
+from .axis_labels import Term
 from .convolution import Window, conv_p
 from .elementwise import element_wise_p
-from .letters import Term
 from .primitive import ETPPrimitive, register_primitive
 
 
@@ -27,7 +27,7 @@ def _bind(op: ETPPrimitive, *operands: Any, **options: Any) -> Any:
 
 
 def mark_elements(weight: Any, axes: Sequence[int | None], shape: Sequence[int]) -> Any:
-    """The weight broadcast to a shape, learned online; its axes are of the result (None: of size one)."""
+    """Broadcast a weight to `shape`, marked; `axes` are its axes there (None for an axis of length one)."""
     weight = jnp.squeeze(weight, [i for i, a in enumerate(axes) if a is None])
     kept = tuple(a for a in axes if a is not None)
     return _bind(element_wise_p, weight, axes=kept, shape=tuple(shape))
@@ -41,7 +41,7 @@ dot_general_p = register_primitive("etp_dot_general", _dot, lambda letters, **_:
 
 
 def dot_letters(dimension_numbers: Any, ndims: tuple[int, int], at: int) -> str:
-    """`x,weight->y`, where the weight is operand `at`.
+    """The einsum equation `x,weight->y` of a `dot_general` whose operand `at` is the weight.
 
     >>> dot_letters((((1,), (0,)), ((), ())), (2, 2), at=1)
     'ba,ac->bc'
@@ -86,7 +86,9 @@ def _mark_conv(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
     return _bind(conv_p, x, kernel, window=window)
 
 
-Sizes = tuple[tuple[int, int], ...]  # which of the indices, and the size of the axis that it is for
+Sizes = tuple[
+    tuple[int, int], ...
+]  # for each indexed axis: the column of the index array, and the size of the axis
 
 
 def _gather(
@@ -97,7 +99,7 @@ def _gather(
 
 def _gather_terms(letters: str, sizes: Sizes, dtype: Any, mode: Any, **_: Any) -> dict[str, Term]:
     def places(indices: jax.Array) -> jax.Array:
-        """One where an entry of the weight is looked up, with an axis for each index; else zero."""
+        """One-hot encoding of the looked-up entries of the weight, with an axis for each index."""
         found = jnp.ones(indices.shape[:-1] + (1,) * len(sizes), dtype)
         for i, (column, size) in enumerate(sizes):
             at = indices[..., column]
@@ -114,10 +116,10 @@ gather_p = register_primitive("etp_gather", _gather, _gather_terms)
 
 
 def _mark_gather(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
-    """Rows of a weight: along each axis, one entry at an index or all of them."""
+    """Mark a gather that takes, along each axis of the weight, one entry at an index or all entries."""
     weight, indices = operands
     numbers, taken = params["dimension_numbers"], params["slice_sizes"]
-    clipped = params["mode"] is lax.GatherScatterMode.CLIP  # then one index fits an axis that is taken whole
+    clipped = params["mode"] is lax.GatherScatterMode.CLIP  # clipped to 0 where the axis is taken whole
     columns = {
         a: i for i, a in enumerate(numbers.start_index_map) if not (clipped and taken[a] == weight.shape[a])
     }
@@ -134,7 +136,7 @@ def _mark_gather(operands: Sequence[Any], at: int, params: dict[str, Any]) -> An
     w = [next(fresh) for _ in range(weight.ndim)]
     kept = [a for a in range(weight.ndim) if a not in numbers.collapsed_slice_dims]
     batch = [next(fresh) for _ in range(indices.ndim - 1)]
-    # an axis that is looked up and stays has a letter of its own in y: there is one entry along it
+    # an axis that is looked up and kept gets a label of its own in y, because its length there is one
     offset = iter([w[a] if a in whole else next(fresh) for a in kept])
     others = iter(batch)
     num_out = len(batch) + len(kept)
@@ -152,7 +154,7 @@ def _mark_gather(operands: Sequence[Any], at: int, params: dict[str, Any]) -> An
 
 
 def _mark_slice(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
-    """A slice at an index is a gather of one place."""
+    """Mark a dynamic slice as a gather with one index."""
     weight, *starts = operands
     taken = params["slice_sizes"]
     cut = tuple(a for a in range(weight.ndim) if taken[a] != weight.shape[a])

@@ -1,8 +1,7 @@
-"""Marked operations: one factory makes the JAX primitive of each from a plain function.
+"""Marked operations: one factory makes the JAX primitive of each operation from a plain function.
 
-A marked operation computes what its implementation computes. The mark is all that the compiler looks
-for: a weight used through one is learned online. Shapes, derivatives, batching and lowering all come
-from the implementation; what a trace needs comes from index letters (see `letters`).
+A weight that is used through a marked operation is learned online; the mark changes no value. Shapes,
+derivatives, batching and lowering are derived from the implementation, and the trace from its axis labels.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _lines
-from .letters import Layout, Term, layout, over_levels
+from .axis_labels import Layout, Term, layout, over_levels
 
 Terms = Mapping[str, Term] | Callable[..., Mapping[str, Term]]
 Levels = tuple[tuple[bool, ...], ...]
@@ -27,9 +26,9 @@ WeightFn = Callable[[Any], Any]
 class ETPPrimitive(_compat.Primitive):
     """The primitive of a marked operation (`ETP`: eligibility-trace primitive).
 
-    Its equations carry `names` (the weights among the operands, which come last), `levels` (which
-    operands have an axis of each enclosing `vmap`), `found` (true where the compiler set the mark) and the
-    options of the operation.
+    The parameters of its equations are `names` (of the weights, which are the last operands), `levels`
+    (which operands have an axis of each enclosing `vmap`), `found` (true if the compiler set the mark) and
+    the options of the operation.
     """
 
     def __init__(
@@ -43,20 +42,22 @@ class ETPPrimitive(_compat.Primitive):
         self.implementation = impl
         self._terms = terms
         self._merge = merge
-        self.is_known = str(getattr(impl, "__module__", None)).startswith(__package__)  # of this package
-        self.checked: set[Any] = set()  # with what its letters were found to be right
+        self.is_known = str(getattr(impl, "__module__", None)).startswith(
+            __package__
+        )  # defined in this package
+        self.checked: set[Any] = set()  # cases for which its labels were verified
         _compat.register_derived_rules(self, self.plain, self._vmapped)
 
     @property
     def merges(self) -> bool:
-        """Whether traces are kept for weights that are made from those given."""
+        """Whether traces are kept for a combination of the weights (a product, say), not for each of them."""
         return self._merge is not None
 
     def __call__(self, *inputs: Any, weights: Mapping[str, Any], **options: Any) -> Any:
-        """Apply the operation; `weights` maps the names of the weights to values (None: left out).
+        """Apply the operation to `inputs` and to `weights`, a mapping from names to arrays or None.
 
-        Units are taken off here and put back on the result. Its unit is the product of the units of the
-        inputs and of the weights; a weight named `bias` is converted to it.
+        Units are removed from the operands and the unit of the result is added: the product of the units of
+        the inputs and of the weights. A weight named `bias` is converted to that unit.
         """
         given = {name: w for name, w in weights.items() if w is not None}
         unit = u.UNITLESS
@@ -72,7 +73,7 @@ class ETPPrimitive(_compat.Primitive):
     def plain(
         self, *operands: Any, names: tuple[str, ...], levels: Levels, found: bool = False, **options: Any
     ) -> Any:
-        """What the operation computes, unmarked."""
+        """Compute the operation without a mark."""
         first = len(operands) - len(names)
 
         def impl(*args: Any) -> Any:
@@ -105,13 +106,13 @@ class ETPPrimitive(_compat.Primitive):
         missing = [n for n in effective if n not in terms]
         if missing:
             raise ValueError(
-                f"The marked op `{self.name}` has a weight {missing[0]!r}, but letters for {list(terms)}. "
-                "Give them by name: `register_primitive(name, impl, {weight name: letters})`."
+                f"The marked op `{self.name}` has a weight {missing[0]!r}, but axis labels for "
+                f"{list(terms)}. Give them by name: `register_primitive(name, impl, {{name: axis labels}})`."
             )
         inputs = tuple(level[: -len(names)] for level in levels)
         if self._merge is None:
             weights = {n: tuple(level[i - len(names)] for level in levels) for i, n in enumerate(names)}
-        else:  # merged under `vmap`: one of them has its axis, so all do
+        else:  # merged under `vmap`: if one weight has the axis, the merged ones have it
             weights = dict.fromkeys(effective, tuple(any(level[-len(names) :]) for level in levels))
         return {n: layout(terms[n], inputs, weights[n], y_ndim) for n in effective}
 
@@ -121,7 +122,7 @@ _without_marks = contextvars.ContextVar("without_marks", default=False)
 
 @contextlib.contextmanager
 def without_marks() -> Iterator[None]:
-    """Marked operations in here compute the same as ordinary ones: their weights get no trace."""
+    """A context in which marked operations are ordinary ones, so that their weights get no trace."""
     token = _without_marks.set(True)
     try:
         yield
@@ -140,12 +141,20 @@ def register_primitive(
     *,
     merge: Callable[..., dict[str, jax.Array]] | None = None,
 ) -> ETPPrimitive:
-    """A marked operation of one's own: an implementation and the index letters of its weights.
+    """Define a marked operation: an implementation and the axis labels of its weights.
 
-    `impl(*inputs, weight=..., **options)` is ordinary JAX, linear in each weight. `letters` says how a
-    weight enters the output, by name where there are several; a `Term` also holds views, for operations
-    that are a contraction only of something derived from their inputs. `merge(**weights)` returns the
-    weights to keep traces for, where those given enter only through a product.
+    Args:
+        name: Name of the JAX primitive.
+        impl: `impl(*inputs, weight=..., **options)` in ordinary JAX, linear in each weight.
+        letters: Axis labels as in `jnp.einsum`, such as `'...i,io->...o'`; a mapping from weight names to
+            labels if there are several weights. A `Term` also holds views, for operations that are a
+            contraction of something derived from their inputs. A function of the options returns the mapping
+            if the labels depend on them.
+        merge: `merge(**weights)` returns the weights to keep traces for, if the given ones enter only
+            through a product (as in LoRA).
+
+    Returns:
+        The primitive; call it as `primitive(*inputs, weights={name: array}, **options)`.
 
     >>> import jax.numpy as jnp
     >>> def gain(x, weight):
@@ -164,7 +173,7 @@ def register_primitive(
 
 
 def on_mantissa(fn: WeightFn | None, v: Any) -> Any:
-    """`fn` of an array; of a quantity, `fn` of its mantissa with the same unit."""
+    """Apply `fn` to an array, or to the mantissa of a quantity, which keeps its unit."""
     _refuse_state(v)
     if fn is None or v is None:
         return v
@@ -173,7 +182,7 @@ def on_mantissa(fn: WeightFn | None, v: Any) -> Any:
 
 
 class StateGivenError(TypeError):
-    """An op was given a state where it takes a state's value."""
+    """Raised if an op is given a state object instead of the value of the state."""
 
 
 def _refuse_state(v: Any) -> None:
@@ -181,12 +190,12 @@ def _refuse_state(v: Any) -> None:
         op, line = _lines.calling_line("_ops")
         where = f"`{op}` at {line}" if line else f"`{op}`"
         raise StateGivenError(
-            f"{where} takes arrays, and was given a `{type(v).__name__}` itself: pass its `.value`."
+            f"{where} takes arrays, but was given a `{type(v).__name__}`: pass its `.value`."
         )
 
 
 def spikes_as(weight: Any, x: Any) -> Any:
-    """`x`, which may be boolean or integer (spikes, counts): then as numbers of the weight's type."""
+    """Cast boolean or integer input (spikes, counts) to the type of the weight."""
     _refuse_state(x)
     if jnp.issubdtype(jnp.result_type(u.get_mantissa(x)), jnp.inexact):
         return x
@@ -195,7 +204,7 @@ def spikes_as(weight: Any, x: Any) -> Any:
 
 
 def bias_of(shape: tuple[int, ...], bias: Any) -> Any:
-    """A bias (or None) broadcast to the features of an output."""
+    """Broadcast a bias (or None) to the features of an output."""
     have = shape if bias is None else shape_of(bias)
     if len(have) > len(shape) or any(h not in (1, s) for h, s in zip(have[::-1], shape[::-1], strict=False)):
         raise ValueError(

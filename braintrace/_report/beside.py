@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._compiler.custom_derivatives import PullBack
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.module_info import ModuleInfo
-from .._compiler.own_rules import PullBack
 from .._compiler.program import Node, Program, Var
 from .._compiler.slices import behind, dependents, needed
 from .._compiler.step import Path, show_path, show_paths

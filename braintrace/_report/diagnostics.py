@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._compiler.exactness import RuleKind
-from .._compiler.filters import find_filters
 from .._compiler.graph import ETraceGraph
+from .._compiler.leaky_readouts import find_filters
 from .._compiler.outcomes import WhyNot
 from .._compiler.readouts import decay_of
 from .._compiler.step import Path, show_path

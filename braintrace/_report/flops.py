@@ -17,7 +17,6 @@ from .. import _compat
 from .._compat import Literal, primitives
 from .._compiler.primitives import ARITHMETIC, CUMULATIVE, REDUCTIONS, WINDOWS, named
 from .._ops.primitive import ETPPrimitive
-from .._ops.row_product import row_p
 
 
 def count_flops(closed: Any) -> float:
@@ -108,7 +107,7 @@ def _key(param: Any) -> Any:
 
 def _cost(eqn: Any) -> float:
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    if isinstance(eqn.primitive, ETPPrimitive) or eqn.primitive is row_p:
+    if isinstance(eqn.primitive, ETPPrimitive):
         structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         made = jax.make_jaxpr(lambda *a: eqn.primitive.impl(*a, **eqn.params))(*structs)
         return count_flops(made)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from .. import _rules
 from .._executor.memory import device_memory
-from .._executor.spread import names_of
+from .._executor.sharding import names_of
 from .._frontends.module_function import read_module
 from .._learners import pickling
 from .._learners.compiled_step import CompiledStep

@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .._compiler.across import Across
 from .._compiler.exactness import BY_STEPS, Dropped, RuleKind, find_dropped
-from .._compiler.flows import Flows
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
+from .._compiler.layers_above import Across
+from .._compiler.reachability import Reachability
 from .._compiler.step import Path
 from .._rules.rank import axis_of_samples
 from .beside import unused_parameters
@@ -67,7 +67,7 @@ class CompilationReport:
             return {path: why for path, why in self._untraced.items() if above.get(path)}
         if self.rule is None or not self.rule.beyond_traces:
             return {}
-        acting = Flows(self.graph).behind([h.outvar for h in self.graph.module_info.hidden])
+        acting = Reachability(self.graph).behind([h.outvar for h in self.graph.module_info.hidden])
         return {path: why for path, why in self._untraced.items() if path in acting}
 
     @property

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._executor.slots import Jacobian, Parts, Slot, States, add_up, dot, promoted, stack, states
-from .._executor.spread import plus, whole
+from .._executor.sharding import plus, whole
+from .._executor.slots import Parts, Slot
+from .._executor.trace_math import Jacobian, States, add_up, dot, promoted, stack, states
 from .._executor.window import Record, unroll
 from .rule import Gradients, TraceRule, Values, add_to
 
@@ -141,17 +142,17 @@ def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Pa
 
 def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
     """The op's factor at every step."""
-    letters: list[Any] = []  # no arrays: they leave the map by the side
+    labels: list[Any] = []  # no arrays: they leave the map by the side
 
     def one(inputs: Any) -> Any:
         found = slot.factor(inputs)
         if found is None:
             return None
-        letters.append(found[1])
+        labels.append(found[1])
         return found[0]
 
     x = jax.vmap(one)(list(inputs)) if slot.layout.x is not None else None
-    return None if x is None else (x, TIME + letters[0])
+    return None if x is None else (x, TIME + labels[0])
 
 
 def chunk_traces(

@@ -15,14 +15,15 @@ import numpy as np
 
 from .._compat import row_major
 from .._compiler.exactness import RuleKind
-from .._compiler.filters import with_filters
 from .._compiler.graph import ETraceGraph
-from .._compiler.remembering import remembering
+from .._compiler.leaky_readouts import with_filters
+from .._compiler.states_with_memory import remembering
 from .._executor.executor import Local
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
-from .._executor.recursion import Recursion
-from .._executor.slots import Slot, add_up, promoted
-from .._executor.spread import whole
+from .._executor.sharding import whole
+from .._executor.slots import Slot
+from .._executor.trace_math import add_up, promoted
+from .._executor.trace_recursion import Recursion
 from .._executor.window import Record, Signals
 from .bounds import Bound
 from .chunk import backward, chunk_gradient, chunk_traces, course, step_by_step

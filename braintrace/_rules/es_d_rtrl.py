@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.exactness import RuleKind
-from .._executor.executor import Local, is_inexact
-from .._executor.recursion import Recursion
-from .._executor.slots import Jacobian, Slot, States, add_up, promoted, states, times
-from .._executor.spread import Spec, Spread
+from .._executor.executor import Local
+from .._executor.pull_back import is_inexact
+from .._executor.sharding import Sharding, Spec
+from .._executor.slots import Slot
+from .._executor.trace_math import Jacobian, States, add_up, promoted, states, times
+from .._executor.trace_recursion import Recursion
 from .._executor.window import Record, Signals, unroll
 from .chunk import TIME, factors
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
@@ -76,7 +78,7 @@ class ES_D_RTRL(TraceRule):
             values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def spread_traces(self, slots: Sequence[Slot], at: Spread, shapes: Values) -> dict[str, Spec]:
+    def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             found[_count_key(slot)] = at.of_group(slot.group)[:1]

@@ -29,10 +29,10 @@ from .._compiler.site_weights import SiteWeights
 from .._compiler.step import show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
-from .._executor.spread import Spec
-from .._executor.weighted import Weighted, product
+from .._executor.sharding import Spec
+from .._executor.weight_gradients import Weighted, product
 from .._executor.window import Window, where_rows
-from .._ops.letters import Layout, Letters
+from .._ops.axis_labels import Layout
 from .projection import finite
 from .rank import per_sample
 from .rule import Values
@@ -74,12 +74,12 @@ class KF_RTRL(Estimate):
         return values
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """Over devices: samples as the states', inputs and outputs of an op as its weight's letters."""
+        """Over devices: samples as the states', inputs and outputs of an op as its weight's labels."""
         found: dict[str, Spec] = {}
         for use in self._uses(executor):
             names, lead = use.names, use.per.lead
             for name in use.layouts:
-                found[use.key(name)] = (lead, *(names.get(a) for a in use.input_letters(name)))
+                found[use.key(name)] = (lead, *(names.get(a) for a in use.input_labels(name)))
             found[use.key("A")] = (lead, None, *use.of_output(names))
         return {k: spec for k, spec in found.items() if len(spec) == len(shapes[k].shape)}
 
@@ -167,9 +167,9 @@ class Use:
 
     def check(self) -> None:
         """Refuse an op whose weight terms are sums of products."""
-        site, letters = self.weighted.site, self.per.letters
+        site, labels = self.weighted.site, self.per.labels
         for name, layout in self.layouts.items():
-            lone = {letters[site.index, name]} if self.per.samples.axis is not None else set()
+            lone = {labels[site.index, name]} if self.per.samples.axis is not None else set()
             extra = [
                 a for a in (*layout.y, *(layout.x or ())) if a in layout.y and a not in (*layout.w, *lone)
             ]
@@ -181,14 +181,14 @@ class Use:
                     "is no product. Take another rule: `UORO`, or `D_RTRL` with a `rank`."
                 )
 
-    def input_letters(self, name: str) -> Letters:
-        """The letters of the input side, without that of samples."""
+    def input_labels(self, name: str) -> Labels:
+        """The labels of the input side, without that of samples."""
         layout = self.layouts[name]
-        lone = self.per.letters[self.weighted.site.index, name]
+        lone = self.per.labels[self.weighted.site.index, name]
         return tuple(a for a in layout.x or () if a != lone and a in layout.w)
 
     def of_output(self, names: dict[str, Any]) -> Spec:
-        """How the output without its samples is spread: by its letters, or as states of the same shape."""
+        """How the output without its samples is spread: by its labels, or as states of the same shape."""
         at, shape = self.per.executor.spread, self.weighted.site.shape
         spec: Spec = (None,) * len(shape)
         for layout in self.layouts.values():
@@ -201,7 +201,7 @@ class Use:
 
     @property
     def names(self) -> dict[str, Any]:
-        """How letters are spread over devices: as those of its weights."""
+        """How labels are spread over devices: as those of its weights."""
         found: dict[str, Any] = {}
         at, number = self.per.executor.spread, [v for e in self.per.info.fixed for v in e.invars]
         if at is None:
@@ -210,11 +210,11 @@ class Use:
             leaves, shape = list(inputs), self.weighted.site.weights[name].aval.shape
             if len(leaves) == 1 and leaves[0].aval.shape == shape and name in self.layouts:
                 spec = at.of_leaf(number.index(leaves[0]))
-                found.update(at.letters(spec, shape, self.layouts[name]))
+                found.update(at.labels(spec, shape, self.layouts[name]))
         return found
 
     def input(self, name: str, inputs: list[Any]) -> Any:
-        """The input side of a weight at one step: (samples, *letters)."""
+        """The input side of a weight at one step: (samples, *labels)."""
         layout, count = self.layouts[name], self.per.samples.count
         dtype = self.weighted.site.output.aval.dtype
         factor = layout.factor(inputs)
@@ -222,7 +222,7 @@ class Use:
             return jnp.ones((count,), dtype)
         x, have = factor
         x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
-        lone = self.per.letters[self.weighted.site.index, name]
+        lone = self.per.labels[self.weighted.site.index, name]
         if lone in have:
             x = jnp.moveaxis(x, have.index(lone), 0)
         return jnp.broadcast_to(x if lone in have else x[None], (count, *x.shape[lone in have :]))
@@ -236,10 +236,10 @@ class Use:
         return array[0] if self._axis is None else jnp.moveaxis(array, 0, self._axis)
 
     def weight(self, name: str, u: Any, dy: Any, inputs: list[Any]) -> Any:
-        """`u (x) dy`, summed over samples, with the letters of the weight."""
+        """`u (x) dy`, summed over samples, with the labels of the weight."""
         layout = self.layouts[name]
-        lone = self.per.letters[self.weighted.site.index, name]
-        have = self.input_letters(name)
+        lone = self.per.labels[self.weighted.site.index, name]
+        have = self.input_labels(name)
         u, have = (u[0], have) if lone is None else (u, (lone, *have))
         return product([(u, have), (layout.view_y(dy, inputs), layout.y)], layout.w)
 

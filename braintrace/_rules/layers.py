@@ -17,15 +17,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler.across import Above, Across
 from .._compiler.errors import NotSupportedError
+from .._compiler.layers_above import Above, Across
 from .._compiler.step import name_of
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.memory import device_memory
 from .._executor.per_sample import PerSample
-from .._executor.slots import add_up, promoted
-from .._executor.spread import Spec, plus
-from .._executor.weighted import row_axis
+from .._executor.sharding import Spec, plus
+from .._executor.trace_math import add_up, promoted
+from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
 from .projection import finite
 from .rank import mixed, per_sample, summed

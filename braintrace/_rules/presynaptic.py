@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
-from .._executor.recursion import Recursion
-from .._executor.slots import Slot, add_up, promoted, states
-from .._executor.spread import Spec, Spread
+from .._executor.sharding import Sharding, Spec
+from .._executor.slots import Slot
+from .._executor.trace_math import add_up, promoted, states
+from .._executor.trace_recursion import Recursion
 from .._executor.window import Signals
 from .es_d_rtrl import factor_of, input_of
 from .rule import Gradients, TraceRule, Values, add_to, kind_of
@@ -67,7 +68,7 @@ class Presynaptic(TraceRule):
                 values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def spread_traces(self, slots: Sequence[Slot], at: Spread, shapes: Values) -> dict[str, Spec]:
+    def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             key, samples = _key(slot), at.of_group(slot.group)[:1]

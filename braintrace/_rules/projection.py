@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._executor.per_sample import PerSample
-from .._executor.slots import promoted
-from .._executor.spread import Spec
+from .._executor.sharding import Spec
+from .._executor.trace_math import promoted
 from .._executor.window import Window, unroll, where_rows
 
 Values = dict[str, Any]

@@ -28,12 +28,13 @@ from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.fused import on_gpu
-from .._executor.linear import Linear
+from .._executor.marked_step import MarkedStep
 from .._executor.per_sample import Matrix, PerSample
 from .._executor.rows import fits, step, through
-from .._executor.slots import Slot, add_up, promoted, weigh
-from .._executor.spread import Spec
-from .._executor.weighted import row_axis
+from .._executor.sharding import Spec
+from .._executor.slots import Slot
+from .._executor.trace_math import add_up, promoted, weigh
+from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of
 from .projection import BASES, BASIS, Balanced, BalancedCrossing, Pushed, PushedCrossing, along_rows, finite
@@ -272,7 +273,7 @@ class Rank:
 def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True) -> PerSample:
     """The samples of a step, found once; `traces`: those have to be told apart by sample, too."""
     if (axis, traces) not in executor.per_sample:
-        linear = Linear(executor)
+        linear = MarkedStep(executor)
         samples = find_samples(linear.info, axis)
         if samples.mixed:
             raise NotSupportedError(
@@ -314,9 +315,9 @@ def named(per: PerSample) -> dict[int, tuple[str, Any]]:
     return {n: (f"{BASIS}:{name_of(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
 
 
-def _product(letters: str, *arrays: Any) -> Any:
+def _product(labels: str, *arrays: Any) -> Any:
     # small, and what is orthonormal must stay so: no tensor cores
-    return jnp.einsum(letters, *promoted(*arrays), precision="highest")
+    return jnp.einsum(labels, *promoted(*arrays), precision="highest")
 
 
 def parts_of(name: str, size: int) -> list[tuple[str, slice]]:

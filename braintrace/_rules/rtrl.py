@@ -20,11 +20,11 @@ from .._compiler.exactness import RuleKind
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.linear import Linear
+from .._executor.marked_step import MarkedStep
 from .._executor.per_sample import PerSample
-from .._executor.slots import promoted
-from .._executor.spread import Spec
-from .._executor.weighted import in_front
+from .._executor.sharding import Spec
+from .._executor.trace_math import promoted
+from .._executor.weight_gradients import in_front
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
 from .rule import Rule, Values
@@ -113,7 +113,7 @@ class RTRL(Rule):
 def _per_sample(executor: ETraceGraphExecutor) -> PerSample:
     """The samples of a step, found once; all is one where they act on each other."""
     if RTRL not in executor.per_sample:
-        linear = Linear(executor)
+        linear = MarkedStep(executor)
         samples = find_samples(linear.info)
         executor.per_sample[RTRL] = PerSample(
             linear, find_samples(linear.info, None) if samples.mixed else samples

@@ -19,9 +19,9 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import ETraceGraph
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
-from .._executor.recursion import Leak, Recursion
+from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
-from .._executor.spread import Spec, Spread, plus
+from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import Record, Signals, Window
 from .layers import Layers
 from .rank import Rank
@@ -63,7 +63,7 @@ class Rule(ABC):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         """The gradients of the parameters, of signals at the carried states before a window.
 
-        Each as such or, where a batch is spread over devices, as these have it (`Apart`).
+        Each as such or, where a batch is spread over devices, as these have it (`PartialSums`).
         """
 
     @abstractmethod
@@ -143,7 +143,7 @@ class TraceRule(Rule):
     def gradient_apart(
         self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
     ) -> Gradients:
-        """The same, each as the devices have it that share a batch (`Apart`), where it can be."""
+        """The same, each as the devices have it that share a batch (`PartialSums`), where it can be."""
         return self.gradient(slots, values, signals, local)
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
@@ -153,10 +153,10 @@ class TraceRule(Rule):
             "method `reset(slots, values, keep)`, or reset all of them (`learner.reset_state()`)."
         )
 
-    def spread_traces(self, slots: Sequence[Slot], at: Spread, shapes: Values) -> dict[str, Spec]:
-        """How its arrays are spread over devices; those that are no traces by their letters, XLA lays out."""
-        by_letters = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
-        return {k: spec for k, spec in by_letters.items() if len(spec) == len(shapes[k].shape)}
+    def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+        """How its arrays are spread over devices; those that are no traces by their labels, XLA lays out."""
+        by_labels = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
+        return {k: spec for k, spec in by_labels.items() if len(spec) == len(shapes[k].shape)}
 
     def chunk(
         self,

@@ -20,9 +20,10 @@ from .._compiler.evaluation import View, evaluate
 from .._compiler.groups import HiddenGroup
 from .._compiler.samples import Samples
 from .._compiler.slices import plain_site
-from .._executor.executor import ETraceGraphExecutor, Leaves, is_inexact
+from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.jacobian import Known
-from .._executor.spread import Spec
+from .._executor.pull_back import is_inexact
+from .._executor.sharding import Spec
 from .._executor.window import Signals
 
 Values = dict[str, Any]

@@ -23,13 +23,13 @@ import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
-from .._compiler.influence import Reached, find_reached
+from .._compiler.influence_pattern import Reached, find_reached
 from .._compiler.links import Array
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
-from .._executor.slots import promoted
-from .._executor.spread import Spec, names_of
-from .._executor.weighted import row_axis
+from .._executor.sharding import Spec, names_of
+from .._executor.trace_math import promoted
+from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
 from .projection import finite

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.spread import Spec
+from .._executor.sharding import Spec
 from .._executor.window import Window
 from .projection import BASIS, finite
 from .rank import Rank, named, parts_of

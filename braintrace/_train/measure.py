@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import show_path
-from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
 from .._learners.gradient_check import trace_afresh
 from .._learners.learner import Learner

@@ -14,7 +14,7 @@ from jax import lax
 
 import braintrace as bt
 from braintrace import nn
-from braintrace._compiler.filters import find_filters
+from braintrace._compiler.leaky_readouts import find_filters
 
 from ..oracle import bptt, loss
 from ..run import agree, compiled, difference, every, online

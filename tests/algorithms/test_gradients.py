@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace._compiler.filters import followed_by_filters
+from braintrace._compiler.leaky_readouts import followed_by_filters
 from braintrace._executor import fused
 from braintrace._rules import d_rtrl
 

@@ -15,7 +15,7 @@ from jax import lax
 
 import braintrace as bt
 from braintrace._compiler import RuleKind
-from braintrace._compiler.own_rules import not_linear
+from braintrace._compiler.custom_derivatives import not_linear
 from braintrace._compiler.program import read_program
 
 from ..oracle import bptt

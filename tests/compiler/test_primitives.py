@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 import braintrace as bt
 from braintrace import _compat
 from braintrace._compiler import primitives as tables
-from braintrace._compiler.influence import Sets
+from braintrace._compiler.influence_pattern import Sets
 from braintrace._compiler.positions import Positions
 from braintrace._compiler.program import read_program
 

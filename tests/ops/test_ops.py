@@ -21,8 +21,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import braintrace as bt
 from braintrace import _compat
-from braintrace._ops import row_product
-from braintrace._ops.letters import align
+from braintrace._ops.axis_labels import align
 from tests.run import every
 
 
@@ -452,18 +451,6 @@ LONG = [pytest.param(c, marks=pytest.mark.slow) if c in (control_flow, dtypes) e
 def test_op(name: str, check: Callable[[Op], tuple[Any, Any]]) -> None:
     got, want = check(TABLE[name])
     assert_close(got, want)
-
-
-@pytest.mark.parametrize("check", LONG, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("lead", [(), (1, 1)], ids=str)
-def test_one_row(
-    check: Callable[[Op], tuple[Any, Any]], lead: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is done with a row and a large matrix, done with a small one."""
-    monkeypatch.setattr(row_product, "_LARGE", 1)
-    op = Op(bt.matmul, lambda x, w, b: plus(x @ w, b), ((*lead, 4),), ((4, 2), (2,)), bias=True)
-    assert "row_product" in str(jax.make_jaxpr(jax.grad(lambda x: bt.matmul(x, one(4, 2)).sum()))(one(4)))
-    assert_close(*check(op))
 
 
 def assert_close(got: Any, want: Any) -> None:

@@ -21,7 +21,7 @@ from ..._compiler.outcomes import Use
 from ..._compiler.program import Atom, Node, Program, Site, Var
 from ..._compiler.provenance import goals
 from ..._compiler.relation import HiddenParamOpRelation
-from ..._compiler.remembering import remembered
+from ..._compiler.states_with_memory import remembered
 from ..._compiler.step import Path, show_path
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes

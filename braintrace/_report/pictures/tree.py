@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.relation import HiddenParamOpRelation
-from ..._compiler.remembering import remembered
+from ..._compiler.states_with_memory import remembered
 from ..._compiler.step import show_path
 from ..tables import show_bytes
 from .diagram import marked_by, op_name, show_aval, show_avals

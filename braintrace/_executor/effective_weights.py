@@ -1,32 +1,31 @@
-"""From parameters to the effective weights of sites, wherever the site is.
+"""Compute the effective weights of sites from the parameters, also inside control flow.
 
-A weight may be pre-processed in any way before it reaches its op. Traces are kept for the effective
-weight, and the derivative of this function carries their gradient back to the parameters. A branch of a
-`cond` is entered whether it is taken or not: the trace remembers steps at which it was.
+A weight may be pre-processed in any way before it reaches its op. Traces are those of the effective weight,
+and the derivative of this function takes their gradient back to the parameters. A branch of a `cond` is
+always evaluated, because the trace may come from earlier steps that took it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .. import _compat
 from .._compat import primitives
-from .._compiler.evaluation import View, evaluate
 from .._compiler.program import Atom, Node, Program, Site, Var
 from .._compiler.relation import HiddenParamOpRelation
-from .._compiler.slices import behind, plain_site
-from .._ops.letters import over_levels
+from .._compiler.slices import behind, values_of
+from .._ops.axis_labels import over_levels
 
 Names = tuple[str, ...]
-Effective = dict[int, dict[str, Any]]  # by site, by name
+Effective = dict[int, dict[str, Array]]  # by site, by name
 
 
 def effective_weights(
-    program: Program, known: Mapping[Var, Any], relations: Sequence[HiddenParamOpRelation]
+    program: Program, known: Mapping[Var, Array], relations: Sequence[HiddenParamOpRelation]
 ) -> Effective:
     """The effective weights of each relation's site, given the values of the parameters."""
     result: Effective = {}
@@ -36,7 +35,7 @@ def effective_weights(
         raw = _site_weights(program, known, site, names, set(varying))
         loops = [tuple(name in varying for name in names)] * len(site.loops)
 
-        def effective(*weights: Any, site: Site = site, names: Names = names) -> dict[str, Any]:
+        def effective(*weights: Array, site: Site = site, names: Names = names) -> dict[str, Array]:
             if not site.primitive.merges:
                 return dict(zip(names, weights, strict=True))
             return site.primitive.effective(weights, site.params)
@@ -46,20 +45,20 @@ def effective_weights(
 
 
 def _site_weights(
-    program: Program, known: Mapping[Var, Any], site: Site, names: Names, varying: set[str]
-) -> list[Any]:
-    """Some weight operands of a site; those that vary in a loop have its axis in front."""
+    program: Program, known: Mapping[Var, Array], site: Site, names: Names, varying: set[str]
+) -> list[Array]:
+    """Weight operands of a site; those that vary in a loop have its axis in front."""
     node = program.nodes[program.holder[site.index]]
     known = {**program.consts, **known}
     if node.site is site:
-        return _values(program, known, [site.weights[name] for name in names])
+        return values_of(program, [site.weights[name] for name in names], known)
     inner = next(p for p in node.inner if any(s is site for s in p.sites))
     wanted = needs(inner, site, names)
     atoms = _operands(node)
     given = [i for i, v in enumerate(inner.inputs) if v in wanted]
-    values = dict(zip(given, _values(program, known, [atoms[i] for i in given]), strict=True))
+    values = dict(zip(given, values_of(program, [atoms[i] for i in given], known), strict=True))
 
-    def enter(values: Mapping[int, Any]) -> list[Any]:
+    def enter(values: Mapping[int, Array]) -> list[Array]:
         return _site_weights(inner, {inner.inputs[i]: v for i, v in values.items()}, site, names, varying)
 
     if node.primitive is not primitives.scan_p:
@@ -82,13 +81,8 @@ def _operands(node: Node) -> list[Atom]:
     return list(node.inputs[1:] if node.primitive is primitives.cond_p else node.inputs)
 
 
-def _values(program: Program, known: Mapping[Var, Any], atoms: Sequence[Atom]) -> list[Any]:
-    view = View(known=known, at_site=lambda site, world: plain_site)
-    return evaluate(program, [(a, None) for a in atoms], view)
-
-
 def needs(program: Program, site: Site, names: Names) -> set[Var]:
-    """The inputs of a program that some weights of a site inside it are made of."""
+    """The variables that weights of a site, which may be inside control flow, depend on."""
     holder = program.nodes[program.holder[site.index]]
     if holder.site is site:
         wanted = [site.weights[name] for name in names]

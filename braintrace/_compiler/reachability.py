@@ -1,8 +1,8 @@
-"""What reaches what within one step, as bits: from parameters and states to new states and outputs.
+"""Reachability within one step, as bit masks: from parameters and states to new states and outputs.
 
-Numbers (bits) are given to the carried arrays (hidden ones first, by group, then other floating states), to
-the outputs, and to the sites. A path is cut where it meets a new state: what comes after is that state's
-affair. `live` are the arrays whose value at the start of a step some loss, then or later, depends on.
+There is one bit for each carried array (hidden states first, by group, then other floating states), one for
+the outputs, and one for each site. A path ends at the first new state, whose own bits describe how it goes
+on. An array is *live* if the loss of this or a later step depends on its value at the start of the step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from .caching import cached
+from .custom_derivatives import PullBack, not_linear
 from .dataflow import Flow, settled, solve, union
-from .own_rules import PullBack, not_linear
 from .primitives import ELEMENT_WISE, LAYOUT, named
 from .program import Node, Program, Site, Var
 from .provenance import Goal, spread
@@ -30,20 +31,26 @@ _MOVES = LAYOUT | named("convert_element_type copy slice")
 
 @dataclass(frozen=True)
 class Carried:
-    """One floating array that a step hands to the next."""
+    """One floating array that is carried from step to step."""
 
     bit: int
     path: Path
-    group: int | None  # None: not a hidden state
+    group: int | None  # None for a state without a trace
     old: Var
     new: Var
 
 
-class Flows:
-    """The paths of one compiled step, found once; `seen` are hidden states that a loss reads, too."""
+class Reachability:
+    """The paths of one compiled step.
 
-    def __init__(self, graph: ETraceGraph, seen: Container[Path] = ()) -> None:
-        self.graph, self.info, self._seen = graph, graph.module_info, seen
+    Args:
+        graph: The compiled step.
+        seen: The hidden states that a loss reads, next to the outputs.
+        all_live: Whether every carried array counts as read by some loss.
+    """
+
+    def __init__(self, graph: ETraceGraph, seen: Container[Path] = (), all_live: bool = False) -> None:
+        self.graph, self.info, self._seen, self._all_live = graph, graph.module_info, seen, all_live
         self.program = self.info.program
         hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
         known = {h.leaf for g in graph.hidden_groups for h in g.hidden}
@@ -85,7 +92,7 @@ class Flows:
 
     @cached_property
     def whole(self) -> dict[Var, Goal]:
-        """What each variable reaches by any path, the outputs included."""
+        """The goal of each variable along all paths, including the outputs."""
         return spread(self.program, self._with_outputs(self._starts), {})[0]
 
     def _with_outputs(self, starts: Mapping[Var, Goal]) -> dict[Var, Goal]:
@@ -97,14 +104,14 @@ class Flows:
 
     @cached_property
     def from_states(self) -> dict[Var, Goal]:
-        """What each variable reaches before a new state of another group."""
+        """The goal of each variable along paths that pass no new state of another group."""
         return spread(self.program, self._starts, self._masks)[0]
 
     @cached_property
     def _by_params(self) -> tuple[dict[Var, Goal], dict[int, Goal]]:
         def at_site(site: Site, goal: Goal) -> list[Goal]:
             reached = goal.direct | goal.crossing
-            chain = reached & self.sites_mask  # the output is part of another site's weight
+            chain = reached & self.sites_mask  # the output is used in another site's weight
             data = Goal(chain, reached & ~self.sites_mask)
             weight = Goal(chain | self.site_bit(site), 0)
             n = site.num_inputs
@@ -114,17 +121,17 @@ class Flows:
 
     @property
     def from_params(self) -> dict[Var, Goal]:
-        """The same, except that a parameter's way into a site as its weight ends there, at the site's bit."""
+        """As `from_states`, but a path that enters a site as its weight ends at the bit of the site."""
         return self._by_params[0]
 
     @cached_property
     def from_sites(self) -> dict[int, Goal]:
-        """What the output of each site reaches, before a new state of another group."""
+        """The goal of the output of each site, along paths that pass no new state of another group."""
         keep = ~self.sites_mask
         return {i: goal & keep for i, goal in self._by_params[1].items()}
 
     def site_params(self, site: Site) -> list[Path]:
-        """The parameters that a site's weights are made of, along derivatives."""
+        """The parameters that the weights of a site depend on, along derivatives."""
         bit = self.site_bit(site)
         return [
             e.path for e in self.info.params if any(self._goal(self.from_params, v) & bit for v in e.invars)
@@ -139,32 +146,34 @@ class Flows:
 
     @cached_property
     def live(self) -> int:
-        """The arrays whose old value reaches the outputs of this step or of a later one."""
+        """The bits of the arrays whose old value reaches the outputs of this step or of a later one."""
+        if self._all_live:
+            return self.outputs - 1
         found = settled(0, lambda bits: self._reaching(self.whole, self.outputs | bits))
         hidden = [c for c in self.carried if c.group is not None]
         if not any(c.bit & found or self._goal(self.whole, c.new) & self.outputs for c in hidden):
-            # no output tells of the states: a loss must read the states themselves
+            # no output depends on a hidden state, so that a loss must read the states themselves
             return found | sum(c.bit for c in hidden)
         return found
 
     def reached(self, var: Var) -> int:
-        """The carried arrays whose new value a variable acts on, along any path within the step."""
+        """The bits of the carried arrays whose new value depends on a variable, along any path."""
         return self._goal(self.whole, var) & (self.outputs - 1)
 
     def _reaching(self, env: Mapping[Any, Goal], goal: int) -> int:
-        """The arrays whose old value reaches a goal."""
+        """The bits of the arrays whose old value reaches a goal."""
         return sum(c.bit for c in self.carried if self._goal(env, c.old) & goal)
 
     @cached_property
     def matters(self) -> int:
-        """The arrays whose new value reaches the outputs of this step, or is live in the next."""
+        """The bits of the arrays whose new value reaches the outputs of this step, or is live in the next."""
         return self.live | sum(c.bit for c in self.carried if self._goal(self.whole, c.new) & self.outputs)
 
     # -- which node it is --------------------------------------------------------------------------
 
     @cached_property
     def _forward(self) -> dict[Var, int]:
-        """Which old (bit 2i) and new (bit 2i+1) carried arrays and parameters a variable is made of.
+        """The old (bit 2i) and new (bit 2i+1) carried arrays and the parameters that a variable depends on.
 
         Along paths that cross no site and no other new state.
         """
@@ -184,7 +193,7 @@ class Flows:
         return solve(flow, self.program, bits.items())[0]
 
     def tag(self, carried: Carried, *, new: bool) -> int:
-        """The bit of an array in what `crossed` and `passed` take."""
+        """The bit of an array in the masks that `crossed` and `passed` take."""
         return 1 << (2 * self.carried.index(carried) + new)
 
     def param_tag(self, path: Path) -> int:
@@ -196,7 +205,7 @@ class Flows:
         return any(isinstance(a, Var) and self._forward.get(a, 0) & tags for a in node.inputs)
 
     def crossed(self, tags: int, goal: int) -> list[Site]:
-        """The sites that something made of `tags` enters first, on its way to `goal`."""
+        """The first sites on paths from arrays or parameters (`tags`) to `goal`."""
         return [
             site
             for node in self.program.nodes
@@ -206,7 +215,7 @@ class Flows:
         ]
 
     def passed(self, tags: int, goal: int, env: dict[Var, Goal]) -> Node | None:
-        """The node to name on a way to `goal` that crosses no site: the first that does more than move."""
+        """The node to name in a message about a path to `goal` that crosses no site."""
         found = [
             node
             for node in self.program.nodes
@@ -222,9 +231,9 @@ class Flows:
 
     @cached_property
     def untraced(self) -> list[tuple[Carried, list[Path]]]:
-        """States that are not hidden and through which parameters act on later losses, and these parameters.
+        """States without a trace through which parameters affect later losses, with these parameters.
 
-        Those for which a trace would have counted it, or which learn through no other state.
+        Only states whose trace would count, and parameters that learn through no other state.
         """
         found = []
         for c in self.carried:
@@ -253,21 +262,21 @@ class Flows:
 
     @cached_property
     def _past(self) -> dict[Var, Goal]:
-        """What reaches the outputs, and states that are not hidden, without passing a new hidden state."""
+        """The goal of each variable, outputs and untraced states, along paths past no new hidden state."""
         others = {c.new: Goal(direct=c.bit) for c in self.carried if c.group is None}
         ends = {c.new: 0 for c in self.carried if c.group is not None}
         return spread(self.program, self._with_outputs(others), ends)[0]
 
     @cached_property
     def _learned(self) -> set[Path]:
-        """The parameters with a trace that a loss asks for."""
+        """The parameters with a trace of a state that a loss depends on."""
         shown = {c.group for c in self.carried if c.group is not None and self._shows(c)}
         relations = self.graph.hidden_param_op_relations
         return {p for r in relations if any(g.index in shown for g in r.hidden_groups) for p in r.param_paths}
 
     @cached_property
     def unheard(self) -> list[Path]:
-        """Parameters that act on later losses, and by nothing that counts: their gradient is zero."""
+        """Parameters whose gradient is zero although they affect later losses."""
         goals = {e.path: [self._goal(self.whole, v) for v in e.invars] for e in self.info.params}
         return [
             path
@@ -281,19 +290,19 @@ class Flows:
 
     @cached_property
     def not_linear(self) -> list[tuple[Node, list[Path]]]:
-        """Functions that pull back losses of several steps, not linearly, and the parameters behind them."""
+        """Functions with a nonlinear pull-back that losses of later steps pass, with their parameters."""
         found = []
         every = sum(c.bit for c in self.carried)
         for holder, node in not_linear(self.program):
             pull = PullBack.of(node)
-            deaf = pull is not None and pull.is_deaf  # no derivative seems to pass it, and yet one comes out
+            deaf = pull is not None and pull.is_deaf  # its result does not depend on the cotangent
             if any(self._goal(self.whole, v) & (every if deaf else self.live) for v in holder.outputs):
                 acting = [a for a in holder.inputs if isinstance(a, Var)] if deaf else []
                 found.append((node, self.behind([*holder.outputs, *acting])))
         return found
 
     def behind(self, variables: Sequence[Var]) -> list[Path]:
-        """The parameters that act on variables, in the same step or in later ones."""
+        """The parameters that variables depend on, in the same step or in later ones."""
         here = 1 << (self._first_site + len(self.program.sites))
         starts = dict(self._starts)
         for v in variables:
@@ -310,7 +319,7 @@ class Flows:
 
     @cached_property
     def lost_in_loops(self) -> set[Var]:
-        """What reaches the outputs through a `while`, before any new hidden state."""
+        """The variables that reach the outputs through a `while`, along paths past no new hidden state."""
         new = {c.new for c in self.carried if c.group is not None}
         kept, lost = 1, 2
         flow = Flow[int](
@@ -323,8 +332,16 @@ class Flows:
         return {v for v, bits in env.items() if bits & lost}
 
 
+@cached
+def find_reachability(
+    graph: ETraceGraph, seen: tuple[Path, ...] = (), *, all_live: bool = False
+) -> Reachability:
+    """The paths of a compiled step, computed once."""
+    return Reachability(graph, seen, all_live)
+
+
 def opened_sites(program: Program) -> Iterator[tuple[Node, Site]]:
-    """Sites inside a function with a derivative rule of its own, which is then not used."""
+    """Sites inside a function with a custom derivative rule, which is then not used."""
     for opened in program.opened:
         for node in program.walk():
             if node.site is not None and any(caller is opened.eqn for caller in node.callers):

@@ -1,9 +1,9 @@
-"""Which carried numbers each number of a parameter can act on within `n` steps.
+"""The sparsity pattern of the influence: which state elements each parameter element reaches in `n` steps.
 
-Sets of positions are carried backwards through a step, along the same links as single positions are: from
-the new states to the old ones and to the parameters. What a parameter reaches in one step, and what the
-carried numbers reach of each other in each step after it, is a pattern: in it, the influence of the past is
-not zero. A pattern follows from the program and its indices; no value of a parameter or a state is used.
+Sets of state elements are propagated backwards through a step along the links of `positions`, from the new
+states to the old states and to the parameters. The elements that a parameter reaches in one step, and those
+that state elements reach in each further step, are the nonzero pattern of the influence matrix (SnAp-n). The
+pattern depends on the program and its indices, not on the values of parameters or states.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 from .links import Array, Link, Pairs, Same, Shape
 from .module_info import ModuleInfo
-from .positions import Positions
+from .positions import positions_of
 from .program import Var
 from .samples import Samples
 from .step import Path
 
 
 class Sets:
-    """Of each element, a set of labels: bits, (*shape, bytes)."""
+    """A set of labels for each element, as packed bits of shape (*shape, bytes)."""
 
     __slots__ = ("bits",)
 
@@ -40,7 +40,7 @@ class Sets:
         return Sets(bits.reshape(*labels.shape, -1))
 
     def unpacked(self, count: int) -> Array:
-        """Whether each element has each label: (*shape, labels)."""
+        """The sets as booleans of shape (*shape, labels)."""
         return np.unpackbits(self.bits, axis=-1, count=count).astype(bool)
 
     def __bool__(self) -> bool:
@@ -60,7 +60,7 @@ class Sets:
         return Sets(np.stack([none if p is None else p.bits for p in parts]))
 
     def carry(self, link: Link, shape: Shape, *, back: bool) -> Sets:
-        """The same at the other end of a link, of the given shape."""
+        """The sets at the other end of a link, of the given shape."""
         width = self.bits.shape[-1]
         if isinstance(link, Same):
             return Sets(self.bits.reshape(*shape, width))
@@ -86,20 +86,20 @@ class Sets:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """What each number reaches in a sample; labels are the carried elements of one."""
+    """The reachability between parameter elements and the state elements (labels) of one sample."""
 
     labels: int
     state_of: list[Path]  # the state of each label
-    moves: Array  # (labels, labels): whether a label after a step depends on one before it
-    params: dict[int, Array]  # of each acting leaf of the parameters, its sets after one step: (size, bytes)
+    moves: Array  # (labels, labels): whether a new state element depends on an old one
+    params: dict[int, Array]  # for each parameter leaf, the labels reached in one step: (size, bytes)
 
     @cached_property
     def _steps(self) -> Array:
-        """Of each label before a step, those after it that depend on it."""
+        """For each old state element, the new ones that depend on it, as packed bits."""
         return np.packbits(self.moves.T, axis=-1)
 
     def after(self, steps: int) -> dict[int, Array]:
-        """The sets of each leaf after so many steps."""
+        """The labels that each parameter leaf reaches within a number of steps."""
         found = {}
         for leaf, sets in self.params.items():
             kinds, which = np.unique(sets, axis=0, return_inverse=True)
@@ -112,15 +112,15 @@ class Reached:
         return found
 
     def grown(self, sets: Array) -> Array:
-        """Sets, with what their labels reach in one step more."""
+        """Sets joined with the labels that they reach in one more step."""
         has = np.unpackbits(sets, axis=-1, count=self.labels).astype(bool)
         more = [np.bitwise_or.reduce(self._steps[row], axis=0, initial=0) for row in has]
         return sets | np.asarray(more, np.uint8).reshape(sets.shape)
 
 
 def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> Reached:
-    """What the numbers of some leaves of fixed states, and the carried ones, reach in one step."""
-    positions = Positions(info.program, through=True, fine=True)
+    """The reachability of the state elements and of some leaves of `info.fixed`, by index, in one step."""
+    positions = positions_of(info.program, through=True, fine=True)
     pairs = [
         (e.path, old, new)
         for e in info.carried
@@ -147,7 +147,7 @@ def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> R
     for old, own in labels:
         if old in found:
             np.logical_or.at(moves.T, own.ravel(), found[old].unpacked(count).reshape(-1, count))
-    fixed = [v for e in info.fixed for v in e.invars]
+    fixed = info.fixed_invars
     none = lambda v: np.zeros((v.aval.size, (count + 7) // 8), np.uint8)
     params = {
         i: found[fixed[i]].bits.reshape(fixed[i].aval.size, -1) if fixed[i] in found else none(fixed[i])
@@ -158,7 +158,7 @@ def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> R
 
 
 def _labels(shape: Shape, samples: Samples, first: int, size: int) -> Array:
-    """Numbers for the elements of a sample, the same in each: a pattern has what any of them reaches."""
+    """The label of each element, equal for all samples: the pattern is the union over samples."""
     own = np.arange(first, first + size)
     if samples.axis is None:
         return own.reshape(shape)

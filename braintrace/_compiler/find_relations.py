@@ -1,4 +1,4 @@
-"""Find relations: which site feeds which hidden group, through which parameter, and at which positions."""
+"""Find the relations of a step: the sites that feed hidden groups, and at which positions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from .errors import NotSupportedError
 from .groups import HiddenGroup
+from .links import numbered
 from .module_info import ModuleInfo
 from .outcomes import InControlFlow, NoTrace, Outcome, WhyNot
 from .positions import Positions
@@ -93,7 +94,7 @@ def find_relations(
 
 
 def _others(groups: Sequence[HiddenGroup], group: HiddenGroup) -> Callable[[Var], bool]:
-    """A path ends at the new state of another group: what comes after is that group's affair."""
+    """A predicate for the new states of other groups, at which paths end."""
     others = {v for g in groups if g is not group for v in g.hidden_outvars}
     return lambda v: v in others
 
@@ -107,11 +108,10 @@ def _position_map(
 ) -> tuple[PositionMap, dict[Var, Reach]] | None:
     if reach is None or reach.is_empty:
         return None
-    # the cheapest exact map first: forwards costs another pass over the program
+    # the cheapest exact map first, because the forward analysis is another pass over the program
     if reach.width <= 1:
         return PositionMap(False, np.where(reach.highest < 0, -1, reach.lowest), True, reach), {}
-    size = int(np.prod(site.shape, dtype=int))
-    numbers = np.arange(size).reshape(site.shape)
+    numbers = numbered(site.shape)
     came = positions.sources({}, {site.index: Reach.at(numbers)}, stop=stop)
     merged: Reach | None = None
     for h in group.hidden:
@@ -122,13 +122,13 @@ def _position_map(
     if merged.width <= 1:  # a broadcast
         src = np.where(merged.highest < 0, -1, merged.lowest)
         return PositionMap(True, src, True, reach, 1), came
-    # from here on no map is exact: the one path to each position that nothing mixes, if there is one
+    # from here on no map is exact; take the one direct path to each position, if there is one
     used = reach.highest >= 0
     if np.all(reach.direct[used] >= 0):
         return PositionMap(False, reach.direct, False, reach, merged.width), came
     if np.all(merged.direct[merged.highest >= 0] >= 0):
         return PositionMap(True, merged.direct, False, reach, merged.width), came
-    # all is mixed, as in a layer norm; of the same shape, each position still belongs to its own
+    # everything is mixed, as in a layer norm; with equal shapes, each position is mapped to itself
     if tuple(site.shape) == tuple(group.varshape):
         inside = (reach.lowest <= numbers) & (numbers <= reach.highest)
         return PositionMap(False, np.where(inside, numbers, -1), False, reach, merged.width), came

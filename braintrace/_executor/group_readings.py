@@ -1,6 +1,7 @@
-"""What others read of a group: variables made unit by unit of its new states, such as spikes of a voltage.
+"""Readings of a group: the variables through which outputs and other groups read it, such as spikes.
 
-A signal that is broadcast, and a filter of a trace, belong there: the slope of the spike is the unit's own.
+A reading is computed unit by unit from the new states. Broadcast signals and filters of traces apply there,
+and its derivative (the slope of a spike) is element-wise.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from .._compiler.dataflow import Flow, solve
-from .._compiler.evaluation import View, evaluate
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
-from .._compiler.positions import Positions
+from .._compiler.links import numbered
+from .._compiler.positions import positions_of
 from .._compiler.primitives import FLAT
 from .._compiler.program import Var
 from .._compiler.reach import Reach
-from .._compiler.slices import behind, plain_site
+from .._compiler.slices import behind, computed_from, values_of
 from .jacobian import Known, states_of
-from .slots import States
+from .trace_math import States
 
 
 def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
-    """Of each group, the variables in which outputs and other groups read it: the last made unit by unit."""
+    """The readings of each group: the last variables on each path that are computed unit by unit."""
     return {g.index: _readings(graph, g) for g in graph.hidden_groups}
 
 
 def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     info, program = graph.module_info, graph.module_info.program
-    came = Positions(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
-    own = np.arange(np.prod(group.varshape, dtype=int)).reshape(group.varshape)
+    came = positions_of(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
+    own = numbered(group.varshape)
 
     def is_of_unit(v: Var) -> bool:
         reach = came.get(v)
@@ -42,7 +43,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
         return bool(np.all(reach.lowest == own) and np.all(reach.highest == own))
 
     mine = set(group.hidden_outvars)
-    others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+    others = graph.other_outvars(group)
     states = [
         a
         for e in info.entries
@@ -51,11 +52,11 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     ]
     ends = [*info.out_atoms, *others, *states]
     matters = behind(program, ends)
-    # a group with an axis of states is read as it is
+    # arrays with an axis of states count as readings themselves
     by_unit = {v for v in came if is_of_unit(v)} | {h.outvar for h in group.hidden}
     found: list[Var] = []
     for v in sorted(by_unit, key=lambda v: v.index):
-        if v not in matters or v in _after(program, found):
+        if v not in matters or v in computed_from(program, found) - set(found):
             continue
         readers = [program.nodes[i] for i in program.readers.get(v, [])]
         passed_on = [o for node in readers if node.primitive not in FLAT for o in node.outputs]
@@ -65,24 +66,19 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     return found
 
 
-def _after(program: Any, found: list[Var]) -> set[Var]:
-    return set(solve(Flow[bool](), program, ((v, True) for v in found))[0]) - set(found)
-
-
 def slopes(
-    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Any]
+    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Array]
 ) -> dict[int, list[States]]:
-    """Of each group and each of its readings, the derivative in each state, unit by unit."""
+    """The element-wise derivative of each reading of each group in each state."""
     program = graph.module_info.program
     result: dict[int, list[States]] = {}
     for group in graph.hidden_groups:
         variables = readings[group.index]
-        varies = set(solve(Flow[bool](), program, ((v, True) for v in group.hidden_outvars))[0])
+        varies = computed_from(program, group.hidden_outvars)
 
-        def function(new: list[Any], v: Var, group: HiddenGroup = group, varies: Any = varies) -> Any:
+        def function(new: list[Array], v: Var, group: HiddenGroup = group, varies: set[Var] = varies) -> Any:
             known = Known(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
-            view = View(known=known, at_site=lambda site, world: plain_site)
-            return evaluate(program, [(v, None)], view)[0]
+            return values_of(program, [v], known)[0]
 
         new = [env[v] for v in group.hidden_outvars]
         each: list[States] = []

@@ -1,8 +1,8 @@
-"""Across layers: the states above those that a parameter's traces follow.
+"""Influence across layers: the states above the traces of a parameter (`across='layers'`).
 
-A trace follows the states of a group, unit by unit. A state is above if what a parameter does to it comes
-on a way that no trace follows, from a state on which it does not act back; and so is all that it acts on. A
-parameter without a trace stands where the data of its ops come from.
+Traces of a parameter cover the states of its groups, unit by unit. A state is *above* if the parameter
+affects it on a path that no trace covers, through a state that does not depend on it in turn; states that
+depend on it are above, too. A parameter without a trace is placed at the states that its ops read.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from .custom_derivatives import PullBack
 from .dataflow import Flow, settled, solve, union
-from .flows import Carried, Flows
-from .own_rules import PullBack
 from .program import Node, Var
 from .provenance import Goal, provenance
+from .reachability import Carried, find_reachability
 from .step import Path
 
 if TYPE_CHECKING:
@@ -26,27 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Above:
-    """Some carried leaves, and the leaves of the parameters above whose traces they all are."""
+    """Carried leaves, and the parameter leaves above whose traces all of them are."""
 
-    states: tuple[int, ...]  # by number, among the leaves of what is carried
-    params: tuple[int, ...]  # and among those of what is fixed
+    states: tuple[int, ...]  # indices into the leaves of the carried states
+    params: tuple[int, ...]  # indices into the leaves of `info.fixed`
 
 
 class Across:
-    """What is above the traces of one compiled step."""
+    """The states above the traces of one compiled step."""
 
     def __init__(self, graph: ETraceGraph) -> None:
-        self.graph, self.flows = graph, Flows(graph)
+        self.graph, self.flows = graph, find_reachability(graph)
         info = graph.module_info
         self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]
-        number = {v: i for i, v in enumerate(v for e in info.carried for v in e.invars)}
-        # of a packed array, each part has the number of the array
+        number = {v: i for i, v in enumerate(info.carried_invars)}
+        # the parts of a packed array have the index of the array
         self._number = number | {h.invar: number[h.leaf] for h in info.hidden}
         self._onto = cache(self._onto)  # type: ignore[method-assign]
 
     @cached_property
     def above(self) -> list[Above]:
-        """The states above traces, together where they are above those of the same parameters."""
+        """The states above traces, grouped by the parameters that they are above."""
         bits = {i: self._above(i) for i, (v, _, is_param) in enumerate(self._params) if is_param}
         found: dict[tuple[int, ...], list[int]] = {}
         for c in self.flows.carried:
@@ -55,7 +53,7 @@ class Across:
         return [Above(tuple(dict.fromkeys(states)), params) for params, states in found.items()]
 
     def act(self, these: Above, others: Above) -> bool:
-        """Whether states of one act on those of the other, in one step or several."""
+        """Whether the states of `others` depend on those of `these`, in one step or several."""
         here, there = (
             sum(c.bit for c in self.flows.carried if self._number[c.old] in a.states) for a in (these, others)
         )
@@ -63,7 +61,7 @@ class Across:
 
     @cached_property
     def followed(self) -> dict[Path, set[Path]]:
-        """Of each parameter, the states above its traces."""
+        """For each parameter, the states above its traces."""
         found: dict[Path, set[Path]] = {}
         for i, (v, path, is_param) in enumerate(self._params):
             if is_param and v.inexact:
@@ -87,20 +85,20 @@ class Across:
         for c in self.flows.of(self._acted(param)):
             found |= sum(d.bit for d in self.flows.of(self._unfollowed(c)) if not self._in_one_loop(c, d))
         found = settled(found, self._onto)
-        # the influence on an array is kept as a whole: one that is above in part only is left to its traces
+        # influence is stored for whole arrays: an array that is only partly above keeps its traces alone
         in_part = any(found & bits and found & bits != bits for bits in self._bits.values())
         return 0 if in_part else found
 
     @cached_property
     def _bits(self) -> dict[int, int]:
-        """The bits of each carried leaf, by its number."""
+        """The bits of each carried leaf, by its index."""
         found: dict[int, int] = {}
         for c in self.flows.carried:
             found[self._number[c.old]] = found.get(self._number[c.old], 0) | c.bit
         return found
 
     def _own(self, param: Var) -> int:
-        """The states of which a parameter has traces."""
+        """The bits of the states for which a parameter has traces."""
         goal = self.flows.from_params.get(param, Goal())
         groups = {
             g.index
@@ -112,10 +110,9 @@ class Across:
 
     @cached_property
     def _reads(self) -> dict[int, int]:
-        """The states that the data of a parameter's ops are made of; none for one that acts otherwise."""
+        """The states that the data of a parameter's ops depend on, for parameters used through ops only."""
         info = self.graph.module_info.marked
-        program, params = info.program, [v for e in info.fixed for v in e.invars]
-        old = [v for e in info.carried for v in e.invars]
+        program, params, old = info.program, info.fixed_invars, info.carried_invars
         starts = [(v, self._bits[n]) for n, v in enumerate(old) if n in self._bits]
         made_of = solve(Flow[int](lambda node, given: union(given)), program, starts)[0]
         origin = provenance(program, params)
@@ -133,7 +130,7 @@ class Across:
         return {i: bits for i, bits in found.items() if not self._acts_otherwise(params[i])}
 
     def _acts_otherwise(self, param: Var) -> bool:
-        """Whether a parameter acts on states not as the weight of an op alone."""
+        """Whether a parameter affects states in other ways than as the weight of an op."""
         info = self.graph.module_info.marked
 
         def transfer(node: Node, given: list[Any]) -> Any:
@@ -144,11 +141,11 @@ class Across:
         return not new.isdisjoint(solve(flow, info.program, [(param, True)])[0])
 
     def _acted(self, param: Var) -> int:
-        """The states that a parameter acts on, in this step or a later one."""
+        """The bits of the states that depend on a parameter, in this step or a later one."""
         return settled(self.flows.reached(param), self._onto)
 
     def _onto(self, bits: int) -> int:
-        """The states that some act on in a step."""
+        """The bits of the states that depend on some others after one step."""
         found = 0
         for c in self.flows.of(bits):
             found |= self.flows.reached(c.old)
@@ -159,7 +156,7 @@ class Across:
         return bool(a is b or (there & b.bit and back & a.bit))
 
     def _unfollowed(self, c: Carried) -> int:
-        """The states that one acts on in a way that no trace follows."""
+        """The bits of the states that depend on one along a path that no trace covers."""
         reached = self.flows.reached(c.old) | self.flows.reached(c.new)
         if c.group is None:
             return reached
@@ -168,7 +165,7 @@ class Across:
         for v in (c.old, c.new):
             crossing |= self.flows.from_states.get(v, Goal()).crossing
         group = next(g for g in self.graph.hidden_groups if g.index == c.group)
-        hidden = next((h, r) for h, r in zip(group.hidden, group.within, strict=True) if h.invar is c.old)
-        places, within = hidden[0].positions, hidden[1]
-        strays = np.any((within.highest >= 0) & ((within.lowest != places) | (within.highest != places)))
-        return reached & (~own | crossing | (own if strays else 0))
+        hidden, within = next(
+            (h, r) for h, r in zip(group.hidden, group.within, strict=True) if h.invar is c.old
+        )
+        return reached & (~own | crossing | (0 if within.stays_at(hidden.positions) else own))

@@ -1,11 +1,11 @@
-"""Functions with a derivative rule of their own: what their derivative reaches, which the rule alone decides.
+"""Custom derivative rules: the pull-back of a function as a program, and whether it is linear.
 
-The pull-back of such a function is a program like any other, from the cotangents of its outputs to those of
-its inputs. Where a cotangent of an input comes from in it is what the input reaches.
+The pull-back of a function with a custom rule is traced to a program from the cotangents of its outputs to
+those of its inputs. An input reaches the outputs that its cotangent depends on.
 
-Every online rule adds up what the losses of single steps send back, and so takes pull-backs to be linear.
-That of a `custom_vjp` need not be: it may clip. The operations of its program decide; one that cannot be read
-(a callback to the host, say) counts as not linear.
+Online rules add up the gradients of the losses of single steps, which assumes linear pull-backs. That of a
+`custom_vjp` need not be linear: it may clip. Linearity is read from the operations of its program; an unknown
+operation (a callback to the host, say) counts as nonlinear.
 """
 
 from __future__ import annotations
@@ -23,46 +23,33 @@ from .. import _compat
 from .._compat import Literal, primitives
 from .dataflow import Flow, solve, union
 from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, INDICES
-from .program import Atom, Loop, Node, Program, Var, is_inexact, read_program
+from .program import Atom, Loop, Node, Program, Var, is_inexact, read_program, struct
 
 
 @dataclass(frozen=True, eq=False)
 class PullBack:
-    """The pull-back of one node."""
+    """The pull-back of one node as a program."""
 
     program: Program
-    cotangents: dict[int, Var]  # of outputs, by number: inputs of the program
-    results: dict[int, Any]  # of inputs, by number: outputs of the program
+    cotangents: dict[int, Var]  # inputs of the program, by the index of the output of the node
+    results: dict[int, Any]  # outputs of the program, by the index of the input of the node
 
     @staticmethod
     def of(node: Node) -> PullBack | None:
-        """Traced once, with the node's shapes; None if it has no reverse mode."""
+        """The pull-back of a node, traced once; None if it has no reverse mode."""
         if node not in _traced:
             _traced[node] = PullBack._trace(node)
         return _traced[node]
 
     @staticmethod
     def _trace(node: Node) -> PullBack | None:
+        traced = _compat.pull_back_of(node.eqn)
+        if traced is None:
+            return None
         live = [i for i, a in enumerate(node.inputs) if is_inexact(a)]
         outs = [j for j, v in enumerate(node.outputs) if is_inexact(v)]
-
-        def pull(given: list[Any], cotangents: list[Any]) -> Any:
-            def function(*some: Any) -> list[Any]:
-                now = dict(zip(live, some, strict=True))
-                found = _compat.bind(node.eqn, *(now.get(i, x) for i, x in enumerate(given)))
-                return [found[j] for j in outs]
-
-            return jax.vjp(function, *(given[i] for i in live))[1](cotangents)
-
-        structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
-        cotangents = [
-            jax.ShapeDtypeStruct(node.outputs[j].aval.shape, node.outputs[j].aval.dtype) for j in outs
-        ]
-        try:
-            program = read_program(jax.make_jaxpr(pull)(structs, cotangents), marks=False)
-        except Exception:  # whatever a user's rule raises that was not made for reverse mode
-            return None
-        given = program.inputs[len(structs) :]
+        program = read_program(traced, marks=False)
+        given = program.inputs[len(node.inputs) :]
         return PullBack(
             program,
             dict(zip(outs, given, strict=True)),
@@ -71,20 +58,20 @@ class PullBack:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether the program shows that the result is linear in the cotangents."""
+        """Whether the result is linear in the cotangents, judging by the operations."""
         live = set(self.cotangents.values())
         terms = _terms(self.program, [_LINEAR if v in live else _FREE for v in self.program.inputs])
         return not any(t & ~_LINEAR for t in terms)
 
     @property
     def is_deaf(self) -> bool:
-        """Whether it gives an input something, whatever the cotangents are: a constant, say."""
+        """Whether the cotangent of an input does not depend on those of the outputs (a constant, say)."""
         heard, _ = solve(Flow[bool](), self.program, ((v, True) for v in self.cotangents.values()))
         return any(isinstance(a, Var) and a not in heard for a in self.results.values())
 
 
 def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
-    """The functions whose derivative rule is not linear, each with the node of the program that holds it."""
+    """The functions with a nonlinear derivative rule, each with the top-level node that contains it."""
     for holder in program.nodes:
         for node in holder.walk():
             if node.primitive is primitives.custom_vjp_call_p:
@@ -93,13 +80,13 @@ def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:
                     yield holder, node
 
 
-# kinds of terms that a value may be the sum of: constant in the cotangents, linear in them, or neither known
+# the kinds of terms in a value: constant in the cotangents, linear in them, or anything else
 _FREE, _LINEAR, _OTHER = 1, 2, 4
 _GIVEN_FIRST = dict.fromkeys((primitives.select_n_p, primitives.triangular_solve_p), slice(1))
 
 
 def _terms(program: Program, given: Sequence[int]) -> list[int]:
-    """The kinds of terms of each output, from those of each input; no kind means zero."""
+    """The kinds of terms of each output, from those of each input; 0 means that the value is zero."""
     env = dict(zip(program.inputs, given, strict=True))
     for v, value in program.consts.items():
         env[v] = 0 if v.inexact and not _compat.is_tracer(value) and not np.any(value) else _FREE
@@ -110,7 +97,7 @@ def _terms(program: Program, given: Sequence[int]) -> list[int]:
     for node in program.nodes:
         made = _across(node, [read(a) for a in node.inputs])
         for v, terms in zip(node.outputs, made, strict=True):
-            env[v] = terms if v.inexact or terms <= _FREE else _OTHER  # an integer is a rounded number
+            env[v] = terms if v.inexact or terms <= _FREE else _OTHER  # a cast to integers rounds
     return [read(a) for a in program.outputs]
 
 
@@ -124,7 +111,7 @@ def _across(node: Node, ins: list[int]) -> list[int]:
     if node.inner:
         return _terms(node.inner[0], ins)
     made = _made(node, ins)
-    program = implementation(node) if made is _OTHER else None  # which may tell more
+    program = implementation(node) if made is _OTHER else None  # which may be more specific
     return [made] * len(node.outputs) if program is None else _terms(program, ins)
 
 
@@ -161,7 +148,7 @@ def _made(node: Node, ins: list[int]) -> int:
 
 
 def _fixed(node: Node) -> range | None:
-    """The operands given which a node is linear in all others together; None if it is not."""
+    """The operands that must be fixed for a node to be linear in all others; None if it is not linear."""
     primitive = node.primitive
     if primitive is primitives.linear_solve_p:
         return range(sum(node.params["const_lengths"]))
@@ -171,13 +158,13 @@ def _fixed(node: Node) -> range | None:
 
 
 def implementation(node: Node) -> Program | None:
-    """A primitive as the program of its implementation, if that can be traced, and without effects."""
+    """The implementation of a primitive as a program; None if it has effects or cannot be traced."""
     if node.eqn.effects:
         return None
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in node.inputs]
+    structs = [struct(a) for a in node.inputs]
     try:
         program = read_program(jax.make_jaxpr(lambda *a: node.primitive.impl(*a, **node.params))(*structs))
-    except Exception:  # whatever an implementation that is not JAX raises when it is traced
+    except Exception:  # an implementation that is not JAX may raise anything
         return None
     return None if any(n.primitive is node.primitive for n in program.nodes) else program
 

@@ -1,9 +1,9 @@
-"""Which states of a group need traces: those that remember.
+"""Reduce groups to the states that need traces: those with memory.
 
-A state whose old value is read only by marked ops that act on hidden states, such as the output of an LSTM or
-the last spikes of a recurrent layer, carries nothing from step to step along the paths that traces follow. It
-is a function of the other states and of the ops of the same step, so that its derivative within the step
-gives the same gradient as a trace of its own would, for half of the memory where a group has two states.
+If the old value of a state is read by marked ops only, as the output of an LSTM or the last spikes of a
+recurrent layer are, the state has no memory along the paths that traces cover. It is a function of the other
+states and of the ops of the same step, so that its derivative within the step gives the same gradient as a
+trace of its own. This saves half of the memory of a group of two states.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from .filters import with_filters
-from .flows import Flows
 from .graph import ETraceGraph
 from .groups import HiddenGroup
+from .leaky_readouts import with_filters
 from .module_info import Hidden
-from .positions import Positions
+from .positions import Positions, positions_of
 from .program import Var
 from .reach import Reach
+from .reachability import Reachability, find_reachability
 
 
 def remembering(graph: ETraceGraph) -> ETraceGraph:
-    """The graph with only the states that remember in each group.
+    """The graph with groups reduced to the states with memory.
 
-    A group stays as it is if none of its states does, or if it mixes positions: then a trace keeps the
-    diagonal of what the derivative within the step has whole.
+    A group is unchanged if none of its states has memory, or if it mixes positions: a trace then keeps only
+    the diagonal of a derivative that the step has in full.
     """
-    positions, flows = Positions(graph.module_info.program), Flows(graph)
+    positions, flows = positions_of(graph.module_info.program), find_reachability(graph)
     changed = {g: _reduced(graph, g, positions, flows) for g in graph.hidden_groups}
     return graph._replace(
         hidden_groups=type(graph.hidden_groups)(changed.values()),
@@ -41,17 +39,14 @@ def remembering(graph: ETraceGraph) -> ETraceGraph:
 
 
 def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
-    """Of each group, by its number, the states that have traces, filters included."""
+    """For each group, by index, the states that have traces, including filters."""
     return {g.index: g for g in remembering(with_filters(graph)).hidden_groups}
 
 
-def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Flows) -> HiddenGroup:
-    maps = [
-        m
-        for r in graph.hidden_param_op_relations
-        for g, m in zip(r.hidden_groups, r.position_maps, strict=True)
-        if g is group
-    ]
+def _reduced(
+    graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Reachability
+) -> HiddenGroup:
+    maps = [m for r in graph.hidden_param_op_relations for g, m in r.feeds if g is group]
     if len(group.hidden) == 1 or not group.is_local or not all(m.complete for m in maps):
         return group
     read = {c.old for c in flows.of(flows.group_bits(group.index)) if flows.is_read_old(c)}
@@ -63,14 +58,13 @@ def _reduced(graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows
 
 
 def _remembers(graph: ETraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
-    """Whether states read the old value otherwise than by marked ops, or another group reads the new one."""
+    """Whether states read the old value other than through marked ops, or another group reads the new one."""
     new = [h.outvar for h in graph.module_info.hidden]
-    others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
+    others = graph.other_outvars(group)
     shared = any(h is not hidden and h.outvar is hidden.outvar for h in group.hidden)
     return shared or _reaches(positions, hidden.invar, new) or _reaches(positions, hidden.outvar, others)
 
 
 def _reaches(positions: Positions, var: Var, ends: Sequence[Var]) -> bool:
-    numbers = np.arange(np.prod(var.aval.shape, dtype=int)).reshape(var.aval.shape)
-    came = positions.sources({var: Reach.at(numbers)}, {})
+    came = positions.sources({var: Reach.identity(var.aval.shape)}, {})
     return any(v in came for v in ends)

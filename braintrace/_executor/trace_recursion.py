@@ -1,43 +1,45 @@
-"""How traces advance where it is not by the local Jacobians: another decay, and a filter of what is read.
+"""Variants of the trace recursion: another decay than the local Jacobian, and a low-pass filter.
 
-    trace[t] = A trace[t-1] + J x        A = D (marked ops closed), the own diagonal, a given leak, or nothing
+    trace[t] = A trace[t-1] + J x        A = D (no paths through ops), the own diagonal, a fixed leak, or zero
     read[t]  = kappa read[t-1] + slope trace[t]
 
-`slope` is the derivative, unit by unit, of what others read of the states (a spike of a voltage). To a rule a
-filter is one more state for each reading, with these rows of `D` and `J`.
+`slope` is the element-wise derivative of a reading, the variable through which others read the states (a
+spike of a voltage). For a rule, a filter is one more state for each reading, with these rows of `D` and `J`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Var
 from .._compiler.slices import behind
 from .._compiler.step import show_paths
-from .slots import Jacobian, States, dot
+from .trace_math import Jacobian, States, dot
 
 if TYPE_CHECKING:
     from .executor import ETraceGraphExecutor
 
 Jacobians = dict[int, Jacobian | None]
 Instants = dict[tuple[int, int], States]
+Slopes = Mapping[int, Sequence[States]]  # of the readings of each group
 
 
-# what a trace is multiplied with from step to step, of each group
-Decay = Callable[["ETraceGraphExecutor", Mapping[Var, Any], Jacobians, Instants], Jacobians]
+# computes the matrix `A` of each group
+Decay = Callable[["ETraceGraphExecutor", Mapping[Var, Array], Jacobians, Instants], Jacobians]
 
 
 @dataclass(frozen=True)
 class Own:
-    """The own diagonal: how each unit acts on itself, through marked ops too."""
+    """Decay by the own diagonal: the derivative of each unit in its own old state, along all paths."""
 
     def __call__(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Array], D: Jacobians, J: Instants
     ) -> Jacobians:
         from .own_diagonal import own_diagonals
 
@@ -46,12 +48,12 @@ class Own:
 
 @dataclass(frozen=True)
 class Leak:
-    """A given number for every state of every unit but those of readouts; zero: nothing stays of a trace."""
+    """Decay by a fixed number for all units but those of readouts; with zero, traces have no memory."""
 
     value: float
 
     def __call__(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants
+        self, executor: ETraceGraphExecutor, env: Mapping[Var, Array], D: Jacobians, J: Instants
     ) -> Jacobians:
         result: Jacobians = {k: d if k in executor.readouts else None for k, d in D.items()}
         for local in executor.groups:
@@ -65,37 +67,41 @@ class Leak:
 
 @dataclass(frozen=True)
 class Recursion:
-    """How traces advance."""
+    """A variant of the trace recursion."""
 
-    decay: Decay | None = None  # None: by the local Jacobians
-    kappa: float | None = None  # the decay of a filter of what is read; None: there is none
-    one_layer_on: bool = False  # only what another group reads is filtered
+    decay: Decay | None = None  # None for the local Jacobian
+    kappa: float | None = None  # the decay of the filter; None for no filter
+    one_layer_on: bool = False  # filter only readings that another group uses
 
     def filters(self, executor: ETraceGraphExecutor) -> dict[int, int]:
-        """How many readings of each group are filtered."""
+        """The number of filtered readings of each group."""
         if self.kappa is None:
             return {}
         graph, found = executor.graph, {}
         for group in graph.hidden_groups:
-            others = [v for g in graph.hidden_groups if g is not group for v in g.hidden_outvars]
-            read = behind(graph.module_info.program, others)
+            read = behind(graph.module_info.program, graph.other_outvars(group))
             readings = executor.readings[group.index]
-            if self.kappa and group.index in executor.readouts:  # it has a memory of its own
+            if self.kappa and group.index in executor.readouts:  # a readout filters by itself
                 continue
             if self.one_layer_on and not any(v in read for v in readings):
                 continue
             if any(h.axis is not None or h.split for h in group.hidden):
                 raise NotSupportedError(
-                    f"The trace of {show_paths(group.hidden_paths)} cannot be filtered: its states lie along "
-                    "an axis of one array, or are complex. Leave the filter out."
+                    f"The trace of {show_paths(group.hidden_paths)} cannot be filtered: its states share an "
+                    "array or are complex. Use the rule without a filter."
                 )
             found[group.index] = len(readings)
         return found
 
     def of(
-        self, executor: ETraceGraphExecutor, env: Mapping[Var, Any], D: Jacobians, J: Instants, slopes: Any
+        self,
+        executor: ETraceGraphExecutor,
+        env: Mapping[Var, Array],
+        D: Jacobians,
+        J: Instants,
+        slopes: Slopes,
     ) -> tuple[Jacobians, Instants]:
-        """The Jacobians that traces advance with."""
+        """The matrices `A` and `J` of the recursion, including filter states."""
         if self.decay is not None:
             D = self.decay(executor, env, D, J)
         for k, num in executor.filters.items():

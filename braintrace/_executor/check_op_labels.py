@@ -1,4 +1,4 @@
-"""Whether the index letters of a user's own marked op say what its implementation does."""
+"""Verify the axis labels of user-defined ops against the derivative of their implementation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from .._compiler import CompilationError
 from .slots import Slot
-from .weighted import as_weight
+from .weight_gradients import as_weight
 
 _TOLERANCE = 1e-3
 
 
 def check_own_ops(slots: Sequence[Slot]) -> None:
-    """Compare on random numbers what the letters give each weight with the derivative of the op.
+    """Compare the gradient that axis labels give for random input with the derivative of the op.
 
-    An op of this package is not looked at, nor one inside a loop or with merged weights.
+    Skips ops of this package, ops inside loops and ops with merged weights.
     """
     for slot in slots:
         site = slot.relation.site
@@ -43,10 +43,10 @@ def check_own_ops(slots: Sequence[Slot]) -> None:
 def _message(slot: Slot, what: str) -> str:
     site = slot.relation.site
     return (
-        f"The letters of `{slot.name}` of the marked op `{site.primitive.name}` at {site.source} {what}. "
-        "An op must be linear in each weight, and its letters must name the axes of its inputs, of the "
-        "weight and of the output (`Term` holds a view, where the factor is not the input itself). What is "
-        "not linear, such as `w ** 2`, is done to the weight before the op."
+        f"The axis labels of `{slot.name}` of the marked op `{site.primitive.name}` at {site.source} {what}. "
+        "An op must be linear in each weight, and its labels must name the axes of its inputs, of the "
+        "weight and of the output (use a `Term` with a view if the factor is not the input itself). Apply "
+        "nonlinear functions, such as `w ** 2`, to the weight before the op."
     )
 
 

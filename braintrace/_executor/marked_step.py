@@ -1,7 +1,8 @@
-"""The step as pushes and pulls see it: with a mark at every use of a parameter, not at those of traces alone.
+"""The step with a mark at every use of a parameter, for per-sample pushes and pulls.
 
-Weight terms of a sample come from marks, by the letters of an op. A trace may do without the mark (a plain
-encoder in front of the cell), and a mark may be set before samples come in (a leak that is shared by all).
+Per-sample weight gradients follow from the axis labels of marked ops. The compiled model may have no mark at
+a use without a trace (a plain encoder in front of the cell), or a mark on a weight before it is combined with
+samples (a leak that all samples share).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import jax.numpy as jnp
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .executor import ETraceGraphExecutor
-from .weighted import Weighted, find_weighted
+from .weight_gradients import Weighted, find_weighted
 from .window import Window
 
 
-class Linear:
-    """The marked step of a compiled model, and how what is known of one is told to the other."""
+class MarkedStep:
+    """The fully marked step of a compiled model, and the maps of constants and sites between the two."""
 
     def __init__(self, executor: ETraceGraphExecutor) -> None:
         self.traced = executor
@@ -36,7 +37,7 @@ class Linear:
 
     @cached_property
     def weighted(self) -> list[Weighted]:
-        """The sites whose weight terms the letters give."""
+        """The sites whose weight gradients follow from their axis labels."""
         if self.executor is self.traced:
             return self.traced.weighted
         assert self._sites is not None
@@ -44,7 +45,7 @@ class Linear:
         return find_weighted(self.info, [s for s in traced if s is not None])
 
     def tell_read(self) -> None:
-        """Let the compiled model know by which of its constants it was found out what reaches what."""
+        """Record in the compiled model which of its constants analyses of the marked step have used."""
         if self._consts is None:
             return
         own, program = list(self.traced.info.program.consts), self.info.program
@@ -53,11 +54,11 @@ class Linear:
                 self.traced.info.program.read.append(own[at])
 
     def site(self, site: Site) -> Site | None:
-        """A site of the compiled model as one of the marked step."""
+        """The site of the marked step for a site of the compiled model."""
         return site if self._sites is None else self._sites.get(site.index)
 
     def window(self, window: Window) -> Window:
-        """A window of the compiled model as one of the marked step."""
+        """The window of the marked step for a window of the compiled model."""
         if self.executor is self.traced:
             return window
         assert self._consts is not None
@@ -72,7 +73,7 @@ class Linear:
 
 
 def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[Any] | None:
-    """Where each constant of the marked step is among those of the model, or itself; None: nobody knows."""
+    """The index of each constant of the marked step among those of the model; None if not unique."""
     known = list(info.program.consts.values())
     found: list[Any] = []
     for value in marked.program.consts.values():
@@ -84,7 +85,7 @@ def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[Any] | None:
 
 
 def _same_sites(info: ModuleInfo, marked: ModuleInfo) -> dict[int, Site] | None:
-    """The site of the marked step that is each site with data of the model; None: nobody knows."""
+    """The site of the marked step for each site of the model that takes data; None if they differ."""
     before = [s for s in info.program.sites if s.num_inputs]
     after = [s for s in marked.program.sites if s.num_inputs and not (s.found and not info.step.found)]
     if [s.primitive for s in before] != [s.primitive for s in after]:

@@ -1,14 +1,14 @@
-"""Leaky readouts: states that sum up a fixed linear function of units, with one decay for all.
+"""Leaky readouts: states that integrate a fixed linear function of units, with one decay for all elements.
 
     r[t] = k r[t-1] + W z[t],   z[t] unit by unit of h[t]        is        r = W f,   f[t] = k f[t-1] + z[t]
 
-as far as derivatives go, if `W` is the same at every step. So the filter `f`, which has the units of `h`, is
-one more state of its group, and the traces of that group follow what it remembers. Its value is never needed:
-the step is given
+in terms of derivatives, if `W` is the same at every step. The filter `f` has the shape of `h`, so that it is
+one more state of that group, whose traces then cover the memory of the readout. Its value is never needed:
+the step uses
 
     z + (f - its value),  f = k 0 + z
 
-in place of `z`, and a signal at the readout is one at `f`.
+in place of `z`, so that a signal at the readout becomes a signal at `f`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compat import Literal, primitives
+from .caching import cached
+from .custom_derivatives import PullBack
 from .dataflow import Flow, solve
-from .evaluation import View, evaluate
-from .flows import Flows
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
-from .own_rules import PullBack
-from .positions import Positions
+from .positions import positions_of
 from .primitives import ELEMENT_WISE, IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, NOT_COMPLEX, named
-from .program import Atom, Node, Program, Var, is_inexact, read_program
+from .program import Atom, Node, Program, Var, is_complex, is_inexact, read_program, struct, zeros
 from .provenance import Goal, spread
 from .reach import Reach
-from .slices import behind, between, needed, plain_site
+from .reachability import find_reachability
+from .slices import behind, between, computed_from, needed, values_of
 from .step import Path
 
 if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 _SUMS = IN_ALL_OPERANDS | named("optimization_barrier")
-_SCALES = ELEMENT_WISE - named("select_n complex real imag conj")  # of linear ones: alike for all elements
+_SCALES = ELEMENT_WISE - named("select_n complex real imag conj")  # linear ones that scale all elements alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,19 +49,20 @@ class Filter:
 
     readout: Hidden
     group: HiddenGroup
-    read: Var  # unit by unit of the group's new states
-    way: tuple[Node, ...]  # from there to the new readout: linear
-    coefficients: tuple[Atom, ...]  # of these nodes; the same at every step
+    read: Var  # computed unit by unit from the new states of the group
+    way: tuple[Node, ...]  # the linear operations from `read` to the new readout
+    coefficients: tuple[Atom, ...]  # their coefficients, equal at every step
 
 
+@cached
 def find_filters(graph: ETraceGraph, *, exact: bool = True) -> list[Filter]:
-    """The leaky readouts of groups that traces follow exactly; or, unless `exact`, of any groups."""
+    """The leaky readouts of groups whose traces are exact or, with `exact=False`, of any group."""
     search = _Search(graph, exact)
     return [f for group in graph.hidden_groups if (f := search.of(group)) is not None]
 
 
 def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
-    """Of each state, the readouts that its traces follow."""
+    """For each state, the readouts that its traces cover."""
     result: dict[Path, set[Path]] = {}
     for f in find_filters(graph):
         for path in f.group.hidden_paths:
@@ -71,7 +71,7 @@ def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
 
 
 def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
-    """The graph of the step that has a filter for each leaky readout."""
+    """Compile the step again, with a filter state for each leaky readout."""
     from .graph import graph_of
 
     found = find_filters(graph, exact=exact)
@@ -85,11 +85,16 @@ def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
 
 class _Search:
     def __init__(self, graph: ETraceGraph, exact: bool) -> None:
-        self.graph, self.info, self.flows, self.exact = graph, graph.module_info, Flows(graph), exact
+        self.graph, self.info, self.flows, self.exact = (
+            graph,
+            graph.module_info,
+            find_reachability(graph),
+            exact,
+        )
         self.program = self.info.program
 
     def of(self, group: HiddenGroup) -> Filter | None:
-        """The filter of a readout, if it is one."""
+        """The filter of a group, if it is a leaky readout."""
         r = group.hidden[0]
         if group.num_state != 1 or not self._decays(r):
             return None
@@ -100,19 +105,19 @@ class _Search:
             return None
         live = self._made_of([*units[0].hidden_invars, *units[0].hidden_outvars])
         ends, way, coefficients = self._way(r.outvar, live, units[0])
-        reads_by_op = any(node.site is not None for node in way)  # else it is no readout
+        reads_by_op = any(node.site is not None for node in way)  # otherwise it is not a readout
         if len(ends) != 1 or not reads_by_op or not self._is_of_units(ends[0], units[0]):
             return None
         inner = {v for node in way for v in node.outputs} - {r.outvar}
-        if _is_complex(r.invar) and not all(map(_is_complex, (*inner, *ends))):
-            return None  # the decay may be complex, and the filter is of the type of what is read
+        if is_complex(r.invar) and not all(map(is_complex, (*inner, *ends))):
+            return None  # the decay may be complex, but the filter has the type of `read`
         new = [a for e in self.info.carried for a in e.outvars if a is not r.outvar]
         if not inner.isdisjoint(behind(self.program, [*self.info.out_atoms, *new], stops={r.outvar})):
             return None
         return Filter(r, units[0], ends[0], tuple(way), tuple(coefficients))
 
     def _decays(self, r: Hidden) -> bool:
-        """Whether a state is one number times its old value plus something, and acts on no other state."""
+        """Whether a state is a scalar times its old value plus an input, and affects no other state."""
         c = next(c for c in self.flows.carried if c.old is r.invar)
         alone = not any(
             self.flows.reached(v) & ~c.bit for v in (c.old, c.new)
@@ -129,7 +134,7 @@ class _Search:
         return all(self._is_scaled(a, live) for a in node.inputs if isinstance(a, Var) and a in live)
 
     def _is_one_number(self, atom: Atom) -> bool:
-        """Whether all elements of an array are equal, by the way it is made."""
+        """Whether all elements of an array are equal, judging by how it is computed."""
         if atom.aval.shape == ():
             return True
         node = self._maker(atom)
@@ -137,18 +142,17 @@ class _Search:
         return alike and all(map(self._is_one_number, node.inputs))  # type: ignore[union-attr]
 
     def _is_exact(self, group: HiddenGroup) -> bool:
-        """Whether traces follow a group exactly: unit by unit, without an op."""
+        """Whether the traces of a group are exact: it is coupled unit by unit, and not through an op."""
         relations = self.graph.hidden_param_op_relations
-        pairs = [p for r in relations for p in zip(r.hidden_groups, r.position_maps, strict=True)]
-        maps = [m for g, m in pairs if g is group]
+        maps = [m for r in relations for g, m in r.feeds if g is group]
         goals = [self.flows.from_states.get(v, Goal()) for h in group.hidden for v in (h.invar, h.outvar)]
         crossing = any(goal.crossing & self.flows.group_bits(group.index) for goal in goals)
         return bool(maps) and group.is_local and all(m.complete for m in maps) and not crossing
 
     def _way(self, end: Var, live: set[Var], units: HiddenGroup) -> tuple[list[Var], list[Node], list[Atom]]:
-        """Go back from a variable while it is linear in what is live: where that ends, and what lies between.
+        """Go back from a variable as long as it is linear in live variables.
 
-        Between are nodes, and their coefficients, which are the same at every step.
+        Returns the variables where that ends, the linear nodes in between, and their coefficients.
         """
         ends: dict[Var, None] = {}
         way: dict[Node, None] = {}
@@ -167,34 +171,34 @@ class _Search:
         return list(ends), list(way), coefficients
 
     def _coefficients(self, node: Node, live: set[Var]) -> list[Atom] | None:
-        """The operands that weigh live ones, if these are the same at every step; None: it is not linear."""
+        """The coefficients of the live operands of a node; None if it is not linear, or they vary."""
         on = [i for i, a in enumerate(node.inputs) if isinstance(a, Var) and a in live]
         others = [a for i, a in enumerate(node.inputs) if i not in on]
         if node.site is not None:
             linear = node.site.primitive.is_known and node.site.num_inputs == 1 and on == [0]
         elif node.primitive in _SUMS:
-            linear, others = True, [a for a in others if not is_inexact(a)]  # indices, and what selects
+            linear, others = True, [a for a in others if not is_inexact(a)]  # indices and predicates
         else:
             one = node.primitive in IN_ONE_OPERAND and len(on) == 1
             linear = (one or (node.primitive in IN_FIRST_OPERAND and on == [0])) and not node.inner
-        conjugates = node.primitive in NOT_COMPLEX and _is_complex(node.outputs[0])
+        conjugates = node.primitive in NOT_COMPLEX and is_complex(node.outputs[0])
         fixed = not any(isinstance(a, Var) and a in self._varying for a in others)
         return others if linear and fixed and not conjugates else None
 
     @cached_property
     def _varying(self) -> set[Var]:
-        """The variables that may differ from step to step, parameters being fixed."""
-        moving = [*self.info.arg_invars, *(v for e in self.info.carried for v in e.invars)]
+        """The variables that may change from step to step while parameters are fixed."""
+        moving = [*self.info.arg_invars, *self.info.carried_invars]
         moving += [v for node in self.program.nodes if node.eqn.effects for v in node.outputs]
-        return set(solve(Flow[bool](), self.program, ((v, True) for v in moving))[0])
+        return computed_from(self.program, moving)
 
     def _made_of(self, variables: Sequence[Var]) -> set[Var]:
-        """What depends on variables, along derivatives."""
+        """The variables that depend on others along derivatives."""
         flow = Flow[bool](derivatives=True, enters=True, rule=PullBack.of)
         return set(solve(flow, self.program, ((v, True) for v in variables))[0])
 
     def _is_of_units(self, z: Var, group: HiddenGroup) -> bool:
-        """Whether a variable is made of a group's new states, unit by unit, and of no other hidden state."""
+        """Whether a variable depends on the new states of a group only, unit by unit."""
         new = group.hidden_outvars
         if any(z.aval.shape != v.aval.shape or z.aval.dtype != v.aval.dtype for v in new):
             return False
@@ -204,28 +208,18 @@ class _Search:
         others = {v for h in self.info.hidden for v in (h.invar, h.outvar)} - set(new)
         if not others.isdisjoint(goals) or any(goals.get(v, Goal()).crossing for v in new):
             return False
-        found = [self._positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z) for h in group.hidden]
-        return any(found) and all(
-            np.all((r.highest < 0) | ((r.lowest == h.positions) & (r.highest == h.positions)))
-            for h, r in zip(group.hidden, found, strict=True)
-            if r is not None
-        )
-
-    @cached_property
-    def _positions(self) -> Positions:
-        return Positions(self.program)
+        positions = positions_of(self.program)
+        found = [positions.sources({h.outvar: Reach.at(h.positions)}, {}).get(z) for h in group.hidden]
+        pairs = zip(group.hidden, found, strict=True)
+        return any(found) and all(r.stays_at(h.positions) for h, r in pairs if r is not None)
 
     def _maker(self, atom: Atom) -> Node | None:
         number = self.program.producer.get(atom) if isinstance(atom, Var) else None
         return None if number is None else self.program.nodes[number]
 
 
-def _is_complex(atom: Atom) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
-
-
 def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
-    """The step with one filter more."""
+    """Add one filter to a step."""
     program = info.program
     old, new, read, made = _nodes(program, f)
 
@@ -233,7 +227,7 @@ def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
         inputs = tuple(read if a is f.read else a for a in node.inputs)
         return replace(node, inputs=inputs, site=node.site and replace(node.site, inputs=inputs))
 
-    # only the readout needs what is on the way to it, so that its nodes may wait until the decay is known
+    # nothing but the readout reads the nodes on the way to it, so that they can follow those of the decay
     last = program.producer[f.readout.outvar]
     first = [n for n in program.nodes[:last] if n not in f.way]
     way = [instead(n) for n in program.nodes[: last + 1] if n in f.way]
@@ -248,7 +242,7 @@ def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
 
 
 def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
-    """The old filter, the new one, what is read in place of the units, and the nodes that make them."""
+    """The old and new filter, the variable to read in place of the units, and the nodes that compute them."""
     r, later = f.readout, {v for node in f.way for v in node.outputs}
     nodes = between(program, [r.invar], [r.outvar])
     inner = {r.invar, *(v for node in nodes for v in node.outputs)}
@@ -257,21 +251,20 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
 
     def make(z: Any, *values: Any) -> Any:
         known = dict(zip(given, values, strict=True))
-        # the readout is linear in its old value, so that what is added to it may be zero
-        known |= {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in reads if v in later}
+        # the decay does not depend on the input of the readout, because that is added; so it may be zero
+        known |= {v: zeros(v) for v in reads if v in later}
 
         def readout(old: Any) -> Any:
-            view = View(known={**known, r.invar: old}, at_site=lambda site, world: plain_site)
-            return evaluate(program, [(r.outvar, None)], view)[0]
+            return values_of(program, [r.outvar], {**known, r.invar: old})[0]
 
-        zero = jnp.zeros(r.invar.aval.shape, r.invar.aval.dtype)
+        zero = zeros(r.invar)
         decays = jax.lax.stop_gradient(jax.jvp(readout, (zero,), (jnp.ones_like(zero),))[1])
         decay = jax.lax.index_in_dim(decays.ravel(), 0, keepdims=False).astype(z.dtype)
         old = jnp.zeros_like(z)
         new = old * jnp.broadcast_to(decay, z.shape) + z
         return old, new, jax.lax.stop_gradient(z) + (new - jax.lax.stop_gradient(new))
 
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in (f.read, *given)]
+    structs = [struct(a) for a in (f.read, *given)]
     made = read_program(jax.make_jaxpr(make)(*structs))
     known: dict[Var, Var] = dict(zip(made.inputs, (f.read, *given), strict=True))
     made_before = (v for node in program.walk() for v in node.outputs)

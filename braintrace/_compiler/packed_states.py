@@ -1,7 +1,7 @@
-"""Arrays that are joined and taken apart again, followed element by element.
+"""Remove joins that are split again, and split packed states into their parts.
 
-`split(concatenate([v, a]), 2)` is `v` and `a`: readers of a part read the array that the part is a copy of. A
-carried array that a step takes apart and joins again, `[V | A]`, is one hidden state for each part.
+`split(concatenate([v, a]), 2)` is `v` and `a`: readers of a part then read the original array. A carried
+array that a step splits and joins again, `[V | A]`, becomes one hidden state for each part.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .caching import clear
 from .positions import Positions
 from .primitives import COPIES, INDICES, LAYOUT, PARTS, named
-from .program import Atom, Node, Program, Var, read_program
+from .program import Atom, Node, Program, Var, read_program, struct
 from .reach import Reach
 from .slices import needed
 
@@ -27,7 +28,7 @@ _COPIED = COPIES | LAYOUT | PARTS | _JOINS
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A slab of the carried array `leaf` along an axis, with the variables of its value before and after."""
+    """A part of the carried array `leaf`: a range along one axis, with the variable of its new value."""
 
     leaf: Var
     axis: int
@@ -36,18 +37,18 @@ class Part:
     new: Var
 
     def of(self, array: Any) -> Any:
-        """The slab of an array like the leaf, in the shape of the part."""
+        """Slice an array shaped as the leaf, and reshape it to the part."""
         return jax.lax.slice_in_dim(array, self.start, self.stop, axis=self.axis).reshape(self.new.aval.shape)
 
     def whole(self, array: Any) -> Any:
-        """The inverse of `of`."""
+        """Reshape an array shaped as the part to that range of the leaf."""
         shape = list(self.leaf.aval.shape)
         shape[self.axis] = self.stop - self.start
         return array.reshape(shape)
 
 
 class _Copies:
-    """The element of another variable that each element of a joined array, or of copies of it, is."""
+    """Tracks, for joined arrays and copies of them, which variable each element is a copy of."""
 
     def __init__(self, program: Program, roots: Sequence[Var] = ()) -> None:
         self._positions = Positions(program)
@@ -64,7 +65,7 @@ class _Copies:
         return Reach.at(np.arange(*self._starts[-2:]).reshape(var.aval.shape))
 
     def follow(self, node: Node) -> None:
-        """Follow elements across a node that copies them; not by indices that depend on data."""
+        """Track elements across a node that copies them, unless its indices depend on data."""
         joined = node.primitive in _JOINS or any(isinstance(a, Var) and a in self.found for a in node.inputs)
         indices = node.inputs[INDICES.get(node.primitive, slice(0))]
         if (
@@ -78,12 +79,12 @@ class _Copies:
             self.found.update({v: r for v, r in pairs if r and np.array_equal(r.lowest, r.highest)})
 
     def sources(self, var: Var) -> tuple[Any, Any]:
-        """Of each element, the number of the variable that it is a copy of, and its place in there."""
+        """For each element, the index of the variable that it is a copy of, and its position there."""
         number = np.searchsorted(self._starts, self.found[var].lowest, side="right") - 1
         return number, self.found[var].lowest - np.asarray(self._starts)[number]
 
     def is_all(self, numbers: Any, places: Any) -> Var | None:
-        """The one variable of which these are all elements, in their order."""
+        """The one variable of which these are all elements in order, if there is one."""
         source = self._sources[numbers.flat[0]]
         same = np.all(numbers == numbers.flat[0]) and np.array_equal(
             places.ravel(), np.arange(source.aval.size)
@@ -92,7 +93,7 @@ class _Copies:
 
 
 def take_apart(program: Program) -> Program:
-    """The program in which readers of a part of joined arrays read what the part is a copy of."""
+    """Rewrite a program so that readers of a part of a join read the variable that was joined."""
     copies = _Copies(program)
     instead: dict[Var, Var] = {}
     for node in program.nodes:
@@ -123,8 +124,8 @@ def _replaced(atoms: Sequence[Atom], instead: Mapping[Var, Atom]) -> tuple[Atom,
 
 
 def insert(program: Program, function: Callable[..., Any], atoms: Sequence[Atom], at: int) -> list[Var]:
-    """Insert the nodes of a function of `atoms` into a program; its results."""
-    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
+    """Insert the nodes of `function(*atoms)` into a program at index `at`; returns the results."""
+    structs = [struct(a) for a in atoms]
     traced = read_program(jax.make_jaxpr(function)(*structs))
     made = [*program.inputs, *program.consts, *(v for n in program.nodes for v in n.outputs)]
     first = 1 + max(v.index for v in made)
@@ -136,13 +137,14 @@ def insert(program: Program, function: Callable[..., Any], atoms: Sequence[Atom]
     program.nodes[at:at] = traced.nodes
     for cached in ("producer", "readers", "holder"):
         vars(program).pop(cached, None)
+    clear(program)
     return list(_replaced(traced.outputs, instead))  # type: ignore[arg-type]
 
 
 def split_states(program: Program, states: Mapping[Var, Var]) -> tuple[Program, dict[Var, Part]]:
-    """The program with the parts of packed states as variables, and the parts by their old values.
+    """Split packed states; returns the program, and each part by the variable of its old value.
 
-    `states` are the carried arrays, old and new.
+    `states` maps the old variable of each carried array to the new one.
     """
     copies = _Copies(program, list(states))
     for node in program.nodes:
@@ -163,7 +165,7 @@ def split_states(program: Program, states: Mapping[Var, Var]) -> tuple[Program, 
 def _join_instead(
     program: Program, at: int, var: Var, parts: Sequence[Part], values: Sequence[Var]
 ) -> Program:
-    """The program in which nodes from a number on read the join of parts instead of a variable."""
+    """Rewrite nodes from index `at` on to read the join of the parts instead of a variable."""
 
     def join(*values: Any) -> Any:
         slabs = [part.whole(a) for part, a in zip(parts, values, strict=True)]
@@ -177,7 +179,7 @@ def _join_instead(
 
 
 def _parts(copies: _Copies, old: Var, new: Var, taken: set[Var]) -> list[Part]:
-    """The parts along one axis of which a step joins a state, if it reads the state in these parts."""
+    """The parts that a step joins a state from, if it also reads the state in these parts; else empty."""
     if new not in copies.found:
         return []
     numbers, places = copies.sources(new)
@@ -197,7 +199,7 @@ def _parts(copies: _Copies, old: Var, new: Var, taken: set[Var]) -> list[Part]:
 
 
 def _reads(copies: _Copies, old: Var, label: Any) -> bool:
-    """Whether an array is read in parts, and never in a piece of one."""
+    """Whether all reads of an array take whole parts, and at least one takes not all of them."""
     root, sizes = copies.sources(old)[0].flat[0], np.bincount(label.ravel())
     counts = []
     for var in copies.found:

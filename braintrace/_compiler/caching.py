@@ -1,0 +1,34 @@
+"""Cache the result of an analysis on the object that it analyses: a program, a traced step or a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Any, TypeVar
+
+Analysis = TypeVar("Analysis", bound=Callable[..., Any])
+
+_CACHE = "_analyses"  # the attribute that holds the results, so that they live as long as the object
+
+
+def cached(function: Analysis) -> Analysis:
+    """Compute `function(of, *options)` once for each object and each set of options."""
+
+    @wraps(function)
+    def lookup(of: object, *args: Any, **kwargs: Any) -> Any:
+        results = vars(of).setdefault(_CACHE, {})
+        key = (function, tuple(map(_hashable, args)), tuple(sorted(kwargs.items())))
+        if key not in results:
+            results[key] = function(of, *args, **kwargs)
+        return results[key]
+
+    return lookup  # type: ignore[return-value]
+
+
+def clear(of: object) -> None:
+    """Forget all results, because the object has changed."""
+    vars(of).pop(_CACHE, None)
+
+
+def _hashable(option: Any) -> Hashable:
+    return tuple(option) if isinstance(option, list) else option

@@ -1,0 +1,82 @@
+"""Arithmetic on arrays with an axis, or a list, of the states of a group."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._meshes import mesh_of
+
+States = Sequence[Array]  # one array per state of a group
+Jacobian = Sequence[States]  # `[new state][old state]`
+
+_WRITTEN_OUT = 64  # terms of a sum up to which it is unrolled
+
+
+def weigh(g: Array, trace: Array) -> Array:
+    """`sum_sm g[s, m] trace[s, m]`."""
+    if mesh_of(g, trace) is not None:  # a loop over the batch would gather one shard after the other
+        return _sum_fused(g, trace)
+    return jax.lax.platform_dependent(g, trace, cpu=_sum_on_cpu, default=_sum_fused)  # type: ignore[no-any-return]
+
+
+def _sum_fused(g: Array, trace: Array) -> Array:
+    """`sum_sm g[s, m] trace[s, m]`, which a GPU fuses with the update of the trace.
+
+    One sum per state: for a sum over both axes, XLA transposes the whole product first.
+    """
+    return add_up(jnp.sum(times(a, b), axis=0) for a, b in zip(states(g, 0), states(trace, 0), strict=True))
+
+
+def _sum_on_cpu(g: Array, trace: Array) -> Array:
+    """`sum_sm g[s, m] trace[s, m]`, unrolled: XLA's reductions over a leading axis are slow on CPU."""
+    g, trace = g.reshape(-1, *g.shape[2:]), trace.reshape(-1, *trace.shape[2:])
+    if g.shape[0] > _WRITTEN_OUT:
+        zero = jnp.zeros(trace.shape[1:], trace.dtype)
+        return jax.lax.scan(lambda total, pair: (total + times(*pair), None), zero, (g, trace))[0]
+    one_by_one = ([jax.lax.slice_in_dim(a, m, m + 1) for m in range(len(a))] for a in (g, trace))
+    return jnp.squeeze(add_up(map(times, *one_by_one)), 0)
+
+
+def states(array: Array, axis: int) -> list[Array]:
+    """Split an axis of states into a list, which XLA neither stacks nor transposes."""
+    return [jax.lax.index_in_dim(array, s, axis, keepdims=False) for s in range(array.shape[axis])]
+
+
+def stack(D: Jacobian) -> Float[Array, "state state ..."]:
+    """A local Jacobian as one array, (new states, old states, ...)."""
+    return jnp.stack([jnp.stack(row) for row in D])
+
+
+def add_up(terms: Iterable[Array]) -> Array:
+    """The sum of arrays; unlike `sum`, it adds no zero."""
+    return reduce(operator.add, terms)
+
+
+def times(a: Array, trace: Array) -> Array:
+    """`a * trace`, and zero where the trace is zero.
+
+    A zero trace means that nothing has reached the state yet, so that an infinite slope there (of a root or a
+    norm of a state that starts from zero) must not make it NaN.
+    """
+    product = a * trace
+    trace = jnp.broadcast_to(trace, product.shape)
+    return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
+
+
+def dot(a: States, b: States) -> Array:
+    """`sum_s a[s] b[s]`."""
+    return add_up(x * y for x, y in zip(a, b, strict=True))
+
+
+def promoted(*arrays: Array) -> tuple[Any, ...]:
+    """Cast arrays to their common type, whatever JAX's promotion setting is."""
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(*arrays)
+    return tuple(a.astype(dtype) for a in arrays)
