@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -332,12 +332,21 @@ def _aval(x: Any) -> Any:
     return jax.core.ShapedArray(x.shape, x.dtype)
 
 
-def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
+def call_primitive(
+    name: str, shapes: Callable[..., list[Any]], refuse_forward_mode: Callable[..., NoReturn]
+) -> Primitive:
     """A primitive that applies its parameter `call` to its operands, with the derivative that `call` has.
 
     `shapes(*avals, call)` are the shapes and types of what it gives; `call.mapped(flags)` is `call` under one
-    more `vmap`.
+    more `vmap`. Its tangents are transposed but never computed: `refuse_forward_mode` raises an error.
     """
+    tangent_p = Primitive(f"{name}_tangent")
+    tangent_p.def_impl(refuse_forward_mode)
+    tangent_p.def_abstract_eval(lambda t: t)
+    ad.deflinear2(tangent_p, lambda ct, _: [ct])
+    batching.primitive_batchers[tangent_p] = refuse_forward_mode
+    mlir.register_lowering(tangent_p, refuse_forward_mode)
+
     prim = Primitive(name)
     prim.multiple_results = True
 
@@ -353,7 +362,7 @@ def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
                 operands[i] = v
             return call(*operands)
 
-        outs, douts = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
+        outs, douts = jax.jvp(at, [primals[i] for i in live], [tangent_p.bind(tangents[i]) for i in live])
         # `jax.jvp` gives integers a tangent of type float0, where a rule gives none
         none = [ad.Zero(_aval(t)) if t.dtype == jax.dtypes.float0 else t for t in douts]
         return outs, none
