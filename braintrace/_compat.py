@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -363,11 +363,21 @@ def _aval(x: Any) -> Any:
     return jax.core.ShapedArray(x.shape, x.dtype)
 
 
-def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
+def call_primitive(
+    name: str, shapes: Callable[..., list[Any]], refuse_forward_mode: Callable[..., NoReturn]
+) -> Primitive:
     """A primitive that applies its parameter `call` to its operands, with the derivative that `call` has.
 
     `shapes(*avals, call)` are the types of its results; `call.mapped(flags)` is `call` under one more `vmap`.
+    Its tangents are transposed but never computed: `refuse_forward_mode` raises an error.
     """
+    tangent_p = Primitive(f"{name}_tangent")
+    tangent_p.def_impl(refuse_forward_mode)
+    tangent_p.def_abstract_eval(lambda t: t)
+    ad.deflinear2(tangent_p, lambda ct, _: [ct])
+    batching.primitive_batchers[tangent_p] = refuse_forward_mode
+    mlir.register_lowering(tangent_p, refuse_forward_mode)
+
     prim = Primitive(name)
     prim.multiple_results = True
 
@@ -378,7 +388,7 @@ def call_primitive(name: str, shapes: Callable[..., list[Any]]) -> Primitive:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
 
         at = with_live(call, primals, live)
-        outs, douts = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
+        outs, douts = jax.jvp(at, [primals[i] for i in live], [tangent_p.bind(tangents[i]) for i in live])
         # `jax.jvp` returns float0 tangents for integers, a rule must return symbolic zeros
         none = [ad.Zero(_aval(t)) if t.dtype == jax.dtypes.float0 else t for t in douts]
         return outs, none

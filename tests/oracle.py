@@ -72,6 +72,7 @@ class Functional:
     param_trees: list[Any]
     params: list[Any]  # leaves
     state_paths: list[Any]  # of each carried leaf
+    leaf_paths: list[Any]  # with the names in the state, if it has several leaves
     states: list[Any]  # leaves
     num_out: int
 
@@ -148,9 +149,21 @@ def flatten(
         state_paths=[
             path for path, vs in zip(pick(paths, False), pick(leaves, False), strict=True) for _ in vs
         ],
+        leaf_paths=[
+            path
+            for of in zip(pick(paths, False), pick(values, False), strict=True)
+            for path in _leaf_paths(*of)
+        ],
         states=carried,
         num_out=num_out,
     )
+
+
+def _leaf_paths(path: Any, value: Any) -> list[Any]:
+    keys = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
+    if len(keys) == 1:
+        return [path]
+    return [(*path, *(jax.tree_util.keystr((k,), simple=True) for k in inner)) for inner in keys]
 
 
 def loss(outs: Any) -> Any:
@@ -200,7 +213,7 @@ class Brute:
         self.theta = np.concatenate([np.ravel(p) for p in f.params])
         self.groups = []
         for group in graph.hidden_groups:
-            members = [i for p in group.hidden_paths for i, q in enumerate(f.state_paths) if q == tuple(p)]
+            members = [i for p in group.hidden_paths for i, q in enumerate(f.leaf_paths) if q == tuple(p)]
             self.groups.append((members, np.concatenate([h.positions.ravel() for h in group.hidden])))
         self.sites = {}  # (site, group) -> which of (hidden number, y element) the trace keeps
         for r in graph.hidden_param_op_relations:

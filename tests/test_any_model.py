@@ -676,6 +676,24 @@ def test_second_derivatives_are_refused(window):
         jax.grad(losses)(params)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_forward_mode_derivatives_are_refused(window):
+    model, xs = model_of("leaky"), data()[:2, 0]
+    params = model.params
+    net = bt.online(model.step, params, model.carry, xs[0], window=window)
+    total, ones = partial(total_of, net, model, xs), jax.tree.map(jnp.ones_like, params)
+    one = lambda x: net.step(params, model.carry, net.init(params, model.carry), x)[2]
+    for forward in (
+        lambda: jax.jvp(total, (params,), (ones,)),
+        lambda: jax.jit(jax.jacfwd(total))(params),
+        lambda: jax.linearize(total, params)[1](ones),
+        lambda: jax.jvp(one, (xs[0],), (xs[0],)),
+        lambda: jax.jit(jax.jacfwd(one))(xs[0]),
+    ):
+        with pytest.raises(bt.NotSupportedError, match=r"forward-mode derivative.*Use `jax\.grad`"):
+            forward()
+
+
 @pytest.mark.slow
 def test_second_derivatives_of_bptt():
     model, xs = model_of("leaky"), data()[:2, 0]

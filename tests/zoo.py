@@ -2038,3 +2038,13 @@ _recurrent(
     "recurrent_behind", "matmul w", (2, 4),
     lambda p, h: bt.matmul(jax.nn.sigmoid(bt.matmul(h, p.r)) * h, p.w), r=(4, 4), w=(4, 4),
 )  # fmt: skip
+
+
+# Models with marked ops inside of loops or branches, and with loops that end when a condition does: brute
+# force cannot follow the former, and nobody can go back through the latter.
+IN_CONTROL_FLOW = frozenset(
+    """weight_mask_in_a_state cond cond_one_weight cond_of_state cond_roll switch scan_3 scan_40
+    scan_of_inputs scan_recurrent scan_over_layers scan_through_layers cond_in_scan scan_in_cond scan_in_scan
+    fori_loop fori_loop_over_units checkpoint_in_scan vmap_of_scan op_of_old_in_control_flow""".split()
+)
+WITH_WHILE = frozenset("while_after_op while_of_state while_that_rolls conj_in_while".split())

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .. import _meshes
 from .._compiler.graph import ETraceGraph
 from .._compiler.step import Path
-from .._executor.executor import is_inexact
+from .._executor.pull_back import is_inexact
 from .._executor.window import where_rows
 from .._frontends.functions import Function
 from .._lines import warn_user

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .._compiler.step import show_path
-from .._executor.executor import is_inexact
+from .._executor.pull_back import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.data import MultiStepData, SingleStepData
 from .._online.drive import Drive, Given

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -145,4 +145,12 @@ def _shapes(*avals: Any, call: Call) -> list[Any]:
     return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((rest, values)))]
 
 
-call_p = _compat.call_primitive("online_step", _types)
+def _refuse_forward_mode(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotSupportedError(
+        "A learner's step has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): its "
+        "derivative is the online gradient, which is defined by its pull-back. Use `jax.grad` or `jax.vjp`; "
+        "for a forward-mode derivative of one step, differentiate the step function itself."
+    )
+
+
+call_p = _compat.call_primitive("online_step", _types, _refuse_forward_mode)

@@ -32,7 +32,7 @@ from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec
 from .._executor.weight_gradients import Weighted, product
 from .._executor.window import Window, where_rows
-from .._ops.axis_labels import Layout
+from .._ops.axis_labels import Labels, Layout
 from .projection import finite
 from .rank import per_sample
 from .rule import Values

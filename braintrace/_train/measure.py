@@ -23,6 +23,7 @@ import numpy as np
 
 from .._compiler.step import show_path
 from .._executor.memory import device_memory
+from .._executor.pull_back import is_inexact
 from .._learners.gradient_check import trace_afresh
 from .._learners.learner import Learner
 from .._learners.model_calls import called_with

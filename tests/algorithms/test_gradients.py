@@ -17,8 +17,19 @@ from braintrace._executor import fused
 from braintrace._rules import d_rtrl
 
 from ..oracle import Brute, bptt, loss
-from ..run import agree, by_bptt, by_d_rtrl, compiled, difference, every, loops_forever, online, sequence
-from ..zoo import CASES, Step
+from ..run import (
+    agree,
+    by_bptt,
+    by_d_rtrl,
+    compiled,
+    difference,
+    every,
+    loops_forever,
+    online,
+    sequence,
+    some,
+)
+from ..zoo import CASES, IN_CONTROL_FLOW, WITH_WHILE, Step
 
 ROUND_OFF = 1e-10
 
@@ -35,6 +46,7 @@ EXACT = [name for name, case in CASES.items() if case.exact]
 def test_d_rtrl_equals_bptt_where_and_only_where_the_verdict_is_exact(name):
     (graph, found), truth = by_d_rtrl(name), by_bptt(name)
     differs = {path for path, d in difference(truth, found).items() if not d < ROUND_OFF}
+    assert (is_flat(graph), loops_forever(graph)) == (name not in IN_CONTROL_FLOW, name in WITH_WHILE)
     verdict = graph.exactness()
     assert verdict.exact == CASES[name].exact, str(verdict)
     assert differs == set(verdict.weights), (str(verdict), difference(truth, found))
@@ -43,9 +55,9 @@ def test_d_rtrl_equals_bptt_where_and_only_where_the_verdict_is_exact(name):
 def by_definition() -> list[Any]:
     """Every model on which a rule is approximate and some of the others, with D-RTRL and one more."""
     more = [("ES_D_RTRL", None), ("D_RTRL", 2), ("ES_D_RTRL", 2), ("ES_D_RTRL", None), ("D_RTRL", 4)]
-    names = [
-        n for i, (n, c) in enumerate(CASES.items()) if c.kind != "complex" and (not c.exact or i % 16 == 0)
-    ]
+    exact = set(some(16, EXACT))
+    names = [n for n, c in CASES.items() if c.kind != "complex" and (not c.exact or n in exact)]
+    names = [n for n in names if n not in IN_CONTROL_FLOW | WITH_WHILE]
     return [(n, *more[i % len(more)]) for i, n in enumerate(names)]
 
 
@@ -53,8 +65,6 @@ def by_definition() -> list[Any]:
 @pytest.mark.parametrize(("name", "rule", "window"), by_definition())
 def test_rules_equal_their_definitions(name, rule, window):
     case, (graph, found) = CASES[name], by_d_rtrl(name)
-    if not is_flat(graph) or loops_forever(graph):
-        return  # BPTT speaks for these, above
     xs = sequence(case)
     brute = Brute(case.build(), xs[0], graph)
     # a leaky readout that traces follow is exact
@@ -134,18 +144,16 @@ def test_a_packed_state_is_its_parts(form, rule, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES)[::12])
+@pytest.mark.parametrize("name", some(12, [n for n in CASES if n not in WITH_WHILE]))
 def test_a_window_over_everything_is_bptt(name):
-    case, (graph, _) = CASES[name], by_d_rtrl(name)
-    if loops_forever(graph):
-        return  # a window cannot go back through it
+    case = CASES[name]
     xs, truth = sequence(case), by_bptt(name)
     found = online(braintrace.D_RTRL(case.build(), vjp_method="multi-step"), xs, len(xs))
     assert agree(truth, found, ROUND_OFF), difference(truth, found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES)[2::15])
+@pytest.mark.parametrize("name", some(15, CASES))
 def test_chunks_change_no_number(name):
     case = CASES[name]
     xs = [x if isinstance(x, tuple) else (x,) for x in sequence(case)]
@@ -205,7 +213,7 @@ def in_float32(case: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT[::12])
+@pytest.mark.parametrize("name", some(12, EXACT))
 def test_float32_is_as_near_as_it_can_be(name):
     case = CASES[name]
     with jax.enable_x64(False):
@@ -216,7 +224,12 @@ def test_float32_is_as_near_as_it_can_be(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gru", "cascade", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[5::40])]
+    "name",
+    [
+        "gru",
+        "cascade",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in some(40, CASES) if n not in ("gru", "cascade")),
+    ],
 )
 def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
     case, taken = CASES[name], []

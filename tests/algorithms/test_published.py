@@ -259,14 +259,14 @@ def in_chunks(learner: Any, size: int) -> dict[Any, Any]:
 
 
 RULES_BY_NETS = [
-    pytest.param(rule, net, marks=pytest.mark.slow if (i + j) % 3 or i % 4 else ())
+    (rule, net)
     for i, rule in enumerate([*PUBLISHED, *AVERAGES])
     for j, net in enumerate(NETS)
     if (i + j) % 3 < 2
 ]
 
 
-@pytest.mark.parametrize(("rule", "net"), RULES_BY_NETS)
+@pytest.mark.parametrize(("rule", "net"), every(8, RULES_BY_NETS))
 def test_rules_are_what_they_say(rule, net):
     make, *what, options = PUBLISHED.get(rule) or AVERAGES[rule]
     model = NETS[net]

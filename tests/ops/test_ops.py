@@ -22,7 +22,7 @@ from jax.experimental.sparse import BCOO, BCSR
 import braintrace as bt
 from braintrace import _compat
 from braintrace._ops.axis_labels import align
-from tests.run import every
+from tests.run import some
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,6 @@ def derivatives(op: Op) -> tuple[Any, Any]:
 
 
 def transpose(op: Op) -> tuple[Any, Any]:
-    if not op.linear:
-        pytest.skip("not linear")
     data, weights = op.operands()
     live = differentiable(op, data, weights)
 
@@ -446,8 +444,17 @@ CHECKS = [value, derivatives, transpose, vmap, control_flow, dtypes, units, lett
 LONG = [pytest.param(c, marks=pytest.mark.slow) if c in (control_flow, dtypes) else c for c in CHECKS]
 
 
-@pytest.mark.parametrize("check", LONG, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("name", every(3, TABLE))
+APPLICABLE = [(n, c) for n, op in TABLE.items() for c in CHECKS if op.linear or c is not transpose]
+FAST = {(n, c) for n in some(3, TABLE) for c in CHECKS if c not in (control_flow, dtypes)}
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        pytest.param(n, c, id=f"{n}-{c.__name__}", marks=() if (n, c) in FAST else pytest.mark.slow)
+        for n, c in APPLICABLE
+    ],
+)
 def test_op(name: str, check: Callable[[Op], tuple[Any, Any]]) -> None:
     got, want = check(TABLE[name])
     assert_close(got, want)
