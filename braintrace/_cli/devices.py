@@ -7,7 +7,6 @@ import contextlib
 import functools
 import io
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,25 +19,16 @@ HEARTBEAT = 30  # seconds; a process that says nothing for so long is lost
 WAIT = 300  # seconds that all of them have to start
 BY_HAND = ("coordinator", "processes", "process")
 SEVERAL = (*BY_HAND, "distributed")
-# Reads to the end of its input, which comes early if the process that writes dies: of a collective that never
-# ends JAX makes a crash, in which no Python runs any more.
-LAST_WORDS = """\
-import signal, sys
-for number in (signal.SIGINT, signal.SIGTERM):  # they are for the process that writes
-    signal.signal(number, signal.SIG_IGN)
-told = sys.stdin.buffer.read()
-if not told.endswith(b"\\0"):
-    print(told.decode(), file=sys.stderr, flush=True)
-"""
-MISSING = (
-    "braintrace train: not all processes were there within {wait} s, so that this one was ended. Start all "
-    "of them, with the same address of the first ({where}), which each must be able to reach; or give them "
-    "more time with --wait."
+# JAX ends a process, without an exception, if another one does not start or is lost. These lines are printed
+# before that can happen.
+WAITING = (
+    "braintrace train: waiting for the other processes. JAX ends this process if not all processes were there "
+    "within {wait} s: start all of them with the same address of the first one ({where}), which each must be "
+    "able to reach, or raise --wait."
 )
-LOST = (
-    "braintrace train: this process was ended before its run was over, most likely because another one was "
-    "lost; what is above says which. Start all of them again with --resume, on as many devices as are left: "
-    "the run goes on from its newest checkpoint."
+JOINED = (
+    "braintrace train: if this process is ended because another one was lost, start all of them again with "
+    "--resume, on as many devices as are left. The run continues from its newest checkpoint."
 )
 
 
@@ -74,11 +64,10 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
     import jax
 
     _join(typed)
-    with _last_words(LOST), contextlib.ExitStack() as stack:
-        mesh = _mesh(devices, model)
-        if jax.process_index():
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield mesh
+    print(JOINED, file=sys.stderr, flush=True)
+    silent = contextlib.redirect_stdout(io.StringIO()) if jax.process_index() else contextlib.nullcontext()
+    with silent:
+        yield _mesh(devices, model)
 
 
 def words_of(mesh: Any) -> str:
@@ -143,8 +132,8 @@ def _join(typed: dict[str, Any]) -> None:
         if any(name in typed for name in BY_HAND):
             raise UsageError("--distributed finds out what --coordinator, --processes and --process say.")
         try:
-            with _last_words(MISSING.format(wait=wait, where="the one that the cluster names")):
-                jax.distributed.initialize(**options)
+            print(WAITING.format(wait=wait, where="named by the cluster"), file=sys.stderr, flush=True)
+            jax.distributed.initialize(**options)
         except ValueError as error:  # nothing says which processes there are
             raise UsageError(
                 f"--distributed: nothing here says which processes there are ({error}) Start them with srun "
@@ -162,18 +151,5 @@ def _join(typed: dict[str, Any]) -> None:
         if devices % number:
             raise UsageError(f"--devices {devices} cannot be shared evenly by --processes {number}.")
         _count_cpus(devices // number)
-    with _last_words(MISSING.format(wait=wait, where=where)):
-        jax.distributed.initialize(where, number, own, **options)
-
-
-@contextlib.contextmanager
-def _last_words(words: str) -> Iterator[None]:
-    """Say how to go on, even if JAX ends this process because another one is not there."""
-    with subprocess.Popen([sys.executable, "-S", "-c", LAST_WORDS], stdin=subprocess.PIPE) as other:
-        assert other.stdin is not None
-        other.stdin.write(words.encode())
-        other.stdin.flush()
-        try:
-            yield
-        finally:
-            other.stdin.write(b"\0")
+    print(WAITING.format(wait=wait, where=where), file=sys.stderr, flush=True)
+    jax.distributed.initialize(where, number, own, **options)
