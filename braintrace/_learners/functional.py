@@ -232,7 +232,7 @@ class OnlineFunctions:
 
         `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
         """
-        from .._train.measure import compare_functions
+        from .._train.compare_rules import compare_functions
 
         return compare_functions(self, loss, params, carry, xs, *more, **options)
 

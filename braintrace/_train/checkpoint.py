@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .engine import Engine
-from .layout import Layout
 from .lock import locked
+from .sharding import Layout
 
 # what a run writes beside its arrays, and cannot go on without
 NOTES = {"learner", "epoch", "index", "batch_size", "seconds", "reached"}

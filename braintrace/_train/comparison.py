@@ -197,15 +197,15 @@ class Comparison:
         return self.to_str()
 
     def _repr_html_(self) -> str:
-        from .frontier import draw
+        from .comparison_picture import draw
 
         return f"{self.table.to_html()}{draw(self).to_svg()}{self.by_parameter.to_html()}"
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), the data (.json) or the picture: .svg, or with matplotlib .png, .pdf, ..."""
         from .._report.markup import tag
-        from .frontier import draw
-        from .report import card, write_page
+        from .comparison_picture import draw
+        from .report_page import card, write_page
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .drawing import Drawing, scale, ticks
+from .canvas import Drawing, scale, ticks
 from .result import COUNTS, FitResult
 
 COLORS = (

@@ -21,9 +21,9 @@ from .._online.request import split_loss
 from .._online.sequence import NeverCalledError, Sequence, over_chunks
 from .._report.beside import frozen_parameters
 from .._report.check import about_zeros, by_name, calling, calling_model
-from .data import Batch, size_of, steps_of, why_failed
-from .layout import Layout
-from .outside import warn_of_unlearned
+from .batches import Batch, size_of, steps_of, why_failed
+from .sharding import Layout
+from .unlearned import warn_of_unlearned
 
 Metric = Callable[[Any, Any, Any], Any]
 Parameters = dict[str, Any]

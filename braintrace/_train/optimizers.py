@@ -1,8 +1,8 @@
 """Optimisers for streams, which survive an update at every step with batch size 1; and optimisers by name.
 
 Overshooting-bounded gradient descent (ObGD), Elsayed, Vasan and Mahmood 2024, "Streaming deep reinforcement
-learning finally works", arXiv:2410.14606. With the error `d` of a prediction and the eligibility trace `z`, the
-decayed sum of its gradients:
+learning finally works", arXiv:2410.14606. With the error `d` of a prediction and the eligibility trace `z`,
+the decayed sum of its gradients:
 
     M = learning_rate kappa max(|d|, 1) ||z||_1        w <- w + learning_rate / max(M, 1) d z
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .memory import last, one_hot
+from .recall import last, one_hot
 from .task import Array, Task, decided, generated
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import braintrace
 from braintrace._train.comparison import Agreement, Compared, Comparison
-from braintrace._train.frontier import draw, place_labels
+from braintrace._train.comparison_picture import draw, place_labels
 
 from .nets import Net, batch
 

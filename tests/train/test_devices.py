@@ -161,7 +161,7 @@ def test_a_mesh_begins_with_batches():
 
 RUN = (
     "train --task copying --set delay=2 --set symbols=1 --cell rnn --hidden 4 --batch-size 8 --window 0 "
-    "--steps 12 --checkpoint-every 2 --eval-every 6"
+    "--batches 12 --checkpoint-every 2 --eval-every 6"
 ).split()
 
 
@@ -207,7 +207,7 @@ def curve_of(folder: Path) -> dict[Any, float]:
 @pytest.mark.slow
 def test_processes_are_stopped_and_killed_and_one_goes_on_alone(tmp_path):
     out, port = tmp_path / "run", free_port()
-    several = "--out run --devices 8 --heartbeat 10 --steps 100000".split()
+    several = "--out run --devices 8 --heartbeat 10 --batches 100000".split()
     by_hand = f"--coordinator 127.0.0.1:{port} --processes 2 --process".split()
     first = [start(tmp_path, *several, "--distributed", **under_slurm(i, port)) for i in range(2)]
     started = [*first]
@@ -231,7 +231,7 @@ def test_processes_are_stopped_and_killed_and_one_goes_on_alone(tmp_path):
     assert "with --resume" in told or "`--resume`" in told, told
     assert "another" in told.lower(), told
     assert "batch" not in second[1].communicate()[0]  # only the first one speaks
-    steps = ["--steps", str(newest(out) + 4)]
+    steps = ["--batches", str(newest(out) + 4)]
     alone = start(tmp_path, "--out", "run", "--resume", "--devices", "8", *steps)
     one = start(tmp_path, "--out", "one", *steps)
     for process in (alone, one):

@@ -15,11 +15,9 @@ RATE, KAPPA, BETA2, EPS = 0.7, 1.5, 0.9, 1e-6
 
 def naive(traces, errors, adaptive):
     """The equations of the paper, weight by weight, for a list of traces; all moves."""
-    count, (first, *_) = 0, traces
-    v = [np.zeros_like(z) for z in first]
+    v = [np.zeros_like(z) for z in traces[0]]
     found = []
-    for trace, error in zip(traces, errors, strict=True):
-        count += 1
+    for count, (trace, error) in enumerate(zip(traces, errors, strict=True), 1):
         v = [BETA2 * a + (1 - BETA2) * (error * z) ** 2 for a, z in zip(v, trace, strict=True)]
         if adaptive:
             trace = [z / np.sqrt(a / (1 - BETA2**count) + EPS) for a, z in zip(v, trace, strict=True)]

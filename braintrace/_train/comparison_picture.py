@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .._report.tables import show_bytes
+from .canvas import Drawing, Point, scale
 from .comparison import GOOD, Compared, Comparison, show_seconds
 from .curves import COLORS, Line, draw_panel, smooth
-from .drawing import Drawing, Point, scale
 
 PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 336, 330, 58, 14, 40, 46
 LEGEND, LINE, LABEL = 270, 19, 13

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._lines import warn_user
-from .data import Batch, size_of
+from .batches import Batch, size_of
 
 MODEL = "model"  # the axis of a mesh that the columns of weights are spread along
 

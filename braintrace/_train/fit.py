@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._learners.base import ETraceAlgorithm
+from .batches import Batches
 from .checkpoint import Checkpoints
-from .data import Batches
 from .engine import Engine, Metric
-from .errors import telling_of_lost
-from .layout import Layout
-from .progress import Watch
+from .failures import telling_of_lost
+from .progress_bar import Watch
 from .result import FitResult, Log, Row
-from .run import Interrupt, Run, Schedule
+from .sharding import Layout
+from .training_run import Interrupt, Run, Schedule
 
 
 def fit(

@@ -18,11 +18,11 @@ import numpy as np
 
 from .._learners.vjp import ETraceVjpAlgorithm
 from .._lines import warn_user
+from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Checkpoints, collect, restore
-from .data import Batch, Batches, not_finite, read, size_of, steps_of
 from .engine import Engine, sequence_of
-from .errors import DivergedError
-from .progress import Watch
+from .failures import DivergedError
+from .progress_bar import Watch
 from .result import FitResult, Log, Row, to_columns, to_rows
 
 

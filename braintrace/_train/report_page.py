@@ -64,7 +64,7 @@ def write_page(path: str | Path, title: str, subtitle: str, parts: list[Markup])
     """Write a page of these parts."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = Template(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    page = Template(resources.files(__package__).joinpath("report_page.html").read_text(encoding="utf-8"))
     filled = page.substitute(title=join(title), subtitle=join(subtitle), body=join(*parts))
     path.write_text(filled, encoding="utf-8")
     return path

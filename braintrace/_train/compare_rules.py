@@ -33,13 +33,14 @@ from .._report.check import Gradients, flatten, put_beside, round_off, trace_afr
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._report.verdict import Exactness
+from .batches import Batches, read, size_of
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
-from .data import Batches, read, size_of
 from .engine import called_with, with_aux
-from .errors import DivergedError
-from .progress import Stages
-from .training import fit
+from .failures import DivergedError
+from .fit import fit
+from .optimizers import optimizer_by_name
+from .progress_bar import Stages
 
 RUNS, SECONDS = 5, 1.0  # of each program: so many runs, unless they take so long
 RTRL_BYTES = 1 << 25  # more than that is not tried unless asked for
@@ -454,17 +455,9 @@ def read_training(train: Any) -> Training | None:
             "`train` is a number of updates, at least 1, or a dictionary of "
             f"{', '.join(map(repr, known))}, not {train!r}."
         )
-    try:
-        import optax
-    except ImportError as error:
-        raise ImportError("Learning curves need optax: pip install 'braintrace[train]'.") from error
     chosen = given.get("optimizer", "adam")
     if isinstance(chosen, str):
-        make = getattr(optax, chosen, None)
-        if make is None:
-            raise ValueError(f"optax has no optimiser {chosen!r}; adam, adamw, sgd, rmsprop are some.")
-        rate = given.get("learning_rate", LEARNING_RATE)
-        chosen = optax.chain(optax.clip_by_global_norm(CLIP), make(rate))
+        chosen = optimizer_by_name(chosen, given.get("learning_rate", LEARNING_RATE), CLIP)
     elif "learning_rate" in given:
         raise ValueError("Give the learning rate to the optimiser itself, or name the optimiser.")
     batches = given.get("batches")
