@@ -1,4 +1,4 @@
-"""Training: `fit` drives a learner over batches of sequences, with an optimiser of optax."""
+"""Training: `fit`, on batches of sequences or streams; `compare`, of rules; optimisers for streams."""
 
 from .compare_rules import compare as compare
 from .comparison import Comparison as Comparison
@@ -10,4 +10,5 @@ from .optimizers import adaptive_obgd as adaptive_obgd
 from .optimizers import obgd as obgd
 from .report_page import write_report as write_report
 from .result import FitResult as FitResult
+from .stream import Stream as Stream
 from .terminal_curves import show_curves as show_curves

@@ -136,7 +136,7 @@ def test_parameters_stay_where_they_are_put():
     rows = NamedSharding(mesh, P(None, None))
     state.value = jax.device_put(state.value, {"weight": rows, "bias": NamedSharding(mesh, P())})
     loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    with pytest.warns(UserWarning, match="6 sequences cannot be spread evenly over 4 devices"):
+    with pytest.warns(UserWarning, match="6 sequences cannot be sharded evenly over 4 devices"):
         braintrace.fit(learner, [batch(0, 6)] * 2, loss, optax.adam(0.01), mesh=mesh, progress=False)
     assert state.value["weight"].sharding.is_equivalent_to(rows, 2)
     assert learner.model.readout.weight.value["weight"].sharding.is_fully_replicated  # 3 columns
@@ -145,7 +145,7 @@ def test_parameters_stay_where_they_are_put():
 @needs_eight
 def test_says_along_which_axis_nothing_is_spread():
     mesh = jax.make_mesh((4, 2), ("data", "more"))
-    with pytest.warns(UserWarning, match="Nothing is spread along the axis 'more'"):
+    with pytest.warns(UserWarning, match="Nothing is sharded along the axis 'more'"):
         np.testing.assert_allclose(run(mesh, 1)[0], on_one()[:1], rtol=1e-12)
 
 
