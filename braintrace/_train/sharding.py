@@ -180,8 +180,9 @@ class Layout:
             if size > 1 and name not in used:
                 warn_user(
                     f"Nothing is sharded along the axis {name!r} of the mesh {dict(self.mesh.shape)}: {size} "
-                    "devices each compute the same. Batches are sharded along the first axis, columns of weights "
-                    f"along one called {MODEL!r}, if it divides them; or shard the parameters yourself."
+                    "devices each compute the same. Batches are sharded along the first axis, columns of "
+                    f"weights along one called {MODEL!r}, if it divides them; or shard the parameters "
+                    "yourself."
                 )
 
     def warn_of_whole(self, batch: Batch) -> bool:
