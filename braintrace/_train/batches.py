@@ -45,7 +45,7 @@ def check_batch(batch: Any, batched: bool = True) -> Batch:
             f"A batch is `(xs, ys)`, `(xs, ys, mask)` or `(xs, ys, mask, reset)`, time first; this one is "
             f"{found}."
         )
-    xs, ys, mask, reset = (*batch, *[None] * (4 - len(batch)))
+    xs, ys, mask, reset = [*batch, None, None][:4]
     length = steps_of(xs)
     mask = np.ones(length, np.float32) if mask is None else mask
     for name, tree in (("ys", ys), ("mask", mask)):

@@ -435,7 +435,7 @@ class OfFunctions:
             yield from repeat((self.sequence.arrays, self.sequence.mask), training.updates)
             return
         every = (b for epoch in range(training.updates) for b in read(training.batches, epoch))
-        for xs, ys, mask in islice(every, training.updates):
+        for xs, ys, mask, _ in islice(every, training.updates):
             yield (xs, *([] if ys is None else [ys])), jnp.asarray(mask)
 
 

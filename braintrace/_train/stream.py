@@ -82,7 +82,8 @@ def _stack(steps: list[Any]) -> tuple[Any, ...]:
             f"these have {sorted(map(str, lengths))} entries."
         )
     try:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *map(tuple, steps))
+        stacked: tuple[Any, ...] = jax.tree.map(lambda *leaves: np.stack(leaves), *map(tuple, steps))
+        return stacked
     except ValueError as error:
         raise ValueError(f"The steps of a stream differ in their shapes or entries: {error}") from error
 

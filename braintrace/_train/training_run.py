@@ -118,7 +118,7 @@ class Run:
             if first is None:  # nothing is left to learn, and states have shapes only by a batch
                 first = last = next(self.stream.read(0, 1, self.engine.batched), None)
         else:
-            self._left = read(self.batches, self.epoch, self.engine.batched)
+            self._left = self._read()
             first = last = next(self._left, None)
             for _ in range(self.index - 1):
                 last = next(self._left, None)
@@ -262,7 +262,9 @@ class Run:
         return {**counts, **first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
 
     def _stop_if_diverged(self, losses: Any, bad: Any, batch: Batch) -> None:
-        steps = [] if bad is None else np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
+        if bad is None:
+            return
+        steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
         if not len(steps):
             return
         names = np.array(list(self.engine.named_parameters()))
