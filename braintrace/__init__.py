@@ -43,9 +43,9 @@ _HOMES = {
     "_learners": (
         "BPTT D_RTRL DNI ES_D_RTRL KF_RTRL OSTTP OTPE OTTT RFLO RTRL S_TLLR UORO EligibilityTrace EProp "
         "ETraceAlgorithm ETraceConfig ETraceVjpAlgorithm ETraceVmap FixedRandomFeedback GradExpon "
-        "IODimVjpAlgorithm KappaFilter MultiStepData OSTLFeedforward OSTLRecurrent ParamDimVjpAlgorithm "
-        "PresynapticTrace RandomProjectionVjpAlgorithm SingleStepData SnAp SyntheticGradient ThreeFactor "
-        "compile online pp_prop train_synthetic_gradient"
+        "IODimVjpAlgorithm KappaFilter Learner MultiStepData OSTLFeedforward OSTLRecurrent "
+        "ParamDimVjpAlgorithm PresynapticTrace RandomProjectionVjpAlgorithm SingleStepData SnAp "
+        "SyntheticGradient ThreeFactor compile online pp_prop train_synthetic_gradient"
     ),
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "

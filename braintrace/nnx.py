@@ -16,7 +16,8 @@ except ModuleNotFoundError as e:
 from ._frontends.functions import read_function
 from ._frontends.modules import Mark
 from ._frontends.order import in_order
-from ._learners.functional import OnlineFunctions, make_functions
+from ._learners.learner import Learner as FunctionalLearner
+from ._learners.learner import make_learner
 from ._online.arguments import as_shape
 from ._report.report import CompilationReport
 
@@ -105,7 +106,7 @@ class Learner(nnx.Module):
         self._keep(jax.tree.map(jnp.copy, carried), traces)
 
     @property
-    def functions(self) -> OnlineFunctions:
+    def functions(self) -> FunctionalLearner:
         """The pure functions of `braintrace.online`: `check` and `plan`, among others."""
         return self.split()[0]
 
@@ -114,7 +115,7 @@ class Learner(nnx.Module):
         """What is learned how, and what is left out."""
         return self.functions.report
 
-    def split(self) -> tuple[OnlineFunctions, Any, Any, Any]:
+    def split(self) -> tuple[FunctionalLearner, Any, Any, Any]:
         """The functions, and what they take as it is now: parameters, carry, traces.
 
         That carry is a pair: the module's own, and its variables that are no parameters.
@@ -139,9 +140,9 @@ class _Forms:
 
     def __init__(self, call: Any, x: Any, rule: Any, mark: Mark, window: int | None) -> None:
         self.call, self.x, self.options = call, x, (rule, mark, window)
-        self.known: dict[Any, OnlineFunctions] = {}
+        self.known: dict[Any, FunctionalLearner] = {}
 
-    def functions(self, form: Any, name: str, params: Any, carried: Any) -> OnlineFunctions:
+    def functions(self, form: Any, name: str, params: Any, carried: Any) -> FunctionalLearner:
         def step(params: Any, carried: Any, x: Any) -> Any:
             carry, variables = carried
             module = nnx.merge(form, params, variables)
@@ -152,8 +153,8 @@ class _Forms:
         if form not in self.known:
             step.__name__ = name
             params, carried = jax.tree.map(as_shape, (params, carried))
-            function = read_function(step, params, carried, self.x, aside=lambda path: path[1] == "1")
-            self.known[form] = make_functions(function, carried, *self.options)
+            function = read_function(step, params, carried, self.x, untraced=lambda path: path[1] == "1")
+            self.known[form] = make_learner(function, carried, *self.options)
         return self.known[form]
 
 

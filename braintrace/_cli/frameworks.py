@@ -60,7 +60,7 @@ def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse
     import jax
     import jax.numpy as jnp
 
-    from .._learners.functional import online
+    from .._learners.learner import online
 
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
     key = jax.random.key(given.seed)

@@ -96,7 +96,35 @@ class Function:
     params: Tree
     carry: Tree
     x: Tree
-    aside: tuple[bool, ...]  # of each leaf of the carry, whether it is carried along, with no trace
+    untraced: tuple[bool, ...]  # of each leaf of the carry: no trace, and not reset with a sample
+    param_at: tuple[int, ...]  # position of each leaf of `params` among the leaves of the step's states
+    carry_at: tuple[int, ...]  # position of each leaf of `carry` there
+
+    def leaves(self, params: Any, carry: Any) -> Leaves:
+        """The leaves of parameters and carry, in the order of the step's states."""
+        found = dict(zip(self.param_at, self.params.same(params), strict=True))
+        found |= zip(self.carry_at, self.carry.same(carry), strict=True)
+        return [found[i] for i in range(len(found))]
+
+    def carry_of(self, leaves: Leaves) -> Any:
+        """The carry among leaves in the order of the step's states."""
+        return self.carry.rebuild([leaves[i] for i in self.carry_at])
+
+    @property
+    def like(self) -> Leaves:
+        """The shapes of the leaves of the step's states, and how they were sharded."""
+        found = dict(zip(self.param_at, self.params.like, strict=True))
+        found |= zip(self.carry_at, self.carry.like, strict=True)
+        return [found[i] for i in range(len(found))]
+
+    def by_parameter(self, gradients: Any) -> dict[Path, Leaves]:
+        """The arrays of gradients, a tree like `params`, by the path of their parameter."""
+        paths = [st.path for st in self.step.states for _ in range(st.tree.num_leaves)]
+        inexact = [i for i, a in zip(self.param_at, self.params.like, strict=True) if _is_inexact(a)]
+        found: dict[Path, Leaves] = {}
+        for i, g in zip(inexact, jax.tree.leaves(gradients), strict=True):
+            found.setdefault(paths[i], []).append(g)
+        return found
 
     @property
     def outputs(self) -> Leaves:
@@ -113,12 +141,12 @@ def read_function(
     params: Any,
     carry: Any,
     x: Any,
-    aside: Callable[[Path], bool] = lambda path: False,
+    untraced: Callable[[Path], bool] = lambda path: False,
     order: str | None = None,
 ) -> Function:
     """Trace `function(params, carry, x)`; shapes may stand for arrays.
 
-    Leaves of the carry that are `aside` are no samples' own: running statistics, counts, keys.
+    Leaves of the carry that are `untraced` are not those of a sample: running statistics, counts, keys.
     """
     ordered = in_order(function, order)
     # a number of Python among the parameters is an option, such as the rate of a dropout
@@ -135,14 +163,13 @@ def read_function(
 
     closed = _meshes.traced(jax.make_jaxpr(flat), given[2], given[0], given[1])
     specs = tuple(map(_meshes.spec_of, closed.out_avals))
-    inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
     leaf = jax.tree.structure(0)
     states = [
-        State(p, Role.PARAMETER if inexact(a) else Role.OTHER, leaf, "parameter")
+        State(p, Role.PARAMETER if _is_inexact(a) else Role.OTHER, leaf, "parameter")
         for p, a in zip(trees[0].paths, given[0], strict=True)
     ]
     states += [
-        State(p, Role.HIDDEN if inexact(a) and not aside(p) else Role.OTHER, leaf, "carry")
+        State(p, Role.HIDDEN if _is_inexact(a) and not untraced(p) else Role.OTHER, leaf, "carry")
         for p, a in zip(trees[1].paths, given[1], strict=True)
     ]
     step = Step(
@@ -155,7 +182,13 @@ def read_function(
         arg_names=tuple(".".join(p) for p in trees[2].paths),
         model=function if callable(function) and hasattr(function, "__weakref__") else None,
     )
-    return Function(function, step, *trees, tuple(map(aside, trees[1].paths)))
+    num, total = len(given[0]), len(states)
+    at = tuple(range(num)), tuple(range(num, total))
+    return Function(function, step, *trees, tuple(map(untraced, trees[1].paths)), *at)
+
+
+def _is_inexact(a: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(a), jnp.inexact))
 
 
 def _new_carry(tree: Tree, old: Leaves, carry: Any, function: Any) -> Leaves:

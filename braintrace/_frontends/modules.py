@@ -55,10 +55,12 @@ def check_mark(mark: str) -> None:
         raise ValueError(f"`mark` is 'ops' (marks written by hand) or 'auto' (found as well), not {mark!r}.")
 
 
-def step_of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Step:
-    """One call of a module, as a step."""
+def step_of(
+    model: brainstate.nn.Module, args: Any, kwargs: Any, function: Callable[..., Any] | None = None
+) -> Step:
+    """One call of a module, or of a `function` that calls it, as a step."""
     data, rebuild, _ = split_static(args, kwargs)
-    closed, out_tree, states = _trace(model, rebuild, data)
+    closed, out_tree, states = _trace(model, rebuild, data, function)
     paths = {id(st): _as_path(path) for path, st in model.states().items()}
     return Step(
         closed_jaxpr=_meshes.without_types(closed),
@@ -162,30 +164,32 @@ def _as_path(path: Any) -> Path:
     return tuple(str(p) for p in (path if isinstance(path, tuple) else (path,)))
 
 
-def _trace(model: Any, rebuild: Callable[..., Any], data: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The jaxpr of a call, the form of what it returns, and the states that it touches."""
-    trace = partial(_trace_as_it_is, model, rebuild)
+def _trace(
+    model: Any, rebuild: Callable[..., Any], data: list[Any], function: Callable[..., Any] | None = None
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The jaxpr of a call, the structure of its output, and the states that it touches."""
+    trace = partial(_trace_as_it_is, model, function or model, rebuild)
     return traced_with(model.states().values(), trace, data)  # type: ignore[no-any-return]
 
 
 def _trace_as_it_is(
-    model: Any, rebuild: Callable[..., Any], data: list[Any]
+    model: Any, function: Callable[..., Any], rebuild: Callable[..., Any], data: list[Any]
 ) -> tuple[Any, Any, tuple[Any, ...]]:
     def step(*data: Any) -> Any:
         args, kwargs = rebuild(data)
-        return model(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    function = brainstate.transform.StatefulFunction(step, return_only_write=False)
+    stateful = brainstate.transform.StatefulFunction(step, return_only_write=False)
     try:
-        function.make_jaxpr(*data)
+        stateful.make_jaxpr(*data)
     except Exception as e:
         cause = _cause(e)
         if said := _explained(cause, model, data):
             raise CompilationError(said) from cause
         raise cause from cause.__cause__
-    closed = function.get_jaxpr(*data)
-    out_tree = jax.tree.structure(function.get_out_shapes(*data)[0])
-    return closed, out_tree, tuple(function.get_states(*data))
+    closed = stateful.get_jaxpr(*data)
+    out_tree = jax.tree.structure(stateful.get_out_shapes(*data)[0])
+    return closed, out_tree, tuple(stateful.get_states(*data))
 
 
 def _cause(error: BaseException) -> BaseException:

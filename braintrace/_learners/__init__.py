@@ -16,12 +16,12 @@ from .dni import DNI as DNI
 from .dni import SyntheticGradient as SyntheticGradient
 from .dni import train_synthetic_gradient as train_synthetic_gradient
 from .expon import GradExpon as GradExpon
-from .functional import OnlineFunctions as OnlineFunctions
-from .functional import online as online
 from .influence import KF_RTRL as KF_RTRL
 from .influence import UORO as UORO
 from .influence import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm
 from .influence import SnAp as SnAp
+from .learner import Learner as Learner
+from .learner import online as online
 from .learners import D_RTRL as D_RTRL
 from .learners import ES_D_RTRL as ES_D_RTRL
 from .learners import RTRL as RTRL

@@ -22,6 +22,7 @@ from .config import ETraceConfig
 from .dni import DNI
 from .influence import KF_RTRL, UORO, SnAp
 from .learners import D_RTRL, ES_D_RTRL, RTRL
+from .options import OptionsLearner
 from .published import (
     OSTTP,
     OTPE,
@@ -33,6 +34,7 @@ from .published import (
     OSTLRecurrent,
     ThreeFactor,
 )
+from .vjp import read_method
 
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,
@@ -128,9 +130,10 @@ def learner_named(name: str) -> type[ETraceAlgorithm]:
 def as_rule(given: Any) -> Rule:
     """A rule as a value, given as such, by its name, or as a class of rules or learners."""
     made: Any = learner_named(given) if isinstance(given, str) else given
-    if isinstance(made, type) and issubclass(made, ETraceAlgorithm | Rule):
-        made = made(Nothing()) if issubclass(made, ETraceAlgorithm) else made()
-        made = rules.BPTT() if isinstance(made, BPTT) else getattr(made, "rule", made)
+    if isinstance(made, type) and issubclass(made, ETraceAlgorithm):
+        made = rule_and_window(made)[0]
+    elif isinstance(made, type) and issubclass(made, Rule):
+        made = made()
     if not isinstance(made, Rule):
         raise TypeError(
             "`rule` is a rule such as `braintrace.rules.D_RTRL()`, a class such as `braintrace.D_RTRL`, or a "
@@ -139,11 +142,16 @@ def as_rule(given: Any) -> Rule:
     return made
 
 
-class Nothing(brainstate.nn.Module):
-    """A model for learners that are asked for their rule only."""
-
-    def update(self, x: Any) -> Any:
-        return x
+def rule_and_window(learner: type[ETraceAlgorithm], **options: Any) -> tuple[Rule, int | None]:
+    """The rule of a class of learners with these options, and the steps of its windows, if it takes some."""
+    if issubclass(learner, BPTT):
+        return rules.BPTT(), None
+    if not issubclass(learner, OptionsLearner):
+        raise TypeError(f"{learner.__name__} has no rule by itself: pass a value of `braintrace.rules`.")
+    given, choice = learner.read_options(None, **options)
+    window = getattr(given, "window", None) or (choice.config and choice.config.window_size)
+    method = read_method(choice.rule, getattr(given, "vjp_method", None), window)
+    return choice.rule, (window or 1) if method == "multi-step" else None
 
 
 def _learner_of(config: ETraceConfig) -> type[ETraceAlgorithm]:

@@ -91,6 +91,22 @@ class OptionsLearner(ETraceVjpAlgorithm):
         raise NotImplementedError  # each class has its own
 
     @classmethod
+    def read_options(cls, model: Any, *args: Any, **options: Any) -> tuple[SimpleNamespace, Choice]:
+        """The values of all options, checked, and what they choose; the model is not used."""
+        try:
+            bound = _signature(cls).bind(None, model, *args, **options)
+        except TypeError as e:
+            raise TypeError(f"{cls.__name__}: {e}.") from None
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        if hasattr(given, "trace_dtype"):
+            given.trace_dtype = as_trace_dtype(given.trace_dtype)
+        choice = cls.choose(given)
+        if getattr(given, "normalize_matrix_spectrum", False):
+            choice = choice._replace(rule=normalized(choice.rule))
+        return given, choice
+
+    @classmethod
     def choose(cls, options: Any) -> Choice:
         """The rule for values of the options."""
         raise NotImplementedError
@@ -105,8 +121,8 @@ class OptionsLearner(ETraceVjpAlgorithm):
         return config.rule(options.random_feedback_key, options.trace_dtype, most)
 
 
-def _constructor(cls: type[OptionsLearner]) -> Any:
-    """An `__init__` with the signature that the class lists."""
+def _signature(cls: type[OptionsLearner]) -> Signature:
+    """The signature of the constructor of a class, from its list of options."""
     kind: Any = Parameter.POSITIONAL_OR_KEYWORD
     parameters = [Parameter("self", kind), Parameter("model", kind, annotation=brainstate.nn.Module)]
     for name in cls.takes.replace("(", "").replace(")", "").split():
@@ -116,23 +132,18 @@ def _constructor(cls: type[OptionsLearner]) -> Any:
             annotation, default, _ = OPTIONS[name]
             default = cls.defaults.get(name, default)
             parameters.append(Parameter(name, kind, default=default, annotation=annotation))
-    signature = Signature(parameters, return_annotation=None)
+    return Signature(parameters, return_annotation=None)
+
+
+def _constructor(cls: type[OptionsLearner]) -> Any:
+    """An `__init__` with the signature that the class lists."""
+    signature = _signature(cls)
 
     def __init__(self: OptionsLearner, *args: Any, **options: Any) -> None:
-        try:
-            bound = signature.bind(self, *args, **options)
-        except TypeError as e:
-            raise TypeError(f"{cls.__name__}: {e}.") from None
-        bound.apply_defaults()
-        given = SimpleNamespace(**bound.arguments)
-        if hasattr(given, "trace_dtype"):
-            given.trace_dtype = as_trace_dtype(given.trace_dtype)
-        rule, config, attributes = type(self).choose(given)
-        if getattr(given, "normalize_matrix_spectrum", False):
-            rule = normalized(rule)
+        given, choice = type(self).read_options(*args, **options)
         shared = {k: v for k, v in vars(given).items() if k in ("vjp_method", "window", "mark", "name")}
-        ETraceVjpAlgorithm.__init__(self, given.model, rule, config=config, **shared)
-        for name, value in attributes.items():
+        ETraceVjpAlgorithm.__init__(self, given.model, choice.rule, config=choice.config, **shared)
+        for name, value in choice.attributes.items():
             setattr(self, name, value)
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]

@@ -67,17 +67,8 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
         if config is not None and config.window_size is not None and window is None:
             window = config.window_size
         check_mark(mark)
-        if vjp_method not in ("single-step", "multi-step", None):
-            raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-        check_window(window)
-        in_windows = window is not None or (not rule.any_window and rule.windows)
-        if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
-            raise ValueError(
-                f"{'What is kept beside traces is' if window is None else f'Windows of {window} steps are'} "
-                "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
-            )
         self.rule = rule
-        self.vjp_method: VjpMethod = vjp_method or ("multi-step" if in_windows else "single-step")
+        self.vjp_method: VjpMethod = read_method(rule, vjp_method, window)
         self.window = window or 1
         # as in 0.2.x, where the size of a chunk is the window
         self._chunk_is_window = vjp_method == "multi-step" and window is None
@@ -277,6 +268,20 @@ class ETraceVjpAlgorithm(ETraceAlgorithm):
             fresh=self.is_fresh() and (not keep or is_traced(values)),
             budget=self.memory_budget,
         )
+
+
+def read_method(rule: Rule, vjp_method: VjpMethod | None, window: int | None) -> VjpMethod:
+    """Whether a learner with these options takes single steps, or windows."""
+    if vjp_method not in ("single-step", "multi-step", None):
+        raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
+    check_window(window)
+    in_windows = window is not None or (not rule.any_window and rule.windows)
+    if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
+        raise ValueError(
+            f"{'The low-rank correction is' if window is None else f'Windows of {window} steps are'} "
+            "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
+        )
+    return vjp_method or ("multi-step" if in_windows else "single-step")
 
 
 def _warn_of_change(what: str, how: str, instead: str, model: Any) -> None:

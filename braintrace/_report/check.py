@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import Path, show_path, show_paths
-from .._executor.executor import is_inexact
 from .._frontends.pure import Pure
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
-from .._learners.functional import OnlineFunctions
+from .._learners.learner import Learner
 from .._online.drive import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
@@ -189,8 +188,8 @@ def check_gradients(
     return put_beside(found, expected, exactness, sequence.length, tolerance)
 
 
-def check_functions(
-    net: OnlineFunctions,
+def check_learner(
+    learner: Learner,
     loss: Callable[..., Any],
     params: Any,
     carry: Any,
@@ -198,21 +197,20 @@ def check_functions(
     tolerance: float | None = None,
     **options: Any,
 ) -> GradientCheck:
-    """Compare `net.grad(loss, params, carry, traces of zero, *sequences, ...)` with BPTT."""
-    given = {*net.rule.signal.takes, *net.rule.signal.spellings}
+    """Compare `learner.grad(loss, params, carry, traces of zero, *sequences, ...)` with BPTT."""
+    signal = learner.rule.signal
 
-    def gradient(net: OnlineFunctions) -> Gradients:
-        more = {k: v for k, v in options.items() if k not in given or net.rule.signal.takes}
-        grads = net.grad(loss, params, carry, net.init(params, carry), *sequences, **more)[0]
-        paths, leaves = net.function.params.paths, jax.tree.leaves(grads, is_leaf=lambda g: g is None)
-        inexact = [p for p, a in zip(paths, net.function.params.leaves(params), strict=True) if is_inexact(a)]
-        return dict(zip(inexact, [g for g in leaves if g is not None], strict=True))
+    def gradient(learner: Learner) -> Gradients:
+        unused = set() if learner.rule.signal.takes else {*signal.takes, *signal.spellings}
+        more = {k: v for k, v in options.items() if k not in unused}
+        grads = learner.grad(loss, params, carry, learner.init(params, carry), *sequences, **more)[0]
+        return learner.function.by_parameter(grads)
 
-    found, expected = gradient(net), gradient(net.with_rule(BPTT()))
-    tolerance = round_off([found, net.init(params, carry)]) if tolerance is None else tolerance
-    return put_beside(
-        found, expected, net.report.exactness, Sequence.check(sequences, None).length, tolerance
-    )
+    found, expected = gradient(learner), gradient(learner.with_rule(BPTT()))
+    if tolerance is None:
+        tolerance = round_off([found, learner.trace_shapes])
+    length = Sequence.check(sequences, None).length
+    return put_beside(found, expected, learner.report.exactness, length, tolerance)
 
 
 def put_beside(

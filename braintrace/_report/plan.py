@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import brainstate
@@ -19,16 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _rules
-from .._compiler import ETraceGraph
-from .._compiler.graph import graph_from_info
 from .._executor.memory import device_memory
 from .._executor.spread import names_of
-from .._frontends.modules import extract_module_info
-from .._frontends.pure import Pure
+from .._frontends.module_function import read_module
 from .._learners import pickling
 from .._learners.base import ETraceAlgorithm
-from .._learners.compile import learner_named
-from .._learners.functional import OnlineFunctions
+from .._learners.learner import Learner
 from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.sequence import even_chunks
 from .flops import count_flops
@@ -176,33 +172,68 @@ def plan(
     if layout is not None:
         args = jax.tree.map(layout.of_input, args)
         _spread(twin, model, layout)
-    graph = graph_from_info(extract_module_info(twin, *args))
-
-    def rows_of(rule: str, **dial: Any) -> Callable[[int], PlanRow]:
-        learner = learner_named(rule)(twin, **dial)
-        learner.adopt(graph, args)
-        return lambda size: _row_of_learner(rule, learner, args, length, size, dial)
-
-    dial = dial_of(window, rank, across)
-    leaves = {e.path: jax.tree.leaves(e.state.value) for e in graph.module_info.entries}
-    return _plan(graph, rows_of, length, rules, chunk_sizes, memory_budget, dial, batch_size, layout, leaves)
+    function = read_module(twin, args)
+    learner = Learner(function, _rules.D_RTRL(), "ops", None, function.carry.like)
+    with warnings.catch_warnings(action="ignore"):
+        _ = learner.graph
+    request = Request(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+    return replace(plan_learner(learner, request, layout), batch_size=batch_size)
 
 
-def plan_functions(net: OnlineFunctions, length: int, dial: dict[str, Any], mesh: Any, **asked: Any) -> Plan:
-    """Plan for the functions of `braintrace.online`, as `plan` does for a model."""
-    layout, leaves = None, None
-    if mesh is not None:
-        layout = Layout.of(mesh)
-        net = net.laid_out(layout.of_param, layout.of_state, layout.of_input)
-        known = [*net.function.params.like, *net.function.carry.like]
-        leaves = {e.path: [a] for e, a in zip(net.graph.module_info.entries, known, strict=True)}
+@dataclass(frozen=True)
+class Request:
+    """The rules and sizes that a plan is asked for; see `plan`."""
 
-    def rows_of(rule: str, window: int | None = None, **dial: Any) -> Callable[[int], PlanRow]:
-        other = net.with_rule(getattr(_rules, rule)(**dial), window)
-        given = {"window": window, **dial} if window else {}
-        return lambda size: _row_of_functions(rule, other, length, size, given)
+    rules: tuple[str, ...]
+    length: int
+    chunk_sizes: Iterable[int] | None = None
+    memory_budget: int | None = None
+    window: int | None = None
+    rank: int = 0
+    across: str | None = None
 
-    return _plan(net.graph, rows_of, length, dial=dial_of(**dial), layout=layout, leaves=leaves, **asked)
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if rule not in RULES:
+                raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
+        if self.length < 1:
+            raise ValueError(f"`length` must be at least 1, not {self.length}.")
+
+    def rows(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """The rule, chunk size and options of each row."""
+        length = self.length
+        middle = even_chunks(length, math.isqrt(length))
+        sizes = sorted({min(s, length) for s in (self.chunk_sizes or (1, middle, length))})
+        steps = {rule: [1] for rule in ("RTRL", "SnAp", "UORO", "KF_RTRL")}  # they advance step by step
+        steps["BPTT"] = [s for s in sizes if s > 1] or [length]
+        rows: list[tuple[str, int, dict[str, Any]]] = [
+            (rule, size, {}) for rule in self.rules for size in steps.get(rule, sizes)
+        ]
+        options = {k: v for k, v in (("rank", self.rank), ("across", self.across)) if v}
+        if "D_RTRL" in self.rules and (self.window or options):
+            window = self.window or 1
+            rows.append(("D_RTRL", min(window, length), {"window": window, **options}))
+        return rows
+
+
+def plan_learner(learner: Learner, request: Request, layout: Layout | None) -> Plan:
+    """The plan for a learner's step function; its arrays are sharded as the layout says, if there is one."""
+    params, states = learner.function.params.like, learner.function.carry.like
+    rows = [_row(learner, request.length, *row) for row in request.rows()]
+    devices = () if layout is None else tuple(layout.mesh.devices.flat)
+    budget = device_memory(devices) if request.memory_budget is None else request.memory_budget
+    best, words = _recommend(rows, request.length, budget, bytes_of([*params, *states]), len(devices))
+    return Plan(
+        batch_size=None,
+        length=request.length,
+        parameter_bytes=bytes_of(params),
+        state_bytes=bytes_of(states),
+        memory_budget=budget,
+        rows=rows,
+        recommendation=words,
+        recommended=best,
+        mesh=None if layout is None else dict(layout.mesh.shape),
+    )
 
 
 @dataclass(frozen=True)
@@ -250,58 +281,6 @@ def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Lay
             state.value = jax.tree.map(layout.of_state, state.value)
 
 
-def dial_of(window: int | None, rank: int, across: str | None) -> dict[str, Any]:
-    """The options of D_RTRL in windows, of one step unless given; empty if none is asked for."""
-    more = {k: v for k, v in (("rank", rank), ("across", across)) if v}
-    return {"window": window or 1, **more} if window or more else {}
-
-
-def _plan(
-    graph: ETraceGraph,
-    rows_of: Callable[..., Callable[[int], PlanRow]],
-    length: int,
-    rules: Iterable[str],
-    chunk_sizes: Iterable[int] | None,
-    memory_budget: int | None,
-    dial: dict[str, Any],
-    batch_size: int | None = None,
-    layout: Layout | None = None,
-    leaves: dict[Any, list[Any]] | None = None,
-) -> Plan:
-    rules = list(rules)
-    for rule in rules:
-        if rule not in RULES:
-            raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
-    if length < 1:
-        raise ValueError(f"`length` must be at least 1, not {length}.")
-    middle = even_chunks(length, math.isqrt(length))
-    sizes = sorted({min(s, length) for s in (chunk_sizes or (1, middle, length))})
-    one = [1]  # what is kept advances step by step
-    whole = {"RTRL": one, "SnAp": one, "UORO": one, "KF_RTRL": one}
-    whole["BPTT"] = [s for s in sizes if s > 1] or [length]
-    rows = [row for rule in rules for row in map(rows_of(rule), whole.get(rule, sizes))]
-    if dial and "D_RTRL" in rules:
-        rows.append(rows_of("D_RTRL", **dial)(min(dial["window"], length)))
-    devices = () if layout is None else tuple(layout.mesh.devices.flat)
-    budget = device_memory(devices) if memory_budget is None else memory_budget
-    known = leaves or {e.path: [v.aval for v in e.invars] for e in graph.module_info.entries}
-    params = [a for e in graph.module_info.entries for a in known[e.path] if e.is_param]
-    states = [a for e in graph.module_info.entries for a in known[e.path] if not e.is_param]
-    always = bytes_of(params) + bytes_of(states)
-    best, words = _recommend(rows, length, budget, always, len(devices))
-    return Plan(
-        batch_size=batch_size,
-        length=length,
-        parameter_bytes=bytes_of(params),
-        state_bytes=bytes_of(states),
-        memory_budget=budget,
-        rows=rows,
-        recommendation=words,
-        recommended=best,
-        mesh=None if layout is None else dict(layout.mesh.shape),
-    )
-
-
 def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
     """The same model with shapes for values."""
     memo: dict[int, Any] = {}
@@ -325,49 +304,22 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     return twin
 
 
-def _row_of_learner(
-    rule: str, learner: ETraceAlgorithm, args: Any, length: int, size: int, dial: dict[str, Any]
-) -> PlanRow:
-    steps = None if dial else size
-
-    def gradient(*sequences: Any) -> Any:
-        return learner.etrace_grad(*sequences, step_fn=lambda *x: _loss(learner(*x)), chunk_size=steps)
-
-    with warnings.catch_warnings(action="ignore"):
-        sequences = jax.tree.map(lambda a: longer(a, length), args)
-        pure = Pure.trace(gradient, *sequences)
-        traced = jax.jit(lambda values, *a: pure(values, *a)).trace(
-            *on_one_mesh((jax.tree.map(_struct, pure.values()), *sequences))
-        )
-    values = [st.value for st in learner.traces.values()]
-    return _row(rule, size, length, learner.report.exactness.exact, values, traced, dial)
-
-
-def _row_of_functions(
-    rule: str, net: OnlineFunctions, length: int, size: int, dial: dict[str, Any]
-) -> PlanRow:
-    params, carry, x = net.function.params.like, net.function.carry.like, net.function.x.like
+def _row(learner: Learner, length: int, rule: str, size: int, options: dict[str, Any]) -> PlanRow:
+    """The cost of a rule: its gradient over a sequence is compiled for shapes, and not run."""
+    window = options.get("window")
+    made = getattr(_rules, rule)(**{k: v for k, v in options.items() if k != "window"})
+    learner = learner.with_rule(made, window)
+    function = learner.function
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
-        params, carry, xs = net.function.rebuild(params, carry, xs)
-        return net.grad(_loss, params, carry, traces, xs, chunk_size=None if dial else size)
+        params, carry, xs = function.rebuild(params, carry, xs)
+        return learner.grad(_loss, params, carry, traces, xs, chunk_size=None if options else size)
 
     with warnings.catch_warnings(action="ignore"):
-        traces = net.initial_shapes
-        given = on_one_mesh((params, carry, [longer(a, length) for a in x], traces))
+        traces = learner.trace_shapes
+        xs = [longer(a, length) for a in function.x.like]
+        given = on_one_mesh((function.params.like, function.carry.like, xs, traces))
         traced = jax.jit(gradient).trace(*given)
-    return _row(rule, size, length, net.report.exactness.exact, traces, traced, dial)
-
-
-def _loss(y: Any) -> Any:
-    outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
-    return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
-
-
-def _row(
-    rule: str, size: int, length: int, exact: bool, traces: Any, traced: Any, dial: dict[str, Any]
-) -> PlanRow:
-    with warnings.catch_warnings(action="ignore"):
         quickly = _QUICKLY if jax.default_backend() == "cpu" else None
         compiled: Any = traced.lower().compile(compiler_options=quickly)
         memory: Any = compiled.memory_analysis()
@@ -376,14 +328,19 @@ def _row(
     return PlanRow(
         rule=rule,
         chunk_size=size,
-        exact=exact or (dial.get("window") or 0) >= length,
+        exact=learner.report.exactness.exact or (window or 0) >= length,
         trace_bytes=bytes_of(jax.tree.leaves(traces)),
         activation_bytes=int(memory.temp_size_in_bytes),
         flops_per_step=count_flops(traced.jaxpr) / length,
         sent_per_step=sent / length,
         sent_per_chunk=sent / math.ceil(length / size),
-        **dial,
+        **options,
     )
+
+
+def _loss(y: Any) -> Any:
+    outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
+    return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
 
 _ABOUT = 1.1  # more operations than this are not worth the memory that they save

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._compiler import NotSupportedError
 from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
-from .._learners.compile import Nothing, learner_named
+from .._learners.compile import learner_named, rule_and_window
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
-from .._learners.vjp import ETraceVjpAlgorithm
+from .._learners.vjp import ETraceVjpAlgorithm, read_method
 from .._report.tables import title_of
-from .._rules import BPTT as ThroughTime
 from .._rules.rule import Rule
 
 
@@ -42,12 +40,10 @@ class Candidate:
 
     def value(self) -> tuple[Rule, int | None]:
         """The rule as a value, and the steps of its windows: what functions are trained with."""
-        learner: Any = self.learner(Nothing())
-        if self.is_bptt:
-            return ThroughTime(), None
-        if not isinstance(learner, ETraceVjpAlgorithm):
-            raise NotSupportedError(f"{self.label} is no rule of `braintrace.rules`, as functions need.")
-        return learner.rule, learner.window if learner.vjp_method == "multi-step" else None
+        if not isinstance(self.rule, Rule):
+            return rule_and_window(self.rule, **self.options)
+        method = read_method(self.rule, self.options.get("vjp_method"), self.options.get("window"))
+        return self.rule, (self.options.get("window") or 1) if method == "multi-step" else None
 
 
 YARDSTICK = Candidate("BPTT", BPTT)

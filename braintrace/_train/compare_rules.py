@@ -25,7 +25,7 @@ from .._compiler import ETraceGraph
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
-from .._learners.functional import OnlineFunctions
+from .._learners.learner import Learner
 from .._lines import raising_line
 from .._online.request import check_chunk_size
 from .._online.sequence import Sequence
@@ -124,7 +124,7 @@ def compare(
 
 
 def compare_functions(
-    net: OnlineFunctions,
+    net: Learner,
     loss: Callable[..., Any],
     params: Any,
     carry: Any,
@@ -355,21 +355,21 @@ class OfModel:
 class OfFunctions:
     """A step function with its parameters and carry, a loss, and data."""
 
-    net: OnlineFunctions
+    net: Learner
     loss: Callable[..., Any]
     params: Any
     carry: Any
     sequence: Sequence
     chunk_size: int | None
 
-    def _net(self, candidate: Candidate) -> OnlineFunctions:
+    def _net(self, candidate: Candidate) -> Learner:
         rule, window = candidate.value()
         plain = replace(self.net, window=None)
         plain.__dict__["graph"] = self.net.graph
         return plain.with_rule(rule, window)
 
     def trace_bytes(self, candidate: Candidate) -> int:
-        return bytes_of(self._net(candidate).initial_shapes.values())
+        return bytes_of(self._net(candidate).trace_shapes.values())
 
     @contextmanager
     def opened(self, candidate: Candidate) -> Iterator[Case]:

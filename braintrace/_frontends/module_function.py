@@ -1,0 +1,82 @@
+"""A `brainstate` module as a pure function of pytrees: `step(params, carry, x) -> (carry, y)`.
+
+`params` and `carry` are dictionaries of the values of its states, by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import brainstate
+
+from .._compiler.step import Path, Role, State
+from .functions import Function, Tree
+from .modules import step_of
+
+Values = dict[Path, Any]  # by the path of a state
+
+
+def read_module(
+    model: brainstate.nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    function: Callable[..., Any] | None = None,
+) -> Function:
+    """Trace `model(*args, **kwargs)` as a function of the values of its states.
+
+    Args:
+        model: The module. Its states have shapes as in training; shapes may stand for arrays.
+        args: The arguments of one step. `x` of the function is the only argument, or a tuple of several.
+        kwargs: Arguments by name; with some, `x` is the pair `(args, kwargs)`.
+        function: Called in place of the model, which it may call: a step with its loss, say.
+    """
+    kwargs = kwargs or {}
+    step = step_of(model, args, kwargs, function)
+    x = (tuple(args), kwargs) if kwargs else args[0] if len(args) == 1 else tuple(args)
+    at, number = {}, 0
+    for state in step.states:
+        at[state.path] = range(number, number + state.tree.num_leaves)
+        number += state.tree.num_leaves
+    params, carry = _split(step.states)
+    trees = Tree.of("params", _values(params)), Tree.of("carry", _values(carry)), Tree.of("x", x)
+    by_path = [sorted(some, key=lambda st: st.path) for some in (params, carry)]  # as a pytree is flattened
+    untraced = [_is_untraced(st) for st in by_path[1] for _ in range(st.tree.num_leaves)]
+    positions = [tuple(i for st in some for i in at[st.path]) for some in by_path]
+    return Function(function or model, step, *trees, tuple(untraced), *positions)
+
+
+def read_states(function: Function) -> tuple[Values, Values]:
+    """The parameters and the carry of a module's function, as the module's states are now."""
+    params, carry = _split(function.step.states)
+    found = _states_of(function)
+    values = lambda states: {st.path: found[st.path].value for st in states}
+    return values(params), values(carry)
+
+
+def write_states(function: Function, values: Values) -> None:
+    """Assign values, by path, to states of the module."""
+    found = _states_of(function)
+    for path, value in values.items():
+        found[path].value = value
+
+
+def _states_of(function: Function) -> dict[Path, brainstate.State]:
+    """The states of a module by path: those that it has now, which may be others than were traced."""
+    traced = {st.path: st.handle for st in function.step.states}
+    now = {tuple(map(str, path)): st for path, st in function.step.model.states().items()}
+    return {path: now.get(path, state) for path, state in traced.items()}
+
+
+def _split(states: Sequence[State]) -> tuple[list[State], list[State]]:
+    """The parameters, and the other states."""
+    is_param = lambda st: st.role is Role.PARAMETER
+    return [st for st in states if is_param(st)], [st for st in states if not is_param(st)]
+
+
+def _values(states: Sequence[State]) -> Values:
+    return {st.path: st.handle.value for st in states}
+
+
+def _is_untraced(state: State) -> bool:
+    return not isinstance(state.handle, brainstate.ShortTermState)
