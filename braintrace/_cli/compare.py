@@ -11,7 +11,7 @@ from typing import Any
 
 from . import frameworks, models
 from .common import UsageError, add_command
-from .inspection import distance, float_outputs, outputs_of, random_sequences
+from .inspection import distance, random_data
 from .rule_options import parse_rule
 from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
 
@@ -67,16 +67,15 @@ class Data:
     """Sequences, and the loss of outputs."""
 
     xs: Any
-    ys: Any
+    ys: Any  # a list of sequences
     mask: Any
     loss: Any  # of outputs and targets
     batches: Any = None  # to train on; the sequences themselves by default
-    random: bool = False  # drawn at random; `xs` and `ys` are tuples, an entry for each input and output
+    random: bool = False
 
 
 def run(given: argparse.Namespace) -> int:
     from .._train.candidates import read_rules
-    from .._train.compare_rules import compare
 
     if given.out is not None:
         check_folder(given.out)
@@ -93,14 +92,7 @@ def run(given: argparse.Namespace) -> int:
             chosen = {**DEFAULTS, "learning_rate": given.learning_rate, "optimizer": given.optimizer}
             train = {"updates": given.train, "optimizer": make_optimizer(chosen), "batches": data.batches}
         more = {"rules": rules, "train": train, "mask": data.mask, "chunk_size": given.chunk_size}
-        if isinstance(model, frameworks.Functions):
-            ys = data.ys if data.random else (data.ys,)
-            xs = data.xs[0] if data.random and len(data.xs) == 1 else data.xs
-            found = model.net.compare(data.loss, model.params, model.carry, xs, *ys, **more)
-        else:
-            step = _step(data)
-            batched = given.batch_size is not None
-            found = compare(model, data.xs, data.ys, step, batched=batched, seed=given.seed, **more)
+        found = model.learner.compare(data.loss, model.params, model.carry, data.xs, *data.ys, **more)
     found = replace(found, random=data.random)
     found.show()
     if given.out is not None:
@@ -112,26 +104,16 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _step(data: Data) -> Any:
-    if data.random:
-        return lambda net, xs, ys: data.loss(net(*xs), *ys)
-    return lambda net, x, y: data.loss(net(x), y)
-
-
 @contextmanager
-def _opened(given: argparse.Namespace) -> Iterator[tuple[Any, Data]]:
-    """Yield the model, or its functions, and the data."""
+def _opened(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, Data]]:
+    """Yield the model and the data."""
     if given.task:
         data = _of_task(given)
     elif given.data:
         data = _of_file(given)
     elif given.model and given.input:
         with models.build(given) as (model, inputs):
-            draw = random_sequences(given)
-            is_functions = isinstance(model, frameworks.Functions)
-            outputs = model.net.function.outputs if is_functions else outputs_of(model, inputs)
-            xs, ys = (tuple(map(draw, like)) for like in (inputs, float_outputs(outputs)))
-            yield model, Data(xs, ys, None, distance, random=True)
+            yield model, Data(*random_data(given, model, inputs), None, distance, random=True)
         return
     else:
         raise UsageError("Say on what to compare: a model with --input, --task or --data; or a --task alone.")
@@ -148,7 +130,8 @@ def _opened(given: argparse.Namespace) -> Iterator[tuple[Any, Data]]:
         task = make_task({"task": given.task, "set": dict(map(task_option, given.set))})
         with models.time_step(given.dt):
             brainstate.random.seed(given.seed)
-            yield make_net(given.cell or ("alif" if task.spiking else "gru"), task, given.hidden), data
+            net = make_net(given.cell or ("alif" if task.spiking else "gru"), task, given.hidden)
+            yield frameworks.read(net, None, None, models.shapes(given), given), data
     else:
         raise UsageError("--data needs a model: braintrace compare my_mod:Model --data FILE.")
 
@@ -163,7 +146,7 @@ def _of_task(given: argparse.Namespace) -> Data:
     seed, size = given.seed, given.batch_size
     batches = lambda epoch: [task.batch(seed, epoch, size)]
     xs, ys, mask = task.batch(seed, 0, size)
-    return Data(xs, ys, mask, task.loss, batches)
+    return Data(xs, [ys], mask, task.loss, batches)
 
 
 def _of_file(given: argparse.Namespace) -> Data:
@@ -181,4 +164,4 @@ def _of_file(given: argparse.Namespace) -> Data:
         raise UsageError(f"--data {given.data}: it needs arrays `xs` and `ys`, both (time, batch, ...).")
     given.batch_size = xs.shape[1]
     given.input, given.dtype = [",".join(map(str, xs.shape[2:]))], [str(jnp.asarray(xs[:1]).dtype)]
-    return Data(xs, ys, mask, cross_entropy if np.issubdtype(ys.dtype, np.integer) else squared_error)
+    return Data(xs, [ys], mask, cross_entropy if np.issubdtype(ys.dtype, np.integer) else squared_error)

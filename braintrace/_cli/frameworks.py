@@ -1,4 +1,4 @@
-"""Step functions, and modules of Equinox, Flax and Haiku, as functional learners."""
+"""Functional learners of step functions, and of modules of brainstate, Equinox, Flax and Haiku."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Functions with an argument `key`, `rngs` or `batch_size` get it from --seed and 
 
 
 @dataclass(frozen=True)
-class Functions:
+class Model:
     """A functional learner, with the parameters and carry of its model."""
 
-    net: Any
+    learner: Any
     params: Any
     carry: Any
 
@@ -55,23 +55,29 @@ def is_made(found: Any) -> bool:
     return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
 
 
-def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse.Namespace) -> Functions:
+def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse.Namespace) -> Model:
     """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
+    import brainstate
     import jax
     import jax.numpy as jnp
 
-    from .._learners.learner import online
+    from .._learners.learner import learner_of, online
 
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
     key = jax.random.key(given.seed)
+    if isinstance(model, brainstate.nn.Module):
+        size = {"batch_size": given.batch_size} if given.batch_size else {}
+        brainstate.nn.init_all_states(model, **size)
+        with brainstate.environ.context(fit=True):  # as in training, with dropout
+            return Model(*learner_of(model, inputs))
     if _is_triple(model):
         step, params, carry = model
     elif _of(model, "flax.nnx"):
         from ..nnx import Learner
 
         make = lambda: model.initialize_carry(x.shape, sys.modules["flax.nnx"].Rngs(given.seed))
-        net, params, carry, _ = Learner(model, _carry(carry, model, make), x).split()
-        return Functions(net, params, carry)
+        learner, params, carry, _ = Learner(model, _carry(carry, model, make), x).split()
+        return Model(learner, params, carry)
     elif _of(model, "flax.linen"):
         carry = _carry(carry, model, lambda: model.initialize_carry(key, x.shape))
         step, params = model.apply, model.init(key, carry, x)
@@ -82,7 +88,7 @@ def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse
         step, params, carry = _equinox(model, carry, given.batch_size)
     else:
         step = model
-    return Functions(online(step, params, carry, x), params, carry)
+    return Model(online(step, params, carry, x), params, carry)
 
 
 def _of(found: Any, *packages: str) -> bool:

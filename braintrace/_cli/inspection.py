@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -84,8 +84,8 @@ def add_to(commands: Any) -> None:
 
 
 def graph(given: argparse.Namespace) -> int:
-    with _learner(given) as (learner, _):
-        report = learner.net.report if isinstance(learner, frameworks.Functions) else learner.report
+    with _with_rule(given) as (model, _):
+        report = model.learner.report
         report.show()
         for kind in ("html", "svg", "dot"):
             path: Path | None = getattr(given, kind)
@@ -97,59 +97,34 @@ def graph(given: argparse.Namespace) -> int:
 
 
 def check(given: argparse.Namespace) -> int:
-    from .._report.check import check_gradients
-
-    draw = random_sequences(given)
-    with _learner(given) as (learner, inputs):
-        xs = [draw(i) for i in inputs]
-        if isinstance(learner, frameworks.Functions):
-            ys = [draw(o) for o in float_outputs(learner.net.function.outputs)]
-            x = xs[0] if len(xs) == 1 else tuple(xs)
-            found = learner.net.check(
-                distance, learner.params, learner.carry, x, *ys, chunk_size=given.chunk_size
-            )
-        else:
-            ys = [draw(o) for o in float_outputs(outputs_of(learner.model, inputs))]
-            step = lambda *slices: distance(learner(*slices[: len(xs)]), *slices[len(xs) :])
-            found = check_gradients(learner, *xs, *ys, step_fn=step, chunk_size=given.chunk_size)
+    with _with_rule(given) as (model, inputs):
+        xs, ys = random_data(given, model, inputs)
+        found = model.learner.check(distance, model.params, model.carry, xs, *ys, chunk_size=given.chunk_size)
     found.show()
     return 0 if (found.equal if given.exact else found.ok) else 1
 
 
 def show_plan(given: argparse.Namespace) -> int:
-    from .._report.plan import plan
-
     more: dict[str, Any] = {"window": given.window or None, "rank": given.rank, "across": given.across}
     more |= {"basis": given.basis} if given.basis else {}
     more |= {"rules": [PLANNED[name] for name in given.rules]} if given.rules else {}
-    with devices.mesh_of(given) as mesh, models.build(given) as (model, inputs):
-        if isinstance(model, frameworks.Functions):
-            model.net.plan(given.length, mesh=mesh, **more).show()
-        else:
-            plan(model, tuple(inputs), given.batch_size, given.length, mesh=mesh, **more).show()
+    with devices.mesh_of(given) as mesh, models.build(given) as (model, _):
+        model.learner.plan(given.length, mesh=mesh, **more).show()
     return 0
 
 
 @contextmanager
-def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a compiled learner of the model, or its `Functions`, and the shapes of its inputs."""
-    import jax.numpy as jnp
-
+def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
+    """Yield the model under the rule of the options, and the shapes of its inputs."""
     from .._train.candidates import Candidate
 
-    make, options = learner_of(given.rule, vars(given))
+    candidate = Candidate(given.rule, *learner_of(given.rule, vars(given)))
     with models.build(given) as (model, inputs):
-        if isinstance(model, frameworks.Functions):
-            rule, window = Candidate(given.rule, make, options).value()
-            yield replace(model, net=model.net.with_rule(rule, window)), inputs
-        else:
-            learner = make(model, **options)
-            learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
-            yield learner, inputs
+        yield replace(model, learner=candidate.on(model.learner)), inputs
 
 
-def random_sequences(given: argparse.Namespace) -> Callable[[Any], Any]:
-    """Return a function that draws a sequence for the shape of one step."""
+def random_data(given: argparse.Namespace, model: frameworks.Model, inputs: list[Any]) -> tuple[Any, Any]:
+    """Draw sequences of inputs, an array or a tuple of several, and of targets for each output."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -161,7 +136,8 @@ def random_sequences(given: argparse.Namespace) -> Callable[[Any], Any]:
             return jnp.asarray(rng.integers(2, size=shape), like.dtype)
         return jnp.asarray(rng.normal(size=shape), like.dtype)
 
-    return draw
+    xs = tuple(map(draw, inputs))
+    return xs[0] if len(xs) == 1 else xs, list(map(draw, float_outputs(model.learner.function.outputs)))
 
 
 def distance(outputs: Any, *targets: Any) -> Any:
@@ -170,16 +146,6 @@ def distance(outputs: Any, *targets: Any) -> Any:
 
     found = float_outputs(outputs)
     return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)) / len(found)
-
-
-def outputs_of(model: Any, inputs: list[Any]) -> Any:
-    """Return the shapes of a model's outputs."""
-    import jax
-
-    from .._frontends.modules import step_of
-
-    step = step_of(model, tuple(inputs), {})
-    return jax.tree.unflatten(step.out_tree, step.closed_jaxpr.out_avals[: step.out_tree.num_leaves])
 
 
 def float_outputs(outputs: Any) -> list[Any]:

@@ -65,22 +65,16 @@ def path(text: str) -> Path:
 
 
 @contextmanager
-def build(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the initialised model, or its `Functions`, and the shape of each input with its batch axis."""
+def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
+    """Yield the functional learner of the model, and the shape of each input with its batch axis."""
     import brainstate
 
     inputs = shapes(given)
     make = find(given.model, given)
     brainstate.random.seed(given.seed)
     with time_step(given.dt):
-        model = make()
-        if isinstance(model, brainstate.nn.Module):
-            size = {"batch_size": given.batch_size} if given.batch_size else {}
-            brainstate.nn.init_all_states(model, **size)
-            yield model, inputs
-        else:
-            params, carry = (_given(name, given) for name in ("params", "carry"))
-            yield frameworks.read(model, params, carry, inputs, given), inputs
+        params, carry = (_given(name, given) for name in ("params", "carry"))
+        yield frameworks.read(make(), params, carry, inputs, given), inputs
 
 
 def _given(name: str, given: argparse.Namespace) -> Any:

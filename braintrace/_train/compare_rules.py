@@ -1,8 +1,8 @@
-"""Rules side by side on one's own model and data: how good their gradients are, and what they cost.
+"""Compare learning rules on a model and data: how good their gradients are, and what they cost.
 
-Each rule starts from the same states and random keys, and takes the gradient of the same losses over the same
-sequences; the exact one is that of BPTT. A program is compiled once, which is timed apart, and then run a
-few times. What a rule cannot do becomes a row that says so.
+Each rule starts from the same parameters, carry and random keys, and takes the gradient of the same losses
+over the same sequences; the exact one is that of BPTT. A program is compiled once, which is timed apart, and
+then run a few times. A rule that fails becomes a row with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
 
@@ -21,29 +21,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._compiler import ETraceGraph
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
-from .._learners.learner import Learner
+from .._learners.learner import Learner, learner_of
 from .._lines import raising_line
-from .._online.request import check_chunk_size
-from .._online.sequence import Sequence
-from .._report.check import Gradients, flatten, put_beside, round_off, trace_afresh, zeros
+from .._online.request import check_chunk_size, split_loss
+from .._online.sequence import NeverCalledError, Sequence
+from .._report.check import Gradients, flatten, put_beside, round_off, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
-from .._report.verdict import Exactness
 from .batches import Batches, read, size_of
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
-from .engine import called_with, with_aux
-from .failures import DivergedError
-from .fit import fit
+from .engine import sequence_of, with_aux
 from .optimizers import optimizer_by_name
 from .progress_bar import Stages
 
-RUNS, SECONDS = 5, 1.0  # of each program: so many runs, unless they take so long
-RTRL_BYTES = 1 << 25  # more than that is not tried unless asked for
+RUNS, SECONDS = 5, 1.0  # a program runs RUNS times, unless that takes longer than SECONDS
+RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
 LEARNING_RATE, CLIP = 5e-3, 1.0
 
 
@@ -53,20 +49,67 @@ class Training:
 
     updates: int
     optimizer: Any
-    batches: Batches | None = None  # None: the data themselves, again and again
+    batches: Batches | None = None  # by default the data of the comparison, repeated
 
 
-@dataclass(frozen=True)
-class Case:
-    """A rule on a model: what is compiled and run."""
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A step function with its parameters and carry, a loss, and data."""
 
-    program: Callable[..., Any]
-    given: tuple[Any, ...]  # the arguments of the program
-    gradients: Callable[[Any], Gradients]  # of what it returns: the gradient of each parameter
-    traces: Any
-    exactness: Exactness
-    train: Callable[[Training], tuple[list[float], bool]]  # losses, and whether it diverged
-    weights: Any
+    learner: Learner
+    loss: Callable[..., Any]
+    params: Any
+    carry: Any
+    sequence: Sequence  # its arrays are the arguments of `grad` after the traces
+    chunk_size: int | None
+    arguments: Callable[[Any, Any], tuple[Any, ...]]  # of `grad`, from the xs and ys of a training batch
+
+    @property
+    def leaves(self) -> tuple[list[Any], list[Any]]:
+        """The leaves of parameters and carry: arguments of a compiled function."""
+        return self.learner.function.params.leaves(self.params), self.learner.function.carry.leaves(
+            self.carry
+        )
+
+    @property
+    def weights(self) -> list[int]:
+        """The positions of inexact arrays among the leaves of the parameters."""
+        return [i for i, leaf in enumerate(self.leaves[0]) if is_inexact(leaf)]
+
+    def gradient(self, learner: Learner, chunk_size: int | None) -> Callable[..., tuple[Any, Any, Any]]:
+        """Return a function from leaves and data to gradients, the carry after, and losses."""
+        params_tree, carry_tree = learner.function.params, learner.function.carry
+        takes_target = "target" in learner.rule.signal.takes
+
+        def gradient(
+            params: Any, carry: Any, arrays: Any, mask: Any, key: Any = None
+        ) -> tuple[Any, Any, Any]:
+            params, carry = params_tree.rebuild(params), carry_tree.rebuild(carry)
+            traces = learner.init(params, carry, key=key)
+            signal = {"target": jax.tree.leaves(arrays)[-1]} if takes_target else {}
+            grads, (carry, _), (losses, _) = learner.grad(
+                lambda y, *slices: (with_aux(self.loss(y, *slices))[0], ()),
+                params,
+                carry,
+                traces,
+                *arrays,
+                mask=mask,
+                chunk_size=chunk_size,
+                has_aux=True,
+                **signal,
+            )
+            return jax.tree.leaves(grads), carry_tree.leaves(carry), losses
+
+        return gradient
+
+    def batches(self, training: Training) -> Iterator[tuple[Any, Any]]:
+        """Yield the arguments of `grad` and the mask of each update."""
+        if training.batches is None:
+            yield from repeat((self.sequence.arrays, self.sequence.mask), training.updates)
+            return
+        every = (b for epoch in range(training.updates) for b in read(training.batches, epoch))
+        for xs, ys, mask, _ in islice(every, training.updates):
+            yield self.arguments(xs, ys), jnp.asarray(mask)
 
 
 def compare(
@@ -86,27 +129,38 @@ def compare(
 ) -> Comparison:
     """Compare learning rules on a model and data; the model is left as it is.
 
-    `xs` and `ys` have time first, then (unless `batched=False`) the batch. `step_fn(learner, x, y)` calls the
-    learner once and returns the loss of the step, or a pair of it and anything else; without `ys` (None) it
-    is `step_fn(learner, x)`. `rules` are names ('d_rtrl'), classes, values of `braintrace.rules`, pairs of
-    one of these and options (`('d_rtrl', {'window': 5})`), or a dictionary of them by label; by default from
-    cheap to exact, with `RTRL` where it is small. `train` is a number of updates, or a dictionary:
-    `updates`, `optimizer` (of optax, or a name), `learning_rate`, and `batches` as `fit` takes them (the data
-    themselves by default).
+    Args:
+        model: A module of brainstate.
+        xs: Inputs, time first, then (unless `batched=False`) the batch.
+        ys: Targets of all steps, or None.
+        step_fn: `step_fn(net, x, y)` calls `net` once, as it would a learner, and returns the loss of the
+            step, or a pair of the loss and auxiliary values; without `ys` it is `step_fn(net, x)`.
+        rules: Names ('d_rtrl'), classes, values of `braintrace.rules`, pairs of one of these and options
+            (`('d_rtrl', {'window': 5})`), or a dictionary of them by label. By default from cheap to exact,
+            with `RTRL` if it is small.
+        train: A number of updates to train each rule for, or a dictionary of `updates`, `optimizer` (of
+            Optax, or a name), `learning_rate`, and `batches` as `fit` takes them (`xs` and `ys` by default).
+        mask: Weights of the losses, shape (time,), or (time, batch) with a loss for each sample.
+        chunk_size: Steps per backward pass, which changes speed and memory only; by default as many as
+            memory allows.
+        batched: Whether arrays have a batch axis after time.
+        seed: The seed of initial states and of random numbers of the model.
+        memory_budget: Bytes of traces above which a rule is not tried; by default the device's memory.
+        progress: Whether to show a progress bar.
 
-    Time and memory are those of `etrace_grad` over the sequence, which takes as many steps at once as memory
-    allows; `chunk_size` says how many, of rules without windows. A rule whose traces take more than
-    `memory_budget` bytes is not tried.
+    Returns:
+        A table of the rules, with a recommendation.
 
-    >>> import braintrace, jax.numpy as jnp
-    >>> loss = lambda net, x, y: jnp.mean((net(x) - y) ** 2)
-    >>> xs, ys = jnp.ones((6, 2, 3)), jnp.zeros((6, 2, 4))
-    >>> found = compare(braintrace.nn.GRUCell(3, 4), xs, ys, loss, ["d_rtrl", "rtrl"], progress=False)
-    >>> [row.rule for row in found.rows], found.row("RTRL").exact
-    (['BPTT', 'D_RTRL', 'RTRL'], True)
+    Example:
+        >>> import braintrace, jax.numpy as jnp
+        >>> loss = lambda net, x, y: jnp.mean((net(x) - y) ** 2)
+        >>> xs, ys = jnp.ones((6, 2, 3)), jnp.zeros((6, 2, 4))
+        >>> found = compare(braintrace.nn.GRUCell(3, 4), xs, ys, loss, ["d_rtrl", "rtrl"], progress=False)
+        >>> [row.rule for row in found.rows], found.row("RTRL").exact
+        (['BPTT', 'D_RTRL', 'RTRL'], True)
     """
     check_chunk_size(chunk_size)
-    sequence = Sequence.check((xs,) if ys is None else (xs, ys), mask)
+    sequence = Sequence.check((xs,), mask) if ys is None else sequence_of(xs, ys, mask)
     if not callable(step_fn):
         raise TypeError(
             "`step_fn(learner, x, y)` is a function that calls the learner and returns the loss of a step, "
@@ -115,16 +169,29 @@ def compare(
     try:
         inspect.signature(step_fn).bind(model, *sequence.arrays)
     except TypeError as error:
-        raise TypeError(
-            f"`step_fn` is called as step_fn(learner, {'x' if ys is None else 'x, y'}): each rule has a "
-            f"learner of its own ({error})."
-        ) from error
-    subject = OfModel(model, step_fn, sequence, chunk_size, batched, seed)
-    return run(subject, rules, train, memory_budget, progress)
+        names = "x" if ys is None else "x, y"
+        raise TypeError(f"`step_fn` is called as step_fn(learner, {names}) ({error}).") from error
+    calls: list[None] = []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return model(*args, **kwargs)
+
+    slices = jax.tree.map(lambda a: a[0], sequence.arrays)
+    with _initialised(model, {"batch_size": size_of(xs)} if batched else {}, seed):
+        samples = sequence.mask.shape[1:]
+        function = lambda *slices: split_loss(with_aux(step_fn(called, *slices)), True, samples=samples)[0]
+        learner, params, carry = learner_of(model, slices, function=function)
+    if not calls:
+        raise NeverCalledError
+    arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
+    sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
+    problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)
+    return _compare(problem, rules, train, memory_budget, progress)
 
 
-def compare_functions(
-    net: Learner,
+def compare_learner(
+    learner: Learner,
     loss: Callable[..., Any],
     params: Any,
     carry: Any,
@@ -136,24 +203,42 @@ def compare_functions(
     memory_budget: int | None = None,
     progress: bool = True,
 ) -> Comparison:
-    """Compare rules by the gradients of `net.grad(loss, params, carry, traces, *sequences)`."""
+    """Compare rules by the gradients of `learner.grad(loss, params, carry, traces, *sequences)`."""
     check_chunk_size(chunk_size)
     if not callable(loss):
         raise TypeError(f"`loss(y, *slices)` is a function that returns the loss of a step, not {loss!r}.")
     sequence = Sequence.check(sequences, mask)
-    subject = OfFunctions(net, loss, params, carry, sequence, chunk_size)
-    return run(subject, rules, train, memory_budget, progress)
+    arguments = lambda xs, ys: (xs,) if ys is None else (xs, ys)
+    problem = Problem(learner, loss, params, carry, sequence, chunk_size, arguments)
+    return _compare(problem, rules, train, memory_budget, progress)
 
 
-def run(
-    subject: OfModel | OfFunctions, rules: Any, train: Any, memory_budget: int | None, progress: bool
+@contextmanager
+def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -> Iterator[None]:
+    """Initialise the states of a model as for training, and restore all of them afterwards."""
+    nodes = [(node, dict(vars(node))) for node in (model, *model.nodes().values())]
+    before = [(st, st.value) for st in model.states().values()]
+    with brainstate.random.seed_context(seed), brainstate.environ.context(fit=True):
+        try:
+            brainstate.nn.init_all_states(model, **size)
+            yield
+        finally:
+            for state, value in before:
+                state.value = value
+            for node, attributes in nodes:  # initialisation may replace states by new ones
+                vars(node).clear()
+                vars(node).update(attributes)
+
+
+def _compare(
+    problem: Problem, rules: Any, train: Any, memory_budget: int | None, progress: bool
 ) -> Comparison:
     """Measure rule after rule, BPTT first."""
     budget = device_memory() if memory_budget is None else memory_budget
     training = read_training(train)
     if rules is None:
-        small = lambda candidate: _is_small(subject, candidate, min(budget, RTRL_BYTES))
-        asked = ladder(subject.sequence.length, small)
+        small = lambda candidate: _is_small(problem, candidate, min(budget, RTRL_BYTES))
+        asked = ladder(problem.sequence.length, small)
     else:
         asked = read_rules(rules)
     first = next((c for c in asked if c.is_bptt), YARDSTICK)
@@ -162,7 +247,7 @@ def run(
     with Stages([first, *(c for c in asked if c is not first)], progress) as stages:
         for candidate in stages:
             try:
-                row, found = _measure(subject, candidate, truth, training, budget)
+                row, found = _measure(problem, candidate, truth, training, budget)
             except Exception as error:
                 if not rows:
                     raise
@@ -172,46 +257,73 @@ def run(
             rows.append(row)
     device = jax.devices()[0].device_kind
     return Comparison(
-        subject.sequence.length, device, rows, training.updates if training else None, zeros(truth)
+        problem.sequence.length, device, rows, training.updates if training else None, zeros(truth)
     )
 
 
 def _measure(
-    subject: OfModel | OfFunctions,
-    candidate: Candidate,
-    truth: Gradients,
-    training: Training | None,
-    budget: int,
+    problem: Problem, candidate: Candidate, truth: Gradients, training: Training | None, budget: int
 ) -> tuple[Compared, Gradients]:
-    needed = subject.trace_bytes(candidate)
+    learner = candidate.on(problem.learner)
+    needed = bytes_of(learner.trace_shapes.values())
     if needed > budget:
         raise MemoryError(f"its traces take {show_bytes(needed)}, more than {show_bytes(budget)}")
     began = time.perf_counter()
-    with subject.opened(candidate) as case:
-        program: Any = jax.jit(case.program).lower(*case.given).compile()
-        compiled = time.perf_counter()
-        grads = jax.block_until_ready(program(*case.given))
-        seconds = _best_time(lambda: program(*case.given))
-        found = case.gradients(grads)
-        if not all(np.isfinite(flatten(g)).all() for g in found.values()):
-            raise FloatingPointError("its gradient is not finite")
-        tolerance = round_off([case.weights, case.traces])
-        check = put_beside(found, {**found, **truth}, case.exactness, subject.sequence.length, tolerance)
-        losses, diverged = case.train(training) if training else (None, False)
+    gradient = problem.gradient(learner, None if candidate.is_bptt else problem.chunk_size)
+    given = (*problem.leaves, problem.sequence.arrays, problem.sequence.mask)
+    program: Any = jax.jit(lambda *given: gradient(*given)[0]).lower(*given).compile()
+    compiled = time.perf_counter()
+    found = learner.function.by_parameter(jax.block_until_ready(program(*given)))
+    seconds = _best_time(lambda: program(*given))
+    if not all(np.isfinite(flatten(g)).all() for g in found.values()):
+        raise FloatingPointError("its gradient is not finite")
+    tolerance = round_off([found, learner.trace_shapes])
+    length, exactness = problem.sequence.length, learner.report.exactness
+    check = put_beside(found, {**found, **truth}, exactness, length, tolerance)
+    losses, diverged = _train(problem, gradient, training) if training else (None, False)
     row = Compared(
         candidate.label,
         is_bptt=candidate.is_bptt,
         exact=check.equal,
         gradient=_agreement(check),
         parameters={show_path(p.path): _agreement(p) for p in check.parameters},
-        step_seconds=seconds / subject.sequence.length,
+        step_seconds=seconds / length,
         compile_seconds=compiled - began,
-        trace_bytes=bytes_of(jax.tree.leaves(case.traces)),
+        trace_bytes=needed,
         activation_bytes=int(program.memory_analysis().temp_size_in_bytes),
         losses=losses,
         diverged=diverged,
     )
     return row, found
+
+
+def _train(problem: Problem, gradient: Any, training: Training) -> tuple[list[float], bool]:
+    """Train one rule; return the loss of each update, and whether it diverged."""
+    (params, start), positions = problem.leaves, problem.weights
+    untraced, optimizer = problem.learner.function.untraced, training.optimizer
+    weights, carry = [params[i] for i in positions], start
+    state = optimizer.init(weights)
+
+    @jax.jit
+    def update(weights: Any, carry: Any, state: Any, arrays: Any, mask: Any, key: Any) -> Any:
+        now = list(params)
+        for i, w in zip(positions, weights, strict=True):
+            now[i] = w
+        grads, carry, losses = gradient(now, carry, arrays, mask, key)
+        moves, state = optimizer.update(list(map(jnp.conj, grads)), state, weights)
+        weights = [(w + d).astype(w.dtype) for w, d in zip(weights, moves, strict=True)]
+        # random keys and running statistics go on from sequence to sequence
+        carry = [a if kept else b for a, b, kept in zip(carry, start, untraced, strict=True)]
+        counted = jnp.where(mask != 0, losses, jnp.zeros_like(losses)) * mask
+        return weights, carry, state, counted.sum() / mask.sum()
+
+    found: list[float] = []
+    for key, (arrays, mask) in enumerate(problem.batches(training)):
+        weights, carry, state, loss = update(weights, carry, state, arrays, mask, key)
+        if not math.isfinite(loss):
+            return found, True
+        found.append(float(loss))
+    return found, False
 
 
 def _agreement(check: Any) -> Agreement:
@@ -228,10 +340,10 @@ def _best_time(function: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _is_small(subject: OfModel | OfFunctions, candidate: Candidate, most: int) -> bool:
+def _is_small(problem: Problem, candidate: Candidate, most: int) -> bool:
     try:
-        return subject.trace_bytes(candidate) <= most
-    except Exception:  # its row would say why; nobody asked for it
+        return bytes_of(candidate.on(problem.learner).trace_shapes.values()) <= most
+    except Exception:  # a rule that cannot be used is not tried unless asked for
         return False
 
 
@@ -242,208 +354,8 @@ def _first_line(error: Exception) -> str:
     return f"{name}{words[0] if words else 'it failed'}{f' ({line})' if line else ''}"
 
 
-# -- a model of brainstate -----------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class OfModel:
-    """A module, the loss of its steps, and data."""
-
-    model: brainstate.nn.Module
-    step_fn: Callable[..., Any]
-    sequence: Sequence
-    chunk_size: int | None
-    batched: bool
-    seed: int
-    _known: tuple[ETraceGraph, Any] | None = None  # of BPTT, and its arguments: others are sized by it
-
-    def trace_bytes(self, candidate: Candidate) -> int:
-        with self._fresh():
-            if self._known is None:
-                learner = YARDSTICK.learner(self.model)
-                args, kwargs = self._arguments(learner)
-                learner.compile_graph(*args, **kwargs)
-                self._known = learner.graph, args
-            learner = candidate.learner(self.model)
-            learner.adopt(*self._known)
-            return bytes_of(st.value for st in learner.traces.values())
-
-    @contextmanager
-    def opened(self, candidate: Candidate) -> Iterator[Case]:
-        with self._fresh() as kept:
-            learner = candidate.learner(self.model)
-            args, kwargs = self._arguments(learner)
-            learner.compile_graph(*args, **kwargs)
-            learner.reset_model(**self._size)
-            in_windows = learner.steps_at_once(self.chunk_size) is not None
-            chunk_size = None if in_windows or candidate.is_bptt else self.chunk_size
-
-            def gradient(*arrays: Any) -> Any:
-                learner.init_etrace_state()
-                options = {"mask": self.sequence.mask, "chunk_size": chunk_size, "has_aux": True}
-                return learner.etrace_grad(
-                    *arrays, step_fn=self._step(learner), keep_traces=False, **options
-                )[0]
-
-            pure, values = trace_afresh(gradient, learner, self.sequence)
-            kept.extend((st, st.value) for st in pure.states)
-            yield Case(
-                lambda values, arrays: pure(values, *arrays)[0],
-                (values, self.sequence.arrays),
-                lambda grads: {tuple(map(str, k)): v for k, v in grads.items()},
-                {k: st.value for k, st in learner.traces.items()},
-                learner.report.exactness,
-                lambda training: self._train(learner, training, chunk_size),
-                [st.value for st in learner.param_states.values()],
-            )
-
-    def _step(self, learner: Any) -> Callable[..., Any]:
-        return lambda *slices: with_aux(self.step_fn(learner, *slices))
-
-    def _arguments(self, learner: Any) -> tuple[Any, Any]:
-        return called_with(learner, self._step(learner), jax.tree.map(lambda a: a[0], self.sequence.arrays))
-
-    def _train(self, learner: Any, training: Training, chunk_size: int | None) -> tuple[list[float], bool]:
-        step, (xs, *ys) = self._step(learner), self.sequence.arrays
-        own = [(xs, ys[0] if ys else None, self.sequence.mask)]
-        try:
-            result = fit(
-                learner,
-                own if training.batches is None else training.batches,
-                step if ys else (lambda x, _: step(x)),
-                training.optimizer,
-                epochs=training.updates,
-                max_batches=training.updates,
-                chunk_size=chunk_size,
-                batched=self.batched,
-                progress=False,
-            )
-        except DivergedError as error:
-            return [float(v) for v in error.result.curve()[1]], True
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return [float(v) for v in result.curve()[1]], False
-
-    @property
-    def _size(self) -> dict[str, int]:
-        return {"batch_size": size_of(self.sequence.arrays[0])} if self.batched else {}
-
-    @contextmanager
-    def _fresh(self) -> Iterator[list[tuple[brainstate.State, Any]]]:
-        """States as they are at the start of a sequence, and random keys, the same each time.
-
-        What is added to the list is restored as well.
-        """
-        nodes = [(node, dict(vars(node))) for node in (self.model, *self.model.nodes().values())]
-        kept = [(st, st.value) for st in self.model.states().values()]
-        with brainstate.random.seed_context(self.seed), brainstate.environ.context(fit=True):
-            try:
-                brainstate.nn.init_all_states(self.model, **self._size)
-                yield kept
-            finally:
-                for state, value in reversed(kept):  # what was first seen is what it was
-                    state.value = value
-                for node, attributes in nodes:
-                    vars(node).clear()
-                    vars(node).update(attributes)
-
-
-# -- pure functions ------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class OfFunctions:
-    """A step function with its parameters and carry, a loss, and data."""
-
-    net: Learner
-    loss: Callable[..., Any]
-    params: Any
-    carry: Any
-    sequence: Sequence
-    chunk_size: int | None
-
-    def _net(self, candidate: Candidate) -> Learner:
-        rule, window = candidate.value()
-        plain = replace(self.net, window=None)
-        plain.__dict__["graph"] = self.net.graph
-        return plain.with_rule(rule, window)
-
-    def trace_bytes(self, candidate: Candidate) -> int:
-        return bytes_of(self._net(candidate).trace_shapes.values())
-
-    @contextmanager
-    def opened(self, candidate: Candidate) -> Iterator[Case]:
-        net = self._net(candidate)
-        trees = net.function.params, net.function.carry
-        leaves = [tree.leaves(value) for tree, value in zip(trees, (self.params, self.carry), strict=True)]
-        inexact = [i for i, leaf in enumerate(leaves[0]) if is_inexact(leaf)]
-        chunk_size = None if candidate.is_bptt else self.chunk_size
-
-        def gradient(params: Any, carry: Any, arrays: Any, mask: Any, key: Any = None) -> tuple[Any, Any]:
-            params, carry = trees[0].rebuild(params), trees[1].rebuild(carry)
-            grads, _, (losses, _) = net.grad(
-                self._loss,
-                params,
-                carry,
-                net.init(params, carry, key=key),
-                *arrays,
-                mask=mask,
-                chunk_size=chunk_size,
-                has_aux=True,
-            )
-            return jax.tree.leaves(grads), losses
-
-        yield Case(
-            lambda *given: gradient(*given)[0],
-            (*leaves, self.sequence.arrays, self.sequence.mask),
-            lambda grads: dict(zip([trees[0].paths[i] for i in inexact], grads, strict=True)),
-            net.init(self.params, self.carry),
-            net.report.exactness,
-            lambda training: self._train(gradient, leaves, inexact, training),
-            [leaves[0][i] for i in inexact],
-        )
-
-    def _loss(self, y: Any, *slices: Any) -> tuple[Any, Any]:
-        return with_aux(self.loss(y, *slices))
-
-    def _train(
-        self, gradient: Any, leaves: Any, inexact: list[int], training: Training
-    ) -> tuple[list[float], bool]:
-        weights = [leaves[0][i] for i in inexact]
-        state = training.optimizer.init(weights)
-
-        @jax.jit
-        def update(weights: Any, state: Any, arrays: Any, mask: Any, key: Any) -> Any:
-            params = list(leaves[0])
-            for i, w in zip(inexact, weights, strict=True):
-                params[i] = w
-            grads, losses = gradient(params, leaves[1], arrays, mask, key)
-            moves, state = training.optimizer.update(list(map(jnp.conj, grads)), state, weights)
-            weights = [(w + d).astype(w.dtype) for w, d in zip(weights, moves, strict=True)]
-            return weights, state, (losses * mask).sum() / mask.sum()
-
-        found: list[float] = []
-        for key, (arrays, mask) in enumerate(self._batches(training)):
-            weights, state, loss = update(weights, state, arrays, mask, key)
-            if not math.isfinite(loss):
-                return found, True
-            found.append(float(loss))
-        return found, False
-
-    def _batches(self, training: Training) -> Iterator[tuple[Any, Any]]:
-        if training.batches is None:
-            yield from repeat((self.sequence.arrays, self.sequence.mask), training.updates)
-            return
-        every = (b for epoch in range(training.updates) for b in read(training.batches, epoch))
-        for xs, ys, mask, _ in islice(every, training.updates):
-            yield (xs, *([] if ys is None else [ys])), jnp.asarray(mask)
-
-
-# -- training ------------------------------------------------------------------------------------------
-
-
 def read_training(train: Any) -> Training | None:
-    """What `train=` asks for."""
+    """Return the training that the argument `train` of `compare` asks for."""
     if train is None:
         return None
     given = dict(train) if isinstance(train, Mapping) else {"updates": train}
