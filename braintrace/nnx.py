@@ -17,7 +17,7 @@ from ._frontends.functions import read_function
 from ._frontends.modules import Mark
 from ._frontends.order import in_order
 from ._learners.learner import Learner as FunctionalLearner
-from ._learners.learner import make_learner
+from ._learners.online import make_learner
 from ._online.arguments import as_shape
 from ._report.report import CompilationReport
 

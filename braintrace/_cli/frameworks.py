@@ -61,7 +61,7 @@ def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse
     import jax
     import jax.numpy as jnp
 
-    from .._learners.learner import learner_of, online
+    from .._learners.online import learner_of, online
 
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
     key = jax.random.key(given.seed)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import brainstate
+import jax
+import jax.numpy as jnp
 
 from .._compiler.step import Path, Role, State
 from .functions import Function, Tree
@@ -39,7 +41,8 @@ def read_module(
         at[state.path] = range(number, number + state.tree.num_leaves)
         number += state.tree.num_leaves
     params, carry = _split(step.states)
-    trees = Tree.of("params", _values(params)), Tree.of("carry", _values(carry)), Tree.of("x", x)
+    values = lambda states: {st.path: jax.tree.map(_as_array, st.handle.value) for st in states}
+    trees = Tree.of("params", values(params)), Tree.of("carry", values(carry)), Tree.of("x", x)
     by_path = [sorted(some, key=lambda st: st.path) for some in (params, carry)]  # as a pytree is flattened
     untraced = [_is_untraced(st) for st in by_path[1] for _ in range(st.tree.num_leaves)]
     positions = [tuple(i for st in some for i in at[st.path]) for some in by_path]
@@ -74,8 +77,8 @@ def _split(states: Sequence[State]) -> tuple[list[State], list[State]]:
     return [st for st in states if is_param(st)], [st for st in states if not is_param(st)]
 
 
-def _values(states: Sequence[State]) -> Values:
-    return {st.path: st.handle.value for st in states}
+def _as_array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
 
 
 def _is_untraced(state: State) -> bool:

@@ -6,8 +6,6 @@ from .._online.data import SingleStepData as SingleStepData
 from .accumulators import FixedRandomFeedback as FixedRandomFeedback
 from .accumulators import KappaFilter as KappaFilter
 from .accumulators import PresynapticTrace as PresynapticTrace
-from .base import EligibilityTrace as EligibilityTrace
-from .base import ETraceAlgorithm as ETraceAlgorithm
 from .bptt import BPTT as BPTT
 from .compile import ETraceVmap as ETraceVmap
 from .compile import compile as compile
@@ -21,13 +19,13 @@ from .influence import UORO as UORO
 from .influence import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm
 from .influence import SnAp as SnAp
 from .learner import Learner as Learner
-from .learner import online as online
 from .learners import D_RTRL as D_RTRL
 from .learners import ES_D_RTRL as ES_D_RTRL
 from .learners import RTRL as RTRL
 from .learners import IODimVjpAlgorithm as IODimVjpAlgorithm
 from .learners import ParamDimVjpAlgorithm as ParamDimVjpAlgorithm
 from .learners import pp_prop as pp_prop
+from .online import online as online
 from .published import OSTTP as OSTTP
 from .published import OTPE as OTPE
 from .published import OTTT as OTTT
@@ -37,4 +35,6 @@ from .published import EProp as EProp
 from .published import OSTLFeedforward as OSTLFeedforward
 from .published import OSTLRecurrent as OSTLRecurrent
 from .published import ThreeFactor as ThreeFactor
-from .vjp import ETraceVjpAlgorithm as ETraceVjpAlgorithm
+from .stateful import EligibilityTrace as EligibilityTrace
+from .stateful import ETraceAlgorithm as ETraceAlgorithm
+from .stateful import ETraceVjpAlgorithm as ETraceVjpAlgorithm

@@ -11,20 +11,12 @@ from typing import Any
 import brainstate
 import jax
 
-from .._compiler import ETraceGraph
-from .._compiler.exactness import RuleKind
-from .._compiler.graph import graph_from_info
-from .._frontends.modules import Mark, check_mark, extract_module_info
+from .. import _rules as rules
 from .._online.data import MultiStepData, SingleStepData, one_step
-from .._online.drive import Drive
-from .._online.sequence import Sequence
-from .._online.user_step import UserStep
-from .._rules.rule import Values
-from .base import ETraceAlgorithm
-from .forms import Compiled
+from .options import Choice, OptionsLearner
 
 
-class BPTT(ETraceAlgorithm):
+class BPTT(OptionsLearner):
     """Back-propagation through time, on any model.
 
     `chunk_size` of `etrace_grad` is the number of steps whose values are stored; those of other chunks are
@@ -37,36 +29,19 @@ class BPTT(ETraceAlgorithm):
     ['Wh.weight', 'Wr.weight', 'Wz.weight']
     """
 
-    def __init__(self, model: brainstate.nn.Module, *, mark: Mark = "ops", name: str | None = None) -> None:
-        super().__init__(model, name=name)
-        check_mark(mark)  # of no effect: every parameter is learned
+    takes = "* mark name"
 
-    @property
-    def rule_kind(self) -> RuleKind:
-        return RuleKind("BPTT", at_once=True)
-
-    def _compile(self, args: Any, kwargs: Any) -> ETraceGraph:
-        return graph_from_info(extract_module_info(self.model, *args, **kwargs))
-
-    def _initial_values(self, compiled: Compiled) -> Values:
-        return {}
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        return Choice(rules.BPTT())
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Advance the model, as it is: a rematerialised cell, say, stays one."""
+        """Advance the model itself, so that a rematerialised cell stays one."""
         self.set_for(*one_step(args, kwargs))
-        windows = [
-            a for a in jax.tree.leaves((args, kwargs), is_leaf=_is_data) if isinstance(a, MultiStepData)
-        ]
-        self.steps.value = self.steps.value + (jax.tree.leaves(windows)[0].shape[0] if windows else 1)
+        data = jax.tree.leaves((args, kwargs), is_leaf=_is_data)
+        windows = jax.tree.leaves([a for a in data if isinstance(a, MultiStepData)])
+        self.steps.value = self.steps.value + (windows[0].shape[0] if windows else 1)
         return call_model(self.model, *args, **kwargs)
-
-    def _how(
-        self, step: UserStep, sequence: Sequence, chunk_size: int | None, keep: bool, *, is_window: bool
-    ) -> Drive:
-        return Drive(step, size=sequence.length, windows=True, again=chunk_size)
-
-    def _forget(self, values: Values, rows: Any) -> Values:
-        return values
 
 
 def call_model(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _meshes
-from .. import _rules as rules
 from .._executor.window import where_rows
 from .._online.sequence import Sequence
 from .._rules.rule import Rule
-from .base import ETraceAlgorithm
 from .bptt import BPTT
 from .config import ETraceConfig
 from .dni import DNI
@@ -34,7 +32,7 @@ from .published import (
     OSTLRecurrent,
     ThreeFactor,
 )
-from .vjp import read_method
+from .stateful import ETraceAlgorithm, read_method
 
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,
@@ -144,12 +142,12 @@ def as_rule(given: Any) -> Rule:
 
 def rule_and_window(learner: type[ETraceAlgorithm], **options: Any) -> tuple[Rule, int | None]:
     """The rule of a class of learners with these options, and the steps of its windows, if it takes some."""
-    if issubclass(learner, BPTT):
-        return rules.BPTT(), None
     if not issubclass(learner, OptionsLearner):
         raise TypeError(f"{learner.__name__} has no rule by itself: pass a value of `braintrace.rules`.")
     given, choice = learner.read_options(None, **options)
-    window = getattr(given, "window", None) or (choice.config and choice.config.window_size)
+    window = getattr(given, "window", None)
+    if window is None and choice.config is not None:
+        window = choice.config.window_size
     method = read_method(choice.rule, getattr(given, "vjp_method", None), window)
     return choice.rule, (window or 1) if method == "multi-step" else None
 

@@ -13,7 +13,6 @@ from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .config import ETraceConfig
-from .driving import Driver
 from .options import Choice, OptionsLearner
 
 
@@ -93,9 +92,8 @@ class DNI(OptionsLearner):
     def attach_synthesizer(self, synthesizer: Any) -> None:
         """Use this one from now on: it has `param_values()` and `apply(values, states)`."""
         self.synthesizer = synthesizer
-        self.rule = DNIRule(Bootstrapped(synthesizer.apply))
         self.standing["synthesizer"] = synthesizer.param_values
-        self._compiled, self._forms, self._driver = {}, [], Driver()
+        self._change_rule(DNIRule(Bootstrapped(synthesizer.apply)), reset=False)
 
     def group_signal_shapes(self) -> dict[int, tuple[int, ...]]:
         """The shape of the states of each group, (*units, states)."""
@@ -130,8 +128,8 @@ def train_synthetic_gradient(
         raise ValueError(f"`chunk_size`, {chunk_size}, does not divide the {len(leaves[0])} steps.")
     if not learner.is_compiled:
         raise CompilationError("The learner's graph is not compiled yet: call `learner.compile_graph(x)`.")
-    online = learner._online(learner._compiled_now())
-    executor, info = online.executor, online.info
+    form = learner._forms.now
+    online, executor, info = form.online, form.online.executor, form.online.info
     consts = list(info.program.consts.values())
     loss = loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out)))
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
@@ -189,7 +187,7 @@ def train_synthetic_gradient(
     for _ in range(epochs):
         if reset:
             learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
-        params, rest = learner._read(info)
+        params, rest = form.split(learner._leaves(form))
         errors = []
         for i in range(0, len(leaves[0]), chunk_size):
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _meshes
-from .._compiler.exactness import RuleKind, find_unseen
-from .._compiler.graph import ETraceGraph, graph_from_info
-from .._compiler.marking import mark_found
-from .._compiler.module_info import read_step
-from .._executor.executor import ETraceGraphExecutor, is_inexact
-from .._executor.own_ops import check_own_ops
-from .._executor.slots import find_slots
+from .. import _meshes
+from .._compiler.graph import ETraceGraph
+from .._executor.executor import is_inexact
 from .._executor.window import where_rows
-from .._frontends.functions import Function, read_function
-from .._frontends.module_function import read_module, read_states
-from .._frontends.modules import Mark, check_mark
+from .._frontends.functions import Function
 from .._lines import warn_user
-from .._online.call import bind
-from .._online.choose import choose, memory_budget
 from .._online.drive import Drive, Given
-from .._online.online import Online
-from .._online.programs import Programs
 from .._online.request import Request, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
-from .._report.beside import unused_parameters, warn_of_no_effect
-from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of, warn_of_options
-from .._rules import D_RTRL
-from .._rules.rule import Rule, TraceRule, Values
-from .compile import as_rule
+from .._rules.rule import Rule, Values
+from .compiled_step import CompiledStep, Leaves
 
 if TYPE_CHECKING:
     from .._report.check import GradientCheck
@@ -43,98 +29,7 @@ if TYPE_CHECKING:
     from .._report.report import CompilationReport
     from .._train.comparison import Comparison
 
-Leaves = list[Any]
 Loss = Callable[..., Any]
-Shape = Callable[[Any], Any]
-
-
-def online(
-    step: Callable[..., Any],
-    params: Any,
-    carry: Any,
-    x: Any,
-    *,
-    rule: Any = None,
-    mark: Mark = "auto",
-    window: int | None = None,
-    order: str | None = None,
-    untraced: Iterable[str] = (),
-) -> Learner:
-    """Make a learner that trains `step(params, carry, x) -> (carry, y)` online.
-
-    Args:
-        step: The function of one time step, over any pytrees, of any framework.
-        params: The parameters. Leaves that are not arrays are static.
-        carry: The state before the first step. Inexact arrays in it are hidden states.
-        x: The input of one step; only its shapes are used.
-        rule: A rule of `braintrace.rules`, its class or its name ('es_d_rtrl'); `D_RTRL()` by default. If
-            its learning signal has inputs, these are passed to `step` by name (`modulator=`, `target=`), and
-            as sequences to `grad`.
-        mark: 'auto' finds the operations that use parameters; 'ops' uses those that are marked by hand.
-        window: Back-propagate through windows of this many steps; traces summarise earlier steps.
-        order: The arguments of `step` after `params`, and its results, if not 'carry x -> carry y': 'x carry
-            -> y carry' for Haiku and spyx, 'x carry -> carry' for the cells of Equinox.
-        untraced: Names of leaves or subtrees of the carry that have no trace and are not reset with a
-            sample: running statistics ('stats', '1.mean').
-
-    Returns:
-        A `Learner`.
-
-    Raises:
-        CompilationError: `step` has another order, or returns a carry of other shapes or types.
-
-    >>> import braintrace, jax, jax.numpy as jnp
-    >>> def step(params, h, x):
-    ...     h = 0.9 * h + jnp.tanh(x @ params["w"])
-    ...     return h, h @ params["out"]
-    >>> params = {"w": jnp.ones((3, 4)), "out": jnp.ones((4, 1))}
-    >>> learner = braintrace.online(step, params, jnp.zeros(4), jnp.ones(3))
-    >>> traces = learner.init(params, jnp.zeros(4))
-    >>> loss = lambda y, target: jnp.mean((y - target) ** 2)
-    >>> xs, ys = jnp.ones((5, 3)), jnp.ones((5, 1))
-    >>> grads, (h, traces), (losses, _) = learner.grad(loss, params, jnp.zeros(4), traces, xs, ys)
-    >>> grads["w"].shape, losses.shape
-    ((3, 4), (5,))
-    """
-    names = [tuple(name.split(".")) for name in untraced]
-    is_untraced = lambda path: any(path[1 : 1 + len(name)] == name for name in names)
-    function = read_function(step, params, carry, x, is_untraced, order)
-    known = [p[1:] for p in function.carry.paths]
-    unknown = [name for name in names if not any(p[: len(name)] == name for p in known)]
-    if unknown:
-        leaves = ", ".join(map(repr, map(".".join, known)))
-        raise ValueError(f"`untraced` has {'.'.join(unknown[0])!r}; the leaves of the carry are {leaves}.")
-    return make_learner(function, carry, rule, mark, window)
-
-
-def make_learner(
-    function: Function, carry: Any, rule: Any = None, mark: Mark = "auto", window: int | None = None
-) -> Learner:
-    """Make a learner of a traced function; samples are reset to `carry`."""
-    rule = D_RTRL() if rule is None else as_rule(rule)
-    check_mark(mark)
-    check_window(window)
-    return Learner(function, rule, mark, window, start=function.carry.leaves(carry))
-
-
-def learner_of(
-    model: Any,
-    args: Iterable[Any],
-    rule: Any = None,
-    *,
-    mark: Mark = "ops",
-    window: int | None = None,
-    function: Callable[..., Any] | None = None,
-) -> tuple[Learner, Any, Any]:
-    """A `Learner` of a `brainstate` module, with its parameters and carry: dictionaries of values by path.
-
-    `args` are the arguments of one step; the learner's `x` is the only one, or a tuple of several. Called in
-    place of the model, `function` may add a loss to it. States are read, and none is changed;
-    `write_states(learner.function, carry)` assigns them.
-    """
-    step = read_module(model, tuple(args), None, function)
-    params, carry = read_states(step)
-    return make_learner(step, carry, rule, mark, window), params, carry
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,93 +39,48 @@ class Learner:
     `init`, `step`, `grad`, `evolve` and `reset` take and return parameters, carry and traces, and store
     nothing. `report`, `check`, `plan` and `compare` say how each parameter is learned, how close the gradient
     is to that of BPTT, and at what cost.
-
-    Attributes:
-        rule: The learning rule, a value of `braintrace.rules`.
-        mark: 'auto' or 'ops'.
-        window: Steps of a window, or None for a rule of single steps.
     """
 
-    function: Function = field(repr=False)
-    rule: Rule
-    mark: Mark
-    window: int | None
+    compiled: CompiledStep = field(repr=False)
     start: Leaves = field(repr=False)  # the leaves of the carry that samples are reset to
-    _programs: Programs = field(default_factory=Programs, repr=False)
 
-    @cached_property
+    @property
+    def function(self) -> Function:
+        """The traced step function, with the structure of its parameters, carry and input."""
+        return self.compiled.function
+
+    @property
+    def rule(self) -> Rule:
+        """The learning rule, a value of `braintrace.rules`."""
+        return self.compiled.rule
+
+    @property
+    def window(self) -> int | None:
+        """Steps of a window; None for a rule of single steps."""
+        return self.compiled.window
+
+    @property
     def graph(self) -> ETraceGraph:
         """The compiled graph: groups of hidden states, and the operations that feed them."""
-        step = self.function.step
-        with _meshes.no_types():
-            graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
-        traced = isinstance(self.rule, TraceRule)
-        warn_of(graph, kinds_of(self.rule_kind) if traced else [DiagnosticKind.RULE_NOT_LINEAR])
-        return graph
-
-    @property
-    def in_windows(self) -> bool:
-        """Whether gradients are back-propagated through windows."""
-        return self.rule.windows or self.window is not None
-
-    @property
-    def rule_kind(self) -> RuleKind:
-        """The properties of the rule that decide whether its gradient is exact."""
-        return self.rule.kind(self.in_windows)
-
-    @cached_property
-    def _online(self) -> Online:
-        with _meshes.no_types():
-            online = self.new_online()
-        self._shard_like(online, self.function.like, self.function.x.like)
-        return online
-
-    def new_online(self) -> Online:
-        """The rule's functions on the graph."""
-        if isinstance(self.rule, TraceRule):
-            check_own_ops(find_slots(self.graph.hidden_param_op_relations))
-        warn_of_options(self.graph, self.rule_kind)
-        executor = ETraceGraphExecutor(self.rule.seen(self.graph, self.in_windows))
-        unseen = find_unseen(self.graph, self.rule_kind)
-        return Online(executor, self.rule, windows=self.in_windows, unseen=unseen)
+        return self.compiled.graph
 
     @property
     def report(self) -> CompilationReport:
         """How each parameter is learned, and which paths through time the rule truncates."""
-        from .._report.report import CompilationReport
-
-        return CompilationReport(self.graph, self.rule_kind)
+        return self.compiled.report
 
     def with_rule(self, rule: Rule, window: int | None = None) -> Learner:
-        """A learner of the same step function with another rule, and another window if one is given."""
-        return self._changed(rule=rule, window=window or self.window)
-
-    def _changed(self, **changes: Any) -> Learner:
-        """A copy with other fields and the same graph, which depends on the function alone."""
-        other = replace(self, **changes, _programs=Programs())
-        other.__dict__["graph"] = self.graph
-        return other
+        """A learner of the same step function with another rule, in windows if `window` is set."""
+        return replace(self, compiled=self.compiled.with_rule(rule, window))
 
     def with_start(self, carry: Any) -> Learner:
         """A copy that resets samples to another carry."""
-        other = replace(self, start=self.function.carry.leaves(carry))
-        other.__dict__.update(graph=self.graph, _online=self._online)
-        return other
-
-    def sharded(self, param: Shape, state: Shape, x: Shape) -> Learner:
-        """A copy for arrays that are sharded as these functions of their shapes return."""
-        f = self.function
-        trees = [
-            replace(t, like=list(map(g, t.like)))
-            for t, g in zip((f.params, f.carry, f.x), (param, state, x), strict=True)
-        ]
-        function = replace(f, params=trees[0], carry=trees[1], x=trees[2])
-        return self._changed(function=function, start=trees[1].like)
+        return replace(self, start=self.function.carry.leaves(carry))
 
     @property
     def trace_shapes(self) -> Values:
         """Shape, type and sharding of each array that the rule stores from step to step."""
-        return self._online.spread_shapes
+        return self.compiled.online.spread_shapes
 
     def check(
         self,
@@ -277,8 +127,8 @@ class Learner:
         if mesh is None:
             return plan_learner(self, request, None)
         layout = Layout.of(mesh)
-        learner = self.sharded(layout.of_param, layout.of_state, layout.of_input)
-        return plan_learner(learner, request, layout)
+        compiled = self.compiled.sharded(layout.of_param, layout.of_state, layout.of_input)
+        return plan_learner(Learner(compiled, compiled.function.carry.like), request, layout)
 
     def compare(self, loss: Loss, params: Any, carry: Any, xs: Any, *more: Any, **options: Any) -> Comparison:
         """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
@@ -298,10 +148,8 @@ class Learner:
         default gives the same signs at each call: to start each sequence by `init`, pass another `key` each
         time, or the errors do not average out. `reset` continues the stream of signs.
         """
-        warn_of_no_effect(unused_parameters(self.graph.module_info), self.function.step.model)
         leaves = self.function.leaves(params, carry)
-        self._shard_like(self._online, leaves, self.function.x.like)
-        values = self._online.initial_values(leaves)
+        values = self.compiled.initial_traces(leaves, self.function.x.like)
         return values if key is None else self.rule.seeded(values, key)
 
     def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
@@ -310,9 +158,9 @@ class Learner:
         `given` are the inputs of the rule's learning signal: `modulator=`, `target=`.
         """
         leaves, x = self.function.leaves(params, carry), self.function.x.same(x)
-        self._shard_like(self._online, leaves, x)
+        self.compiled.shard_like(leaves, x)
         signal = jax.tree.map(jnp.asarray, self._signal_inputs(given))
-        outs, after, traces = self._call(leaves, traces, x, signal)
+        outs, after, traces = self.compiled(leaves, traces, x, signal)
         y = jax.tree.unflatten(self.function.step.out_tree, outs)
         return self.function.carry_of(after), traces, y
 
@@ -360,6 +208,11 @@ class Learner:
         """
         check_chunk_size(chunk_size)
         check_window(window)
+        if window is not None and not self.compiled.in_windows:
+            raise ValueError(
+                f"Windows of {window} steps need traces of all states: pass `window={window}` to "
+                "`braintrace.online` as well."
+            )
         found = jax.tree.map(jnp.asarray, self._signal_inputs(given))
         moving, fixed = (found, {}) if self.rule.signal.moves else ({}, found)
         sequence = Sequence.check((xs, *more, moving), mask, reset)
@@ -371,11 +224,11 @@ class Learner:
         step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
-        drive = self._drive(step, sequence, traces, chunk_size, window)
+        drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
         begins, initial = self._begins(sequence)
-        drive = replace(drive, wanted=tuple(wanted), begins=begins, forget=self.reset_traces)
+        drive = replace(drive, wanted=tuple(wanted), begins=begins, forget=self.compiled.reset_traces)
         begin = Given(list(step.program.consts.values()), leaves, initial)
-        total, outs, after = self._programs.run(Drive.__call__, drive, begin, sequence)
+        total, outs, after = self.compiled.programs.run(Drive.__call__, drive, begin, sequence)
         found = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
@@ -390,9 +243,9 @@ class Learner:
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
         step, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
-        drive = self._drive(step, sequence, traces, chunk_size, None)
+        drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size)
         given = Given(list(step.program.consts.values()), leaves, [])
-        outs, after = self._programs.run(Drive.evolve, drive, given, sequence)
+        outs, after = self.compiled.programs.run(Drive.evolve, drive, given, sequence)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 
     def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
@@ -401,7 +254,7 @@ class Learner:
         `rows`, a boolean for each sample of the batch, restricts the reset to the samples flagged.
         """
         if rows is None:
-            lasting = self._online.lasting
+            lasting = self.compiled.online.lasting
             zeros = {k: v if k in lasting else jnp.zeros_like(v) for k, v in traces.items()}
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
@@ -409,28 +262,14 @@ class Learner:
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
         def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
-            return list(map(partial(where_rows, rows), start, old)), self.reset_traces(traces, rows)
+            return list(map(partial(where_rows, rows), start, old)), self.compiled.reset_traces(traces, rows)
 
         found, traces = _meshes.in_auto_like((old, traces), begun, rows, start, old, traces)
         for i, leaf in zip(at, found, strict=True):
             now[i] = leaf
         return self.function.carry.rebuild(now), traces
 
-    def reset_traces(self, traces: Values, rows: Any) -> Values:
-        """The traces with those of the samples flagged in `rows` set to zero."""
-        return {**traces, **self.rule.forget(self._online.executor, traces, rows)}
-
-    # -- one step ----------------------------------------------------------------------------------
-
-    def _split(self, leaves: Leaves) -> tuple[Leaves, list[Leaves]]:
-        """The leaves that a step does not change, and those of each state that it does."""
-        items = iter(leaves)
-        fixed: Leaves = []
-        rest: list[Leaves] = []
-        for entry in self.graph.module_info.entries:
-            some = [next(items) for _ in entry.invars]
-            fixed.extend(some) if entry.is_fixed else rest.append(some)
-        return fixed, rest
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _signal_inputs(self, given: Values) -> Values:
         """The inputs of the rule's learning signal, by its own names."""
@@ -448,37 +287,6 @@ class Learner:
             )
         return found
 
-    def _call(
-        self, leaves: Leaves, values: Values, x: Leaves, signal: Values
-    ) -> tuple[Leaves, Leaves, Values]:
-        """Take one step: the leaves of its output, all leaves after it, and the traces."""
-        if self.rule.back_through_time:
-            return *self._evaluate(leaves, x), values
-        info = self._online.info
-        fixed, rest = self._split(leaves)
-        consts = list(info.program.consts.values())
-        outs, new, after_call = bind(self._online, fixed, x, consts, rest, {**values, **signal})
-        values = {k: after_call[k] for k in values}
-        unchanged, moved = iter(fixed), (a for some in new for a in some)
-        after = [next(unchanged if e.is_fixed else moved) for e in info.entries for _ in e.invars]
-        return outs, after, values
-
-    def _evaluate(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
-        """Take one step of the function itself, without traces."""
-        step = self.function.step
-        outs = _meshes.in_auto(
-            _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
-        )
-        num = len(outs) - len(leaves)
-        return list(outs[:num]), list(outs[num:])
-
-    def _shard_like(self, online: Online, leaves: Leaves, x: Leaves) -> None:
-        """Shard the rule's arrays as the leaves of states and inputs are."""
-        fixed, rest = self._split(leaves)
-        online.executor.spread_like(fixed, x, rest)
-
-    # -- sequences ---------------------------------------------------------------------------------
-
     def _trace(
         self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence, fixed: Values
     ) -> tuple[UserStep, Any, Leaves]:
@@ -486,7 +294,7 @@ class Learner:
         states = self.function.leaves(params, carry)
         leaves = [*states, *jax.tree.leaves(traces)]
         x = self.function.x.leaves(sequence.arrays[0])
-        self._shard_like(self._online, states, [_meshes.shape_of(a, 1) for a in x])
+        self.compiled.shard_like(states, [_meshes.shape_of(a, 1) for a in x])
         num = len(states)
         tree = jax.tree.structure(traces)
         out_trees: list[Any] = []
@@ -494,9 +302,8 @@ class Learner:
         def flat(slices: Any, leaves: Leaves) -> Leaves:
             x, *more, given = slices
             values = jax.tree.unflatten(tree, leaves[num:])
-            outs, after, values = self._call(
-                leaves[:num], values, self.function.x.same(x), {**given, **fixed}
-            )
+            x = self.function.x.same(x)
+            outs, after, values = self.compiled(leaves[:num], values, x, {**given, **fixed})
             y = jax.tree.unflatten(self.function.step.out_tree, outs)
             found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
             out_trees.append(out_tree)
@@ -519,42 +326,22 @@ class Learner:
             )
 
     def _user_step(self, closed: Any) -> UserStep:
-        entries = [e for e in self._online.info.entries for _ in e.invars]
+        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
         carried = [i for i, e in enumerate(entries) if not e.is_fixed]
-        keys = sorted(self._online.initial_names)
+        keys = sorted(self.compiled.online.initial_names)
         traces = {k: len(entries) + n for n, k in enumerate(keys)}
         return UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], traces, carried)
 
-    def _drive(
-        self, step: UserStep, sequence: Sequence, traces: Values, chunk_size: int | None, window: int | None
-    ) -> Drive:
-        if window is not None and not self.in_windows:
-            raise ValueError(
-                f"Windows of {window} steps need traces of all states: pass `window={window}` to "
-                "`braintrace.online` as well."
-            )
-        return choose(
-            self._online,
-            step,
-            sequence,
-            values=traces,
-            chunk_size=chunk_size,
-            window=window or self.window or 1,
-            keep=True,
-            fresh=False,
-            budget=memory_budget(),
-        )
-
     def _after(self, leaves: Leaves) -> tuple[Any, Values]:
         """The carry and the traces among all leaves after a sequence."""
-        keys = sorted(self._online.initial_names)
+        keys = sorted(self.compiled.online.initial_names)
         values = dict(zip(keys, leaves[len(leaves) - len(keys) :], strict=True))
         return self.function.carry_of(leaves), values
 
     def _sampled(self, shape: tuple[int, ...]) -> list[int]:
         """Which leaves of the carry have a batch axis of this shape; all hidden states must."""
-        hidden = {h.leaf for h in self._online.info.hidden}
-        variables = [(e, v) for e in self._online.info.entries for v in e.invars]
+        hidden = {h.leaf for h in self.compiled.online.info.hidden}
+        variables = [(e, v) for e in self.compiled.online.info.entries for v in e.invars]
         odd = [
             ".".join(variables[at][0].path)
             for at, a in zip(self.function.carry_at, self.start, strict=True)

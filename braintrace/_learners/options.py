@@ -20,7 +20,7 @@ from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
 from .config import ETraceConfig
-from .vjp import ETraceVjpAlgorithm, VjpMethod
+from .stateful import ETraceAlgorithm, VjpMethod
 
 Axis = int | Literal["auto"] | None
 REQUIRED = Parameter.empty
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
     attributes: Mapping[str, Any] = {}  # of the learner, besides those that all have
 
 
-class OptionsLearner(ETraceVjpAlgorithm):
+class OptionsLearner(ETraceAlgorithm):
     """A learner whose class lists its options."""
 
     takes: ClassVar[str]  # names in order; in brackets what is accepted without effect, keywords after `*`
@@ -142,7 +142,7 @@ def _constructor(cls: type[OptionsLearner]) -> Any:
     def __init__(self: OptionsLearner, *args: Any, **options: Any) -> None:
         given, choice = type(self).read_options(*args, **options)
         shared = {k: v for k, v in vars(given).items() if k in ("vjp_method", "window", "mark", "name")}
-        ETraceVjpAlgorithm.__init__(self, given.model, choice.rule, config=choice.config, **shared)
+        ETraceAlgorithm.__init__(self, given.model, choice.rule, config=choice.config, **shared)
         for name, value in choice.attributes.items():
             setattr(self, name, value)
 

@@ -21,9 +21,10 @@ import numpy as np
 
 from .._compiler.step import Path, show_path, show_paths
 from .._frontends.pure import Pure
-from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import call_model
 from .._learners.learner import Learner
+from .._learners.sequences import trace
+from .._learners.stateful import ETraceAlgorithm
 from .._online.drive import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
@@ -161,7 +162,7 @@ def check_gradients(
     check_chunk_size(chunk_size)
     sequence = Sequence.check(sequences, mask)
     if (learner.steps_at_once(chunk_size) or 1) == 1:
-        targets = learner._driver.trace(learner, step_fn, sequence).step.targets
+        targets = trace(learner, step_fn, sequence).step.targets
         leaves, tree = jax.tree.flatten(sequence.arrays)
         arrays = jax.tree.unflatten(tree, finite_targets(leaves, sequence.mask, targets))
         sequence = replace(sequence, arrays=arrays)
@@ -247,7 +248,7 @@ def calling_model(learner: ETraceAlgorithm) -> AbstractContextManager[None]:
     """Have `learner(...)` call its model, without traces."""
 
     def update(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = learner.for_model(args, kwargs)
+        args, kwargs = learner._split_call(args, kwargs)[1:]
         return call_model(learner.model, *args, **kwargs)
 
     return calling(learner, update)
@@ -284,7 +285,7 @@ def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> Gr
 def trace_afresh(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> tuple[Pure, list[list[Any]]]:
     """A function over a sequence as a pure one, and the values of its states, traces being zero."""
     pure = Pure.trace(function, *sequence.arrays)
-    traces = [st for k, st in learner.traces.items() if k not in learner.lasting]
+    traces = [st for k, st in learner.traces.items() if k not in learner._lasting_values()]
     fresh = {id(st) for st in (*traces, learner.steps)}
     values = [
         [jnp.zeros_like(leaf) for leaf in leaves] if id(state) in fresh else leaves

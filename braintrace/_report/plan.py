@@ -23,8 +23,9 @@ from .._executor.memory import device_memory
 from .._executor.spread import names_of
 from .._frontends.module_function import read_module
 from .._learners import pickling
-from .._learners.base import ETraceAlgorithm
+from .._learners.compiled_step import CompiledStep
 from .._learners.learner import Learner
+from .._learners.stateful import ETraceAlgorithm
 from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.sequence import even_chunks
 from .flops import count_flops
@@ -173,7 +174,7 @@ def plan(
         args = jax.tree.map(layout.of_input, args)
         _spread(twin, model, layout)
     function = read_module(twin, args)
-    learner = Learner(function, _rules.D_RTRL(), "ops", None, function.carry.like)
+    learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
         _ = learner.graph
     request = Request(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
@@ -308,7 +309,7 @@ def _row(learner: Learner, length: int, rule: str, size: int, options: dict[str,
     """The cost of a rule: its gradient over a sequence is compiled for shapes, and not run."""
     window = options.get("window")
     made = getattr(_rules, rule)(**{k: v for k, v in options.items() if k != "window"})
-    learner = learner.with_rule(made, window)
+    learner = learner.with_rule(made, window or learner.window)
     function = learner.function
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:

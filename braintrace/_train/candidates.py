@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._frontends.modules import check_mark
-from .._learners.base import ETraceAlgorithm
 from .._learners.bptt import BPTT
 from .._learners.compile import learner_named, rule_and_window
 from .._learners.learner import Learner
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
-from .._learners.vjp import read_method
+from .._learners.stateful import ETraceAlgorithm, read_method
 from .._report.tables import title_of
 from .._rules.rule import Rule
 
@@ -36,7 +35,8 @@ class Candidate:
     def on(self, learner: Learner) -> Learner:
         """Return a learner of the same step function with this rule."""
         options = dict(self.options)
-        mark = options.get("mark", learner.mark)
+        compiled = learner.compiled
+        mark = options.get("mark", compiled.mark)
         if isinstance(self.rule, Rule):
             check_mark(options.pop("mark", mark))
             method, window = options.pop("vjp_method", None), options.pop("window", None)
@@ -46,10 +46,9 @@ class Candidate:
             rule, window = self.rule, (window or 1) if in_windows else None
         else:
             rule, window = rule_and_window(self.rule, **options)
-        plain = replace(learner, window=None, mark=mark)
-        if mark == learner.mark:
-            plain.__dict__["graph"] = learner.graph
-        return plain.with_rule(rule, window)
+        if mark != compiled.mark:  # which needs another graph
+            learner = replace(learner, compiled=replace(compiled, mark=mark))
+        return learner.with_rule(rule, window)
 
 
 YARDSTICK = Candidate("BPTT", BPTT)

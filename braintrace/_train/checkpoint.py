@@ -168,7 +168,8 @@ def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
 def _states(engine: Engine) -> dict[str, brainstate.State]:
     """Return the states of a checkpoint: optimiser, random key, and all states that are not reset."""
     learner = engine.learner
-    traces = [st for k, st in learner.traces.items() if k not in learner.lasting]
+    lasting = learner._lasting_values()
+    traces = [st for k, st in learner.traces.items() if k not in lasting]
     reset = [*learner.hidden_states.values(), *traces, learner.steps]
     skipped = set(map(id, reset)) if engine.reset else set()
     kept = {path: st for path, st in learner.states().items() if id(st) not in skipped}

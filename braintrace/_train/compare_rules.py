@@ -24,7 +24,8 @@ import numpy as np
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
-from .._learners.learner import Learner, learner_of
+from .._learners.learner import Learner
+from .._learners.online import learner_of
 from .._lines import raising_line
 from .._online.request import check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
@@ -178,12 +179,20 @@ def compare(
         return model(*args, **kwargs)
 
     slices = jax.tree.map(lambda a: a[0], sequence.arrays)
+    wrong: list[Exception] = []
+
+    def loss_of(*slices: Any) -> Any:
+        found = with_aux(step_fn(called, *slices))
+        try:
+            return split_loss(found, True, samples=sequence.mask.shape[1:])[0]
+        except (TypeError, ValueError) as error:  # not an error of the model, as which it would be reported
+            wrong.append(error)
+            return jnp.zeros(())
+
     with _initialised(model, {"batch_size": size_of(xs)} if batched else {}, seed):
-        samples = sequence.mask.shape[1:]
-        function = lambda *slices: split_loss(with_aux(step_fn(called, *slices)), True, samples=samples)[0]
-        learner, params, carry = learner_of(model, slices, function=function)
-    if not calls:
-        raise NeverCalledError
+        learner, params, carry = learner_of(model, slices, function=loss_of)
+    if wrong or not calls:
+        raise wrong[0] if wrong else NeverCalledError
     arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
     sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
     problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)

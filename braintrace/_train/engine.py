@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._learners.base import ETraceAlgorithm
+from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
 from .._online.drive import finite_targets
 from .._online.request import split_loss
@@ -127,10 +127,8 @@ class Engine:
                     learner.reset_model(**size)
                 self._lay_out(xs)
                 if known:
-                    lasting = learner.lasting_values()
-                    learner.traces = self._known[shapes][1]  # the state objects of the compiled program
-                    learner.set_for(args, kwargs)
-                    learner.keep_lasting(lasting)
+                    # the state objects of the compiled program
+                    learner.set_for(args, kwargs, self._known[shapes][1])
                 else:
                     learner.compile_graph(*args, **kwargs)
             elif self.layout is not None:  # compiled before the arrays were on the mesh

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .._learners.base import ETraceAlgorithm
+from .._learners.stateful import ETraceAlgorithm
 from .batches import Batches
 from .checkpoint import Checkpoints
 from .engine import Engine, Metric

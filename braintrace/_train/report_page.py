@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from .._learners.base import ETraceAlgorithm
+from .._learners.stateful import ETraceAlgorithm
 from .._report.markup import Markup, join, tag
 from .curves import COLORS, Runs, draw_curves, names_of
 from .result import FitResult

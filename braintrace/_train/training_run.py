@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._learners.vjp import ETraceVjpAlgorithm
+from .._learners.stateful import ETraceVjpAlgorithm
 from .._lines import warn_user
 from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Checkpoints, collect, restore

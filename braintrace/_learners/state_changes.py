@@ -13,11 +13,11 @@ from .. import _compat
 from .._lines import warn_user
 
 if TYPE_CHECKING:
-    from .base import ETraceAlgorithm
-    from .reads import Reads
+    from .state_reads import StateReads
+    from .stateful import ETraceAlgorithm
 
 
-class Seen:
+class StateChanges:
     """The hidden states as a learner left them, compared where it goes on from them.
 
     A function that goes on from the states and traces that it is given reads the guard, a state. So the guard
@@ -39,12 +39,12 @@ class Seen:
         """Follow these states from now on."""
         self._hidden = hidden
 
-    def before_call(self, reads: Reads, *, keep: bool) -> None:
+    def before_call(self, reads: StateReads, *, keep: bool) -> None:
         """Warn if a state was set and the traces were not; `keep`: traces are wanted after the call."""
         learner = self._learner()
         if learner is None or any(map(_compat.is_tracer, map(_raw, learner.traces.values()))):
             return  # the function that is being traced has set the traces
-        if keep or not learner.is_fresh():
+        if keep or not learner._is_fresh():
             # in a function that is being traced, a state that was only read is another tracer
             traced = {k: list(filter(_compat.is_tracer, v)) for k, v in self._now().items()}
             self._warn(k for k, v in traced.items() if v and reads.has_assigned(k, v))
@@ -56,7 +56,7 @@ class Seen:
     def _on_guard(self, context: Any) -> None:
         now, learner = self._now(), self._learner()
         if not any(map(_compat.is_tracer, jax.tree.leaves([context.value, now]))):
-            if learner is not None and not learner.is_fresh():
+            if learner is not None and not learner._is_fresh():
                 self._warn(k for k, v in now.items() if any(map(_differ, self._left.get(k, v), v)))
             self._looked = now
 

@@ -19,7 +19,7 @@ from .. import _compat
 Tracing = weakref.ref[Any]  # to JAX's trace: an `id` may be that of a later one
 
 
-class Reads:
+class StateReads:
     """Which states were read in the function that is being traced, before the learner's first call."""
 
     def __init__(self) -> None:

@@ -8,11 +8,11 @@ import brainstate
 import numpy as np
 
 
-class Count(brainstate.ShortTermState):
+class StepCounter(brainstate.ShortTermState):
     """A number of steps, `value`; of each sample, where a learner is mapped over many.
 
     >>> import jax.numpy as jnp
-    >>> count = Count(jnp.array(3))
+    >>> count = StepCounter(jnp.array(3))
     >>> bool(count == 3), int(count), int(count.value)
     (True, 3, 3)
     """

@@ -1,0 +1,211 @@
+"""A learning rule on one traced step function, over lists of leaves: the arithmetic behind every learner.
+
+`Learner` puts pytrees around it, and the learners of `brainstate` models put states around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from .. import _compat, _meshes
+from .._compiler.exactness import RuleKind, find_unseen
+from .._compiler.graph import ETraceGraph, graph_from_info
+from .._compiler.marking import mark_found
+from .._compiler.module_info import ModuleInfo, read_step
+from .._executor.executor import ETraceGraphExecutor
+from .._executor.own_ops import check_own_ops
+from .._executor.slots import find_slots
+from .._frontends.functions import Function
+from .._frontends.modules import Mark
+from .._online.call import bind
+from .._online.choose import choose, memory_budget
+from .._online.drive import Drive
+from .._online.online import Online
+from .._online.programs import Programs
+from .._online.sequence import Sequence
+from .._online.user_step import UserStep
+from .._report.beside import unused_parameters, warn_of_no_effect
+from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of, warn_of_options
+from .._rules.rule import Rule, TraceRule, Values
+
+if TYPE_CHECKING:
+    from .._report.report import CompilationReport
+
+Leaves = list[Any]
+Shape = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """The graph of a step function, and the functions of a rule on it.
+
+    `leaves` are those of the step's states: parameters and carry, in the order of `function.step.states`.
+    """
+
+    function: Function = field(repr=False)
+    rule: Rule
+    mark: Mark
+    window: int | None  # steps of a window; None for single steps
+    complete: bool = True  # parameters are used in the step only, not by a user's loss
+    programs: Programs = field(default_factory=Programs, repr=False)
+
+    @cached_property
+    def graph(self) -> ETraceGraph:
+        """The hidden groups, and the operations that feed them; warns of what is left out."""
+        step = self.function.step
+        with _meshes.no_types():
+            graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+        if self.complete:
+            warn_of_no_effect(unused_parameters(graph.module_info))
+        if isinstance(self.rule, TraceRule):
+            warn_of(graph, kinds_of(self.rule_kind))
+        elif not self.rule.back_through_time:
+            warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
+        return graph
+
+    @property
+    def info(self) -> ModuleInfo:
+        return self.graph.module_info
+
+    @property
+    def in_windows(self) -> bool:
+        """Whether gradients are back-propagated through windows."""
+        return self.rule.windows or self.window is not None
+
+    @property
+    def rule_kind(self) -> RuleKind:
+        """The properties of the rule that decide whether its gradient is exact."""
+        return self.rule.kind(self.in_windows)
+
+    @property
+    def report(self) -> CompilationReport:
+        """How each parameter is learned, and which paths through time the rule truncates."""
+        from .._report.report import CompilationReport
+
+        return CompilationReport(self.graph, self.rule_kind)
+
+    @cached_property
+    def executor(self) -> ETraceGraphExecutor:
+        """The graph's own functions, with the states that the rule needs traces of."""
+        return ETraceGraphExecutor(self.rule.seen(self.graph, self.in_windows))
+
+    @cached_property
+    def online(self) -> Online:
+        """The rule's functions on the graph."""
+        with _meshes.no_types():
+            if isinstance(self.rule, TraceRule):
+                check_own_ops(find_slots(self.graph.hidden_param_op_relations))
+            warn_of_options(self.graph, self.rule_kind)
+            unseen = find_unseen(self.graph, self.rule_kind)
+            online = Online(self.executor, self.rule, windows=self.in_windows, unseen=unseen)
+        fixed, rest = self.split(self.function.like)
+        online.executor.spread_like(fixed, self.function.x.like, rest)
+        return online
+
+    def with_rule(self, rule: Rule, window: int | None) -> CompiledStep:
+        """The same step and graph with another rule."""
+        return self._changed(rule=rule, window=window)
+
+    def sharded(self, param: Shape, state: Shape, x: Shape) -> CompiledStep:
+        """The same step and graph for arrays that are sharded as these functions of their shapes return."""
+        f = self.function
+        params, carry, x_ = (
+            replace(t, like=list(map(g, t.like)))
+            for t, g in zip((f.params, f.carry, f.x), (param, state, x), strict=True)
+        )
+        return self._changed(function=replace(f, params=params, carry=carry, x=x_))
+
+    def _changed(self, **changes: Any) -> CompiledStep:
+        other = replace(self, **changes, programs=Programs())
+        other.__dict__["graph"] = self.graph  # which depends on the function and the marks alone
+        return other
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def split(self, leaves: Leaves) -> tuple[Leaves, list[Leaves]]:
+        """The leaves that a step does not change, and those of each state that it does."""
+        items = iter(leaves)
+        fixed: Leaves = []
+        rest: list[Leaves] = []
+        for entry in self.info.entries:
+            some = [next(items) for _ in entry.invars]
+            fixed.extend(some) if entry.is_fixed else rest.append(some)
+        return fixed, rest
+
+    def shard_like(self, leaves: Leaves, x: Leaves) -> None:
+        """Shard the rule's arrays as the leaves of states and inputs are."""
+        fixed, rest = self.split(leaves)
+        self.online.executor.spread_like(fixed, x, rest)
+
+    def initial_traces(self, leaves: Leaves, x: Leaves) -> Values:
+        """The traces before the first step."""
+        if self.rule.back_through_time:
+            return {}
+        self.shard_like(leaves, x)
+        return self.online.initial_values(leaves)
+
+    def __call__(
+        self,
+        leaves: Leaves,
+        traces: Values,
+        x: Leaves,
+        signal: Values,
+        consts: Leaves | None = None,
+        stepped: tuple[bool, ...] | None = None,
+    ) -> tuple[Leaves, Leaves, Values]:
+        """Take a step, or a window: the leaves of the outputs, those of the states after it, and the traces.
+
+        `signal` has the inputs of the rule's learning signal, `consts` the values that the step closes over.
+        With `stepped`, the call is a window: flags for each leaf of `x`, whether time is its first axis.
+        """
+        if self.rule.back_through_time:
+            return *self._evaluate(leaves, x), traces
+        fixed, rest = self.split(leaves)
+        consts = list(self.online.info.program.consts.values()) if consts is None else consts
+        outs, new, after = bind(self.online, fixed, x, consts, rest, {**traces, **signal}, stepped)
+        unchanged, changed = iter(fixed), (a for some in new for a in some)
+        states = [next(unchanged if e.is_fixed else changed) for e in self.info.entries for _ in e.invars]
+        return outs, states, {k: after[k] for k in traces}
+
+    def _evaluate(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
+        """Take one step of the function itself, without traces."""
+        step = self.function.step
+        outs = _meshes.in_auto(
+            _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
+        )
+        num = len(outs) - len(leaves)
+        return list(outs[:num]), list(outs[num:])
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    def drive(
+        self,
+        step: UserStep,
+        sequence: Sequence,
+        traces: Values,
+        *,
+        chunk_size: int | None = None,
+        window: int | None = None,
+        keep: bool = True,
+        fresh: bool = False,
+        budget: int | None = None,
+    ) -> Drive:
+        """The way to drive a user's step over a sequence; see `choose`."""
+        return choose(
+            self.online,
+            step,
+            sequence,
+            values=traces,
+            chunk_size=chunk_size,
+            window=window or self.window or 1,
+            keep=keep,
+            fresh=fresh,
+            budget=budget or memory_budget(),
+        )
+
+    def reset_traces(self, traces: Values, rows: Any) -> Values:
+        """The traces, with those of the samples flagged in `rows` set to zero."""
+        return {**traces, **self.rule.forget(self.online.executor, traces, rows)}

@@ -1,0 +1,105 @@
+"""Make a `Learner` of a step function or of a `brainstate` module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .._frontends.functions import Function, read_function
+from .._frontends.module_function import read_module, read_states
+from .._frontends.modules import Mark, check_mark
+from .._online.request import check_window
+from .._rules import D_RTRL
+from .compile import as_rule
+from .compiled_step import CompiledStep
+from .learner import Learner
+
+
+def online(
+    step: Callable[..., Any],
+    params: Any,
+    carry: Any,
+    x: Any,
+    *,
+    rule: Any = None,
+    mark: Mark = "auto",
+    window: int | None = None,
+    order: str | None = None,
+    untraced: Iterable[str] = (),
+) -> Learner:
+    """Make a learner that trains `step(params, carry, x) -> (carry, y)` online.
+
+    Args:
+        step: The function of one time step, over any pytrees, of any framework.
+        params: The parameters. Leaves that are not arrays are static.
+        carry: The state before the first step. Inexact arrays in it are hidden states.
+        x: The input of one step; only its shapes are used.
+        rule: A rule of `braintrace.rules`, its class or its name ('es_d_rtrl'); `D_RTRL()` by default. If
+            its learning signal has inputs, these are passed to `step` by name (`modulator=`, `target=`), and
+            as sequences to `grad`.
+        mark: 'auto' finds the operations that use parameters; 'ops' uses those that are marked by hand.
+        window: Back-propagate through windows of this many steps; traces summarise earlier steps.
+        order: The arguments of `step` after `params`, and its results, if not 'carry x -> carry y': 'x carry
+            -> y carry' for Haiku and spyx, 'x carry -> carry' for the cells of Equinox.
+        untraced: Names of leaves or subtrees of the carry that have no trace and are not reset with a
+            sample: running statistics ('stats', '1.mean').
+
+    Returns:
+        A `Learner`.
+
+    Raises:
+        CompilationError: `step` has another order, or returns a carry of other shapes or types.
+
+    >>> import braintrace, jax, jax.numpy as jnp
+    >>> def step(params, h, x):
+    ...     h = 0.9 * h + jnp.tanh(x @ params["w"])
+    ...     return h, h @ params["out"]
+    >>> params = {"w": jnp.ones((3, 4)), "out": jnp.ones((4, 1))}
+    >>> learner = braintrace.online(step, params, jnp.zeros(4), jnp.ones(3))
+    >>> traces = learner.init(params, jnp.zeros(4))
+    >>> loss = lambda y, target: jnp.mean((y - target) ** 2)
+    >>> xs, ys = jnp.ones((5, 3)), jnp.ones((5, 1))
+    >>> grads, (h, traces), (losses, _) = learner.grad(loss, params, jnp.zeros(4), traces, xs, ys)
+    >>> grads["w"].shape, losses.shape
+    ((3, 4), (5,))
+    """
+    names = [tuple(name.split(".")) for name in untraced]
+    is_untraced = lambda path: any(path[1 : 1 + len(name)] == name for name in names)
+    function = read_function(step, params, carry, x, is_untraced, order)
+    known = [p[1:] for p in function.carry.paths]
+    unknown = [name for name in names if not any(p[: len(name)] == name for p in known)]
+    if unknown:
+        leaves = ", ".join(map(repr, map(".".join, known)))
+        raise ValueError(f"`untraced` has {'.'.join(unknown[0])!r}; the leaves of the carry are {leaves}.")
+    return make_learner(function, carry, rule, mark, window)
+
+
+def make_learner(
+    function: Function, carry: Any, rule: Any = None, mark: Mark = "auto", window: int | None = None
+) -> Learner:
+    """Make a learner of a traced function; samples are reset to `carry`."""
+    rule = D_RTRL() if rule is None else as_rule(rule)
+    check_mark(mark)
+    check_window(window)
+    return Learner(CompiledStep(function, rule, mark, window), function.carry.leaves(carry))
+
+
+def learner_of(
+    model: Any,
+    args: Iterable[Any],
+    rule: Any = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    mark: Mark = "ops",
+    window: int | None = None,
+    function: Callable[..., Any] | None = None,
+) -> tuple[Learner, Any, Any]:
+    """A `Learner` of a `brainstate` module, with its parameters and carry: dictionaries of values by path.
+
+    `args` are the arguments of one step; the learner's `x` is the only one, or a tuple of several. Called in
+    place of the model, `function` may add a loss to it. States are read, and none is changed;
+    `write_states(learner.function, carry)` assigns them.
+    """
+    step = read_module(model, tuple(args), kwargs, function)
+    params, carry = read_states(step)
+    return make_learner(step, carry, rule, mark, window), params, carry

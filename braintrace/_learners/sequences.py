@@ -1,0 +1,316 @@
+"""Drive a learner of a `brainstate` model over sequences, by a user's function of one step.
+
+The function is traced with the states that it touches. Their values are read, a pure function runs over the
+sequence, and the new values are written. Programs are cached by the jaxpr of the user's step, so that a
+second call compiles nothing, even with another function of the same jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from .. import _meshes
+from .._compiler.step import show_path
+from .._executor.executor import is_inexact
+from .._frontends.pure import Pure, cut, traced_with
+from .._online.drive import Drive, Given
+from .._online.request import Request
+from .._online.sequence import NeverCalledError, Sequence, is_traced
+from .._online.user_step import UserStep
+from .._report.beside import warn_of_paths
+from .not_compiled import NotCompiledError
+from .resets import initial_states, strengthen
+
+if TYPE_CHECKING:
+    from .stateful import ETraceAlgorithm
+
+Weights = Mapping[Any, brainstate.State]
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A user's step, traced with the states that it touches."""
+
+    pure: Pure
+    step: UserStep
+    first: dict[int, int]  # of each state, by its identity: its first leaf
+
+    @staticmethod
+    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
+        """Trace `function` on one step of the arrays."""
+        slices = jax.tree.map(_meshes.slice_of, arrays)
+        strengthen(learner.model)
+        pure = traced_with(learner.states().values(), partial(Pure.trace, function), *slices)
+        first: dict[int, int] = {}
+        names: list[str] = []
+        paths = {id(st): p for p, st in learner.states().items()}
+        for state, tree in zip(pure.states, pure.trees, strict=True):
+            first[id(state)] = len(names)
+            path = paths.get(id(state))
+            name = (
+                f"a {type(state).__name__} outside of the model"
+                if path is None
+                else show_path(map(str, _inner(path)))
+            )
+            names += [name] * tree.num_leaves
+        traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
+        if learner.traces and not traces:  # nor does it, if it calls another learner
+            raise NeverCalledError
+        found = learner._by_path()
+        carried: list[int | None] = []
+        for e in learner.graph.module_info.carried:
+            at = first.get(id(found.get(e.path, e.state)))
+            carried += [None if at is None else at + n for n in range(len(e.invars))]
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
+
+    def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
+        """The leaves of each state, if the step touches it."""
+        trees = {id(st): t for st, t in zip(self.pure.states, self.pure.trees, strict=True)}
+        return {
+            k: [self.first[id(st)] + n for n in range(trees[id(st)].num_leaves)]
+            for k, st in states.items()
+            if id(st) in self.first
+        }
+
+    def assign(self, leaves: list[Any]) -> None:
+        self.pure.assign(cut(leaves, self.pure.trees))
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The gradient over a sequence that a learner was asked for."""
+
+    learner: ETraceAlgorithm
+    request: Request
+    step_fn: Callable[..., Any]
+    weights: Weights
+    keep: bool  # the traces are wanted afterwards
+
+
+def trace(learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence) -> TracedStep:
+    """A user's step, traced on one step of the sequence."""
+    before, learner._is_tracing = learner._is_tracing, True
+    try:
+        return TracedStep.of(learner, function, sequence.arrays)
+    finally:
+        learner._is_tracing = before
+
+
+def gradient(task: Task, chunk_size: int | None) -> tuple[Any, Any, Any]:
+    """The summed gradients, and the losses and other outputs of every step."""
+    taken = task.learner.steps_at_once(chunk_size)
+    if taken is None:
+        return _steps(task, task.request.sequence, chunk_size)
+    if taken == 1:  # a plain step or, as in 0.2.x, a window of one
+        try:
+            return _steps(task, task.request.sequence, 1)
+        except Exception as plain:
+            try:
+                return _windows(task, 1)
+            except Exception:
+                raise plain from None
+    return _windows(task, taken)
+
+
+def _windows(task: Task, size: int) -> tuple[Any, Any, Any]:
+    """`step_fn` takes so many steps at once, and one window with what is left."""
+    if task.request.sequence.reset is not None:
+        raise ValueError(
+            f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
+            "to `step_fn`, and `reset` needs a `step_fn` of one step: leave `chunk_size` out; the "
+            "learner's own `window` says how many go together."
+        )
+    found = []
+    try:
+        for sequence, length in _in_windows(task.request.sequence, size):
+            parts = _steps(task, sequence, None, (length,))
+            found.append((parts[0], parts[1:]))
+    except NotCompiledError as e:
+        raise ValueError(
+            f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
+            "to `step_fn`, which calls it as with one: leave `chunk_size` out and give the learner its "
+            "`window`, or wrap what `step_fn` is given in `MultiStepData` and return as many losses."
+        ) from e
+    grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
+    return grads, *_joined([outs for _, outs in found])
+
+
+@_meshes.no_types()
+def _steps(
+    task: Task, sequence: Sequence, chunk_size: int | None, lead: tuple[int, ...] = ()
+) -> tuple[Any, Any, Any]:
+    learner, weights = task.learner, task.weights
+
+    def function(*slices: Any) -> Any:
+        return task.request.split(task.step_fn(*slices), lead)
+
+    traced = trace(learner, function, sequence)
+    at = traced.leaves_of(weights)
+    _refuse_unused(learner, traced, weights)
+    leaves = [leaf for values in traced.pure.values() for leaf in values]
+    asked = [i for found in at.values() for i in found]
+    wanted = tuple(dict.fromkeys(i for i in asked if is_inexact(leaves[i])))
+    begins, initial = _initial(learner, traced, sequence)
+    drive = replace(
+        _drive(learner, traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
+        wanted=wanted,
+        begins=begins,
+        forget=learner._reset_traces,
+    )
+    if not lead:
+        inside = set(map(id, learner.model.states().values()))
+        inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
+        outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
+        warn_of_paths(drive, asked, outside, learner.model)
+    total, outs, after = _run(learner, traced, drive, sequence, leaves, initial, Drive.__call__)
+    traced.assign(after)
+    by_leaf = dict(zip(wanted, total, strict=True))
+    grads = {}
+    for k, st in weights.items():
+        values, tree = jax.tree.flatten(st.value)
+        pairs = zip(at.get(k, [None] * len(values)), values, strict=True)
+        found = [by_leaf[i] if i in by_leaf else jnp.zeros_like(a) for i, a in pairs]
+        grads[k] = jax.tree.unflatten(tree, found)
+    return grads, *jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
+
+
+def evolve(
+    learner: ETraceAlgorithm,
+    sequence: Sequence,
+    step: Callable[..., Any],
+    chunk_size: int | None,
+    *,
+    alone: bool,
+) -> Any:
+    """What every step returns; `alone`: a step is a call of the learner, and nothing else."""
+    taken = learner.steps_at_once(chunk_size)
+    if taken is None or taken == 1 or alone:
+        return _evolve(learner, sequence, step, chunk_size)
+    outs = [_evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
+    return _joined(outs)
+
+
+@_meshes.no_types()
+def _evolve(
+    learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
+) -> Any:
+    traced = trace(learner, step, sequence)
+    leaves = [leaf for values in traced.pure.values() for leaf in values]
+    drive = _drive(learner, traced.step, sequence, chunk_size, True)
+    outs, after = _run(learner, traced, drive, sequence, leaves, [], Drive.evolve)
+    traced.assign(after)
+    return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
+
+
+def _drive(
+    learner: ETraceAlgorithm,
+    step: UserStep,
+    sequence: Sequence,
+    chunk_size: int | None,
+    keep: bool,
+    *,
+    is_window: bool = False,
+) -> Drive:
+    """The way to drive a step; `is_window`: the step takes a window of steps by itself."""
+    form, values = learner._forms.now, learner._values()
+    if is_window and not form.rule.back_through_time:
+        return Drive(step, size=sequence.pace, turns=form.rule.turns)
+    if not form.rule.back_through_time:
+        form.shard_like(learner._leaves(form), learner._inputs_of(form))
+    return form.drive(
+        step,
+        sequence,
+        values,
+        chunk_size=chunk_size,
+        keep=keep,
+        # outside of `jit`, traces that are kept are zero in the first call only: two programs for one
+        fresh=learner._is_fresh() and (not keep or is_traced(values)),
+        budget=learner.memory_budget,
+    )
+
+
+def _run(
+    learner: ETraceAlgorithm,
+    traced: TracedStep,
+    drive: Drive,
+    sequence: Sequence,
+    leaves: list[Any],
+    initial: list[Any],
+    function: Callable[[Drive, Given, Sequence], Any],
+) -> Any:
+    given = Given(list(traced.step.program.consts.values()), leaves, initial)
+    return learner._forms.now.programs.run(function, drive, given, _reporting(traced, sequence))
+
+
+def _reporting(traced: TracedStep, sequence: Sequence) -> Sequence:
+    """The sequence, with states that are up to date whenever progress is reported."""
+    report = sequence.progress
+    if report is None:
+        return sequence
+
+    def progress(done: int, total: int, carry: Any) -> None:
+        if carry is not None:
+            leaves = [leaf for values in traced.pure.values() for leaf in values]
+            now = dict(zip(traced.step.moving, carry.moving, strict=True))
+            traced.assign([now.get(i, a) for i, a in enumerate(leaves)])
+        report(done, total, None)
+
+    return replace(sequence, progress=progress)
+
+
+def _initial(
+    learner: ETraceAlgorithm, traced: TracedStep, sequence: Sequence
+) -> tuple[tuple[int, ...], list[Any]]:
+    """The leaves that have initial values for samples that begin anew, and these values."""
+    if sequence.reset is None:
+        return (), []
+    size = sequence.reset.shape[1]
+    start = initial_states(learner, size, learner.graph.module_info.hidden)
+    states = learner._by_path()
+    begins, values = [], []
+    for path, at in traced.leaves_of({p: states[p] for p in start}).items():
+        begins += at
+        values += jax.tree.leaves(start[path])
+    return tuple(begins), values
+
+
+def _refuse_unused(learner: ETraceAlgorithm, traced: TracedStep, weights: Weights) -> None:
+    """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
+    known = {*map(id, learner.model.states().values()), *traced.first}
+    known |= {id(e.state) for e in learner.graph.module_info.entries}
+    unused = [k for k, st in weights.items() if id(st) not in known]
+    if unused:
+        raise ValueError(
+            f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
+            "does not use."
+        )
+
+
+def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
+    """A sequence of windows of `size` steps, and one with what is left; and how many steps a window has."""
+    count, left = divmod(whole.length, size)
+    found = []
+    for start, number, length in ((0, count, size), (count * size, 1, left)):
+        if number * length:
+            steps = whole.part(start, start + number * length)
+            arrays, mask, _ = jax.tree.map(lambda a, n=number, k=length: a.reshape(n, k, *a.shape[1:]), steps)
+            found.append((Sequence(arrays, number, mask, progress=whole.progress), length))
+    return found
+
+
+def _joined(outs: list[Any]) -> Any:
+    """What windows returned, as what their steps did."""
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
+    return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)
+
+
+def _inner(path: Any) -> Any:
+    """The path in the model, of a path in the learner."""
+    return path[1:] if path[:1] == ("model",) else path

@@ -1,0 +1,683 @@
+"""Learners of `brainstate` models: a module that keeps hidden states and traces between calls.
+
+It reads the values of states, calls the pure functions of a `CompiledStep`, and writes the results back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+
+from .. import _compat, _meshes
+from .._compiler import ETraceGraph, NotSupportedError
+from .._compiler.step import Path, show_path
+from .._executor.executor import ETraceGraphExecutor
+from .._executor.window import where_rows
+from .._frontends.module_function import read_states
+from .._frontends.modules import Mark, check_mark
+from .._lines import warn_user
+from .._online.arguments import split_static
+from .._online.choose import memory_budget
+from .._online.data import one_step, time_axes
+from .._online.request import Request, check_chunk_size, check_window
+from .._online.sequence import NeverCalledError, Sequence
+from .._report.diagnostics import warn_of_options
+from .._rules.rule import Rule, TraceRule, Values
+from . import pickling
+from .compiled_step import CompiledStep
+from .config import ETraceConfig
+from .forms import Forms
+from .learner import Learner
+from .not_compiled import time_first
+from .progress import Bar, Report, unchanged_on_error
+from .resets import initial_states, reset, strengthen, values_now
+from .sequences import Task, evolve, gradient
+from .state_changes import StateChanges
+from .state_reads import StateReads
+from .step_counter import StepCounter
+from .weight_changes import WeightChanges
+
+if TYPE_CHECKING:
+    from .._report.report import CompilationReport
+
+VjpMethod = Literal["single-step", "multi-step"]
+
+
+class EligibilityTrace(brainstate.ShortTermState):
+    """A state that holds an eligibility trace."""
+
+
+class ETraceAlgorithm(brainstate.nn.Module):
+    """A `brainstate` model that learns online by a rule.
+
+    `D_RTRL`, `EProp` and the other learners are this class with a rule of their own. A rule of one's own is
+    a `braintrace.rules.TraceRule`, passed as `rule`.
+
+    Args:
+        model: The model that learns, with an `update` method.
+        rule: A value of `braintrace.rules`; by default the rule of `config`.
+        vjp_method: With 'multi-step', a call is a window of one step, or of the steps in `MultiStepData`.
+        window: Back-propagate through windows of this many steps in `etrace_grad`.
+        mark: 'auto' marks the ops that use a parameter; with 'ops' the model marks them.
+        name: Name of the module.
+        config: Chooses the rule, if `rule` is not given.
+        random_feedback_key: Key of the random feedback matrices of `config`.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = inspect.signature(cls.__init__)
+        parameters = [*own.parameters.values()][1:]
+        # the metaclass of modules has a `__call__`, which `inspect` would show instead
+        cls.__signature__ = own.replace(parameters=parameters)
+
+    def __init__(
+        self,
+        model: brainstate.nn.Module,
+        rule: Rule | None = None,
+        *,
+        vjp_method: VjpMethod | None = None,
+        window: int | None = None,
+        mark: Mark = "ops",
+        name: str | None = None,
+        config: ETraceConfig | None = None,
+        random_feedback_key: Any = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, type) or not callable(getattr(model, "update", None)):
+            what = f"the class {model.__name__} itself" if isinstance(model, type) else str(type(model))
+            raise TypeError(f"A learner takes a `brainstate.nn.Module` with an `update` method, not {what}.")
+        if name is not None:
+            self._name = name
+        if rule is None:
+            if config is None:
+                raise TypeError("A learner has a `rule`, such as `braintrace.rules.D_RTRL()`, or a `config`.")
+            rule = config.rule(random_feedback_key)
+        if config is not None and config.window_size is not None and window is None:
+            window = config.window_size
+        check_mark(mark)
+        self.model, self.rule, self.config, self.mark = model, rule, config, mark
+        self.vjp_method: VjpMethod = read_method(rule, vjp_method, window)
+        self.window = window or 1
+        # as in 0.2.x, where the size of a chunk is the window
+        self._chunk_is_window = vjp_method == "multi-step" and window is None
+        self.memory_budget = memory_budget()
+        self.standing: Values = {}  # inputs of the rule's signal, for calls that are given none
+        self.traces: dict[str, EligibilityTrace] = {}
+        self.steps = StepCounter(jnp.zeros((), jnp.int32))
+        self._start = values_now(model)  # a reset falls back on these
+        self._forms = Forms(model, rule, mark, self._window)
+        self._inputs: list[Any] = []  # shapes of the inputs compiled for, and their shardings
+        self._traced_states: list[int] = []  # the `id` of the model's states when the traces were made
+        self._zeros: dict[str, weakref.ref[Any]] = {}  # the initial traces
+        self._is_tracing = False  # a user's step is being traced
+        self._weights = WeightChanges(model)
+        self._reads = StateReads()
+        self._changes: StateChanges | None = None
+
+    def __pretty_repr_item__(self, name: str, value: Any) -> Any:
+        return None if name.startswith("_") else (name, value)
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes of a copy; it compiles its own functions when it is first used."""
+        own = {"_inputs": [], "_zeros": {}, "_is_tracing": False, "_reads": StateReads(), "_changes": None}
+        return {**vars(self), **own}
+
+    def __reduce__(self) -> Any:
+        return pickling.restore, (type(self), pickling.dumps(self._attributes()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for state in self.states().values():
+            memo[id(state)] = pickling.copy_state(state)
+        for name, value in copy.deepcopy(self._attributes(), memo).items():
+            object.__setattr__(new, name, value)
+        return new
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    @property
+    def _window(self) -> int | None:
+        """Steps of a window; None for single steps."""
+        return self.window if self.vjp_method == "multi-step" else None
+
+    def compile_graph(self, *args: Any, **kwargs: Any) -> None:
+        """Trace the model for arguments of these shapes; free if that was done before."""
+        args, kwargs = one_step(args, self._split_call((), kwargs)[2])
+        strengthen(self.model)
+        self._forms.compile(args, kwargs)
+        self._inputs = [_meshes.shape_of(a) for a in split_static(args, kwargs)[0]]
+        states = [id(st) for st in self.model.states().values()]
+        if states != self._traced_states:  # else a jitted step knows the traces as they are
+            # new states, which `vmap_new_states` around this call sees
+            self.traces = {k: EligibilityTrace(v) for k, v in self._lasting_values().items()}
+        self._traced_states = states
+        self.init_etrace_state()
+        self._compare_states(keep=True)
+
+    def is_set_for(self, args: Any, kwargs: Any) -> bool:
+        """Whether the form in use is that for these arguments and the states as they are."""
+        return self._forms.key(args, kwargs) == self._forms.current
+
+    def set_for(
+        self, args: Any, kwargs: Any, traces: dict[str, EligibilityTrace] | None = None
+    ) -> CompiledStep:
+        """Use the form that was compiled for these arguments and the states as they are.
+
+        `traces` are states to hold the traces from now on; random feedback and signs continue in them.
+        """
+        lasting = {} if traces is None else self._lasting_values()
+        self.traces = self.traces if traces is None else traces
+        if self._forms.select(args, kwargs, fresh=self._is_fresh()):
+            self.init_etrace_state()
+        self._keep_lasting(lasting)
+        return self._forms.now
+
+    def take_windows(self, window: int | None = None, rank: int | None = None) -> None:
+        """Back-propagate through windows of `window` steps from now on, with a correction of rank `rank`.
+
+        An option that is None stays as it is. If other traces are needed, they start from zero.
+        """
+        rule: Any = self.rule
+        if rule.any_window:
+            raise ValueError(
+                f"{type(self).__name__} has neither `window` nor `rank`, which are for traces of weights: "
+                "`braintrace.D_RTRL` has them."
+            )
+        if rank is not None:
+            if not hasattr(rule, "rank"):
+                raise ValueError(f"{type(self).__name__} has no `rank`; `braintrace.D_RTRL` has.")
+            rule = dataclasses.replace(rule, rank=rank)
+        check_window(window)
+        before = self.rule, self.vjp_method
+        self.rule, self.window = rule, window or self.window
+        self._chunk_is_window = self._chunk_is_window and window is None
+        self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
+        changed = before != (self.rule, self.vjp_method)
+        if changed and self.is_compiled:
+            warn_of_options(self.graph, self.rule.kind(rule.windows or self._window is not None))
+        self._change_rule(rule, reset=changed)
+
+    def _change_rule(self, rule: Rule, *, reset: bool) -> None:
+        """Compile anew for a rule; `reset`: its traces are others, and start from zero."""
+        self.rule = rule
+        self._forms = self._forms.with_rule(rule, self._window)
+        if reset and self.is_compiled:
+            self.init_etrace_state()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile_graph` was called."""
+        return bool(self._forms.examples)
+
+    @property
+    def functional(self) -> Learner:
+        """The pure functions of the learner, for the shapes used last, as `braintrace.online` returns them.
+
+        Parameters and carry are dictionaries of the values of states, by path; `reset` goes back to the
+        values that the states have now.
+        """
+        form = self._forms.now
+        return Learner(form, form.function.carry.leaves(read_states(form.function)[1]))
+
+    @property
+    def graph(self) -> ETraceGraph:
+        """The compiled graph of the shapes used last."""
+        return self._forms.now.graph
+
+    @property
+    def executor(self) -> ETraceGraphExecutor:
+        """The pure functions of that graph."""
+        return self._forms.now.executor
+
+    graph_executor = executor
+
+    @property
+    def report(self) -> CompilationReport:
+        """How each parameter is learned under this rule, and which paths through time it truncates."""
+        return self._forms.now.report
+
+    def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
+        """Print the report, a tree of groups, sites and parameters; or return it, or both."""
+        if verbose:
+            self.report.show()
+        return self.report.to_str() if return_msg else None
+
+    def _repr_html_(self) -> str | None:
+        return self.report._repr_html_() if self.is_compiled else None
+
+    # -- states ------------------------------------------------------------------------------------
+
+    @property
+    def param_states(self) -> Any:
+        """The model's parameters, by path."""
+        return self.model.states(brainstate.ParamState)
+
+    @property
+    def hidden_states(self) -> dict[Path, brainstate.State]:
+        """The states that traces follow, by path."""
+        return {h.path: h.state for h in self.graph.module_info.hidden}
+
+    @property
+    def other_states(self) -> dict[Path, brainstate.State]:
+        """The states that are carried but not traced, by path."""
+        hidden = {id(h.state) for h in self.graph.module_info.hidden}
+        entries = self.graph.module_info.entries
+        return {e.path: e.state for e in entries if not e.is_param and id(e.state) not in hidden}
+
+    @property
+    def etrace_states(self) -> dict[str, EligibilityTrace]:
+        """The states that hold the traces, by name."""
+        return dict(self.traces)
+
+    @property
+    def running_index(self) -> StepCounter:
+        """The number of steps since the last reset: a state that compares as a number."""
+        return self.steps
+
+    @property
+    def modulator(self) -> Any:
+        """The modulator of calls that are given none, for rules with a modulator."""
+        return self.standing.get("modulator")
+
+    @modulator.setter
+    def modulator(self, value: Any) -> None:
+        self.standing["modulator"] = value
+
+    def get_etrace_of(self, weight: Any) -> dict[str, Any]:
+        """The traces of one parameter, given as its state or its path."""
+        if isinstance(weight, brainstate.State):
+            found = [e.path for e in self.graph.module_info.params if e.state is weight]
+            if not found:
+                raise ValueError("The weight is not a parameter that the compiled model uses.")
+            (path,) = found
+        else:
+            path = tuple(weight) if isinstance(weight, tuple | list) else tuple(str(weight).split("."))
+        chosen = {
+            key: st.value
+            for key, st in self.traces.items()
+            if any(_belongs(key, t) for t in self.executor.slots if path in t.relation.param_paths)
+        }
+        if not chosen:
+            known = f"; known: {', '.join(map(show_path, self.report.etrace_weights))}"
+            reasons = {p: f": {why}" for p, why in self.report.excluded_weights.items()}
+            raise ValueError(f"The parameter `{show_path(path)}` has no trace{reasons.get(path, known)}.")
+        return chosen
+
+    def init_etrace_state(self) -> None:
+        """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
+        form = self._forms.now
+        with self._reads.paused():  # a function that is being traced then writes them before the counter
+            _ = [st.value for st in self._hidden_now(form).values()]
+        self.steps.value = jnp.zeros((), jnp.int32)
+        lasting = self._lasting_values()
+        values = form.initial_traces(self._leaves(form), self._inputs_of(form))
+        self._zeros = {k: weakref.ref(v) for k, v in values.items()}
+        for key in [k for k in self.traces if k not in values]:
+            del self.traces[key]
+        for key, value in values.items():
+            if key in self.traces:
+                self.traces[key].value = value
+            else:
+                self.traces[key] = EligibilityTrace(value)
+        self._keep_lasting(lasting)
+        self._weights = WeightChanges(self.model)
+
+    def _lasting_values(self) -> Values:
+        """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
+        form = self._forms.now
+        lasting = [] if form.rule.back_through_time else form.online.lasting
+        return {k: self.traces[k].value for k in lasting if k in self.traces}
+
+    def _keep_lasting(self, values: Values) -> None:
+        """Store such arrays again, where they fit the shapes compiled for."""
+        for key, value in values.items():
+            now = self.traces[key].value
+            if (value.shape, value.dtype) == (now.shape, now.dtype):
+                self.traces[key].value = value
+                self._zeros[key] = weakref.ref(value)
+
+    def _is_fresh(self) -> bool:
+        """Whether the traces are known to be the zeros that they were set to."""
+        known = {k: ref() for k, ref in self._zeros.items()}
+        return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items())
+
+    def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
+        """Reset the model's states, the traces and the step counter.
+
+        A module's states are reset by its `reset_state` or, if it has none, to the values that its
+        `init_state` makes; a short-term state of a module with neither (made in `__init__`) gets the value
+        that it had when the learner was made. With `rows`, a boolean for each sample of the batch, only the
+        states and traces of those samples are reset.
+        """
+        if rows is not None:
+            self._reset_rows(jnp.asarray(rows))
+            return
+        self.reset_model(**({"batch_size": batch_size} if batch_size is not None else {}))
+        self._forms.follow_states()
+        if self._forms.current is not None:
+            self.init_etrace_state()
+
+    def reset_model(self, **options: Any) -> None:
+        """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
+        done = reset(self.model, self._start, **options)
+        form = self._forms.known
+        hidden = {} if form is None else self._hidden_now(form)
+        left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
+        if left:
+            warn_user(
+                f"A reset leaves {left} as it is, so that a sequence begins with what is left of the one "
+                "before. Set it in the `reset_state` of its module. A module without `reset_state` is reset "
+                "by its `init_state` or, without either, to the values when the learner was made.",
+                about=self.model,
+            )
+
+    def _reset_rows(self, rows: Any) -> None:
+        if rows.ndim != 1 or rows.dtype != bool:
+            raise ValueError(
+                f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
+            )
+        found, start = self._by_path(), initial_states(self, len(rows), self.graph.module_info.hidden)
+        old = {path: found[path].value for path in start}, self._values()
+
+        def begun(rows: Any, start: Any, states: Any, traces: Values) -> Any:
+            return jax.tree.map(partial(where_rows, rows), start, states), self._reset_traces(traces, rows)
+
+        states, traces = _meshes.in_auto_like(old, begun, rows, start, *old)
+        for path, value in states.items():
+            found[path].value = value
+        self._store(traces)
+        self.steps.value = self.steps.value  # so that `StateChanges` sees the states as set by the learner
+
+    def _reset_traces(self, values: Values, rows: Any) -> Values:
+        """The traces, with those of the samples flagged in `rows` set to zero."""
+        form = self._forms.now
+        if form.rule.back_through_time:
+            return values
+        if any(values[k].shape != v.shape for k, v in form.online.initial_shapes.items()):
+            raise NotSupportedError(
+                "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
+                "samples by the object that `braintrace.compile(..., vmap=True)` returns."
+            )
+        return form.reset_traces(values, rows)
+
+    def _values(self) -> Values:
+        return {k: st.value for k, st in self.traces.items()}
+
+    def _by_path(self) -> dict[Path, brainstate.State]:
+        """The model's states as they are now."""
+        return {tuple(map(str, path)): st for path, st in self.model.states().items()}
+
+    def _leaves(self, form: CompiledStep) -> list[Any]:
+        """The leaves of the states that a step touches, found by path."""
+        found = self._by_path()
+        entries = form.info.entries
+        return [leaf for e in entries for leaf in jax.tree.leaves(found.get(e.path, e.state).value)]
+
+    def _inputs_of(self, form: CompiledStep) -> list[Any]:
+        """The shapes and shardings of the inputs of a step, as far as they are known."""
+        num = form.function.step.num_args
+        return self._inputs if len(self._inputs) == num else [None] * num
+
+    def _hidden_now(self, form: CompiledStep) -> dict[str, brainstate.State]:
+        """The hidden states, by name."""
+        found = self._by_path()
+        hidden = {id(h.state) for h in form.info.hidden}
+        return {
+            show_path(e.path): found.get(e.path, e.state) for e in form.info.carried if id(e.state) in hidden
+        }
+
+    def _store(self, values: Values) -> None:
+        for key, state in self.traces.items():
+            state.value = values[key]
+
+    def _compare_states(self, *, keep: bool) -> None:
+        """Warn if a hidden state was set since the last call and the traces were not."""
+        form = self._forms.known
+        if form is not None and self.traces and not self._is_tracing:
+            hidden = self._hidden_now(form)
+            self._reads.watch(hidden)
+            self._changes = self._changes or StateChanges(self)
+            self._changes.watch(hidden)
+            self._changes.before_call(self._reads, keep=keep)
+
+    def _compare_reads(self, hidden: Mapping[str, brainstate.State]) -> None:
+        """Warn if the function that is being traced has read a hidden state."""
+        read = self._reads.before_call(hidden)
+        if read and not self._is_tracing:
+            warn_user(
+                f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. Should the "
+                "loss depend on it, what parameters did to it in earlier steps is not in the gradient. In "
+                "`learner.etrace_grad` it is; or read the state inside of the model and return it.",
+                about=self.model,
+            )
+
+    def _compare_masks(self) -> None:
+        """Warn if a state that a weight is made of is another one than for the traces so far."""
+        if not self.rule.back_through_time:
+            found = self._by_path()
+            self._weights.compare_masks(
+                {show_path(e.path): found.get(e.path, e.state) for e in self.executor.masks}
+            )
+
+    # -- calling -----------------------------------------------------------------------------------
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Advance the model and its traces; the derivative of the result is the online gradient.
+
+        A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
+        """
+        given, args, kwargs = self._split_call(args, kwargs)
+        with self._reads.paused():
+            self._compare_states(keep=True)
+            one = one_step(args, kwargs)
+            self.set_for(*one)
+            form, consts = self._forms.with_constants(*one)
+            data, stepped = time_axes(args, kwargs)
+            self._compare_reads(self._hidden_now(form) if self.traces else {})
+            lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
+                )
+            if lengths and not form.in_windows:
+                raise ValueError(
+                    "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of "
+                    "one step. `MultiStepData` is for `vjp_method='multi-step'`."
+                )
+            leaves = self._leaves(form)
+            form.shard_like(leaves, self._inputs_of(form))
+            self._weights.compare_consts(form.online.consts_of_weights(consts))
+            self._compare_masks()
+            window = tuple(stepped) if lengths else None
+            outs, leaves, traces = form(leaves, self._values(), data, self._signal(given), consts, window)
+            self._write(form, leaves, traces, *lengths or {1})
+            return jax.tree.unflatten(form.info.out_tree, outs)
+
+    def _split_call(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        """The arguments of a call for the rule's signal, and those for the model."""
+        signal = self.rule.signal
+        names = {*signal.takes, *signal.spellings}
+        given = signal.named({k: v for k, v in kwargs.items() if k in names})
+        compiled_for = max((len(a) for a, _ in self._forms.examples.values()), default=len(args))
+        if signal.comes_last and not given and len(args) == compiled_for + 1:
+            *args, given[signal.takes[0]] = args
+        return given, tuple(args), {k: v for k, v in kwargs.items() if k not in names}
+
+    def _signal(self, given: Values) -> Values:
+        """The inputs of the rule's signal, of this call or else for all calls."""
+        found = {}
+        for name in self.rule.signal.takes:
+            value = given.get(name, self.standing.get(name))
+            if value is None:
+                raise ValueError(
+                    f"{type(self).__name__} takes its signal from the call: `learner(x, {name}=...)`, or set "
+                    f"`learner.{name}` for all calls."
+                )
+            found[name] = jax.tree.map(jnp.asarray, value() if callable(value) else u.get_mantissa(value))
+        return found
+
+    def _write(self, form: CompiledStep, leaves: list[Any], traces: Values, steps: int) -> None:
+        """Store the new values of the carried states, of the traces and the counter."""
+        found, items = self._by_path(), iter(leaves)
+        for entry, tree in zip(form.info.entries, form.info.state_trees, strict=True):
+            new = [next(items) for _ in entry.invars]
+            if not entry.is_fixed:
+                found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
+        self._store(traces)
+        self.steps.value = self.steps.value + steps
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    @time_first
+    def etrace_grad(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any],
+        mask: Any = None,
+        chunk_size: int | None = None,
+        weights: Any = None,
+        reduction: str = "mean",
+        loss_output: str = "per_step",
+        has_aux: bool = False,
+        return_value: bool = False,
+        keep_traces: bool = True,
+        reset: Any = None,
+        progress: bool | Report = False,
+    ) -> Any:
+        """Drive a whole sequence and return the accumulated online gradient, by parameter.
+
+        `step_fn(*slices)` runs the learner once and returns the loss of that step. `chunk_size` steps are
+        taken at once (None: as many as memory allows), rounded up to whole windows if the learner has a
+        `window`: that changes speed and memory, never the numbers. Only for a learner that was made as in
+        0.2.x, with `vjp_method='multi-step'` and no `window`, is `chunk_size` the window instead: slices have
+        a leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
+
+        `mask` (one number a step) weighs the losses; states and traces advance at every step. With a number
+        for each step and sample, `step_fn` returns a loss for each sample. 'mean' divides by the sum of the
+        mask. `return_value` adds the losses to what is returned: of each step before the mask ('per_step'),
+        after it ('masked'), or as one number ('scalar'); `has_aux` adds what `step_fn` returns beside the
+        loss. Without `keep_traces` the traces are not advanced but set back to zero, which saves computing
+        them where the sequence is all there is.
+
+        `reset`, flags of shape (time, batch): a sample whose flag is set begins anew before that step.
+
+        `progress` shows a bar, or calls a function with the steps done and those in all, after each chunk
+        or, where those are chosen for you, about twenty times. If the call fails or is interrupted, states
+        and traces are what they were before it or, with `progress` and outside of `jit`, after the last
+        finished part.
+        """
+        self._begin_sequence(chunk_size, keep_traces)
+        if not isinstance(progress, bool) and not callable(progress):
+            raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
+        report = Bar() if progress is True else progress or None
+        sequence = Sequence.check(
+            sequences, mask, reset, report and (lambda done, total, _: report(done, total))
+        )
+        request = Request(sequence, has_aux, reduction, loss_output, return_value)
+        weights = self._check_weights(self.param_states if weights is None else weights)
+        self._compare_masks()
+        try:
+            before = self.steps.value
+            # with a report, states are up to date after each part, and stay so
+            kept = [] if report is not None else list(self.states().values())
+            with unchanged_on_error(kept):
+                task = Task(self, request, step_fn, weights, keep_traces)
+                grads, losses, aux = gradient(task, chunk_size)
+                if _is_unchanged(before, self.steps.value):
+                    raise NeverCalledError
+                if not keep_traces:
+                    self.init_etrace_state()
+        except BaseException:
+            if isinstance(report, Bar):
+                report.close()
+            raise
+        return request.result(grads, losses, aux)
+
+    @time_first
+    def etrace_evolve(
+        self,
+        *sequences: Any,
+        step_fn: Callable[..., Any] | None = None,
+        chunk_size: int | None = None,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default.
+
+        `chunk_size` is as in `etrace_grad`: how many steps are taken at once, or a window.
+        """
+        self._begin_sequence(chunk_size, keep=True)
+        sequence = Sequence.check(sequences, None)
+        call = self if step_fn is None else step_fn
+
+        def step(*slices: Any) -> Any:
+            out = call(*slices)
+            return out if return_outputs else None
+
+        self._compare_masks()
+        with unchanged_on_error(list(self.states().values())):
+            return evolve(self, sequence, step, chunk_size, alone=step_fn is None)
+
+    def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
+        _ = self._forms.now
+        check_chunk_size(chunk_size)
+        self._compare_states(keep=keep)
+        if self._forms.follow_states():
+            self.init_etrace_state()
+
+    def _check_weights(self, weights: Any) -> Any:
+        if not isinstance(weights, Mapping):
+            raise TypeError(
+                "`weights` is a dictionary of states, such as `model.states(brainstate.ParamState)`, not "
+                f"{type(weights).__name__}."
+            )
+        if not weights:
+            raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
+        hidden = self._hidden_now(self._forms.now).values()
+        carried = [k for k, st in weights.items() if any(st is h for h in hidden)]
+        if carried:
+            raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
+        return weights
+
+    def steps_at_once(self, chunk_size: int | None) -> int | None:
+        """The number of steps that `step_fn` takes at once for this `chunk_size`; None for one step."""
+        return chunk_size if self._chunk_is_window else None
+
+
+# the name in 0.2.x of learners whose gradient is that of a `vjp`; here all are
+ETraceVjpAlgorithm = ETraceAlgorithm
+
+
+def read_method(rule: Rule, vjp_method: VjpMethod | None, window: int | None) -> VjpMethod:
+    """Whether a learner with these options takes single steps, or windows."""
+    if vjp_method not in ("single-step", "multi-step", None):
+        raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
+    check_window(window)
+    in_windows = window is not None or (not rule.any_window and rule.windows)
+    if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
+        raise ValueError(
+            f"{'The low-rank correction is' if window is None else f'Windows of {window} steps are'} "
+            "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
+        )
+    return vjp_method or ("multi-step" if in_windows else "single-step")
+
+
+def _belongs(key: str, trace: Any) -> bool:
+    path = ".".join(trace.relation.weight_path)
+    return key == trace.key or key.startswith(f"{trace.relation.site.index}:{path}:")
+
+
+def _is_unchanged(before: Any, after: Any) -> bool:
+    """Whether a counter is known to be what it was."""
+    return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))
