@@ -32,6 +32,8 @@ def fit(
     metrics: Mapping[str, Metric] | None = None,
     window: int | None = None,
     rank: int | None = None,
+    basis: str | None = None,
+    across: str | None = None,
     chunk_size: int | None = None,
     reset: bool = True,
     batched: bool = True,
@@ -70,6 +72,8 @@ def fit(
         window: Back-propagate through windows of this many steps, with traces for earlier ones, or up to
             the last update. By default as the learner was made.
         rank: Rank of a correction to the diagonal traces. By default as the learner was made.
+        basis: How the basis of that correction is found, 'balanced' or 'pushed'.
+        across: 'layers' keeps the influence on the layers above a weight.
         chunk_size: Steps per backward pass, which changes speed and memory only. (For learners in the style
             of 0.2.x, made with `vjp_method='multi-step'` and no `window`, it is the window.)
         reset: Whether states and traces are reset before each batch. Streams are reset by flags only.
@@ -112,8 +116,8 @@ def fit(
     limits = (epochs, max_batches, max_steps, eval_every, checkpoint_every)
     _check(learner, optimizer, update_every, limits)
     _check_stream(batches, epochs, max_steps, update_every)
-    if window is not None or rank is not None:
-        learner.take_windows(window, rank)
+    if any(option is not None for option in (window, rank, basis, across)):
+        learner.take_windows(window, rank, basis, across)
     every = None if update_every == "sequence" else update_every
     layout = None if mesh is None else Layout.of(mesh)
     shows = layout is None or layout.is_first

@@ -163,7 +163,7 @@ class Run:
             found["the window (`chunk_size`)"] = engine.chunk_size
         if isinstance(learner, ETraceVjpAlgorithm):
             found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
-            found["`rank`"] = getattr(learner.rule, "rank", 0)
+            found |= {f"`{k}`": getattr(learner.rule, k, None) for k in ("rank", "basis", "across")}
         return found
 
     def _size(self, batch: Batch) -> int | None:
