@@ -81,7 +81,7 @@ def spread_shape(x: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct
 
 
 def longer(x: Any, length: int) -> jax.ShapeDtypeStruct:
-    """Return the shape of so many such arrays, stacked along a new first axis."""
+    """Return the shape of `length` such arrays, stacked along a new first axis."""
     found = sharding_of(x)
     sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition((None, *found[1])))
     return jax.ShapeDtypeStruct((length, *x.shape), x.dtype, sharding=sharding)
@@ -98,8 +98,8 @@ def on_one_mesh(shapes: Any) -> Any:
 def part_of(x: Any) -> tuple[int, ...]:
     """Return the shape of the shard of one device."""
     found = x.sharding if isinstance(x, jax.ShapeDtypeStruct | jax.Array) else None
-    spread = isinstance(found, jax.sharding.NamedSharding)
-    return tuple(found.shard_shape(x.shape)) if spread else tuple(x.shape)  # type: ignore[union-attr]
+    sharded = isinstance(found, jax.sharding.NamedSharding)
+    return tuple(found.shard_shape(x.shape)) if sharded else tuple(x.shape)  # type: ignore[union-attr]
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) -> jax.Array:

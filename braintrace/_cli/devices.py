@@ -110,7 +110,7 @@ def _mesh(devices: int | None, model: int) -> Any:
 
 
 def _count_cpus(number: int) -> None:
-    """Make the CPU count as so many devices, unless that is set already."""
+    """Make the CPU count as this many devices, unless that is set already."""
     import jax
 
     counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

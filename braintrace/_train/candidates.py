@@ -55,7 +55,7 @@ YARDSTICK = Candidate("BPTT", BPTT)
 
 
 def ladder(length: int, fits: Callable[[Candidate], bool]) -> list[Candidate]:
-    """Return rules from cheap to exact, for sequences of so many steps."""
+    """Return rules from cheap to exact, for sequences of this length."""
     windows = [k for k in (1, 5, 10) if k < length]  # one window over the sequence would be BPTT
     given: list[Any] = [ES_D_RTRL, D_RTRL, *((D_RTRL, {"window": k}) for k in windows)]
     given += [(D_RTRL, {"window": 5, "rank": 4})] if length > 5 else [(D_RTRL, {"rank": 4})]

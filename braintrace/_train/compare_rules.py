@@ -321,7 +321,7 @@ def _train(problem: Problem, gradient: Any, training: Training) -> tuple[list[fl
         grads, carry, losses = gradient(now, carry, arrays, mask, key)
         moves, state = optimizer.update(list(map(jnp.conj, grads)), state, weights)
         weights = [(w + d).astype(w.dtype) for w, d in zip(weights, moves, strict=True)]
-        # random keys and running statistics go on from sequence to sequence
+        # random keys and running statistics are carried on from sequence to sequence
         carry = [a if kept else b for a, b, kept in zip(carry, start, untraced, strict=True)]
         counted = jnp.where(mask != 0, losses, jnp.zeros_like(losses)) * mask
         return weights, carry, state, counted.sum() / mask.sum()

@@ -91,7 +91,7 @@ class Engine:
         """Return a batch on its devices."""
         return batch if self.layout is None else self.layout.batch(batch, self.batched)
 
-    def _lay_out(self, xs: Any) -> None:
+    def _shard_states(self, xs: Any) -> None:
         """Shard the states of the model over the device mesh."""
         if self.layout is not None:
             samples = size_of(xs) if self.batched else None
@@ -120,19 +120,19 @@ class Engine:
         with brainstate.environ.context(fit=True):
             if not learner.is_compiled:
                 brainstate.nn.init_all_states(model, **size)
-                self._lay_out(xs)
+                self._shard_states(xs)
                 learner.compile_graph(*args, **kwargs)
             elif not learner.is_set_for(args, kwargs):
                 with brainstate.random.seed_context(0):  # a resumed run draws the same numbers
                     learner.reset_model(**size)
-                self._lay_out(xs)
+                self._shard_states(xs)
                 if known:
                     # the state objects of the compiled program
                     learner.set_for(args, kwargs, self._known[shapes][1])
                 else:
                     learner.compile_graph(*args, **kwargs)
             elif self.layout is not None:  # compiled before the arrays were on the mesh
-                self._lay_out(xs)
+                self._shard_states(xs)
                 learner.compile_graph(*args, **kwargs)
         if self.layout is not None:
             kept: list[brainstate.State] = [learner.steps, *learner.traces.values()]

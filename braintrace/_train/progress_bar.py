@@ -74,7 +74,7 @@ class Watch(_Shown):
             )
 
     def trained(self, row: Row, steps: int, seconds: float) -> None:
-        """Show the scores of a batch of so many time steps."""
+        """Show the scores of a batch of this many time steps."""
         if self._warm:  # the first batch compiles
             self._times.append((seconds, steps))
         self._warm = True

@@ -69,7 +69,7 @@ class Stream:
 
 
 def _stacked(steps: Iterator[Any], size: int, batched: bool) -> Iterator[Batch]:
-    """Yield blocks of so many single steps; the last one may be shorter."""
+    """Yield blocks of `size` single steps; the last one may be shorter."""
     while found := list(islice(steps, size)):
         yield check_batch(_stack(found), batched)
 
@@ -82,10 +82,16 @@ def _stack(steps: list[Any]) -> tuple[Any, ...]:
             f"these have {sorted(map(str, lengths))} entries."
         )
     try:
-        stacked: tuple[Any, ...] = jax.tree.map(lambda *leaves: np.stack(leaves), *map(tuple, steps))
-        return stacked
+        return tuple(map(_stack_column, zip(*steps, strict=True)))
     except ValueError as error:
         raise ValueError(f"The steps of a stream differ in their shapes or entries: {error}") from error
+
+
+def _stack_column(column: tuple[Any, ...]) -> Any:
+    """Stack one entry of all steps: arrays, pytrees of arrays, or None."""
+    if all(issubclass(kind, np.ndarray | np.generic | float) for kind in set(map(type, column))):
+        return np.array(column)  # three times as fast as np.stack
+    return jax.tree.map(lambda *leaves: np.array(leaves), *column)
 
 
 def _cut(blocks: Iterator[Any], at: int, start: int, stop: int | None, batched: bool) -> Iterator[Batch]:
@@ -113,7 +119,7 @@ class Averages:
     weights: dict[str, float]  # of each score, the decayed sum of weights
 
     def add(self, scores: dict[str, float], weight: float, steps: int) -> None:
-        """Add the scores of a block of so many steps."""
+        """Add the scores of a block of this many steps."""
         decay = float(np.exp(-steps / self.steps))
         for name, value in scores.items():
             counted = weight if np.isfinite(value) else 0.0
