@@ -45,7 +45,7 @@ _HOMES = {
         "ETraceAlgorithm ETraceConfig ETraceVjpAlgorithm ETraceVmap FixedRandomFeedback GradExpon "
         "IODimVjpAlgorithm KappaFilter Learner MultiStepData OSTLFeedforward OSTLRecurrent "
         "ParamDimVjpAlgorithm PresynapticTrace RandomProjectionVjpAlgorithm SingleStepData SnAp "
-        "SyntheticGradient ThreeFactor compile online pp_prop train_synthetic_gradient"
+        "SyntheticGradient ThreeFactor check_gradients compile online pp_prop train_synthetic_gradient"
     ),
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "
@@ -56,7 +56,7 @@ _HOMES = {
         "ETPPrimitive Term conv einsum element_wise embedding grouped_matmul lora_matmul matmul "
         "register_primitive sparse_matmul"
     ),
-    "_report.check": "GradientCheck check_gradients",
+    "_report.check": "GradientCheck",
     "_report.diagnostics": "CompilationRecord DiagnosticKind DiagnosticLevel",
     "_report.plan": "Plan plan",
     "_report.report": "CompilationReport",

@@ -14,6 +14,7 @@ from .dni import DNI as DNI
 from .dni import SyntheticGradient as SyntheticGradient
 from .dni import train_synthetic_gradient as train_synthetic_gradient
 from .expon import GradExpon as GradExpon
+from .gradient_check import check_gradients as check_gradients
 from .influence import KF_RTRL as KF_RTRL
 from .influence import UORO as UORO
 from .influence import RandomProjectionVjpAlgorithm as RandomProjectionVjpAlgorithm

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import brainstate
 import jax
 
 from .. import _rules as rules
-from .._online.data import MultiStepData, SingleStepData, one_step
+from .._online.data import MultiStepData, one_step
+from .model_calls import call_model, is_data
 from .options import Choice, OptionsLearner
 
 
@@ -38,25 +38,7 @@ class BPTT(OptionsLearner):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Advance the model itself, so that a rematerialised cell stays one."""
         self.set_for(*one_step(args, kwargs))
-        data = jax.tree.leaves((args, kwargs), is_leaf=_is_data)
+        data = jax.tree.leaves((args, kwargs), is_leaf=is_data)
         windows = jax.tree.leaves([a for a in data if isinstance(a, MultiStepData)])
         self.steps.value = self.steps.value + (windows[0].shape[0] if windows else 1)
         return call_model(self.model, *args, **kwargs)
-
-
-def call_model(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model with what a learner is called with: one step, or a window of steps."""
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_data)
-
-    def step(*slices: Any) -> Any:
-        now = iter(slices)
-        one = [next(now) if isinstance(a, MultiStepData) else a.data if _is_data(a) else a for a in leaves]
-        args, kwargs = jax.tree.unflatten(tree, one)
-        return model(*args, **kwargs)
-
-    windows = [a.data for a in leaves if isinstance(a, MultiStepData)]
-    return brainstate.transform.for_loop(step, *windows) if windows else step()
-
-
-def _is_data(arg: Any) -> bool:
-    return isinstance(arg, SingleStepData)

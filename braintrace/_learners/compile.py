@@ -32,7 +32,8 @@ from .published import (
     OSTLRecurrent,
     ThreeFactor,
 )
-from .stateful import ETraceAlgorithm, read_method
+from .stateful import ETraceAlgorithm
+from .vjp_method import read_method
 
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,

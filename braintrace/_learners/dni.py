@@ -13,6 +13,7 @@ from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .config import ETraceConfig
+from .model_states import leaves_of
 from .options import Choice, OptionsLearner
 
 
@@ -187,7 +188,7 @@ def train_synthetic_gradient(
     for _ in range(epochs):
         if reset:
             learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
-        params, rest = form.split(learner._leaves(form))
+        params, rest = form.split(leaves_of(form))
         errors = []
         for i in range(0, len(leaves[0]), chunk_size):
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)

@@ -20,7 +20,8 @@ from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
 from .config import ETraceConfig
-from .stateful import ETraceAlgorithm, VjpMethod
+from .stateful import ETraceAlgorithm
+from .vjp_method import VjpMethod
 
 Axis = int | Literal["auto"] | None
 REQUIRED = Parameter.empty

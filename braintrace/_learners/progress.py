@@ -23,6 +23,13 @@ def unchanged_on_error(states: Sequence[brainstate.State]) -> Iterator[None]:
         raise
 
 
+def read_progress(progress: bool | Report) -> Report | None:
+    """The function that the option `progress` asks for."""
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
+    return Bar() if progress is True else progress or None
+
+
 class Bar:
     """A progress bar in the terminal; it appears with the first report."""
 

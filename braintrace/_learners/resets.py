@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
-from .._compiler import CompilationError
+from .. import _compat, _meshes
+from .._compiler import CompilationError, NotSupportedError
 from .._compiler.step import Path, show_path
+from .._executor.window import where_rows
 from .._frontends.pure import Pure
+from .._lines import warn_user
+from .._rules.rule import Values
+from .model_states import by_path, hidden_of
+
+if TYPE_CHECKING:
+    from .stateful import ETraceAlgorithm
 
 
 def values_now(model: brainstate.nn.Module) -> dict[Path, Any]:
@@ -134,6 +142,54 @@ def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
             f"`batch_size={size}`."
         )
     return found
+
+
+def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
+    """Reset the states of a learner's model; warn of hidden states that nothing resets."""
+    done = reset(learner.model, learner._start, **options)
+    form = learner._forms.known
+    hidden = {} if form is None else hidden_of(form)
+    left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
+    if left:
+        warn_user(
+            f"A reset leaves {left} as it is, so that a sequence begins with what is left of the one before. "
+            "Set it in the `reset_state` of its module. A module without `reset_state` is reset by its "
+            "`init_state` or, without either, to the values when the learner was made.",
+            about=learner.model,
+        )
+
+
+def reset_rows(learner: ETraceAlgorithm, rows: Any) -> None:
+    """Reset the states and traces of the samples that are flagged in `rows`."""
+    if rows.ndim != 1 or rows.dtype != bool:
+        raise ValueError(
+            f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
+        )
+    found = by_path(learner.model)
+    start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
+    old = {path: found[path].value for path in start}, learner._values()
+
+    def begun(rows: Any, start: Any, states: Any, traces: Values) -> Any:
+        return jax.tree.map(partial(where_rows, rows), start, states), reset_traces(learner, traces, rows)
+
+    states, traces = _meshes.in_auto_like(old, begun, rows, start, *old)
+    for path, value in states.items():
+        found[path].value = value
+    learner._store(traces)
+    learner.steps.value = learner.steps.value  # so that `StateChanges` sees the states as set by the learner
+
+
+def reset_traces(learner: ETraceAlgorithm, values: Values, rows: Any) -> Values:
+    """The traces, with those of the samples flagged in `rows` set to zero."""
+    form = learner._forms.now
+    if form.rule.back_through_time:
+        return values
+    if any(values[k].shape != v.shape for k, v in form.online.initial_shapes.items()):
+        raise NotSupportedError(
+            "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
+            "samples by the object that `braintrace.compile(..., vmap=True)` returns."
+        )
+    return form.reset_traces(values, rows)
 
 
 def _has_numbers(tree: Any) -> bool:

@@ -20,13 +20,18 @@ from .. import _meshes
 from .._compiler.step import show_path
 from .._executor.executor import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
+from .._online.data import MultiStepData, SingleStepData
 from .._online.drive import Drive, Given
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
 from .._report.beside import warn_of_paths
+from .model_calls import called_with
+from .model_states import by_path, hidden_of, leaves_of
 from .not_compiled import NotCompiledError
-from .resets import initial_states, strengthen
+from .progress import Bar, Report, unchanged_on_error
+from .resets import initial_states, reset_traces, strengthen
+from .step_counter import is_unchanged
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -63,7 +68,7 @@ class TracedStep:
         traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
         if learner.traces and not traces:  # nor does it, if it calls another learner
             raise NeverCalledError
-        found = learner._by_path()
+        found = by_path(learner.model)
         carried: list[int | None] = []
         for e in learner.graph.module_info.carried:
             at = first.get(id(found.get(e.path, e.state)))
@@ -94,6 +99,22 @@ class Task:
     keep: bool  # the traces are wanted afterwards
 
 
+def check_weights(learner: ETraceAlgorithm, weights: Any) -> Any:
+    """The weights whose gradient is asked for, after a check that they are parameters."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            "`weights` is a dictionary of states, such as `model.states(brainstate.ParamState)`, not "
+            f"{type(weights).__name__}."
+        )
+    if not weights:
+        raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
+    hidden = hidden_of(learner._forms.now).values()
+    carried = [k for k, st in weights.items() if any(st is h for h in hidden)]
+    if carried:
+        raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
+    return weights
+
+
 def trace(learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence) -> TracedStep:
     """A user's step, traced on one step of the sequence."""
     before, learner._is_tracing = learner._is_tracing, True
@@ -103,20 +124,42 @@ def trace(learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequ
         learner._is_tracing = before
 
 
+def run(task: Task, chunk_size: int | None, report: Report | None) -> tuple[Any, Any, Any]:
+    """The result of `gradient`; states and traces are as before if it fails, or after the last report."""
+    learner = task.learner
+    before = learner.steps.value
+    # with a report, states are up to date after each part, and stay so
+    kept = [] if report is not None else list(learner.states().values())
+    try:
+        with unchanged_on_error(kept):
+            found = gradient(task, chunk_size)
+            if is_unchanged(before, learner.steps.value):
+                raise NeverCalledError
+            if not task.keep:
+                learner.init_etrace_state()
+    except BaseException:
+        if isinstance(report, Bar):
+            report.close()
+        raise
+    return found
+
+
 def gradient(task: Task, chunk_size: int | None) -> tuple[Any, Any, Any]:
     """The summed gradients, and the losses and other outputs of every step."""
     taken = task.learner.steps_at_once(chunk_size)
     if taken is None:
         return _steps(task, task.request.sequence, chunk_size)
-    if taken == 1:  # a plain step or, as in 0.2.x, a window of one
-        try:
-            return _steps(task, task.request.sequence, 1)
-        except Exception as plain:
-            try:
-                return _windows(task, 1)
-            except Exception:
-                raise plain from None
+    if taken == 1 and not _calls_with_window(task):
+        return _steps(task, task.request.sequence, 1)
     return _windows(task, taken)
+
+
+def _calls_with_window(task: Task) -> bool:
+    """Whether `step_fn` calls the learner with `MultiStepData`: with one step at once, it need not."""
+    slices = jax.tree.map(lambda a: a[0], task.request.sequence.arrays)
+    called = called_with(task.learner, task.step_fn, slices)
+    is_data = lambda a: isinstance(a, SingleStepData)
+    return any(isinstance(a, MultiStepData) for a in jax.tree.leaves(called, is_leaf=is_data))
 
 
 def _windows(task: Task, size: int) -> tuple[Any, Any, Any]:
@@ -162,7 +205,7 @@ def _steps(
         _drive(learner, traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
         wanted=wanted,
         begins=begins,
-        forget=learner._reset_traces,
+        forget=partial(reset_traces, learner),
     )
     if not lead:
         inside = set(map(id, learner.model.states().values()))
@@ -223,7 +266,7 @@ def _drive(
     if is_window and not form.rule.back_through_time:
         return Drive(step, size=sequence.pace, turns=form.rule.turns)
     if not form.rule.back_through_time:
-        form.shard_like(learner._leaves(form), learner._inputs_of(form))
+        form.shard_like(leaves_of(form), learner._inputs_of(form))
     return form.drive(
         step,
         sequence,
@@ -273,7 +316,7 @@ def _initial(
         return (), []
     size = sequence.reset.shape[1]
     start = initial_states(learner, size, learner.graph.module_info.hidden)
-    states = learner._by_path()
+    states = by_path(learner.model)
     begins, values = [], []
     for path, at in traced.leaves_of({p: states[p] for p in start}).items():
         begins += at

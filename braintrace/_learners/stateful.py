@@ -9,48 +9,43 @@ import copy
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import brainstate
-import brainunit as u
-import jax
 import jax.numpy as jnp
 
-from .. import _compat, _meshes
-from .._compiler import ETraceGraph, NotSupportedError
-from .._compiler.step import Path, show_path
+from .. import _meshes
+from .._compiler import ETraceGraph
+from .._compiler.step import Path
 from .._executor.executor import ETraceGraphExecutor
-from .._executor.window import where_rows
 from .._frontends.module_function import read_states
 from .._frontends.modules import Mark, check_mark
-from .._lines import warn_user
 from .._online.arguments import split_static
 from .._online.choose import memory_budget
-from .._online.data import one_step, time_axes
+from .._online.data import one_step
 from .._online.request import Request, check_chunk_size, check_window
-from .._online.sequence import NeverCalledError, Sequence
+from .._online.sequence import Sequence
 from .._report.diagnostics import warn_of_options
-from .._rules.rule import Rule, TraceRule, Values
+from .._rules.rule import Rule, Values
 from . import pickling
+from .calling import call, split_call
 from .compiled_step import CompiledStep
 from .config import ETraceConfig
 from .forms import Forms
+from .guards import Guards
 from .learner import Learner
+from .model_states import hidden_of, leaves_of
 from .not_compiled import time_first
-from .progress import Bar, Report, unchanged_on_error
-from .resets import initial_states, reset, strengthen, values_now
-from .sequences import Task, evolve, gradient
-from .state_changes import StateChanges
-from .state_reads import StateReads
+from .progress import Report, read_progress, unchanged_on_error
+from .resets import reset_model, reset_rows, strengthen, values_now
+from .sequences import Task, check_weights, evolve, run
 from .step_counter import StepCounter
-from .weight_changes import WeightChanges
+from .trace_lookup import traces_of
+from .vjp_method import VjpMethod, read_method
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
-
-VjpMethod = Literal["single-step", "multi-step"]
 
 
 class EligibilityTrace(brainstate.ShortTermState):
@@ -121,16 +116,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._traced_states: list[int] = []  # the `id` of the model's states when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}  # the initial traces
         self._is_tracing = False  # a user's step is being traced
-        self._weights = WeightChanges(model)
-        self._reads = StateReads()
-        self._changes: StateChanges | None = None
+        self._guards = Guards(model)
 
     def __pretty_repr_item__(self, name: str, value: Any) -> Any:
         return None if name.startswith("_") else (name, value)
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes of a copy; it compiles its own functions when it is first used."""
-        own = {"_inputs": [], "_zeros": {}, "_is_tracing": False, "_reads": StateReads(), "_changes": None}
+        own = {"_inputs": [], "_zeros": {}, "_is_tracing": False, "_guards": Guards(self.model)}
         return {**vars(self), **own}
 
     def __reduce__(self) -> Any:
@@ -154,7 +147,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def compile_graph(self, *args: Any, **kwargs: Any) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
-        args, kwargs = one_step(args, self._split_call((), kwargs)[2])
+        args, kwargs = one_step(args, split_call(self, (), kwargs)[2])
         strengthen(self.model)
         self._forms.compile(args, kwargs)
         self._inputs = [_meshes.shape_of(a) for a in split_static(args, kwargs)[0]]
@@ -164,7 +157,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             self.traces = {k: EligibilityTrace(v) for k, v in self._lasting_values().items()}
         self._traced_states = states
         self.init_etrace_state()
-        self._compare_states(keep=True)
+        self._guards.before_call(self, keep=True)
 
     def is_set_for(self, args: Any, kwargs: Any) -> bool:
         """Whether the form in use is that for these arguments and the states as they are."""
@@ -304,32 +297,16 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def get_etrace_of(self, weight: Any) -> dict[str, Any]:
         """The traces of one parameter, given as its state or its path."""
-        if isinstance(weight, brainstate.State):
-            found = [e.path for e in self.graph.module_info.params if e.state is weight]
-            if not found:
-                raise ValueError("The weight is not a parameter that the compiled model uses.")
-            (path,) = found
-        else:
-            path = tuple(weight) if isinstance(weight, tuple | list) else tuple(str(weight).split("."))
-        chosen = {
-            key: st.value
-            for key, st in self.traces.items()
-            if any(_belongs(key, t) for t in self.executor.slots if path in t.relation.param_paths)
-        }
-        if not chosen:
-            known = f"; known: {', '.join(map(show_path, self.report.etrace_weights))}"
-            reasons = {p: f": {why}" for p, why in self.report.excluded_weights.items()}
-            raise ValueError(f"The parameter `{show_path(path)}` has no trace{reasons.get(path, known)}.")
-        return chosen
+        return traces_of(self, weight)
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
         form = self._forms.now
-        with self._reads.paused():  # a function that is being traced then writes them before the counter
-            _ = [st.value for st in self._hidden_now(form).values()]
+        with self._guards.reads.paused():  # so that a function being traced writes them before the counter
+            _ = [st.value for st in hidden_of(form).values()]
         self.steps.value = jnp.zeros((), jnp.int32)
         lasting = self._lasting_values()
-        values = form.initial_traces(self._leaves(form), self._inputs_of(form))
+        values = form.initial_traces(leaves_of(form), self._inputs_of(form))
         self._zeros = {k: weakref.ref(v) for k, v in values.items()}
         for key in [k for k in self.traces if k not in values]:
             del self.traces[key]
@@ -339,7 +316,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             else:
                 self.traces[key] = EligibilityTrace(value)
         self._keep_lasting(lasting)
-        self._weights = WeightChanges(self.model)
+        self._guards.forget_weights()
 
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
@@ -369,7 +346,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         states and traces of those samples are reset.
         """
         if rows is not None:
-            self._reset_rows(jnp.asarray(rows))
+            reset_rows(self, jnp.asarray(rows))
             return
         self.reset_model(**({"batch_size": batch_size} if batch_size is not None else {}))
         self._forms.follow_states()
@@ -378,105 +355,19 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def reset_model(self, **options: Any) -> None:
         """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
-        done = reset(self.model, self._start, **options)
-        form = self._forms.known
-        hidden = {} if form is None else self._hidden_now(form)
-        left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
-        if left:
-            warn_user(
-                f"A reset leaves {left} as it is, so that a sequence begins with what is left of the one "
-                "before. Set it in the `reset_state` of its module. A module without `reset_state` is reset "
-                "by its `init_state` or, without either, to the values when the learner was made.",
-                about=self.model,
-            )
-
-    def _reset_rows(self, rows: Any) -> None:
-        if rows.ndim != 1 or rows.dtype != bool:
-            raise ValueError(
-                f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
-            )
-        found, start = self._by_path(), initial_states(self, len(rows), self.graph.module_info.hidden)
-        old = {path: found[path].value for path in start}, self._values()
-
-        def begun(rows: Any, start: Any, states: Any, traces: Values) -> Any:
-            return jax.tree.map(partial(where_rows, rows), start, states), self._reset_traces(traces, rows)
-
-        states, traces = _meshes.in_auto_like(old, begun, rows, start, *old)
-        for path, value in states.items():
-            found[path].value = value
-        self._store(traces)
-        self.steps.value = self.steps.value  # so that `StateChanges` sees the states as set by the learner
-
-    def _reset_traces(self, values: Values, rows: Any) -> Values:
-        """The traces, with those of the samples flagged in `rows` set to zero."""
-        form = self._forms.now
-        if form.rule.back_through_time:
-            return values
-        if any(values[k].shape != v.shape for k, v in form.online.initial_shapes.items()):
-            raise NotSupportedError(
-                "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
-                "samples by the object that `braintrace.compile(..., vmap=True)` returns."
-            )
-        return form.reset_traces(values, rows)
+        reset_model(self, **options)
 
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
-
-    def _by_path(self) -> dict[Path, brainstate.State]:
-        """The model's states as they are now."""
-        return {tuple(map(str, path)): st for path, st in self.model.states().items()}
-
-    def _leaves(self, form: CompiledStep) -> list[Any]:
-        """The leaves of the states that a step touches, found by path."""
-        found = self._by_path()
-        entries = form.info.entries
-        return [leaf for e in entries for leaf in jax.tree.leaves(found.get(e.path, e.state).value)]
 
     def _inputs_of(self, form: CompiledStep) -> list[Any]:
         """The shapes and shardings of the inputs of a step, as far as they are known."""
         num = form.function.step.num_args
         return self._inputs if len(self._inputs) == num else [None] * num
 
-    def _hidden_now(self, form: CompiledStep) -> dict[str, brainstate.State]:
-        """The hidden states, by name."""
-        found = self._by_path()
-        hidden = {id(h.state) for h in form.info.hidden}
-        return {
-            show_path(e.path): found.get(e.path, e.state) for e in form.info.carried if id(e.state) in hidden
-        }
-
     def _store(self, values: Values) -> None:
         for key, state in self.traces.items():
             state.value = values[key]
-
-    def _compare_states(self, *, keep: bool) -> None:
-        """Warn if a hidden state was set since the last call and the traces were not."""
-        form = self._forms.known
-        if form is not None and self.traces and not self._is_tracing:
-            hidden = self._hidden_now(form)
-            self._reads.watch(hidden)
-            self._changes = self._changes or StateChanges(self)
-            self._changes.watch(hidden)
-            self._changes.before_call(self._reads, keep=keep)
-
-    def _compare_reads(self, hidden: Mapping[str, brainstate.State]) -> None:
-        """Warn if the function that is being traced has read a hidden state."""
-        read = self._reads.before_call(hidden)
-        if read and not self._is_tracing:
-            warn_user(
-                f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. Should the "
-                "loss depend on it, what parameters did to it in earlier steps is not in the gradient. In "
-                "`learner.etrace_grad` it is; or read the state inside of the model and return it.",
-                about=self.model,
-            )
-
-    def _compare_masks(self) -> None:
-        """Warn if a state that a weight is made of is another one than for the traces so far."""
-        if not self.rule.back_through_time:
-            found = self._by_path()
-            self._weights.compare_masks(
-                {show_path(e.path): found.get(e.path, e.state) for e in self.executor.masks}
-            )
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -485,65 +376,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
-        given, args, kwargs = self._split_call(args, kwargs)
-        with self._reads.paused():
-            self._compare_states(keep=True)
-            one = one_step(args, kwargs)
-            self.set_for(*one)
-            form, consts = self._forms.with_constants(*one)
-            data, stepped = time_axes(args, kwargs)
-            self._compare_reads(self._hidden_now(form) if self.traces else {})
-            lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
-            if len(lengths) > 1:
-                raise ValueError(
-                    f"The arrays of a window differ in their number of steps: {sorted(lengths)}."
-                )
-            if lengths and not form.in_windows:
-                raise ValueError(
-                    "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of "
-                    "one step. `MultiStepData` is for `vjp_method='multi-step'`."
-                )
-            leaves = self._leaves(form)
-            form.shard_like(leaves, self._inputs_of(form))
-            self._weights.compare_consts(form.online.consts_of_weights(consts))
-            self._compare_masks()
-            window = tuple(stepped) if lengths else None
-            outs, leaves, traces = form(leaves, self._values(), data, self._signal(given), consts, window)
-            self._write(form, leaves, traces, *lengths or {1})
-            return jax.tree.unflatten(form.info.out_tree, outs)
-
-    def _split_call(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-        """The arguments of a call for the rule's signal, and those for the model."""
-        signal = self.rule.signal
-        names = {*signal.takes, *signal.spellings}
-        given = signal.named({k: v for k, v in kwargs.items() if k in names})
-        compiled_for = max((len(a) for a, _ in self._forms.examples.values()), default=len(args))
-        if signal.comes_last and not given and len(args) == compiled_for + 1:
-            *args, given[signal.takes[0]] = args
-        return given, tuple(args), {k: v for k, v in kwargs.items() if k not in names}
-
-    def _signal(self, given: Values) -> Values:
-        """The inputs of the rule's signal, of this call or else for all calls."""
-        found = {}
-        for name in self.rule.signal.takes:
-            value = given.get(name, self.standing.get(name))
-            if value is None:
-                raise ValueError(
-                    f"{type(self).__name__} takes its signal from the call: `learner(x, {name}=...)`, or set "
-                    f"`learner.{name}` for all calls."
-                )
-            found[name] = jax.tree.map(jnp.asarray, value() if callable(value) else u.get_mantissa(value))
-        return found
-
-    def _write(self, form: CompiledStep, leaves: list[Any], traces: Values, steps: int) -> None:
-        """Store the new values of the carried states, of the traces and the counter."""
-        found, items = self._by_path(), iter(leaves)
-        for entry, tree in zip(form.info.entries, form.info.state_trees, strict=True):
-            new = [next(items) for _ in entry.invars]
-            if not entry.is_fixed:
-                found.get(entry.path, entry.state).value = jax.tree.unflatten(tree, new)
-        self._store(traces)
-        self.steps.value = self.steps.value + steps
+        return call(self, args, kwargs)
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -586,30 +419,15 @@ class ETraceAlgorithm(brainstate.nn.Module):
         finished part.
         """
         self._begin_sequence(chunk_size, keep_traces)
-        if not isinstance(progress, bool) and not callable(progress):
-            raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
-        report = Bar() if progress is True else progress or None
+        report = read_progress(progress)
         sequence = Sequence.check(
             sequences, mask, reset, report and (lambda done, total, _: report(done, total))
         )
         request = Request(sequence, has_aux, reduction, loss_output, return_value)
-        weights = self._check_weights(self.param_states if weights is None else weights)
-        self._compare_masks()
-        try:
-            before = self.steps.value
-            # with a report, states are up to date after each part, and stay so
-            kept = [] if report is not None else list(self.states().values())
-            with unchanged_on_error(kept):
-                task = Task(self, request, step_fn, weights, keep_traces)
-                grads, losses, aux = gradient(task, chunk_size)
-                if _is_unchanged(before, self.steps.value):
-                    raise NeverCalledError
-                if not keep_traces:
-                    self.init_etrace_state()
-        except BaseException:
-            if isinstance(report, Bar):
-                report.close()
-            raise
+        weights = check_weights(self, self.param_states if weights is None else weights)
+        self._guards.compare_masks(self)
+        task = Task(self, request, step_fn, weights, keep_traces)
+        grads, losses, aux = run(task, chunk_size, report)
         return request.result(grads, losses, aux)
 
     @time_first
@@ -632,30 +450,16 @@ class ETraceAlgorithm(brainstate.nn.Module):
             out = call(*slices)
             return out if return_outputs else None
 
-        self._compare_masks()
+        self._guards.compare_masks(self)
         with unchanged_on_error(list(self.states().values())):
             return evolve(self, sequence, step, chunk_size, alone=step_fn is None)
 
     def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
         _ = self._forms.now
         check_chunk_size(chunk_size)
-        self._compare_states(keep=keep)
+        self._guards.before_call(self, keep=keep)
         if self._forms.follow_states():
             self.init_etrace_state()
-
-    def _check_weights(self, weights: Any) -> Any:
-        if not isinstance(weights, Mapping):
-            raise TypeError(
-                "`weights` is a dictionary of states, such as `model.states(brainstate.ParamState)`, not "
-                f"{type(weights).__name__}."
-            )
-        if not weights:
-            raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
-        hidden = self._hidden_now(self._forms.now).values()
-        carried = [k for k, st in weights.items() if any(st is h for h in hidden)]
-        if carried:
-            raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
-        return weights
 
     def steps_at_once(self, chunk_size: int | None) -> int | None:
         """The number of steps that `step_fn` takes at once for this `chunk_size`; None for one step."""
@@ -664,27 +468,3 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
 # the name in 0.2.x of learners whose gradient is that of a `vjp`; here all are
 ETraceVjpAlgorithm = ETraceAlgorithm
-
-
-def read_method(rule: Rule, vjp_method: VjpMethod | None, window: int | None) -> VjpMethod:
-    """Whether a learner with these options takes single steps, or windows."""
-    if vjp_method not in ("single-step", "multi-step", None):
-        raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
-    check_window(window)
-    in_windows = window is not None or (not rule.any_window and rule.windows)
-    if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
-        raise ValueError(
-            f"{'The low-rank correction is' if window is None else f'Windows of {window} steps are'} "
-            "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
-        )
-    return vjp_method or ("multi-step" if in_windows else "single-step")
-
-
-def _belongs(key: str, trace: Any) -> bool:
-    path = ".".join(trace.relation.weight_path)
-    return key == trace.key or key.startswith(f"{trace.relation.site.index}:{path}:")
-
-
-def _is_unchanged(before: Any, after: Any) -> bool:
-    """Whether a counter is known to be what it was."""
-    return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))

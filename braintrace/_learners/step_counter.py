@@ -7,6 +7,8 @@ from typing import Any
 import brainstate
 import numpy as np
 
+from .. import _compat
+
 
 class StepCounter(brainstate.ShortTermState):
     """A number of steps, `value`; of each sample, where a learner is mapped over many.
@@ -29,3 +31,8 @@ class StepCounter(brainstate.ShortTermState):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self.value, *args, **kwargs)
+
+
+def is_unchanged(before: Any, after: Any) -> bool:
+    """Whether a counter is known to be what it was."""
+    return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))

@@ -12,7 +12,8 @@ from .._learners.bptt import BPTT
 from .._learners.compile import learner_named, rule_and_window
 from .._learners.learner import Learner
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
-from .._learners.stateful import ETraceAlgorithm, read_method
+from .._learners.stateful import ETraceAlgorithm
+from .._learners.vjp_method import read_method
 from .._report.tables import title_of
 from .._rules.rule import Rule
 

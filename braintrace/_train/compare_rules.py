@@ -29,7 +29,7 @@ from .._learners.online import learner_of
 from .._lines import raising_line
 from .._online.request import check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
-from .._report.check import Gradients, flatten, put_beside, round_off, zeros
+from .._report.check import Gradients, compare_gradients, flatten, round_off, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .batches import Batches, read, size_of
@@ -288,7 +288,7 @@ def _measure(
         raise FloatingPointError("its gradient is not finite")
     tolerance = round_off([found, learner.trace_shapes])
     length, exactness = problem.sequence.length, learner.report.exactness
-    check = put_beside(found, {**found, **truth}, exactness, length, tolerance)
+    check = compare_gradients(found, {**found, **truth}, exactness, length, tolerance)
     losses, diverged = _train(problem, gradient, training) if training else (None, False)
     row = Compared(
         candidate.label,

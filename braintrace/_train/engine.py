@@ -7,7 +7,6 @@ update, which finds the step and the parameters and leaves the weights as they w
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._learners.model_calls import called_with, calling_model
 from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
 from .._online.drive import finite_targets
 from .._online.request import split_loss
-from .._online.sequence import NeverCalledError, Sequence, over_chunks
+from .._online.sequence import Sequence, over_chunks
 from .._report.beside import frozen_parameters
-from .._report.check import about_zeros, by_name, calling, calling_model
+from .._report.check import about_zeros, by_name
 from .batches import Batch, probable_cause, size_of, steps_of
 from .sharding import Layout
 from .unlearned import warn_of_unlearned
@@ -341,26 +341,6 @@ def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
             f"The model's states are made for batches of {steps_of(xs)}, and that is the first axis of `xs`, "
             "which is time. If it is the batch, swap the first two axes of `xs` and `ys`."
         )
-
-
-def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: Any) -> tuple[Any, Any]:
-    """Return the arguments with which `step_fn(*slices)` calls the learner."""
-    seen: list[Any] = []
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        seen.append((args, kwargs))
-        raise _Called
-
-    with calling(learner, stop), brainstate.random.seed_context(0), contextlib.suppress(_Called):
-        step_fn(*slices)
-    if not seen:
-        raise NeverCalledError
-    args, kwargs = seen[0]
-    return args, kwargs
-
-
-class _Called(Exception):
-    """The learner was called."""
 
 
 def _shardings(tree: Any) -> Any:

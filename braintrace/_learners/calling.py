@@ -1,0 +1,88 @@
+"""One call of a learner: read the states, take a step or a window, write the states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import brainunit as u
+import jax
+import jax.numpy as jnp
+
+from .._online.data import one_step, time_axes
+from .._rules.rule import Values
+from .compiled_step import CompiledStep
+from .model_states import hidden_of, leaves_of, states_of
+
+if TYPE_CHECKING:
+    from .stateful import ETraceAlgorithm
+
+
+def call(learner: ETraceAlgorithm, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Advance the model and its traces; see `ETraceAlgorithm.update`."""
+    given, args, kwargs = split_call(learner, args, kwargs)
+    guards = learner._guards
+    with guards.reads.paused():
+        guards.before_call(learner, keep=True)
+        one = one_step(args, kwargs)
+        learner.set_for(*one)
+        form, consts = learner._forms.with_constants(*one)
+        data, stepped = time_axes(args, kwargs)
+        hidden = hidden_of(form) if learner.traces else {}
+        guards.compare_reads(hidden, is_tracing=learner._is_tracing)
+        lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
+        if len(lengths) > 1:
+            raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
+        if lengths and not form.in_windows:
+            raise ValueError(
+                "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
+                "step. `MultiStepData` is for `vjp_method='multi-step'`."
+            )
+        leaves = leaves_of(form)
+        form.shard_like(leaves, learner._inputs_of(form))
+        guards.weights.compare_consts(form.online.consts_of_weights(consts))
+        guards.compare_masks(learner)
+        window = tuple(stepped) if lengths else None
+        signal = _signal(learner, given)
+        outs, leaves, traces = form(leaves, learner._values(), data, signal, consts, window)
+        _write(learner, form, leaves, traces, *lengths or {1})
+        return jax.tree.unflatten(form.info.out_tree, outs)
+
+
+def split_call(
+    learner: ETraceAlgorithm, args: Any, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """The arguments of a call for the rule's signal, and those for the model."""
+    signal = learner.rule.signal
+    names = {*signal.takes, *signal.spellings}
+    given = signal.named({k: v for k, v in kwargs.items() if k in names})
+    compiled_for = max((len(a) for a, _ in learner._forms.examples.values()), default=len(args))
+    if signal.comes_last and not given and len(args) == compiled_for + 1:
+        *args, given[signal.takes[0]] = args
+    return given, tuple(args), {k: v for k, v in kwargs.items() if k not in names}
+
+
+def _signal(learner: ETraceAlgorithm, given: Values) -> Values:
+    """The inputs of the rule's signal, of this call or else for all calls."""
+    found = {}
+    for name in learner.rule.signal.takes:
+        value = given.get(name, learner.standing.get(name))
+        if value is None:
+            raise ValueError(
+                f"{type(learner).__name__} takes its signal from the call: `learner(x, {name}=...)`, or set "
+                f"`learner.{name}` for all calls."
+            )
+        found[name] = jax.tree.map(jnp.asarray, value() if callable(value) else u.get_mantissa(value))
+    return found
+
+
+def _write(
+    learner: ETraceAlgorithm, form: CompiledStep, leaves: list[Any], traces: Values, steps: int
+) -> None:
+    """Store the new values of the carried states, of the traces and the counter."""
+    items = iter(leaves)
+    for (entry, state), tree in zip(states_of(form), form.info.state_trees, strict=True):
+        new = [next(items) for _ in entry.invars]
+        if not entry.is_fixed:
+            state.value = jax.tree.unflatten(tree, new)
+    learner._store(traces)
+    learner.steps.value = learner.steps.value + steps
