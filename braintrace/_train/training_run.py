@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._learners.stateful import ETraceVjpAlgorithm
 from .._lines import warn_user
 from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Checkpoints, collect, restore
@@ -161,10 +160,8 @@ class Run:
         }
         if engine.in_windows:
             found["the window (`chunk_size`)"] = engine.chunk_size
-        if isinstance(learner, ETraceVjpAlgorithm):
-            found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
-            found |= {f"`{k}`": getattr(learner.rule, k, None) for k in ("rank", "basis", "across")}
-        return found
+        found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
+        return found | {f"`{k}`": getattr(learner.rule, k, None) for k in ("rank", "basis", "across")}
 
     def _size(self, batch: Batch) -> int | None:
         return size_of(batch.xs) if self.engine.batched else None
