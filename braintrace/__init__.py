@@ -62,7 +62,8 @@ _HOMES = {
     "_report.report": "CompilationReport",
     "_report.verdict": "DroppedPath Exactness",
     "_train": (
-        "Comparison DivergedError FitResult LostProcessError compare fit save_curves show_curves write_report"
+        "Comparison DivergedError FitResult LostProcessError Stream adaptive_obgd compare fit obgd "
+        "save_curves show_curves write_report"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

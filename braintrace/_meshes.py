@@ -1,7 +1,7 @@
-"""Arrays on meshes of devices: where they lie, as they and their types say, and how they get elsewhere.
+"""Sharded arrays: their mesh and PartitionSpec, and how to change them.
 
-Axes of a mesh are of type Auto, where XLA knows alone, or Explicit, where types of arrays say it: what is
-computed with these goes by Auto inside, and says again what it gives.
+Mesh axes of type Auto leave shardings to XLA; with axes of type Explicit they are part of the types of
+arrays. Computations switch Explicit axes to Auto, and give the types back to their results.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ._compat import (
 
 
 def mesh_of(*arrays: Any) -> Any:
-    """The mesh of devices over which an array may be spread, as its type says; None: each is on one device.
+    """Return the mesh in the type of one of the arrays, or None if each is on one device.
 
-    Axes along which a `shard_map` has taken the arrays apart already do not count.
+    A mesh whose axes are all manual, inside `shard_map`, does not count.
     """
     for x in arrays:
         mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
@@ -50,10 +50,9 @@ def mesh_of(*arrays: Any) -> Any:
 
 
 def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """The mesh of an array and, of each of its axes, the names of those of the mesh that it is spread over.
+    """Return the mesh and the PartitionSpec of an array or of a `ShapeDtypeStruct`.
 
-    None: it is on one device, or nobody knows before XLA does, or it is the part that a device has inside
-    `shard_map`. Shapes may say it, too.
+    None if it is on one device, if XLA will choose, or inside `shard_map`.
     """
     found = x.sharding if isinstance(x, jax.Array) and not is_tracer(x) else None
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -69,27 +68,27 @@ def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def shape_of(x: Any, first: int = 0) -> jax.ShapeDtypeStruct:
-    """The shape and type of an array from its axis `first` on, and how it is spread over devices."""
+    """Return shape, type and sharding of an array from its axis `first` on."""
     found = sharding_of(x)
     sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition(found[1][first:]))
     return jax.ShapeDtypeStruct(np.shape(x)[first:], jax.numpy.result_type(x), sharding=sharding)
 
 
 def spread_shape(x: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    """The shape of an array that is spread so."""
+    """Return the shape and type of an array with another sharding."""
     sharding = jax.sharding.NamedSharding(mesh, _partition(spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def longer(x: Any, length: int) -> jax.ShapeDtypeStruct:
-    """The shape of so many arrays like this one, along a new first axis."""
+    """Return the shape of `length` such arrays, stacked along a new first axis."""
     found = sharding_of(x)
     sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition((None, *found[1])))
     return jax.ShapeDtypeStruct((length, *x.shape), x.dtype, sharding=sharding)
 
 
 def on_one_mesh(shapes: Any) -> Any:
-    """Shapes, all on the mesh that one of them is on, if any: those that do not say so, as a whole."""
+    """Return shapes on the mesh of one of them, if any; those without a sharding are replicated."""
     found = next(filter(None, map(sharding_of, jax.tree.leaves(shapes))), None)
     if found is None:
         return shapes
@@ -97,36 +96,36 @@ def on_one_mesh(shapes: Any) -> Any:
 
 
 def part_of(x: Any) -> tuple[int, ...]:
-    """The shape of what one device has of an array, or of a shape that says how it is spread."""
+    """Return the shape of the shard of one device."""
     found = x.sharding if isinstance(x, jax.ShapeDtypeStruct | jax.Array) else None
-    spread = isinstance(found, jax.sharding.NamedSharding)
-    return tuple(found.shard_shape(x.shape)) if spread else tuple(x.shape)  # type: ignore[union-attr]
+    sharded = isinstance(found, jax.sharding.NamedSharding)
+    return tuple(found.shard_shape(x.shape)) if sharded else tuple(x.shape)  # type: ignore[union-attr]
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) -> jax.Array:
-    """Zeros that are spread over a mesh from the start."""
+    """Return zeros with a sharding."""
     return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
 def place(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
-    """An array, spread over a mesh that it need not be on yet."""
+    """Return an array with a sharding, copied to its devices."""
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
 def zero_of(arrays: Sequence[Any]) -> jax.Array | None:
-    """Zero; where `vmap` maps some of these arrays, one for each member, on the devices of that member.
+    """Return a zero that depends on the arrays, or None if none of them is traced.
 
-    What depends on nothing that is mapped would be on one device, for all members. None: nothing is traced.
+    Under `vmap` it is batched, and is on the devices of each member, as a constant would not be.
     """
     traced = [a for a in arrays if is_tracer(a) and jax.numpy.issubdtype(a.dtype, jax.numpy.floating)]
-    # XLA lays out what it drops: a sum of nothing at all it drops before
+    # `where(False, ...)` is dropped by XLA before it chooses shardings, a plain sum times zero after it
     nothing = [jax.numpy.where(False, a, 0) for a in traced if explicit_mesh_of(a) is None]
     start = jax.numpy.zeros((), jax.numpy.float32)
     return sum((jax.numpy.sum(a).astype(start.dtype) for a in nothing), start) if nothing else None
 
 
 def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
-    """The same array, spread so; as it is where it is on no mesh, or where XLA has no choice."""
+    """Constrain the sharding of an array; without effect off a mesh and along axes that are not Auto."""
     auto = mesh_of(x)
     names = [n for part in spec if part is not None for n in (part if isinstance(part, tuple) else (part,))]
     types = {} if auto is None else dict(zip(auto.axis_names, auto.axis_types, strict=True))
@@ -142,7 +141,7 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
 
 
 def all_on_mesh(arrays: Any) -> Any:
-    """Arrays, all of types that say that they may be spread, if one is: so has what is made of them."""
+    """Put the types of all arrays on the mesh if one is on it, so that results are on it too."""
     leaves = [a for a in jax.tree.leaves(arrays) if hasattr(a, "dtype")]
     mesh = mesh_of(*leaves)
 
@@ -156,7 +155,7 @@ def all_on_mesh(arrays: Any) -> Any:
 
 
 def per_device(function: Callable[..., Any], mesh: Any, specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """A function that each device runs on its parts of arrays, which are spread so."""
+    """Return a function that each device runs on its shards, with these PartitionSpecs."""
     a_mesh = {} if not jax.sharding.get_abstract_mesh().empty else {"mesh": mesh}
     parts = [tuple(map(_partition, s)) for s in (specs, out_specs)]
     mapped: Callable[..., Any] = jax.shard_map(
@@ -170,7 +169,7 @@ def _partition(spec: Sequence[Any]) -> Any:
 
 
 def explicit_mesh(*arrays: Any) -> Any:
-    """The mesh with axes of type Explicit that an array is on, or that is set; None: there is none."""
+    """Return the mesh with Explicit axes of an array, or that is set, or None."""
     meshes = [getattr(getattr(type_of(x), "sharding", None), "mesh", None) for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
@@ -180,7 +179,7 @@ def explicit_mesh(*arrays: Any) -> Any:
 
 @contextmanager
 def no_types(*arrays: Any) -> Iterator[None]:
-    """In here there is no mesh, if it has axes of type Explicit: jaxprs say nothing of it."""
+    """Unset a mesh with Explicit axes, so that jaxprs have types without shardings."""
     if explicit_mesh(*arrays) is None:
         yield
         return
@@ -189,7 +188,7 @@ def no_types(*arrays: Any) -> Iterator[None]:
 
 
 def traced(trace: Callable[..., Any], *args: Any) -> Any:
-    """`trace(*args)` with types that say nothing of how arrays are spread, if it can be."""
+    """Return `trace(*args)`, with types without shardings if tracing works so."""
     leaves = [a for a in jax.tree.leaves(args) if hasattr(a, "dtype")]
     if explicit_mesh(*leaves) is None:
         return trace(*args)
@@ -201,12 +200,12 @@ def traced(trace: Callable[..., Any], *args: Any) -> Any:
 
 
 def untyped(x: Any) -> Any:
-    """An array whose type says how it is spread, as its shape; anything else as it is."""
+    """Return the shape and type of an array with an Explicit sharding; anything else as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_typed(x) else x
 
 
 def example_of(x: Any) -> Any:
-    """An array whose type says how it is spread, as zeros on one device; anything else as it is."""
+    """Return zeros on one device for an array with an Explicit sharding; anything else as it is."""
     return np.zeros(x.shape, x.dtype) if _is_typed(x) else x
 
 
@@ -215,9 +214,9 @@ def _is_typed(x: Any) -> bool:
 
 
 def without_types(closed: Any) -> Any:
-    """The same jaxpr with types that say nothing of how arrays are spread, nor anything that asks for it.
+    """Return a jaxpr without Explicit shardings in types, and without operations that set them.
 
-    Axes of type Explicit are XLA's to choose, then; what it must give back in which layout is known outside.
+    XLA then chooses shardings; the caller restores those of the results.
     """
     types = any(map(explicit_mesh_of, (*closed.in_avals, *closed.out_avals)))
     if not types and not _asks_for_layouts(parts(closed)[0]):
@@ -236,7 +235,7 @@ def _asks_for_layouts(jaxpr: Any) -> bool:
 
 
 def _is_layout(eqn: JaxprEqn) -> bool:
-    """Whether an operation says how its operand is spread along axes of type Explicit, and nothing else."""
+    """Return whether an operation only sets the sharding along Explicit axes."""
     constrains = eqn.primitive is primitives.sharding_constraint_p and _is_explicit(eqn.params["sharding"])
     return eqn.primitive is reshard_p or constrains
 
@@ -291,12 +290,12 @@ def _untyped_jaxpr(closed: Any) -> Any:
 
 
 def typed(function: Callable[..., Any], *operands: Any) -> Any:
-    """How the results of a function are spread, by their types; nothing says it where JAX refuses."""
+    """Return the PartitionSpecs of a function's results by their types, or None if JAX cannot infer them."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_sharding(a)) for a in operands]
     try:
         with warnings.catch_warnings(action="ignore"):
             found = jax.eval_shape(function, *shapes)
-    except Exception:  # types of its own: ambiguous, or a layout that it asks for by itself
+    except Exception:  # an ambiguous sharding, or one that the function sets itself
         return None
     return [None if typed_sharding(a) is None else a.sharding.spec for a in found]
 
@@ -304,9 +303,9 @@ def typed(function: Callable[..., Any], *operands: Any) -> Any:
 def in_auto(
     function: Callable[..., Any], operands: Sequence[Any], specs: Callable[[], Sequence[Any]]
 ) -> list[Any]:
-    """`function(*operands)`, a list, with all axes of type Auto inside; `specs` are those of the results.
+    """Call `function(*operands)`, which returns a list, with all mesh axes of type Auto inside.
 
-    As it is where no operand has a type that says how it is spread.
+    `specs` returns the PartitionSpecs of the results. Without Explicit shardings this is a plain call.
     """
     found = [getattr(m, "abstract_mesh", m) for m in map(explicit_mesh_of, operands) if m is not None]
     if not found:
@@ -324,13 +323,13 @@ def in_auto(
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     with jax.sharding.use_abstract_mesh(mesh):
-        # a cotangent of what is on no mesh would keep the type Auto
+        # without a sharding in its type, the cotangent of an operand would keep the type Auto
         operands = [x if explicit_mesh_of(x) else jax.sharding.reshard(x, _partition(())) for x in operands]
         return list(jax.sharding.auto_axes(function, axes=axes, out_sharding=parts)(*operands))
 
 
 def in_auto_like(like: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, a pytree like `like`, and spread so by types, with all axes of type Auto inside."""
+    """Call `function(*args)`, which returns a pytree like `like`, with all mesh axes of type Auto inside."""
     leaves, tree = jax.tree.flatten(args)
 
     def flat(*leaves: Any) -> list[Any]:
@@ -341,24 +340,24 @@ def in_auto_like(like: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def spec_of(x: Any) -> Any:
-    """Of each axis, the axes of the mesh that it is spread over, as an array's type says; None: nothing."""
+    """Return the PartitionSpec in the type of an array, or None."""
     return None if explicit_mesh_of(x) is None else tuple(type_of(x).sharding.spec)
 
 
 def spread_aval(aval: Any, mesh: Any, spec: Any) -> Any:
-    """An abstract value whose type says that it is spread so; `spec` None: over nothing."""
+    """Return an abstract value with a sharding; it is replicated if `spec` is None."""
     mesh = getattr(mesh, "abstract_mesh", mesh)
     parts = [*(spec or ()), *[None] * (len(aval.shape) - len(spec or ()))]
     return aval.update(sharding=jax.sharding.NamedSharding(mesh, _partition(parts)))
 
 
 def slice_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape and type of what an array has along its first axis."""
+    """Return shape, type and sharding of an entry along the first axis."""
     aval = without_axis(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=typed_sharding(aval))
 
 
 def without_axis(x: Any) -> Any:
-    """The type of an array without its first axis."""
+    """Return the type of an array without its first axis."""
     spec, aval = spec_of(x), jax.core.ShapedArray(x.shape[1:], x.dtype)
     return aval if spec is None else spread_aval(aval, explicit_mesh_of(x), spec[1:])

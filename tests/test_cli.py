@@ -333,7 +333,7 @@ def test_plan(capsys):
 
 
 def test_bench(capsys):
-    sizes = ["--inputs", "2", "--hidden", "3", "--batch-size", "2", "--length", "3", "--repeats", "1"]
+    sizes = ["--inputs", "2", "--hidden", "3", "--batch-size", "2", "--length", "3"]
     assert main(["bench", "--cell", "rnn", *sizes]) == 0
     assert "ES_D_RTRL" in capsys.readouterr().out
     assert main(["bench", "quick"]) == 2
@@ -346,7 +346,7 @@ TRAIN = [
 
 
 def test_train_and_resume(tmp_path, capsys):
-    assert main([*TRAIN, "--steps", "6"]) == 0
+    assert main([*TRAIN, "--batches", "6"]) == 0
     found = {p.name for p in (tmp_path / "run").iterdir()}
     assert found >= {"metrics.jsonl", "config.json", "curves.svg", "report.html", "checkpoints"}
     assert json.loads((tmp_path / "run" / "config.json").read_text())["window"] == 10
@@ -355,17 +355,17 @@ def test_train_and_resume(tmp_path, capsys):
     assert "Learned with D_RTRL, windows of 10." in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
-    assert main([*TRAIN, "--steps", "6"]) == 2
+    assert main([*TRAIN, "--batches", "6"]) == 2
     assert "--resume" in capsys.readouterr().err
     for other in (["--hidden", "5"], ["--window", "2"]):
         assert main(["train", "--out", "run", "--resume", *other]) == 2
         assert "cannot go on" in capsys.readouterr().err
-    assert main(["train", "--out", "run", "--resume", "--steps", "8"]) == 0
+    assert main(["train", "--out", "run", "--resume", "--batches", "8"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     numbers = [line["batch"] for line in lines if line["kind"] == "train"]
     assert numbers == list(range(1, 9))
     capsys.readouterr()
-    assert main(["train", "--out", "run", "--resume", "--steps", "8"]) == 0
+    assert main(["train", "--out", "run", "--resume", "--batches", "8"]) == 0
     assert "Nothing was left to do: the run has had its 8 batches already." in capsys.readouterr().out
     assert all(a["seconds"] <= b["seconds"] for a, b in pairwise(lines))
 
@@ -384,7 +384,7 @@ def test_resume_imports_only_what_the_user_names(tmp_path, capsys, monkeypatch):
     (out / "inside").mkdir(parents=True)
     for name in ("own_of_user.py", "run/own_of_run.py", "run/inside/__init__.py"):
         (tmp_path / name).write_text(OWN)
-    resume = ["train", "--out", str(out), "--resume", "--steps", "1"]
+    resume = ["train", "--out", str(out), "--resume", "--batches", "1"]
 
     def refused(model, *more):
         kept = {"task": "copying", "set": {"delay": 1}, "hidden": 3, "batch_size": 2, "model": model}
@@ -407,17 +407,17 @@ def test_resume_imports_only_what_the_user_names(tmp_path, capsys, monkeypatch):
 
 def test_two_runs_cannot_share_a_folder(tmp_path, capsys):
     with locked(tmp_path / "run"):
-        assert main([*TRAIN, "--steps", "1"]) == 1
+        assert main([*TRAIN, "--batches", "1"]) == 1
         assert f"run is in use by another run (process {os.getpid()} on" in capsys.readouterr().err
         assert not (tmp_path / "run" / "config.json").exists()
     # of a process that is killed the file stays, and the system releases the lock
     hold = 'import fcntl; f = open("run/.lock", "a"); fcntl.flock(f, 2); print(flush=True); input()'
     child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child.stdout.readline()
-    assert main([*TRAIN, "--steps", "1"]) == 1
+    assert main([*TRAIN, "--batches", "1"]) == 1
     child.kill()
     child.communicate()
-    assert main([*TRAIN, "--steps", "1"]) == 0
+    assert main([*TRAIN, "--batches", "1"]) == 0
 
 
 def test_an_interrupted_run_returns_130(monkeypatch, capsys):
@@ -429,12 +429,12 @@ def test_an_interrupted_run_returns_130(monkeypatch, capsys):
         return made(self, seed, index, *rest)
 
     monkeypatch.setattr(tasks.Task, "batch", batch)
-    assert main([*TRAIN, "--steps", "6"]) == 130
+    assert main([*TRAIN, "--batches", "6"]) == 130
     assert "--out run --resume" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_returns_1(capsys):
-    assert main([*TRAIN, "--steps", "30", "--optimizer", "sgd", "--lr", "1e38", "--clip", "0"]) == 1
+    assert main([*TRAIN, "--batches", "30", "--optimizer", "sgd", "--lr", "1e38", "--clip", "0"]) == 1
     shown = capsys.readouterr().err
     assert "at batch" in shown
     assert "checkpoint" in shown
@@ -509,13 +509,13 @@ def test_cells_make_nets(cell):
 
 def test_rules_are_those_of_the_table():
     from braintrace._cli.inspection import PLANNED
-    from braintrace._cli.rules import NAMES, learner_of
+    from braintrace._cli.rule_options import NAMES, learner_of
     from braintrace._learners.compile import NAMES as LEARNERS
     from braintrace._report.plan import RULES
 
     assert [*LEARNERS] == NAMES
     assert [*PLANNED.values()] == [*RULES]
-    assert learner_of("osttp", 0, 0, num_targets=3)[1] == {"num_targets": 3}
+    assert learner_of("osttp", {}, num_targets=3)[1] == {"num_targets": 3}
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_rules_are_those_of_the_table():
     ],
 )
 def test_any_rule_trains(rule, capsys):
-    options = "--set delay=1 --cell lif --hidden 3 --steps 1 --batch-size 2 --eval-every 1".split()
+    options = "--set delay=1 --cell lif --hidden 3 --batches 1 --batch-size 2 --eval-every 1".split()
     assert main(["train", "--task", "copying", "--rule", rule, *options]) == 0
     assert "results are in runs/copying-lif-" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: their parsers, and mistakes of the user."""
+"""Helpers of all commands: their parsers, and errors of usage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UsageError(Exception):
 def add_command(
     commands: Any, name: str, short: str, about: str, run: Callable[..., int], **options: Any
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command, which `run` runs."""
+    """Add the parser of a command, which calls `run`."""
     form = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=short, description=about, formatter_class=form, **options

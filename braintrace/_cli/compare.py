@@ -1,4 +1,4 @@
-"""`braintrace compare`: which rule to take, on one's own model and data."""
+"""`braintrace compare`: compare learning rules on a model and data, and recommend one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import functions, models
+from . import frameworks, models
 from .common import UsageError, add_command
-from .inspection import distance, drawing, floating, outputs_of
-from .rules import parsed
+from .inspection import distance, random_data
+from .rule_options import parse_rule
 from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
 
 ABOUT = """\
-Rules side by side on a model: how close their gradients are to the exact one, time and memory, and, with
---train, how well they learn. Says which rule to take.
+Compare learning rules on a model: how close their gradients are to the exact one, time, memory and, with
+--train, how well they learn. Recommends one.
 
 The data are those of a --task, arrays `xs` and `ys` (time, batch, ...) in a file of numpy (--data; integers
-are classes), or random, with the squared distance of the outputs from random targets as the loss.
+are classes), or random, with the mean squared distance of the outputs from random targets as the loss.
 
---out FOLDER gets comparison.html, comparison.json and frontier.svg and .png.
+Writes comparison.html, comparison.json and frontier.svg and .png to --out.
 
 examples:
   braintrace compare my_pkg.my_mod:Model --input 28 --batch-size 4 --length 20
@@ -33,8 +33,8 @@ examples:
 
 
 def add_to(commands: Any) -> None:
-    short = "which rule to take: gradients, time and memory, and what is learned"
-    parser = add_command(commands, "compare", short, ABOUT, run, epilog=functions.KINDS)
+    short = "compare rules by gradient, time, memory and learning, and recommend one"
+    parser = add_command(commands, "compare", short, ABOUT, run, epilog=frameworks.KINDS)
     models.add_arguments(parser, required=False)
     add = parser.add_argument
     add(
@@ -43,43 +43,43 @@ def add_to(commands: Any) -> None:
         metavar="RULE",
         help="names, with options in brackets: 'd_rtrl(window=5)' (default: from cheap to exact)",
     )
-    add("--task", help="learn this; `braintrace tasks` lists what there is")
+    add("--task", help="the task to learn; `braintrace tasks` lists them")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the task")
     add(
         "--data",
         type=models.path,
         metavar="FILE",
-        help="a file of numpy (.npz) with xs, ys and, if need be, mask",
+        help="a file of numpy (.npz) with xs, ys and optionally mask",
     )
-    add("--cell", choices=CELLS, help="a net for the task instead of a model (default: gru, or alif)")
-    add("--hidden", type=models.positive, default=32, help="units of that net (default: 32)")
+    add("--cell", choices=CELLS, help="a network for the task instead of a model (default: gru, or alif)")
+    add("--hidden", type=models.positive, default=32, help="units of that network (default: 32)")
     add("--length", type=models.positive, default=50, help="steps of random data (default: 50)")
-    add("--chunk-size", type=models.positive, metavar="K", help="steps at once, of rules without windows")
-    add("--train", type=models.count, default=0, metavar="N", help="learning curves of so many updates")
-    add("--lr", type=float, default=DEFAULTS["lr"], help=f"learning rate (default: {DEFAULTS['lr']})")
-    add("--optimizer", default=DEFAULTS["optimizer"], help=f"of optax (default: {DEFAULTS['optimizer']})")
-    add("--out", type=models.path, metavar="FOLDER", help="where the page, the picture and the data go")
+    add("--chunk-size", type=models.positive, metavar="K", help="steps per backward pass; changes speed only")
+    add("--train", type=models.count, default=0, metavar="N", help="train each rule for N updates")
+    rate, optimizer = DEFAULTS["learning_rate"], DEFAULTS["optimizer"]
+    add("--learning-rate", "--lr", type=float, default=rate, help=f"learning rate (default: {rate})")
+    add("--optimizer", default=optimizer, help=f"one of Optax, or obgd (default: {optimizer})")
+    add("--out", type=models.path, metavar="FOLDER", help="folder of the page, the picture and the data")
 
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences, and how outputs are judged by them."""
+    """Sequences, and the loss of outputs."""
 
     xs: Any
-    ys: Any  # of random data: a tuple, one for each output
+    ys: Any  # a list of sequences
     mask: Any
-    loss: Any  # of outputs and the targets
-    batches: Any = None  # to learn from, where there are more
-    spread: bool = False  # inputs and targets are tuples of several
+    loss: Any  # of outputs and targets
+    batches: Any = None  # to train on; the sequences themselves by default
+    random: bool = False
 
 
 def run(given: argparse.Namespace) -> int:
     from .._train.candidates import read_rules
-    from .._train.measure import compare
 
     if given.out is not None:
         check_folder(given.out)
-    rules = given.rules and [parsed(text) for text in given.rules]
+    rules = given.rules and [parse_rule(text) for text in given.rules]
     try:
         _ = rules and read_rules(rules)
     except ValueError as error:
@@ -89,18 +89,11 @@ def run(given: argparse.Namespace) -> int:
     with _opened(given) as (model, data):
         train = None
         if given.train:
-            chosen = {"lr": given.lr, "optimizer": given.optimizer, "clip": DEFAULTS["clip"]}
+            chosen = {**DEFAULTS, "learning_rate": given.learning_rate, "optimizer": given.optimizer}
             train = {"updates": given.train, "optimizer": make_optimizer(chosen), "batches": data.batches}
         more = {"rules": rules, "train": train, "mask": data.mask, "chunk_size": given.chunk_size}
-        if isinstance(model, functions.Functions):
-            ys = data.ys if data.spread else (data.ys,)
-            xs = data.xs[0] if data.spread and len(data.xs) == 1 else data.xs
-            found = model.net.compare(data.loss, model.params, model.carry, xs, *ys, **more)
-        else:
-            step = _step(data)
-            batched = given.batch_size is not None
-            found = compare(model, data.xs, data.ys, step, batched=batched, seed=given.seed, **more)
-    found = replace(found, random=data.spread)
+        found = model.learner.compare(data.loss, model.params, model.carry, data.xs, *data.ys, **more)
+    found = replace(found, random=data.random)
     found.show()
     if given.out is not None:
         names = ["comparison.html", "comparison.json", "frontier.svg"]
@@ -111,29 +104,19 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _step(data: Data) -> Any:
-    if data.spread:
-        return lambda net, xs, ys: data.loss(net(*xs), *ys)
-    return lambda net, x, y: data.loss(net(x), y)
-
-
 @contextmanager
-def _opened(given: argparse.Namespace) -> Iterator[tuple[Any, Data]]:
-    """The model, or its functions, and the data."""
+def _opened(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, Data]]:
+    """Yield the model and the data."""
     if given.task:
         data = _of_task(given)
     elif given.data:
         data = _of_file(given)
     elif given.model and given.input:
         with models.build(given) as (model, inputs):
-            draw = drawing(given)
-            is_functions = isinstance(model, functions.Functions)
-            outputs = model.net.function.outputs if is_functions else outputs_of(model, inputs)
-            xs, ys = (tuple(map(draw, like)) for like in (inputs, floating(outputs)))
-            yield model, Data(xs, ys, None, distance, spread=True)
+            yield model, Data(*random_data(given, model, inputs), None, distance, random=True)
         return
     else:
-        raise UsageError("Say on what: a model with --input, --task or --data; or a --task alone.")
+        raise UsageError("Say on what to compare: a model with --input, --task or --data; or a --task alone.")
     if given.model:
         if given.cell:
             raise UsageError("Give a --cell or a model, not both.")
@@ -147,7 +130,8 @@ def _opened(given: argparse.Namespace) -> Iterator[tuple[Any, Data]]:
         task = make_task({"task": given.task, "set": dict(map(task_option, given.set))})
         with models.time_step(given.dt):
             brainstate.random.seed(given.seed)
-            yield make_net(given.cell or ("alif" if task.spiking else "gru"), task, given.hidden), data
+            net = make_net(given.cell or ("alif" if task.spiking else "gru"), task, given.hidden)
+            yield frameworks.read(net, None, None, models.shapes(given), given), data
     else:
         raise UsageError("--data needs a model: braintrace compare my_mod:Model --data FILE.")
 
@@ -162,7 +146,7 @@ def _of_task(given: argparse.Namespace) -> Data:
     seed, size = given.seed, given.batch_size
     batches = lambda epoch: [task.batch(seed, epoch, size)]
     xs, ys, mask = task.batch(seed, 0, size)
-    return Data(xs, ys, mask, task.loss, batches)
+    return Data(xs, [ys], mask, task.loss, batches)
 
 
 def _of_file(given: argparse.Namespace) -> Data:
@@ -180,4 +164,4 @@ def _of_file(given: argparse.Namespace) -> Data:
         raise UsageError(f"--data {given.data}: it needs arrays `xs` and `ys`, both (time, batch, ...).")
     given.batch_size = xs.shape[1]
     given.input, given.dtype = [",".join(map(str, xs.shape[2:]))], [str(jnp.asarray(xs[:1]).dtype)]
-    return Data(xs, ys, mask, cross_entropy if np.issubdtype(ys.dtype, np.integer) else squared_error)
+    return Data(xs, [ys], mask, cross_entropy if np.issubdtype(ys.dtype, np.integer) else squared_error)

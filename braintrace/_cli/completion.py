@@ -1,4 +1,4 @@
-"""`braintrace completion`: a script that completes commands, options and names with the tab key."""
+"""`braintrace completion`: print a script for tab completion of commands, options and names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from .common import add_command
 from .models import path
-from .rules import NAMES
+from .rule_options import NAMES
 
 ABOUT = """\
 Print a script for tab completion.
@@ -39,7 +39,7 @@ def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _choices(action: argparse.Action) -> list[str]:
-    """The words that may follow an option, or stand for an argument."""
+    """Return the possible values of an option or argument."""
     if action.dest == "task":
         from .. import tasks
 
@@ -55,7 +55,7 @@ def _words(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def bash(commands: dict[str, argparse.ArgumentParser], zsh: bool) -> str:
-    """One function; zsh understands it through `bashcompinit`."""
+    """Return one shell function, which zsh runs through `bashcompinit`."""
     choices: dict[str, list[str]] = {}
     for parser in commands.values():
         for action in _options(parser):

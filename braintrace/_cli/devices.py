@@ -1,4 +1,4 @@
-"""`--devices`, `--model-parallel` and several processes: the mesh that a run is spread over."""
+"""`--devices`, `--model-parallel` and several processes: the device mesh of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import functools
 import io
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,54 +15,45 @@ from typing import Any
 from .common import UsageError
 from .models import positive
 
-HEARTBEAT = 30  # seconds; a process that says nothing for so long is lost
-WAIT = 300  # seconds that all of them have to start
+HEARTBEAT = 30  # seconds without a sign of life after which a process is lost
+WAIT = 300  # seconds within which all processes must start
 BY_HAND = ("coordinator", "processes", "process")
 SEVERAL = (*BY_HAND, "distributed")
-# Reads to the end of its input, which comes early if the process that writes dies: of a collective that never
-# ends JAX makes a crash, in which no Python runs any more.
-LAST_WORDS = """\
-import signal, sys
-for number in (signal.SIGINT, signal.SIGTERM):  # they are for the process that writes
-    signal.signal(number, signal.SIG_IGN)
-told = sys.stdin.buffer.read()
-if not told.endswith(b"\\0"):
-    print(told.decode(), file=sys.stderr, flush=True)
-"""
-MISSING = (
-    "braintrace train: not all processes were there within {wait} s, so that this one was ended. Start all "
-    "of them, with the same address of the first ({where}), which each must be able to reach; or give them "
-    "more time with --wait."
+# JAX ends a process, without an exception, if another one does not start or is lost. These lines are printed
+# before that can happen.
+WAITING = (
+    "braintrace train: waiting for the other processes. JAX ends this process if not all processes were "
+    "there within {wait} s: start all of them with the same address of the first one ({where}), which each "
+    "must be able to reach, or raise --wait."
 )
-LOST = (
-    "braintrace train: this process was ended before its run was over, most likely because another one was "
-    "lost; what is above says which. Start all of them again with --resume, on as many devices as are left: "
-    "the run goes on from its newest checkpoint."
+JOINED = (
+    "braintrace train: if this process is ended because another one was lost, start all of them again with "
+    "--resume, on as many devices as are left. The run continues from its newest checkpoint."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = add_counts(parser).add_argument
-    add("--coordinator", metavar="HOST:PORT", help="several processes: where the first one listens")
-    add("--processes", type=positive, metavar="N", help="how many there are")
-    add("--process", type=int, metavar="I", help="which of them this one is, from 0")
-    add("--distributed", action="store_true", help="several processes as SLURM, MPI or the like has them")
+    add("--coordinator", metavar="HOST:PORT", help="several processes: the address of the first one")
+    add("--processes", type=positive, metavar="N", help="number of processes")
+    add("--process", type=int, metavar="I", help="number of this process, from 0")
+    add("--distributed", action="store_true", help="several processes, found through SLURM, MPI or the like")
     seconds = functools.partial(add, type=positive, metavar="SECONDS")
-    seconds("--heartbeat", help=f"a process that is silent for so long is lost (default: {HEARTBEAT})")
-    seconds("--wait", help=f"how long to wait for the others to start (default: {WAIT})")
+    seconds("--heartbeat", help=f"silence after which a process is lost (default: {HEARTBEAT})")
+    seconds("--wait", help=f"time within which all processes must start (default: {WAIT})")
 
 
 def add_counts(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("devices")
     add = functools.partial(group.add_argument, type=positive)
-    add("--devices", metavar="N", help="spread batches over so many, of all processes together")
-    add("--model-parallel", metavar="M", help="of which so many share the columns of weights")
+    add("--devices", metavar="N", help="devices of all processes together, over which batches are sharded")
+    add("--model-parallel", metavar="M", help="devices over which the columns of weights are sharded")
     return group
 
 
 @contextlib.contextmanager
 def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
-    """The mesh that was asked for, if any; of several processes only the first one prints in here."""
+    """Yield the mesh of the options, or None; only the first of several processes prints in here."""
     typed = vars(given)
     devices, model = typed.get("devices"), typed.get("model_parallel") or 1
     if devices is not None and devices % model:
@@ -74,15 +64,14 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
     import jax
 
     _join(typed)
-    with _last_words(LOST), contextlib.ExitStack() as stack:
-        mesh = _mesh(devices, model)
-        if jax.process_index():
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        yield mesh
+    print(JOINED, file=sys.stderr, flush=True)
+    silent = contextlib.redirect_stdout(io.StringIO()) if jax.process_index() else contextlib.nullcontext()
+    with silent:
+        yield _mesh(devices, model)
 
 
-def words_of(mesh: Any) -> str:
-    """How many devices there are, so that none is left out unseen."""
+def describe(mesh: Any) -> str:
+    """Return a sentence about the devices in use."""
     axes = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
     found = mesh.devices.ravel()
     processes = len({d.process_index for d in found})
@@ -91,7 +80,7 @@ def words_of(mesh: Any) -> str:
 
 
 def leave(code: int, error: Exception | None = None) -> None:
-    """End a process of several that failed: JAX would wait for the others, which wait for it."""
+    """End a failed process of several at once: JAX would wait for the others, which wait for it."""
     import jax
 
     if jax.distributed.is_initialized():
@@ -111,7 +100,7 @@ def _mesh(devices: int | None, model: int) -> Any:
     number = devices or len(found)
     if number > len(found) or number % model:
         have = f"there are {len(found)}: {', '.join(map(str, found[:4]))}{' ...' if len(found) > 4 else ''}"
-        cpus = "; how many a CPU is, JAX_NUM_CPU_DEVICES says" if found[0].platform == "cpu" else ""
+        cpus = "; JAX_NUM_CPU_DEVICES sets how many a CPU counts as" if found[0].platform == "cpu" else ""
         raise UsageError(f"--devices {number}, --model-parallel {model}: {have}{cpus}.")
     if number < len(found) and jax.process_count() > 1:
         raise UsageError(f"Several processes use all of their {len(found)} devices, not {number}.")
@@ -121,17 +110,17 @@ def _mesh(devices: int | None, model: int) -> Any:
 
 
 def _count_cpus(number: int) -> None:
-    """Have the CPU count as so many devices, unless the user or JAX has said already how many it is."""
+    """Make the CPU count as this many devices, unless that is set already."""
     import jax
 
     counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if jax.config.values["jax_num_cpu_devices"] < 1 and not counted:
-        with contextlib.suppress(RuntimeError):  # JAX has been used before
+        with contextlib.suppress(RuntimeError):  # JAX is initialised
             jax.config.update("jax_num_cpu_devices", number)
 
 
 def _join(typed: dict[str, Any]) -> None:
-    """Find the other processes."""
+    """Connect to the other processes."""
     import jax
 
     wait = typed.get("wait", WAIT)
@@ -141,14 +130,14 @@ def _join(typed: dict[str, Any]) -> None:
     }
     if "distributed" in typed:
         if any(name in typed for name in BY_HAND):
-            raise UsageError("--distributed finds out what --coordinator, --processes and --process say.")
+            raise UsageError("--distributed finds out --coordinator, --processes and --process by itself.")
         try:
-            with _last_words(MISSING.format(wait=wait, where="the one that the cluster names")):
-                jax.distributed.initialize(**options)
-        except ValueError as error:  # nothing says which processes there are
+            print(WAITING.format(wait=wait, where="named by the cluster"), file=sys.stderr, flush=True)
+            jax.distributed.initialize(**options)
+        except ValueError as error:  # not started by a cluster
             raise UsageError(
-                f"--distributed: nothing here says which processes there are ({error}) Start them with srun "
-                "or mpirun, or say it by --coordinator, --processes and --process."
+                f"--distributed: this process was not started by a cluster ({error}) Start it with srun or "
+                "mpirun, or give --coordinator, --processes and --process."
             ) from error
         return
     if any(name not in typed for name in BY_HAND):
@@ -162,18 +151,5 @@ def _join(typed: dict[str, Any]) -> None:
         if devices % number:
             raise UsageError(f"--devices {devices} cannot be shared evenly by --processes {number}.")
         _count_cpus(devices // number)
-    with _last_words(MISSING.format(wait=wait, where=where)):
-        jax.distributed.initialize(where, number, own, **options)
-
-
-@contextlib.contextmanager
-def _last_words(words: str) -> Iterator[None]:
-    """Say how to go on, even if JAX ends this process because another one is not there."""
-    with subprocess.Popen([sys.executable, "-S", "-c", LAST_WORDS], stdin=subprocess.PIPE) as other:
-        assert other.stdin is not None
-        other.stdin.write(words.encode())
-        other.stdin.flush()
-        try:
-            yield
-        finally:
-            other.stdin.write(b"\0")
+    print(WAITING.format(wait=wait, where=where), file=sys.stderr, flush=True)
+    jax.distributed.initialize(where, number, own, **options)

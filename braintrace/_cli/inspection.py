@@ -1,22 +1,23 @@
-"""`braintrace graph`, `check` and `plan`: look at a model before spending a night on it."""
+"""`braintrace graph`, `check` and `plan`: inspect a model before training it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import devices, functions, models, rules
+from . import devices, frameworks, models
 from .common import add_command
+from .rule_options import DIAL, add_dial, add_rule, learner_of
 
-# what `braintrace.plan` knows, the usual ones first
+# the rules that `braintrace.plan` knows, the default ones first
 PLANNED = {n.lower(): n for n in ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT", "SnAp", "UORO", "KF_RTRL")}
 
 GRAPH = """\
-Show what is learned how: groups of hidden states, the weights that feed them, and what is left out.
+Show how each parameter is learned: groups of hidden states, the weights that feed them, and excluded weights.
 
 examples:
   braintrace graph my_pkg.my_mod:Model --input 1,28,28
@@ -29,8 +30,8 @@ examples:
 CHECK = """\
 Compare the online gradient with that of back-propagation through time, parameter by parameter.
 
-The inputs and targets are random; the loss is the squared distance of the outputs from the targets.
-Exit code 1 where the two differ for another reason than the rule's, or, with --exact, where they differ.
+The inputs and targets are random; the loss is the mean squared distance of the outputs from the targets.
+The exit code is 1 if the gradients differ for another reason than the rule or, with --exact, if they differ.
 
 examples:
   braintrace check 'braintrace.nn:LRUCell(3, 8)' --input 3
@@ -41,7 +42,7 @@ examples:
 """
 
 PLAN = """\
-What each rule and BPTT would need in memory and operations, before anything is allocated.
+Estimate the memory and operations of each rule and of BPTT, before anything is allocated.
 
 examples:
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
@@ -51,42 +52,40 @@ examples:
 
 
 def add_to(commands: Any) -> None:
+    parsers = {}
     for name, about, run, short in (
-        ("graph", GRAPH, graph, "show what is learned how in a model"),
+        ("graph", GRAPH, graph, "show how each parameter of a model is learned"),
         ("check", CHECK, check, "compare a model's online gradient with that of BPTT"),
-        ("plan", PLAN, show_plan, "what each rule would need in memory and operations"),
+        ("plan", PLAN, show_plan, "estimate the memory and operations of each rule"),
     ):
-        parser = add_command(commands, name, short, about, run, epilog=functions.KINDS)
+        parser = parsers[name] = add_command(commands, name, short, about, run, epilog=frameworks.KINDS)
         models.add_arguments(parser)
-        models.add_windows(parser)
-        parser.set_defaults(window=0, rank=0)
-        if name == "plan":
-            devices.add_counts(parser)
-            parser.add_argument(
-                "--rules",
-                nargs="+",
-                choices=[*PLANNED],
-                metavar="RULE",
-                help=f"which of {', '.join(PLANNED)} (default: {' '.join([*PLANNED][:4])})",
-            )
-        if name != "plan":
-            rules.add_argument(parser, "d_rtrl", "whose gradient")
-            parser.set_defaults(rule="d_rtrl")
-        if name == "graph":
-            files = {"html": "an interactive page", "svg": "a drawing", "dot": "for graphviz"}
-            for kind, what in files.items():
-                parser.add_argument(f"--{kind}", type=models.path, metavar="FILE", help=f"write {what}")
-        if name != "graph":
-            length = 10 if name == "check" else 100
-            about = f"steps of a sequence (default: {length})"
-            parser.add_argument("--length", type=models.positive, default=length, help=about)
-        if name == "check":
-            parser.add_argument("--exact", action="store_true", help="fail unless the gradients are equal")
+        add_dial(parser)
+        parser.set_defaults(**DIAL)
+    for name in ("graph", "check"):
+        add_rule(parsers[name], "d_rtrl")
+        parsers[name].set_defaults(rule="d_rtrl")
+    for kind, content in {"html": "an interactive page", "svg": "a drawing", "dot": "for graphviz"}.items():
+        parsers["graph"].add_argument(f"--{kind}", type=models.path, metavar="FILE", help=f"write {content}")
+    for name, length in (("check", 10), ("plan", 100)):
+        about = f"steps of a sequence (default: {length})"
+        parsers[name].add_argument("--length", type=models.positive, default=length, help=about)
+    add = parsers["check"].add_argument
+    add("--chunk-size", type=models.positive, metavar="K", help="steps per backward pass; changes speed only")
+    add("--exact", action="store_true", help="fail unless the gradients are equal")
+    devices.add_counts(parsers["plan"])
+    parsers["plan"].add_argument(
+        "--rules",
+        nargs="+",
+        choices=[*PLANNED],
+        metavar="RULE",
+        help=f"some of {', '.join(PLANNED)} (default: {' '.join([*PLANNED][:4])})",
+    )
 
 
 def graph(given: argparse.Namespace) -> int:
-    with _learner(given) as (learner, _):
-        report = learner.net.report if isinstance(learner, functions.Functions) else learner.report
+    with _with_rule(given) as (model, _):
+        report = model.learner.report
         report.show()
         for kind in ("html", "svg", "dot"):
             path: Path | None = getattr(given, kind)
@@ -98,56 +97,34 @@ def graph(given: argparse.Namespace) -> int:
 
 
 def check(given: argparse.Namespace) -> int:
-    from .._learners.gradient_check import check_gradients
-
-    draw = drawing(given)
-    with _learner(given) as (learner, inputs):
-        xs = [draw(i) for i in inputs]
-        if isinstance(learner, functions.Functions):
-            ys = [draw(o) for o in floating(learner.net.function.outputs)]
-            x = xs[0] if len(xs) == 1 else tuple(xs)
-            found = learner.net.check(distance, learner.params, learner.carry, x, *ys)
-        else:
-            ys = [draw(o) for o in floating(outputs_of(learner.model, inputs))]
-            step = lambda *slices: distance(learner(*slices[: len(xs)]), *slices[len(xs) :])
-            found = check_gradients(learner, *xs, *ys, step_fn=step)
+    with _with_rule(given) as (model, inputs):
+        xs, ys = random_data(given, model, inputs)
+        found = model.learner.check(distance, model.params, model.carry, xs, *ys, chunk_size=given.chunk_size)
     found.show()
     return 0 if (found.equal if given.exact else found.ok) else 1
 
 
 def show_plan(given: argparse.Namespace) -> int:
-    from .._report.plan import plan
-
-    more: dict[str, Any] = {"window": given.window or None, "rank": given.rank}
+    more: dict[str, Any] = {"window": given.window or None, "rank": given.rank, "across": given.across}
+    more |= {"basis": given.basis} if given.basis else {}
     more |= {"rules": [PLANNED[name] for name in given.rules]} if given.rules else {}
-    with devices.mesh_of(given) as mesh, models.build(given) as (model, inputs):
-        if isinstance(model, functions.Functions):
-            model.net.plan(given.length, mesh=mesh, **more).show()
-        else:
-            plan(model, tuple(inputs), given.batch_size, given.length, mesh=mesh, **more).show()
+    with devices.mesh_of(given) as mesh, models.build(given) as (model, _):
+        model.learner.plan(given.length, mesh=mesh, **more).show()
     return 0
 
 
 @contextmanager
-def _learner(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
-    """A compiled learner of the model that was asked for, or its functions."""
-    import jax.numpy as jnp
-
+def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
+    """Yield the model under the rule of the options, and the shapes of its inputs."""
     from .._train.candidates import Candidate
 
-    make, options = rules.learner_of(given.rule, given.window, given.rank)
+    candidate = Candidate(given.rule, *learner_of(given.rule, vars(given)))
     with models.build(given) as (model, inputs):
-        if isinstance(model, functions.Functions):
-            rule, window = Candidate(given.rule, make, options).value()
-            yield replace(model, net=model.net.with_rule(rule, window)), inputs
-        else:
-            learner = make(model, **options)
-            learner.compile_graph(*[jnp.zeros(i.shape, i.dtype) for i in inputs])
-            yield learner, inputs
+        yield replace(model, learner=candidate.on(model.learner)), inputs
 
 
-def drawing(given: argparse.Namespace) -> Callable[[Any], Any]:
-    """Random sequences for the shape of one step."""
+def random_data(given: argparse.Namespace, model: frameworks.Model, inputs: list[Any]) -> tuple[Any, Any]:
+    """Draw sequences of inputs, an array or a tuple of several, and of targets for each output."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -159,29 +136,20 @@ def drawing(given: argparse.Namespace) -> Callable[[Any], Any]:
             return jnp.asarray(rng.integers(2, size=shape), like.dtype)
         return jnp.asarray(rng.normal(size=shape), like.dtype)
 
-    return draw
+    xs = tuple(map(draw, inputs))
+    return xs[0] if len(xs) == 1 else xs, list(map(draw, float_outputs(model.learner.function.outputs)))
 
 
 def distance(outputs: Any, *targets: Any) -> Any:
-    """The mean squared distance of outputs from targets."""
+    """Return the mean squared distance of outputs from targets."""
     import jax.numpy as jnp
 
-    found = floating(outputs)
+    found = float_outputs(outputs)
     return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)) / len(found)
 
 
-def outputs_of(model: Any, inputs: list[Any]) -> Any:
-    """The shapes of a model's outputs."""
-    import jax
-
-    from .._frontends.modules import step_of
-
-    step = step_of(model, tuple(inputs), {})
-    return jax.tree.unflatten(step.out_tree, step.closed_jaxpr.out_avals[: step.out_tree.num_leaves])
-
-
-def floating(outputs: Any) -> list[Any]:
-    """The outputs that a loss can be made of, without units."""
+def float_outputs(outputs: Any) -> list[Any]:
+    """Return the inexact outputs, without units, from which a loss can be computed."""
     import jax
     import jax.numpy as jnp
 

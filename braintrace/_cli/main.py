@@ -1,4 +1,4 @@
-"""The parser of `braintrace`, and what becomes of errors: 0 done, 1 failed, 2 mistyped, 130 interrupted."""
+"""The parser of `braintrace`, and its exit codes: 0 done, 1 failed, 2 invalid usage, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ABOUT = """\
 Train recurrent and spiking networks online, forward in time, with eligibility traces.
 
 examples:
-  braintrace tasks                                   what there is to learn
-  braintrace train --task copying --rule d_rtrl      learn it; results go to runs/
-  braintrace graph my_pkg.my_mod:Model --input 28    what is learned how in your own model
-  braintrace check my_pkg.my_mod:Model --input 28    is its online gradient that of BPTT?
-  braintrace compare my_pkg.my_mod:Model --input 28  which rule to take, by gradient, time and memory
+  braintrace tasks                                   list the tasks
+  braintrace train --task copying --rule d_rtrl      learn one; results go to runs/
+  braintrace graph my_pkg.my_mod:Model --input 28    how each parameter of your model is learned
+  braintrace check my_pkg.my_mod:Model --input 28    compare its online gradient with BPTT
+  braintrace compare my_pkg.my_mod:Model --input 28  compare rules by gradient, time and memory
   braintrace plan  my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
 
-`braintrace COMMAND --help` says more and has examples.
+`braintrace COMMAND --help` shows options and examples.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose messages name the option or command that was probably meant."""
+    """A parser whose messages suggest the closest option or command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._typed = [*(sys.argv[1:] if args is None else args)]
@@ -54,7 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="braintrace", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--version", action="store_true", help="print the versions of all that matters, and exit"
+        "--version",
+        action="store_true",
+        help="print the versions of this package and its dependencies, and exit",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in (train, inspection, compare, bench, tasks, completion):
@@ -65,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
+    """Run a command and return its exit code."""
     parser = make_parser()
     try:
         given = parser.parse_args(argv)
@@ -85,33 +87,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("braintrace: interrupted", file=sys.stderr)
         return _ended(130)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of a pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if given.debug:
             _ended(1, error)
             raise
-        return _ended(_tell(error, given))
+        return _ended(_report(error, given))
 
 
 def _load() -> None:
-    """Import the libraries, which takes seconds; a line says so."""
+    """Import the libraries, after a line that says so: it takes seconds."""
     if "jax" not in sys.modules:
         print("braintrace: loading JAX ...", file=sys.stderr, flush=True)
     from .. import _precision as _precision
 
 
 def _ended(code: int, error: Exception | None = None) -> int:
-    """The exit code of a command that failed; a process that is one of several ends here."""
-    if "jax" in sys.modules:  # else none of them was found
+    """Return the exit code of a failed command; a process of several ends here."""
+    if "jax" in sys.modules:  # else no process has joined
         devices.leave(code, error)
     return code
 
 
-def _tell(error: Exception, given: argparse.Namespace) -> int:
+def _report(error: Exception, given: argparse.Namespace) -> int:
     command, message = given.command, str(error) or type(error).__name__
-    if line := raising_line(error):  # it came out of the user's own code
+    if line := raising_line(error):  # raised by the user's code
         message = f"{type(error).__name__}: {message} ({line})"
     if getattr(given, "model", None) and not isinstance(error, UsageError):
         message = f"{given.model}: {message}"

@@ -1,4 +1,4 @@
-"""A user's model, by its name: `my_pkg.my_mod:Model`, or with arguments, `my_mod:Model(3, hidden=32)`."""
+"""Models given by name: `my_pkg.my_mod:Model`, or with arguments, `my_mod:Model(3, hidden=32)`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from types import ModuleType
 from typing import Any
 
 from .._lines import raising_line
-from . import functions
+from . import frameworks
 from .common import UsageError
 
 SPEC = "module:Model, file.py:Model, net.nir or, with arguments, 'module:Model(3, hidden=32)'"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """How a model and its input are given; unless `required`, both may be left out."""
+    """Add the options of a model and its input; both are optional unless `required`."""
     add = parser.add_argument
     many = None if required else "?"
     add("model", nargs=many, help=f"a class, a function that makes a model, or a model: {SPEC}")
@@ -39,26 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
         "a NIR file states its own",
     )
     add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
-    add("--batch-size", type=positive, help="how many sequences at once (default: no batch axis)")
+    add("--batch-size", type=positive, help="number of sequences (default: no batch axis)")
     add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
-    add("--seed", type=int, default=0, help="of the parameters (default: 0)")
-
-
-def add_windows(parser: argparse.ArgumentParser, window: int = 0) -> None:
-    """`--window`, with its default, and `--rank`; a window of 0 is a single step at a time."""
-    usual = f"default: {window}" if window else "default: one step at a time"
-    parser.add_argument(
-        "--window",
-        type=count,
-        metavar="K",
-        help=f"go back through windows of so many steps, and by traces before them; 0 for none ({usual})",
-    )
-    parser.add_argument(
-        "--rank",
-        type=count,
-        metavar="R",
-        help="directions in which traces follow what passes from unit to unit (default: 0)",
-    )
+    add("--seed", type=int, default=0, help="seed of the parameters (default: 0)")
 
 
 def count(text: str) -> int:
@@ -82,38 +65,32 @@ def path(text: str) -> Path:
 
 
 @contextmanager
-def build(given: argparse.Namespace) -> Iterator[tuple[Any, list[Any]]]:
-    """The model, its states made, or its `Functions`; and the shape of each input, batch axis included."""
+def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
+    """Yield the functional learner of the model, and the shape of each input with its batch axis."""
     import brainstate
 
     inputs = shapes(given)
     make = find(given.model, given)
     brainstate.random.seed(given.seed)
     with time_step(given.dt):
-        model = make()
-        if isinstance(model, brainstate.nn.Module):
-            size = {"batch_size": given.batch_size} if given.batch_size else {}
-            brainstate.nn.init_all_states(model, **size)
-            yield model, inputs
-        else:
-            params, carry = (_given(name, given) for name in ("params", "carry"))
-            yield functions.read(model, params, carry, inputs, given), inputs
+        params, carry = (_given(name, given) for name in ("params", "carry"))
+        yield frameworks.read(make(), params, carry, inputs, given), inputs
 
 
 def _given(name: str, given: argparse.Namespace) -> Any:
-    """What `--params` or `--carry` names: in the model's own module, or as `module:name`."""
+    """Return the value of `--params` or `--carry`: a name in the model's module, or `module:name`."""
     spec = getattr(given, name)
     if spec is None:
         return None
     where = given.model.partition(":")[0]
     found, args, kwargs = _look_up(spec if ":" in spec else f"{where}:{spec}")
     is_maker = inspect.isroutine(found) or isinstance(found, type)
-    return functions.call(found, given, args, **kwargs) if is_maker else found
+    return frameworks.call(found, given, args, **kwargs) if is_maker else found
 
 
 @contextmanager
 def time_step(dt: float | None = None) -> Iterator[None]:
-    """With a time step in ms: that, or what the user's own module has set, or 1."""
+    """Set the time step in ms; by default the one that the user's module has set, or 1."""
     import brainstate
     import brainunit as u
 
@@ -153,9 +130,11 @@ def shapes(given: argparse.Namespace) -> list[Any]:
 
 
 def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any]:
-    """What makes the model that a name stands for; the module is imported now.
+    """Import the module of a model, and return a function that makes the model.
 
-    Without what else was `given`, models are of brainstate.
+    Args:
+        spec: The name of the model.
+        given: All options; without them, only modules of brainstate are accepted.
     """
     import brainstate
 
@@ -164,21 +143,21 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
     found, args, kwargs = _look_up(spec)
 
     def is_made(model: Any) -> bool:
-        return isinstance(model, brainstate.nn.Module) or (given is not None and functions.is_made(model))
+        return isinstance(model, brainstate.nn.Module) or (given is not None and frameworks.is_made(model))
 
     if not callable(found) and not is_made(found):
         raise UsageError(f"`{spec}` is neither a model nor something that makes one, but {type(found)}.")
     is_step = given is not None and given.params is not None
     if given is not None and is_step and given.carry is None:
-        raise UsageError("A step function needs both, --params and --carry.")
+        raise UsageError("A step function needs both --params and --carry.")
 
     def make() -> Any:
         if is_made(found) or is_step:
             return found
         try:
-            model = functions.call(found, given, args, **kwargs)
+            model = frameworks.call(found, given, args, **kwargs)
         except TypeError as error:
-            if raising_line(error):  # it was called, and its own code failed
+            if raising_line(error):  # raised by the user's code, not by the call
                 raise
             takes = "takes --params NAME --carry NAME" if given else "is trained with `braintrace.online`"
             raise UsageError(
@@ -210,7 +189,7 @@ def _load_nir(spec: str) -> Any:
 
 
 def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
-    """What a name stands for, and the arguments after it."""
+    """Import the object of a name; return it, and the arguments after the name."""
     where, colon, what = spec.partition(":")
     if not colon or not where or not what:
         raise UsageError(f"{spec!r} does not name a model: write {SPEC}.")
@@ -227,7 +206,7 @@ def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """The names of what a module makes, its models first."""
+    """Return the public names of a module, its models first."""
     import brainstate
 
     own = {n: v for n, v in vars(module).items() if n[0] != "_" and not isinstance(v, ModuleType)}
@@ -238,7 +217,7 @@ def _offered(module: ModuleType) -> list[str]:
 
 def _module(where: str) -> ModuleType:
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that a user's own module is found, as with `python -m`
+        sys.path.insert(0, os.getcwd())  # finds the user's modules, as `python -m` does
     try:
         if where.endswith(".py"):
             path = Path(where)
@@ -246,7 +225,7 @@ def _module(where: str) -> ModuleType:
                 raise UsageError(f"There is no file {where}.")
             known = sys.modules.get(path.stem)
             if known is not None and getattr(known, "__file__", None) == os.path.abspath(path):
-                return known  # a type of its own must be the same for all that is named
+                return known  # a second import would make a second class of the same name
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None
             assert spec.loader is not None
@@ -273,7 +252,7 @@ def _module(where: str) -> ModuleType:
 
 
 def parse_call(what: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """A dotted name, and the arguments of a call, which are Python literals."""
+    """Return a dotted name, and the arguments of a call, which are Python literals."""
     try:
         tree = ast.parse(what, mode="eval").body
         if not isinstance(tree, ast.Call):
@@ -282,6 +261,4 @@ def parse_call(what: str) -> tuple[str, list[Any], dict[str, Any]]:
         kwargs = {k.arg: ast.literal_eval(k.value) for k in tree.keywords if k.arg}
         return ast.unparse(tree.func), args, kwargs
     except (SyntaxError, ValueError) as error:
-        raise UsageError(
-            f"{what!r} is not a name, or a name with plain numbers and words in brackets."
-        ) from error
+        raise UsageError(f"{what!r} is not a name, or a name with literal arguments in brackets.") from error

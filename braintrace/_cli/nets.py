@@ -1,4 +1,4 @@
-"""Nets by name, for the tasks: one recurrent layer and a readout."""
+"""Networks for the tasks, by the name of their cell: one recurrent layer and a readout."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class DiagonalNet(brainstate.nn.Module):
 
 
 class SpikingNet(brainstate.nn.Module):
-    """Recurrent spiking neurons and a leaky readout; `activity` is the mean number of input spikes a step."""
+    """Recurrent spiking neurons and a leaky readout; `activity` is the mean number of input spikes."""
 
     def __init__(
         self, adaptive: bool, inputs: int, hidden: int, outputs: int, activity: float, length: int
     ) -> None:
         super().__init__()
-        # so many spikes of the inputs, and of neurons that fire in one step of fifty, fall into 20 ms
+        # expected spikes within 20 ms: of the inputs, and of neurons that fire in one step of fifty
         spikes = jnp.repeat(jnp.array([20 * activity, 20 / 50 * hidden]), jnp.array([inputs, hidden]))
         start = brainstate.random.normal(size=(inputs + hidden, hidden)) / jnp.sqrt(spikes[:, None])
         self.weights = nn.Linear(inputs + hidden, hidden, w_init=start)
@@ -73,7 +73,7 @@ class SpikingNet(brainstate.nn.Module):
 
 
 def make_net(cell: str, task: Any, hidden: int) -> Any:
-    """A net for a task."""
+    """Return a network for a task."""
     if cell == "lru":
         return DiagonalNet(task.inputs, hidden, task.outputs)
     if cell in RATE:

@@ -1,4 +1,4 @@
-"""`braintrace tasks`: what there is to learn."""
+"""`braintrace tasks`: list the tasks, or describe one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ examples:
 
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "tasks", "list the tasks, or describe one", ABOUT, run)
-    parser.add_argument("task", nargs="?", help="describe this one")
+    parser.add_argument("task", nargs="?", help="the task to describe")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def check_name(name: str) -> None:
-    """Say what is near, where a task's name is unknown."""
+    """Raise an error that suggests the closest name if a task is unknown."""
     from .. import tasks
 
     if name not in tasks.names():

@@ -1,11 +1,10 @@
-"""`braintrace train`: learn a task, and leave curves, a report and checkpoints behind."""
+"""`braintrace train`: learn a task, and write curves, a report and checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib.util
-import inspect
 import json
 import math
 import re
@@ -13,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import devices, rules
+from . import devices
 from .common import UsageError, add_command
-from .models import SPEC, add_windows, path, positive
+from .models import SPEC, path, positive
+from .rule_options import DIAL, add_dial, add_rule, has_windows, learner_of, signal_of
 
 CELLS = (
     "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
@@ -24,73 +24,85 @@ DEFAULTS: dict[str, Any] = {
     "task": None,
     "set": {},
     "rule": "d_rtrl",
-    "window": 10,  # of rules that have windows; 0: one step at a time
-    "rank": 0,
+    **DIAL,
+    "window": 10,  # of rules that have windows; 0 for single steps
     "cell": None,
     "model": None,
     "hidden": 64,
-    "steps": 1000,
+    "batches": 1000,
     "batch_size": 32,
-    "lr": 5e-3,
+    "learning_rate": 5e-3,
     "optimizer": "adam",
     "clip": 1.0,
     "update_every": "sequence",
+    "chunk_size": 0,  # 0: chosen by the memory that is there
     "eval_every": 50,
     "checkpoint_every": 100,
     "seed": 0,
     "to_target": False,
 }
-EPOCH = 100  # batches; what counts is that it never changes, so that a run can go on anywhere
-MAY_CHANGE = {"steps", "eval_every", "checkpoint_every", "to_target"}  # when a run goes on
+EPOCH = 100  # batches; a constant, so that a resumed run finds the batch at which it stopped
+MAY_CHANGE = {"batches", "eval_every", "checkpoint_every", "to_target", "chunk_size"}  # in a resumed run
 
 ABOUT = """\
-Learn a task with an online rule, or with BPTT to compare.
+Learn a task with an online rule, or with BPTT.
 
---out (default: runs/TASK-CELL-RULE-SEED) gets metrics.jsonl, curves.svg and .png, report.html, config.json
-and checkpoints. Ctrl-C saves; --resume goes on where a run stopped, bit for bit. `braintrace tasks` lists
-the tasks.
+Writes metrics.jsonl, curves.svg and .png, report.html, config.json and checkpoints to --out (default:
+runs/TASK-CELL-RULE-SEED). Ctrl-C saves; --resume continues a run, bit for bit. `braintrace tasks` lists the
+tasks.
 
 examples:
   braintrace train --task copying
   braintrace train --task copying --set delay=10 --set symbols=5 --cell lstm --hidden 128 --to-target
-  braintrace train --task mackey_glass --window 5 --rank 4              closer to BPTT, at a fixed memory
-  braintrace train --task copying --window 0                            one step at a time
-  braintrace train --task evidence --rule es_d_rtrl --cell alif --steps 200
+  braintrace train --task mackey_glass --window 5 --rank 4              closer to BPTT, in fixed memory
+  braintrace train --task copying --window 0                            single steps
+  braintrace train --task evidence --rule es_d_rtrl --cell alif --batches 200
   braintrace train --task evidence --rule 'ottt(leak=0.9)' --cell lif
-  braintrace train --task mackey_glass --update-every 1 --lr 1e-3       weights change at every time step
+  braintrace train --task mackey_glass --update-every 1 --lr 1e-3       an update at every time step
   braintrace train --task digits_rows --model my_mod:Net                your own model
-  braintrace train --out runs/copying-gru-d_rtrl-0 --resume --steps 2000
-  braintrace train --task copying --devices 8 --model-parallel 2        batches over 4, columns over 2
+  braintrace train --out runs/copying-gru-d_rtrl-0 --resume --batches 2000
+  braintrace train --task copying --devices 8 --model-parallel 2        data parallel 4, model parallel 2
   braintrace train --task copying --coordinator node0:1234 --processes 2 --process 0    the first of two
-  srun braintrace train --task copying --distributed                    as many as SLURM started
+  srun braintrace train --task copying --distributed                    all processes of a SLURM job
 """
 
 
 def add_to(commands: Any) -> None:
     short = "learn a task with an online rule, or with BPTT"
-    # without defaults, options that were typed can be told from others
+    # no defaults here, so that options that were typed are known
     parser = add_command(commands, "train", short, ABOUT, run, argument_default=argparse.SUPPRESS)
-    say = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
+    described = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
     add = parser.add_argument
-    add("--task", help="what to learn")
+    add("--task", help="the task to learn")
     add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
-    rules.add_argument(parser, DEFAULTS["rule"], "how gradients are made")
-    add_windows(parser, DEFAULTS["window"])
+    add_rule(parser, DEFAULTS["rule"])
+    add_dial(parser, DEFAULTS["window"])
     add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
     add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
-    add("--hidden", type=positive, help=say("hidden", "units"))
-    add("--steps", "--batches", type=positive, help=say("steps", "batches to train on"))
-    add("--batch-size", type=positive, help=say("batch_size", "sequences in a batch"))
-    add("--lr", type=float, help=say("lr", "learning rate"))
-    add("--optimizer", help=say("optimizer", "any of optax that takes a learning rate"))
-    add("--clip", type=float, help=say("clip", "largest norm of a gradient; 0 for no limit"))
-    add("--update-every", metavar="K", help=say("update_every", "time steps between updates"))
-    add("--eval-every", type=positive, metavar="N", help=say("eval_every", "batches between tests"))
-    add("--checkpoint-every", type=positive, metavar="N", help=say("checkpoint_every", "batches"))
-    add("--seed", type=int, help=say("seed", "of parameters and data"))
+    add("--hidden", type=positive, help=described("hidden", "units"))
+    add("--batches", type=positive, help=described("batches", "batches to train on"))
+    add("--batch-size", type=positive, help=described("batch_size", "sequences in a batch"))
+    add("--learning-rate", "--lr", type=float, help=described("learning_rate", "learning rate"))
+    add("--optimizer", help=described("optimizer", "one of Optax that takes a learning rate, or obgd"))
+    add("--clip", type=float, help=described("clip", "largest global norm of a gradient; 0 for no limit"))
+    add("--update-every", metavar="K", help=described("update_every", "time steps between updates"))
+    add("--chunk-size", type=positive, metavar="K", help="steps per backward pass; changes speed only")
+    add(
+        "--eval-every",
+        type=positive,
+        metavar="N",
+        help=described("eval_every", "batches between evaluations"),
+    )
+    add(
+        "--checkpoint-every",
+        type=positive,
+        metavar="N",
+        help=described("checkpoint_every", "batches between checkpoints"),
+    )
+    add("--seed", type=int, help=described("seed", "seed of parameters and data"))
     add("--to-target", action="store_true", help="stop when the task's target is reached")
-    add("--out", type=path, metavar="FOLDER", help="where results go")
-    add("--resume", action="store_true", help="go on where the run in --out stopped")
+    add("--out", type=path, metavar="FOLDER", help="folder of the results")
+    add("--resume", action="store_true", help="continue the run in --out")
     add("--trust", action="store_true", help="with --resume: import the model that the run folder names")
     devices.add_arguments(parser)
 
@@ -108,7 +120,7 @@ def _run(given: argparse.Namespace, mesh: Any) -> int:
     settings, out, resume = _settings(given)
     check_folder(out)
     if not resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        raise UsageError(f"{out} holds an earlier run: --resume goes on with it; or choose another --out.")
+        raise UsageError(f"{out} holds an earlier run: continue it with --resume, or choose another --out.")
     if resume and not any((out / "checkpoints").glob("[0-9]*")):
         print(f"The run in {out} has no checkpoint yet: it starts from the beginning.")
     task = make_task(settings)
@@ -117,7 +129,7 @@ def _run(given: argparse.Namespace, mesh: Any) -> int:
         _check_trust(own, out, hasattr(given, "trust"))
     make = find(own) if own else lambda: make_net(settings["cell"], task, settings["hidden"])
     if mesh is not None:
-        print(devices.words_of(mesh))
+        print(devices.describe(mesh))
     with time_step(), locked(out):
         result = train(settings, task, make, out, resume, mesh)
     if result.interrupted:
@@ -143,7 +155,7 @@ def _check_trust(spec: str, out: Path, trusted: bool) -> None:
 def train(
     settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Path, resume: bool, mesh: Any = None
 ) -> Any:
-    """Train as the settings say, and write what there is to see."""
+    """Train with these settings, and write the results to `out`."""
     import brainstate
     import jax
     import jax.numpy as jnp
@@ -151,26 +163,24 @@ def train(
 
     import braintrace
 
-    from .._train.layout import Layout
+    from .._train.sharding import Layout
 
     size, seed = settings["batch_size"], settings["seed"]
     brainstate.random.seed(seed)
-    rule, options = rules.learner_of(
-        settings["rule"], settings["window"], settings["rank"], num_targets=task.outputs
-    )
+    rule, options = learner_of(settings["rule"], settings, num_targets=task.outputs)
     learner = rule(make(), **options)
     brainstate.nn.init_all_states(learner.model, batch_size=size)
     learner.compile_graph(jnp.zeros((size, task.inputs)))
     learner.show_graph()
     print(f"\n{task.name}: {task.description}. Target: {task.metric_name} {task.target:.3g}.\n")
 
-    multihost_utils.sync_global_devices("all have looked at what is there")
+    multihost_utils.sync_global_devices("every process has read the folder")
     if jax.process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)
-        fresh = out / "config.json.new"  # so that a run that is killed leaves it whole
+        fresh = out / "config.json.new"  # a killed run leaves a whole file
         fresh.write_text(json.dumps(settings, indent=1) + "\n")
         fresh.replace(out / "config.json")
-    # every process makes whole batches, so that they are the same however many there are
+    # every process draws whole batches, so that the data do not depend on the number of processes
     own = Layout.of(mesh).own if mesh is not None else lambda batch: batch
     every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
@@ -178,8 +188,9 @@ def train(
         lambda epoch: (own(task.batch(seed, epoch * EPOCH + i, size)) for i in range(EPOCH)),
         _step(learner, task),
         make_optimizer(settings),
-        max_batches=settings["steps"],
+        max_batches=settings["batches"],
         update_every=every if every == "sequence" else int(every),
+        chunk_size=settings["chunk_size"] or None,
         metrics={name: task.metric},
         eval_batches=lambda _: map(own, task.batches(seed, min(size, task.test_size), "test")),
         eval_every=settings["eval_every"],
@@ -196,21 +207,21 @@ def train(
 
 
 def _step(learner: Any, task: Any) -> Callable[..., Any]:
-    """The loss of a step; a rule whose signal is a projection of the target is told it."""
+    """Return the loss of a step, which gives the target to rules that take it."""
     import jax
 
     def step(x: Any, y: Any) -> Any:
         target = jax.nn.one_hot(y, task.outputs) if y.ndim == 1 else y
-        return task.step(lambda x: learner(x, **rules.told(learner, target)))(x, y)
+        return task.step(lambda x: learner(x, **signal_of(learner, target)))(x, y)
 
     return step
 
 
 def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
-    """Curves, and of a run that came to its end a report and the verdict."""
+    """Write the curves and, for a finished run, the report; print the score."""
     from .._report.tables import title_of
     from .._train.curves import save_curves
-    from .._train.report import write_report
+    from .._train.report_page import write_report
 
     rule = title_of(type(learner).__name__, settings["window"], settings["rank"])
     runs, targets = {rule: result}, {name: task.target}
@@ -235,7 +246,7 @@ def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, 
 
 
 def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
-    """What was typed, over what a run that goes on was started with, over the defaults."""
+    """Return the settings (typed, else of the resumed run, else default), the folder, whether to resume."""
     typed = {k: v for k, v in vars(given).items() if k in DEFAULTS}
     if "set" in typed:
         typed["set"] = dict(map(task_option, typed["set"]))
@@ -250,16 +261,16 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
                     f"The run in {out} has {name} {stored[name]!r}; it cannot go on with {value!r}."
                 )
     settings = {**DEFAULTS, **stored, **typed}
-    if "window" not in {*stored, *typed} and not rules.has_windows(settings["rule"]):
+    if "window" not in {*stored, *typed} and not has_windows(settings["rule"]):
         settings["window"] = 0
     if settings["task"] is None:
         if resume:
-            raise UsageError("--resume needs --out FOLDER, the folder of the run to go on with.")
-        raise UsageError("Say what to learn, with --task; `braintrace tasks` lists what there is.")
+            raise UsageError("--resume needs --out FOLDER, the folder of the run to continue.")
+        raise UsageError("Choose what to learn, with --task; `braintrace tasks` lists the tasks.")
     _check(settings)
     if out is None:
         what = "own" if settings["model"] else settings["cell"]
-        turned = [f"{name}{typed[name]}" for name in ("window", "rank") if name in typed]
+        turned = [f"{name}{typed[name]}" for name in DIAL if name in typed]
         chosen = re.sub(r"\W+", "-", settings["rule"].replace("=", "")).strip("-")
         parts = [settings["task"], what, chosen, *turned, str(settings["seed"])]
         out = Path("runs") / "-".join(parts)
@@ -270,22 +281,23 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
 
 
 def _stored(out: Path) -> dict[str, Any]:
-    """What the run in a folder was started with."""
+    """Return the settings that the run in a folder was started with."""
     check_folder(out)
     file = out / "config.json"
     if not file.exists():
         raise UsageError(
-            f"--resume: there is no run in {out} to go on with. Without --resume one starts there."
+            f"--resume: there is no run in {out} to continue. Without --resume a new one starts there."
         )
     try:
-        # a run that says nothing of windows had none
         stored = {**DEFAULTS, "window": 0, **json.loads(file.read_text())}
+        if unknown := stored.keys() - DEFAULTS.keys():
+            raise ValueError(f"unknown setting {min(unknown)!r}")
         for name, usual in DEFAULTS.items():
             if not isinstance(stored[name], str | None if usual is None else type(usual)):
                 raise TypeError(f"{name} is {stored[name]!r}")
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(
-            f"--resume: {file} is damaged ({error}). Put it right, or start afresh with another --out."
+            f"--resume: {file} is damaged ({error}). Repair it, or start a new run with another --out."
         ) from error
     return stored
 
@@ -299,14 +311,15 @@ def check_folder(out: Path) -> None:
 def _check(settings: dict[str, Any]) -> None:
     from .tasks import check_name
 
-    if not 0 < settings["lr"] < math.inf:
-        raise UsageError(f"--lr is a learning rate above 0, such as {DEFAULTS['lr']}, not {settings['lr']}.")
+    if not 0 < (rate := settings["learning_rate"]) < math.inf:
+        usual = DEFAULTS["learning_rate"]
+        raise UsageError(f"--lr is a learning rate above 0, such as {usual}, not {rate}.")
     if not 0 <= settings["clip"] < math.inf:
         raise UsageError(f"--clip is above 0, or 0 for no limit, not {settings['clip']}.")
     if settings["seed"] < 0:
         raise UsageError(f"--seed is 0 or more, not {settings['seed']}.")
     check_name(settings["task"])
-    rules.learner_of(settings["rule"], settings["window"], settings["rank"], num_targets=1)
+    learner_of(settings["rule"], settings, num_targets=1)
     if settings["model"] and settings["cell"]:
         raise UsageError("Give a --cell or a --model, not both.")
     if settings["cell"] is None and not settings["model"]:
@@ -337,22 +350,9 @@ def task_option(text: str) -> tuple[str, Any]:
 
 
 def make_optimizer(settings: dict[str, Any]) -> Any:
+    from .._train.optimizers import optimizer_by_name
+
     try:
-        import jax
-        import optax
-    except ImportError as error:
-        raise ImportError("Training needs optax and orbax: pip install 'braintrace[train]'.") from error
-    name = settings["optimizer"]
-    make = getattr(optax, name, None)
-    some = "adam, adamw, sgd, rmsprop are some"
-    if make is None:
-        raise UsageError(f"--optimizer: optax has no optimiser {name!r}; {some}.")
-    try:
-        if not next(iter(inspect.signature(make).parameters), "").endswith("learning_rate"):
-            raise TypeError("it takes no learning rate")
-        chosen = make(settings["lr"])
-        update = optax.with_extra_args_support(chosen).update
-        jax.eval_shape(lambda w: update(w, chosen.init(w), w, value=w), 1.0)
-    except TypeError as error:
-        raise UsageError(f"--optimizer: optax.{name} cannot be used here ({error}); {some}.") from error
-    return optax.chain(optax.clip_by_global_norm(settings["clip"]), chosen) if settings["clip"] else chosen
+        return optimizer_by_name(settings["optimizer"], settings["learning_rate"], settings["clip"])
+    except ValueError as error:
+        raise UsageError(f"--optimizer: {error}") from error

@@ -150,9 +150,9 @@ class Learner:
 
         `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
         """
-        from .._train.measure import compare_functions
+        from .._train.compare_rules import compare_learner
 
-        return compare_functions(self, loss, params, carry, xs, *more, **options)
+        return compare_learner(self, loss, params, carry, xs, *more, **options)
 
     # -- the pure functions ------------------------------------------------------------------------
 

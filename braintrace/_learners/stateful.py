@@ -178,8 +178,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._keep_lasting(lasting)
         return self._forms.now
 
-    def take_windows(self, window: WindowSize | None = None, rank: int | None = None) -> None:
-        """Back-propagate through windows of `window` steps from now on, with a correction of rank `rank`.
+    def take_windows(
+        self,
+        window: WindowSize | None = None,
+        rank: int | None = None,
+        basis: str | None = None,
+        across: str | None = None,
+    ) -> None:
+        """Back-propagate through windows of `window` steps from now on, with these options of the rule.
 
         An option that is None stays as it is. If other traces are needed, they start from zero.
         """
@@ -189,10 +195,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 f"{type(self).__name__} has neither `window` nor `rank`, which are for traces of weights: "
                 "`braintrace.D_RTRL` has them."
             )
-        if rank is not None:
-            if not hasattr(rule, "rank"):
-                raise ValueError(f"{type(self).__name__} has no `rank`; `braintrace.D_RTRL` has.")
-            rule = dataclasses.replace(rule, rank=rank)
+        for name, value in {"rank": rank, "basis": basis, "across": across}.items():
+            if value is not None:
+                if not hasattr(rule, name):
+                    raise ValueError(f"{type(self).__name__} has no `{name}`; `braintrace.D_RTRL` has.")
+                rule = dataclasses.replace(rule, **{name: value})
         check_window(window)
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window

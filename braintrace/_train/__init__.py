@@ -1,11 +1,14 @@
-"""Training: `fit` drives a learner over batches of sequences, with an optimiser of optax."""
+"""Training: `fit`, on batches of sequences or streams; `compare`, of rules; optimisers for streams."""
 
+from .compare_rules import compare as compare
 from .comparison import Comparison as Comparison
 from .curves import save_curves as save_curves
-from .errors import DivergedError as DivergedError
-from .errors import LostProcessError as LostProcessError
-from .measure import compare as compare
-from .report import write_report as write_report
+from .failures import DivergedError as DivergedError
+from .failures import LostProcessError as LostProcessError
+from .fit import fit as fit
+from .optimizers import adaptive_obgd as adaptive_obgd
+from .optimizers import obgd as obgd
+from .report_page import write_report as write_report
 from .result import FitResult as FitResult
-from .terminal import show_curves as show_curves
-from .training import fit as fit
+from .stream import Stream as Stream
+from .terminal_curves import show_curves as show_curves

@@ -1,14 +1,16 @@
-"""The rules of a comparison, as users give them: names, classes, values, pairs with options, or by label."""
+"""The rules of a comparison, given as names, classes, values, pairs with options, or by label."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._frontends.modules import check_mark
 from .._learners.bptt import BPTT
 from .._learners.compile import learner_named, rule_and_window
+from .._learners.learner import Learner
 from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._learners.stateful import ETraceAlgorithm
 from .._learners.vjp_method import read_method
@@ -18,7 +20,7 @@ from .._rules.rule import Rule
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rule with its options, and what it is called."""
+    """A rule with its options, and its label in the table."""
 
     label: str
     rule: type[ETraceAlgorithm] | Rule
@@ -26,32 +28,36 @@ class Candidate:
 
     @property
     def is_bptt(self) -> bool:
-        """Whether it is back-propagation through time, the yardstick."""
+        """Whether this is back-propagation through time, which gives the exact gradient."""
         if isinstance(self.rule, Rule):
             return self.rule.back_through_time
         return issubclass(self.rule, BPTT)
 
-    def learner(self, model: Any) -> ETraceAlgorithm:
-        if self.is_bptt:
-            return BPTT(model, **self.options)
+    def on(self, learner: Learner) -> Learner:
+        """Return a learner of the same step function with this rule."""
+        options = dict(self.options)
+        compiled = learner.compiled
+        mark = options.get("mark", compiled.mark)
         if isinstance(self.rule, Rule):
-            return ETraceAlgorithm(model, self.rule, **self.options)
-        return self.rule(model, **self.options)
-
-    def value(self) -> tuple[Rule, int | None]:
-        """The rule as a value, and the steps of its windows: what functions are trained with."""
-        if not isinstance(self.rule, Rule):
-            return rule_and_window(self.rule, **self.options)
-        method = read_method(self.rule, self.options.get("vjp_method"), self.options.get("window"))
-        return self.rule, (self.options.get("window") or 1) if method == "multi-step" else None
+            check_mark(options.pop("mark", mark))
+            method, window = options.pop("vjp_method", None), options.pop("window", None)
+            if options:
+                raise TypeError(f"A value of `braintrace.rules` takes no option {min(options)!r} next to it.")
+            in_windows = read_method(self.rule, method, window) == "multi-step"
+            rule, window = self.rule, (window or 1) if in_windows else None
+        else:
+            rule, window = rule_and_window(self.rule, **options)
+        if mark != compiled.mark:  # which needs another graph
+            learner = replace(learner, compiled=replace(compiled, mark=mark))
+        return learner.with_rule(rule, window)
 
 
 YARDSTICK = Candidate("BPTT", BPTT)
 
 
 def ladder(length: int, fits: Callable[[Candidate], bool]) -> list[Candidate]:
-    """Rules from cheap to exact, for sequences of so many steps."""
-    windows = [k for k in (1, 5, 10) if k < length]  # else all of it is one window: BPTT
+    """Return rules from cheap to exact, for sequences of this length."""
+    windows = [k for k in (1, 5, 10) if k < length]  # one window over the sequence would be BPTT
     given: list[Any] = [ES_D_RTRL, D_RTRL, *((D_RTRL, {"window": k}) for k in windows)]
     given += [(D_RTRL, {"window": 5, "rank": 4})] if length > 5 else [(D_RTRL, {"rank": 4})]
     whole = _read(RTRL, None)
@@ -59,7 +65,7 @@ def ladder(length: int, fits: Callable[[Candidate], bool]) -> list[Candidate]:
 
 
 def read_rules(rules: Any) -> list[Candidate]:
-    """The candidates that a user's list, or dictionary by label, stands for."""
+    """Return the candidates of a list of rules, or of a dictionary by label."""
     if isinstance(rules, Mapping):
         found = [_read(given, str(label)) for label, given in rules.items()]
     else:
@@ -70,7 +76,7 @@ def read_rules(rules: Any) -> list[Candidate]:
     for i, one in enumerate(found):
         if one.label in [other.label for other in found[:i]]:
             raise ValueError(
-                f"{one.label} is there twice; tell them apart by a dictionary, `rules={{label: rule}}`."
+                f"{one.label} is there twice; give them labels by a dictionary, `rules={{label: rule}}`."
             )
     return found
 
@@ -92,7 +98,7 @@ def _read(given: Any, label: str | None) -> Candidate:
 
 
 def _title(rule: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> str:
-    """A rule and its options, in words."""
+    """Return the label of a rule with options."""
     if isinstance(rule, Rule):
         name, given = type(rule).__name__, {**_chosen(rule), **options}
     else:
@@ -103,7 +109,7 @@ def _title(rule: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> st
 
 
 def _chosen(rule: Any) -> dict[str, Any]:
-    """The fields of a rule that are not as they are by default."""
+    """Return the fields of a rule that differ from their defaults."""
     if not dataclasses.is_dataclass(rule):
         return {}
     found = {f.name: (getattr(rule, f.name), f.default) for f in dataclasses.fields(rule) if f.init}

@@ -1,4 +1,4 @@
-"""Checkpoints with orbax: everything a run needs to go on as if it had never stopped."""
+"""Checkpoints with Orbax: all that a run needs to continue bit for bit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .engine import Engine
-from .layout import Layout
 from .lock import locked
+from .sharding import Layout
 
-# what a run writes beside its arrays, and cannot go on without
+KEPT = 3  # checkpoints
+# the notes that a run cannot continue without
 NOTES = {"learner", "epoch", "index", "batch_size", "seconds", "reached"}
 
 
 class Checkpoints:
-    """Numbered checkpoints in one folder, of which the last few are kept; written whole or not at all."""
+    """Checkpoints in one folder, numbered by batches; a checkpoint is written whole or not at all."""
 
-    def __init__(self, folder: str | Path, keep: int) -> None:
+    def __init__(self, folder: str | Path) -> None:
         import orbax.checkpoint as ocp
 
         self.folder = Path(folder).absolute()
@@ -34,7 +35,7 @@ class Checkpoints:
         self._lock = contextlib.ExitStack()
         self._lock.enter_context(locked(self.folder))
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=KEPT, create=True, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
         handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "notes": ocp.JsonCheckpointHandler()}
         with _quiet():
@@ -42,7 +43,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The number of the newest one: of the batch after which it was made."""
+        """The number of the newest checkpoint, which is that of the last batch before it."""
         found: int | None = self._manager.latest_step()
         return found
 
@@ -50,7 +51,7 @@ class Checkpoints:
         return self.folder / str(number)
 
     def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Path:
-        """Write arrays by name, and notes of any JSON kind."""
+        """Write arrays by name, and notes as JSON."""
         args = self._ocp.args.Composite(
             arrays=self._ocp.args.PyTreeSave(arrays), notes=self._ocp.args.JsonSave(notes)
         )
@@ -68,7 +69,7 @@ class Checkpoints:
         return notes
 
     def _load_arrays(self, number: int, like: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of a checkpoint, those of `like` onto the devices of these."""
+        """Read the arrays of a checkpoint; those in `like` get the shardings of these."""
         with _quiet():
             found = self._manager.item_metadata(number)["arrays"]
             tree = {
@@ -80,8 +81,8 @@ class Checkpoints:
         return loaded["arrays"]  # type: ignore[no-any-return]
 
     def _how(self, saved: Any, like: Any) -> Any:
-        """How to read an array: each device its part, if it is to be spread as `like` is."""
-        if _is_spread(like) and tuple(saved.shape) == like.shape:
+        """Return how to read an array: sharded as `like` is, else onto one device."""
+        if _is_sharded(like) and tuple(saved.shape) == like.shape:
             return self._ocp.ArrayRestoreArgs(sharding=like.sharding)
         if saved.sharding is None:  # it was written from one device
             return self._ocp.RestoreArgs(restore_type=np.ndarray)
@@ -91,39 +92,41 @@ class Checkpoints:
     def load_newest(
         self, arrays_of: Callable[[int, dict[str, Any]], dict[str, Any]]
     ) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """The newest one that can be read: its number, arrays and notes.
+        """Read the newest checkpoint that is not damaged: its number, arrays and notes.
 
-        `arrays_of(number, notes)` are the arrays of a run that goes on from there, onto the devices of which
-        those of the checkpoint are read. One that is damaged is said and set aside, so that another can be
-        written in its place.
+        Damaged ones are renamed, with a warning.
+
+        Args:
+            arrays_of: `arrays_of(number, notes)` returns the arrays of the run at this point, which give the
+                shardings.
         """
         damaged: list[str] = []
         for number in sorted(self._manager.all_steps(), reverse=True):
             try:
                 notes = self._load_notes(number)
-            except Exception as error:  # whatever orbax makes of a file that is cut, or not there
-                damaged.append(self._told(number, error))
+            except Exception as error:  # Orbax raises many types for a file that is cut or missing
+                damaged.append(self._describe(number, error))
                 continue
             like = arrays_of(number, notes)
             try:
                 arrays = self._load_arrays(number, like)
             except Exception as error:
-                damaged.append(self._told(number, error))
+                damaged.append(self._describe(number, error))
                 continue
             if damaged:
                 for later in [n for n in self._manager.all_steps() if n > number]:
                     self._set_aside(later)
                 warn_user(
-                    f"Damaged, and set aside as `damaged-*` beside it: {'; '.join(damaged)}. The run goes on "
-                    f"from {self.path(number)}, which was made after batch {number}."
+                    f"Damaged, and set aside as `damaged-*`: {'; '.join(damaged)}. The run goes on from "
+                    f"{self.path(number)}, which was made after batch {number}."
                 )
             return number, arrays, notes
         raise ValueError(
-            f"No checkpoint in {self.folder} can be read: {'; '.join(damaged)}. Bring them back from a copy, "
-            "or start afresh with another `checkpoint_dir`."
+            f"No checkpoint in {self.folder} can be read: {'; '.join(damaged)}. Restore them from a copy, or "
+            "start afresh with another `checkpoint_dir`."
         )
 
-    def _told(self, number: int, error: Exception) -> str:
+    def _describe(self, number: int, error: Exception) -> str:
         reason = " ".join(str(error).split())[:200]
         return f"{self.path(number)} ({type(error).__name__}: {reason})"
 
@@ -142,13 +145,13 @@ class Checkpoints:
 
 
 def collect(engine: Engine) -> dict[str, Any]:
-    """Every array that training continues from, by name."""
+    """Return the arrays of a checkpoint, by name."""
     found = {name: _saved(state.value) for name, state in _states(engine).items()}
     return {name: arrays for name, arrays in found.items() if arrays}
 
 
 def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
-    """Put back what `collect` collected."""
+    """Restore the arrays that `collect` returned."""
     targets = _states(engine)
     if unknown := sorted(arrays.keys() - targets.keys()):
         raise ValueError(
@@ -163,9 +166,10 @@ def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
 
 
 def _states(engine: Engine) -> dict[str, brainstate.State]:
-    """The optimiser, the random key, the parameters, and what else is not reset before each sequence."""
+    """Return the states of a checkpoint: optimiser, random key, and all states that are not reset."""
     learner = engine.learner
-    traces = [st for k, st in learner.traces.items() if k not in learner.lasting]
+    lasting = learner._lasting_values()
+    traces = [st for k, st in learner.traces.items() if k not in lasting]
     reset = [*learner.hidden_states.values(), *traces, learner.steps]
     skipped = set(map(id, reset)) if engine.reset else set()
     kept = {path: st for path, st in learner.states().items() if id(st) not in skipped}
@@ -177,15 +181,15 @@ def _states(engine: Engine) -> dict[str, brainstate.State]:
 
 
 def _saved(value: Any) -> dict[str, Any]:
-    """The leaves of a value; a random key as its numbers."""
+    """Return the leaves of a value, with the data of random keys."""
     leaves = jax.tree.leaves(value)
     raw = [jax.random.key_data(a) if _is_key(a) else a for a in leaves]
-    # what is spread over devices is written by those that hold it
-    return {str(i): a if _is_spread(a) else np.asarray(a) for i, a in enumerate(raw)}
+    # every process writes its shards of sharded arrays
+    return {str(i): a if _is_sharded(a) else np.asarray(a) for i, a in enumerate(raw)}
 
 
 def _restored(value: Any, saved: Any, name: str, where: Path, layout: Layout | None) -> Any:
-    """A value with the numbers that were saved, on the devices of its own."""
+    """Return the saved values with the structure and sharding of `value`."""
     leaves, tree = jax.tree.flatten(value)
     found = [saved[str(i)] for i in range(len(saved))]
     shapes = [np.shape(_saved([a])["0"]) for a in leaves]
@@ -203,7 +207,7 @@ def _restored(value: Any, saved: Any, name: str, where: Path, layout: Layout | N
     return jax.tree.unflatten(tree, new)
 
 
-def _is_spread(array: Any) -> bool:
+def _is_sharded(array: Any) -> bool:
     return isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
 
 
@@ -213,10 +217,10 @@ def _is_key(array: Any) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log lines of orbax, of which there are many for each checkpoint."""
+    """Silence the log lines of Orbax, of which there are many for each checkpoint."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # a damaged file is told by whoever reads it
+    logger.setLevel(logging.CRITICAL)  # damaged files are reported by the caller
     try:
         yield
     finally:

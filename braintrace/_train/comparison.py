@@ -1,4 +1,4 @@
-"""What a comparison of rules found: a table, plain data, a picture, and which rule to take."""
+"""The result of a comparison of rules: a table, plain data, a picture, and a recommendation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 from .._report.check import about_zeros
 from .._report.tables import Table, show_bytes
 
-GOOD = 0.95  # a cosine from which on a gradient is taken to be as good as the exact one
-LEARNED = 0.98  # of what the loss falls by in the best run: so much counts as learning as well
+GOOD = 0.95  # the cosine to the exact gradient that counts as good enough
+LEARNED = 0.98  # the share of the best run's decrease of the loss that counts as good enough
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A gradient beside the exact one; None: not a finite number."""
+    """How close a gradient is to the exact one; numbers that are not finite are None."""
 
     cosine: float
-    norm_ratio: float | None  # its norm over that of the exact one
+    norm_ratio: float | None  # its norm divided by that of the exact one
     relative_error: float | None
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One rule: how good its gradient is and what it costs; or `why` it could not be used."""
+    """One rule: how good its gradient is and what it costs, or `why` it could not be used."""
 
     rule: str
     is_bptt: bool = False
@@ -38,8 +38,8 @@ class Compared:
     parameters: dict[str, Agreement] = field(default_factory=dict)
     step_seconds: float = 0.0
     compile_seconds: float = 0.0
-    trace_bytes: int = 0  # kept from step to step
-    activation_bytes: int = 0  # set aside while the gradient of the sequence is computed
+    trace_bytes: int = 0  # stored from step to step
+    activation_bytes: int = 0  # temporary memory of the gradient over the sequence
     losses: list[float] | None = None  # after each update
     diverged: bool = False
 
@@ -70,7 +70,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rules side by side on one model and its data; the first row is BPTT."""
+    """A comparison of rules on one model and its data; the first row is BPTT."""
 
     length: int
     device: str
@@ -84,7 +84,7 @@ class Comparison:
         return self.rows[0]
 
     def row(self, rule: str) -> Compared:
-        """The row of a rule, by its label."""
+        """Return the row of a rule, by its label."""
         found = [r for r in self.rows if r.rule == rule]
         if not found:
             raise KeyError(f"No rule {rule!r} here; there are {', '.join(r.rule for r in self.rows)}.")
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def frontier(self) -> list[Compared]:
-        """The rules than which none is both as cheap and closer, from the cheapest on."""
+        """The Pareto front of cost and cosine, from the cheapest rule on."""
         found: list[Compared] = []
         for row in sorted((r for r in self.rows if r.ok), key=lambda r: (r.cost, -r.cosine)):
             if not found or row.cosine > found[-1].cosine:
@@ -101,12 +101,12 @@ class Comparison:
 
     @property
     def recommended(self) -> Compared | None:
-        """The rule to take: an online one, or BPTT if that costs less of all; None: none is good enough."""
+        """The recommended rule: BPTT if no online rule saves anything, None if none is good enough."""
         return _choose(self)[0]
 
     @property
     def recommendation(self) -> str:
-        """Which rule to take and why, in words."""
+        """The recommendation and its reason, as a sentence."""
         words = [*([about_zeros(self.zero)] if self.zero else []), _choose(self)[1]]
         if self.random:
             words.append("Inputs and targets were drawn at random: on your own data the cosines differ.")
@@ -115,7 +115,7 @@ class Comparison:
     # -- as data -----------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, as JSON has it."""
+        """Return everything as plain data for JSON."""
         best = self.recommended
         found = {**asdict(self), "recommended": best and best.rule, "recommendation": self.recommendation}
         for row in found["rows"]:
@@ -127,7 +127,7 @@ class Comparison:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Comparison:
-        """The comparison that `to_dict` was asked of."""
+        """Return the comparison that `to_dict` was called on."""
         rows = []
         for row in data["rows"]:
             agreement = row["gradient"] and Agreement(**row["gradient"])
@@ -139,7 +139,7 @@ class Comparison:
         more = {k: data[k] for k in ("updates", "zero", "random")}
         return Comparison(data["length"], data["device"], rows, **more)
 
-    # -- for people --------------------------------------------------------------------------------
+    # -- tables, pages and pictures ----------------------------------------------------------------
 
     @property
     def table(self) -> Table:
@@ -175,7 +175,7 @@ class Comparison:
 
     @property
     def by_parameter(self) -> Table:
-        """Of each parameter, the cosine to its exact gradient and the ratio of the norms, rule by rule."""
+        """A table of the cosine to the exact gradient and the norm ratio, by parameter and rule."""
         numbered = [(str(i), r) for i, r in enumerate(self.rows, 1) if r.ok and not r.is_bptt]
         rows = []
         for name in self.bptt.parameters:
@@ -185,7 +185,7 @@ class Comparison:
         return Table(title, ["parameter", *(i for i, _ in numbered)], rows)
 
     def show(self) -> None:
-        """Print the tables, in colour where there is a terminal."""
+        """Print the tables, in colour in a terminal."""
         self.table.show()
         print()
         self.by_parameter.show()
@@ -197,15 +197,15 @@ class Comparison:
         return self.to_str()
 
     def _repr_html_(self) -> str:
-        from .frontier import draw
+        from .comparison_picture import draw
 
         return f"{self.table.to_html()}{draw(self).to_svg()}{self.by_parameter.to_html()}"
 
     def save(self, path: str | Path) -> None:
-        """Write a page (.html), the data (.json) or the picture: .svg, or with matplotlib .png, .pdf, ..."""
+        """Write a page (.html), the data (.json) or the picture (.svg; with matplotlib .png, .pdf, ...)."""
         from .._report.markup import tag
-        from .frontier import draw
-        from .report import card, write_page
+        from .comparison_picture import draw
+        from .report_page import card, write_page
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,13 +214,14 @@ class Comparison:
         elif path.suffix == ".html":
             parts = [card(draw(self).to_svg()), tag("h2", "Costs"), card(self.table.to_html())]
             parts += [tag("h2", "Parameters"), card(self.by_parameter.to_html())]
-            write_page(path, "Rules side by side", self.recommendation, parts)
+            write_page(path, "Comparison of learning rules", self.recommendation, parts)
         else:
             draw(self).save(path)
 
 
 def show_seconds(seconds: float) -> str:
-    """
+    """Return a duration with its unit.
+
     >>> show_seconds(3.2e-5)
     '32 us'
     """
@@ -233,10 +234,10 @@ def _digits(value: float | None, digits: str) -> str:
 
 
 def _choose(found: Comparison) -> tuple[Compared | None, str]:
-    """The cheapest rule that is good enough, by what was learned or else by the gradient, and why."""
+    """Return the cheapest rule that is good enough, by its curve or else its gradient, and the reason."""
     online = [r for r in found.rows if r.ok and not r.is_bptt]
     if found.zero and {name.partition("[")[0] for name in found.zero} >= found.bptt.parameters.keys():
-        return None, "There is no gradient to compare rules by."
+        return None, "The exact gradient is zero: rules cannot be compared."
     if not online:
         return None, "None of the rules can be used on this model: train it by BPTT."
     if found.updates and found.bptt.losses and any(r.last_loss is not None for r in online):
@@ -259,7 +260,7 @@ def _choose(found: Comparison) -> tuple[Compared | None, str]:
     why = f"the least time x memory of those that come to {GOOD}"
     if cheaper:
         closest = max(cheaper, key=lambda r: r.cosine)
-        why = f"what is cheaper is further off ({closest.rule}: {closest.cosine:.3f})"
+        why = f"cheaper rules are less accurate ({closest.rule}: {closest.cosine:.3f})"
     return _unless_dear(found, best, f"it {how}, at {_costs(found, best)}; {why}")
 
 
@@ -295,15 +296,15 @@ def _costs(found: Comparison, row: Compared) -> str:
 
 
 def _is_dear(found: Comparison, row: Compared) -> bool:
-    """Whether a rule takes no less time and no less memory than BPTT."""
+    """Return whether a rule saves neither time nor memory compared with BPTT."""
     return row.step_seconds >= found.bptt.step_seconds and row.total_bytes >= found.bptt.total_bytes
 
 
 def _unless_dear(found: Comparison, row: Compared, why: str) -> tuple[Compared, str]:
-    """The rule to take, and why: BPTT where the online rule saves nothing."""
+    """Return the recommendation, which is BPTT if the online rule saves nothing, and its reason."""
     longer = math.ceil(found.length * row.trace_bytes / max(found.bptt.activation_bytes, 1))
     words = (
-        f"{row.rule}: {why}. BPTT keeps all steps, so that its memory grows with the length: from about "
+        f"{row.rule}: {why}. BPTT stores all steps, and its memory grows with the length: from about "
         f"{longer} steps on, {row.rule} step by step takes less."
     )
     if not _is_dear(found, row):

@@ -1,4 +1,4 @@
-"""Learning curves of runs, and files with pictures of them."""
+"""Learning curves of runs, and pictures of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from .drawing import Drawing, scale, ticks
+from .canvas import Drawing, scale, ticks
 from .result import COUNTS, FitResult
 
 COLORS = (
     *("#2563eb", "#e4572e", "#0d9488", "#a855f7", "#ca8a04", "#64748b"),
     *("#db2777", "#65a30d", "#0891b2", "#92400e", "#4338ca", "#dc2626"),
 )
-POINTS = 300  # of a line, at most
+POINTS = 300  # the most points of a line
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 16, 34, 40
 Runs = Mapping[str, FitResult]
 Area = tuple[float, float, float, float]  # left, top, width and height of a panel
@@ -24,13 +24,13 @@ Area = tuple[float, float, float, float]  # left, top, width and height of a pan
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: of a run's evaluations where it has some, of its batches otherwise."""
+    """One curve: the evaluations of a run or, without evaluations, its batches."""
 
     name: str
     number: int  # of the run
     x: Any
     y: Any
-    raw: tuple[Any, Any] | None = None  # the batches themselves, behind a smoothed curve
+    raw: tuple[Any, Any] | None = None  # the batches, drawn behind the curve
 
     @property
     def color(self) -> str:
@@ -38,12 +38,13 @@ class Line:
 
 
 def names_of(runs: Runs) -> list[str]:
-    """The metrics that the runs have, the loss first."""
+    """Return the metrics of the runs, the loss first."""
     rows = [row for run in runs.values() for row in (run.history[:1] + run.evaluations[:1])]
     return list(dict.fromkeys(k for row in rows for k in row if k not in (*COUNTS, "seconds")))
 
 
 def lines_of(runs: Runs, metric: str) -> list[Line]:
+    """Return the curve of a metric for each run."""
     found = []
     for i, (name, run) in enumerate(runs.items()):
         x, y = run.curve(metric, evaluation=True)
@@ -56,14 +57,20 @@ def lines_of(runs: Runs, metric: str) -> list[Line]:
 
 
 def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | None = None) -> None:
-    """Write the curves of runs, one metric below the other; the format is that of the file's name."""
+    """Write a picture of learning curves, one panel per metric.
+
+    Args:
+        runs: Results of `fit`, by name.
+        path: The file; its suffix is the format: SVG, or with matplotlib PNG, PDF and so on.
+        targets: Values to mark, by metric.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(runs, names_of(runs), targets or {}).save(path)
 
 
 def draw_curves(runs: Runs, metrics: Sequence[str], targets: Mapping[str, float]) -> Drawing:
-    """A panel for each metric, one below the other."""
+    """Draw a panel for each metric, one below the other."""
     drawing = Drawing(f"{', '.join(metrics)} against batches", WIDTH, HEIGHT * len(metrics))
     for i, metric in enumerate(metrics):
         title, lines = metric.replace("_", " "), lines_of(runs, metric)
@@ -74,7 +81,7 @@ def draw_curves(runs: Runs, metrics: Sequence[str], targets: Mapping[str, float]
 def draw_panel(
     drawing: Drawing, area: Area, lines: list[Line], title: str, below: str, target: float | None = None
 ) -> None:
-    """Draw curves with their axes, the names of those that have one, and the target."""
+    """Draw curves with axes, names and the target."""
     x0, top, width, height = area
     left, right, bottom = x0 + LEFT, x0 + width - RIGHT, top + height - BOTTOM
     drawn = [pair for line in lines for pair in ((line.x, line.y), line.raw) if pair is not None]
@@ -113,7 +120,7 @@ def draw_panel(
 
 
 def smooth(x: Any, y: Any) -> tuple[Any, Any]:
-    """Means over a twentieth of the batches."""
+    """Return moving averages over a twentieth of the batches."""
     if len(x) < 20:
         return x, y
     width = max(2, len(x) // 20)

@@ -1,10 +1,16 @@
-"""What happens to one batch: gradients, updates and metrics in one compiled function; and evaluation."""
+"""Training and evaluation on one batch: gradients, updates and metrics in one compiled function.
+
+An update does not wait for a check that its gradient is finite: sums of absolute gradients show it after the
+batch. Only if they are not finite is the batch run again, from the same states, with a check before every
+update, which finds the step and the parameters and leaves the weights as they were before the bad update.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -21,14 +27,14 @@ from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.beside import frozen_parameters
 from .._report.check import about_zeros, by_name
-from .data import Batch, size_of, steps_of, why_failed
-from .layout import Layout
-from .outside import warn_of_unlearned
+from .batches import Batch, probable_cause, size_of, steps_of
+from .sharding import Layout
+from .unlearned import warn_of_unlearned
 
 Metric = Callable[[Any, Any, Any], Any]
 Parameters = dict[str, Any]
-ZERO_FOR = 3  # batches with a zero gradient until that is warned of: at the start it may be one of LoRA
-_fitted: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose states have been made for a batch of `fit`
+ZERO_FOR = 3  # batches with a zero gradient before a warning: that of LoRA is zero at the start
+_fitted: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose states were made for a batch of `fit`
 
 
 @dataclass(eq=False)
@@ -38,16 +44,16 @@ class Engine:
     learner: ETraceAlgorithm
     step_fn: Callable[..., Any]
     optimizer: Any
-    update_every: int | None  # None: once a sequence
+    update_every: int | None  # steps; None for once per sequence
     chunk_size: int | None
     metrics: Mapping[str, Metric]
     reset: bool
     batched: bool
-    layout: Layout | None = None  # over a mesh of devices
+    layout: Layout | None = None  # of a device mesh
     opt_state: Any = field(init=False)
-    _shapes: Any = None  # of the batch that the states are made for
-    _known: dict[Any, Any] = field(default_factory=dict)  # by shapes: the learner's arguments and traces
-    _looked_outside: bool = False  # for parameters that are not the model's
+    _shapes: Any = None  # of the batch that the states fit
+    _known: dict[Any, Any] = field(default_factory=dict)  # the learner's arguments and traces, by shapes
+    _warned_of_unlearned: bool = False
 
     def __post_init__(self) -> None:
         import optax
@@ -61,31 +67,32 @@ class Engine:
         if self.layout is not None:
             opt_state = self.layout.like(opt_state, self.parameters())
         self.opt_state = brainstate.ShortTermState(opt_state)
-        self._kept: dict[int, Any] = {}  # of states, by identity
+        self._kept: dict[int, Any] = {}  # shardings of states, by identity
         self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
         self._batches = 0
-        self._zero: Any = np.True_  # which gradients have been zero in all of these
-        self._train = brainstate.transform.jit(self._train_batch)
+        self._zero: Any = np.True_  # the gradients that were zero in all batches
+        self._train = brainstate.transform.jit(lambda *batch: self._train_batch(*batch, checked=False))
+        self._train_checked = brainstate.transform.jit(lambda *batch: self._train_batch(*batch, checked=True))
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
 
-    # -- parameters, as optax sees them ------------------------------------------------------------
+    # -- parameters for Optax ----------------------------------------------------------------------
 
     def parameters(self) -> Parameters:
-        """The parameters by name, without units."""
+        """Return the parameters by name, without units."""
         return {k: _mantissas(st.value) for k, st in self.named_parameters().items()}
 
     def named_parameters(self) -> dict[str, brainstate.State]:
         return {".".join(map(str, path)): st for path, st in self.learner.param_states.items()}
 
-    # -- states that fit a batch -------------------------------------------------------------------
+    # -- states of the shapes of a batch -----------------------------------------------------------
 
     def place(self, batch: Batch) -> Batch:
-        """A batch where it is to be computed with."""
+        """Return a batch on its devices."""
         return batch if self.layout is None else self.layout.batch(batch, self.batched)
 
-    def _lay_out(self, xs: Any) -> None:
-        """Spread the states of the model over the devices of the mesh."""
+    def _shard_states(self, xs: Any) -> None:
+        """Shard the states of the model over the device mesh."""
         if self.layout is not None:
             samples = size_of(xs) if self.batched else None
             for state in (*self.learner.model.states().values(), brainstate.random.DEFAULT):
@@ -93,15 +100,15 @@ class Engine:
                     state.value = self.layout.states(state.value, samples)
 
     def prepare(self, batch: Batch) -> None:
-        """Give the states the shapes that a batch needs, and compile the learner for it, where needed."""
-        xs, ys, _ = batch
+        """Give the states the shapes of a batch, and compile the learner for it, if they are new."""
+        xs, ys = batch.xs, batch.ys
         shapes = tuple((jnp.shape(a)[1:], str(jnp.result_type(a))) for a in jax.tree.leaves((xs, ys)))
         if shapes == self._shapes:
             return
         if not self.reset and self._shapes is not None:
             raise ValueError(
-                "With `reset=False` the states go on from batch to batch, so all batches must have the same "
-                f"shapes; they changed from {self._shapes} to {shapes}."
+                "With `reset=False` states are carried on from batch to batch, so that all batches must have "
+                f"the same shapes; they changed from {self._shapes} to {shapes}."
             )
         model, learner = self.learner.model, self.learner
         if self.batched and model not in _fitted:
@@ -113,19 +120,19 @@ class Engine:
         with brainstate.environ.context(fit=True):
             if not learner.is_compiled:
                 brainstate.nn.init_all_states(model, **size)
-                self._lay_out(xs)
+                self._shard_states(xs)
                 learner.compile_graph(*args, **kwargs)
             elif not learner.is_set_for(args, kwargs):
-                with brainstate.random.seed_context(0):  # so that a resumed run draws the same numbers
+                with brainstate.random.seed_context(0):  # a resumed run draws the same numbers
                     learner.reset_model(**size)
-                self._lay_out(xs)
+                self._shard_states(xs)
                 if known:
-                    # with the states that this shape was compiled with
+                    # the state objects of the compiled program
                     learner.set_for(args, kwargs, self._known[shapes][1])
                 else:
                     learner.compile_graph(*args, **kwargs)
             elif self.layout is not None:  # compiled before the arrays were on the mesh
-                self._lay_out(xs)
+                self._shard_states(xs)
                 learner.compile_graph(*args, **kwargs)
         if self.layout is not None:
             kept: list[brainstate.State] = [learner.steps, *learner.traces.values()]
@@ -136,13 +143,13 @@ class Engine:
         self._shapes = shapes
 
     def _carried(self) -> list[brainstate.State]:
-        """What a batch hands on to the next one."""
+        """Return the states that a batch passes on to the next one."""
         learner = self.learner
         own = [learner.steps, self.opt_state, *learner.traces.values()]
         return [*own, *learner.hidden_states.values(), *learner.param_states.values()]
 
     def _arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
-        """What `step_fn` calls the learner with."""
+        """Return the arguments with which `step_fn` calls the learner."""
         first = slice(0, self.chunk_size) if self.in_windows else 0
         slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
         return called_with(self.learner, self.step_fn, slices)
@@ -154,20 +161,29 @@ class Engine:
     # -- training ----------------------------------------------------------------------------------
 
     def train(self, batch: Batch) -> dict[str, Any]:
-        """Learn from a batch: its loss and metrics, and of each step the loss and which gradients are bad."""
+        """Learn from a batch; return its scores and the loss of each step.
+
+        After an update that is not finite also `bad`, the parameters concerned at each step.
+        """
         self.prepare(batch)
         if self.layout is not None and self.batched and not self._warned_of_whole:
             self._warned_of_whole = self.layout.warn_of_whole(batch)
         try:
             with brainstate.environ.context(fit=True):
+                states = self._train.stateful_fun.get_state_trace(*batch, compile_if_miss=True).states
+                before = [state.value for state in states]
                 found: dict[str, Any] = jax.device_get(self._train(*batch))
+                if found.pop("bad") or not np.isfinite(found["losses"]).all():
+                    for state, value in zip(states, before, strict=True):
+                        state.value = value
+                    found = jax.device_get(self._train_checked(*batch))
         except (TypeError, ValueError, IndexError) as error:
-            if self.batched and (why := why_failed(batch)):
-                raise ValueError(f"{error} {why}") from error
+            if self.batched and (cause := probable_cause(batch)):
+                raise ValueError(f"{error} {cause}") from error
             raise
-        if not self._looked_outside:
-            warn_of_unlearned(self.step_fn, self._train.stateful_fun.get_states(*batch), self.learner.model)
-            self._looked_outside = True
+        if not self._warned_of_unlearned:
+            warn_of_unlearned(self.step_fn, states, self.learner.model)
+            self._warned_of_unlearned = True
         self._batches, self._zero = self._batches + 1, self._zero & found.pop("zero")
         if self._batches == ZERO_FOR and self._zero.any():
             frozen = {".".join(map(str, p)) for p in frozen_parameters(self.learner.graph.module_info)}
@@ -176,34 +192,44 @@ class Engine:
                 warn_user(about_zeros(zeros))
         return found
 
-    def _train_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
+    def _train_batch(self, xs: Any, ys: Any, mask: Any, reset: Any, *, checked: bool) -> dict[str, Any]:
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
         sequence = sequence_of(xs, ys, mask)
+        if reset is not None:
+            sequence = replace(sequence, reset=jnp.asarray(reset))
         size = self.update_every or sequence.length
-        update = lambda c, arrays, mask, _: (c, self._update(arrays, mask))
-        _, (losses, aux, bad, zero) = over_chunks(update, (), sequence, size, brainstate.transform.scan)
-        if self.layout is not None:  # XLA has its own mind about zeros and about what comes out of a loop
+        # absolute gradients are added up element by element: a sum over a gradient at every step is slow
+        real = lambda p: jnp.promote_types(abs(p).dtype, jnp.float32)
+        sums = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), real(p)), self.parameters())
+        update = partial(self._update, checked=checked)
+        sums, (losses, aux, bad) = over_chunks(update, sums, sequence, size, brainstate.transform.scan)
+        if self.layout is not None:  # XLA chooses a sharding for zeros and for the results of a loop
             for state in self._carried():
                 state.value = self.layout.keep(state.value, self._kept[id(state)])
         each = jax.vmap(self._mean)(losses, sequence.mask)
-        found = {**self._scores(losses, aux, sequence), "losses": each, "bad": bad, "zero": zero.all(0)}
+        found = {**self._scores(losses, aux, sequence), "losses": each, "weight": sequence.mask.sum()}
+        found["bad"] = bad if checked else ~_all_finite((sums, self.parameters()))
+        found["zero"] = jnp.stack([(a == 0).all() for a in jax.tree.leaves(sums)]) & (losses != 0).any()
         return self._everywhere(found)
 
     def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Scores that every process can read."""
+        """Return scores that every process can read."""
         return found if self.layout is None else self.layout.everywhere(found)
 
-    def _update(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-        """One update from some steps: losses, what else `step_fn` returned, bad and zero gradients."""
+    def _update(
+        self, sums: Any, arrays: Any, mask: Any, reset: Any, *, checked: bool
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
+        """Update the weights from some steps; return sums of gradients, losses, aux and bad parameters."""
         learner, params = self.learner, self.parameters()
         if self.update_every == 1 and not self.in_windows:
-            grads, losses, aux = self._gradient_of_step(arrays, mask)
+            grads, losses, aux = self._gradient_of_step(arrays, mask, reset)
         else:
             grads, losses, aux = learner.etrace_grad(
                 *arrays,
                 step_fn=self._step,
                 mask=mask,
+                reset=reset,
                 chunk_size=self.chunk_size,
                 has_aux=True,
                 return_value=True,
@@ -211,12 +237,15 @@ class Engine:
             )
         grads = {".".join(map(str, k)): _descent(g) for k, g in grads.items()}
         losses = jnp.where(mask != 0, losses, jnp.zeros_like(losses))
-        loss = self._mean(losses, mask)
-        updates, opt_state = self._optimizer.update(grads, self.opt_state.value, params, value=loss)
+        updates, opt_state = self._optimizer.update(
+            grads, self.opt_state.value, params, value=self._mean(losses, mask)
+        )
         new = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, updates)
-        bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
-        zero = jnp.stack([(g == 0).all() for g in jax.tree.leaves(grads)]) & (losses != 0).any()
-        counts = ~bad.any() & jnp.isfinite(losses).all() & (mask != 0).any()
+        counts = jnp.isfinite(losses).all() & (mask != 0).any()
+        bad = jnp.zeros((), bool)
+        if checked:
+            bad = jnp.stack([~_all_finite((grads[k], new[k])) for k in params])
+            counts &= ~bad.any()
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(counts, x, y), a, b)
         new, opt_state = choose((new, opt_state), (params, self.opt_state.value))
         if self.layout is not None:
@@ -224,12 +253,15 @@ class Engine:
         for name, state in self.named_parameters().items():
             state.value = _with_units(new[name], state.value)
         self.opt_state.value = opt_state
-        each = (jnp.broadcast_to(a, (len(losses), a.size)) for a in (bad, zero))
-        return losses, aux, *each
+        sums = jax.tree.map(lambda s, g: s + abs(g).astype(s.dtype), sums, grads)
+        return sums, (losses, aux, jnp.broadcast_to(bad, (len(losses), bad.size)))
 
-    def _gradient_of_step(self, arrays: Any, mask: Any) -> tuple[Any, Any, Any]:
-        """The gradient of a single step, in one pass over each trace."""
+    def _gradient_of_step(self, arrays: Any, mask: Any, reset: Any) -> tuple[Any, Any, Any]:
+        """Return the gradient of a single step, in one pass over each trace."""
         slices = jax.tree.map(lambda a: a[0], arrays)
+        if reset is not None:
+            flags = {"rows": reset[0]} if self.batched else {}
+            brainstate.transform.cond(reset.any(), lambda: self.learner.reset_state(**flags), lambda: None)
 
         def loss_of() -> Any:
             loss, aux = split_loss(self._step(*slices), has_aux=True, samples=mask.shape[1:])
@@ -262,9 +294,9 @@ class Engine:
     # -- evaluation --------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> dict[str, Any]:
-        """The loss and metrics of a batch; nothing is learned and no state changes."""
+        """Return the loss and metrics of a batch; no state changes."""
         with brainstate.environ.context(fit=False):
-            return jax.device_get(self._evaluate(*batch))  # type: ignore[no-any-return]
+            return jax.device_get(self._evaluate(*batch[:3]))  # type: ignore[no-any-return]
 
     def _evaluate_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
         model = self.learner.model
@@ -287,12 +319,12 @@ class Engine:
 
 
 def with_aux(out: Any) -> tuple[Any, Any]:
-    """A loss, or a pair of it and anything else, as a pair."""
+    """Return a loss, or a pair of a loss and auxiliary values, as a pair."""
     return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
 
 
 def sequence_of(xs: Any, ys: Any, mask: Any) -> Sequence:
-    """A batch as a sequence, in which targets that do not count are finite: 0 * NaN is NaN."""
+    """Return a batch as a sequence; targets of weight zero are made finite, because 0 * NaN is NaN."""
     sequence = Sequence.check((xs, ys), mask)
     xs, ys = sequence.arrays
     leaves, tree = jax.tree.flatten(ys)
@@ -301,7 +333,7 @@ def sequence_of(xs: Any, ys: Any, mask: Any) -> Sequence:
 
 
 def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
-    """Warn if the states of a model have as many rows as the sequences seem to have steps."""
+    """Warn if the batch size of a model's states is the number of steps of the sequences."""
     states = jax.tree.leaves([st.value for st in model.states(brainstate.HiddenState).values()])
     rows = {jnp.shape(a)[0] for a in states if jnp.ndim(a) > 1}
     if rows == {steps_of(xs)} and rows != {size_of(xs)}:
@@ -329,7 +361,7 @@ def _with_units(tree: Any, like: Any) -> Any:
 
 
 def _descent(grads: Any) -> Any:
-    """Gradients to descend along: JAX's are the conjugates where a parameter is complex."""
+    """Return directions of ascent: JAX's gradients of complex parameters are conjugates of these."""
     return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, _mantissas(grads))
 
 

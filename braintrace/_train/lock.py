@@ -1,4 +1,4 @@
-"""A lock on the folder of a run."""
+"""A lock on the folder of a run, which keeps other runs out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is made if it is new; the first process of a run holds it.
+    """Lock a folder, which is created if it is new; the first process of a run holds the lock.
 
     The operating system releases the lock when the process ends, even if it is killed. File systems without
     locks, and Windows, are not protected.

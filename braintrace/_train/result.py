@@ -1,4 +1,4 @@
-"""What a training run leaves behind: its curves, its final metrics, and a log of them as JSON lines."""
+"""The history of a training run: curves, final metrics, and a log of them as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, float]
-COUNTS = ("batch", "epoch")  # what the other columns are measured against
+COUNTS = ("batch", "epoch", "step")  # columns that are no scores; `step` for streams only
 
 
 @dataclass(repr=False)
@@ -23,7 +23,7 @@ class FitResult:
     interrupted: bool = False
     reached: bool = False  # whether `stop_when` ended it
     checkpoint: Path | None = None  # the newest one
-    compile_seconds: float = 0.0  # of the first batch: compiling, mostly
+    compile_seconds: float = 0.0  # seconds of the first batch, mostly compilation
 
     def __repr__(self) -> str:
         scores = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items())
@@ -31,8 +31,15 @@ class FitResult:
 
     @property
     def batches(self) -> int:
-        """How many batches were learned from."""
+        """The number of batches that were learned from."""
         return int(self.history[-1]["batch"]) if self.history else 0
+
+    @property
+    def steps_per_second(self) -> float:
+        """Time steps of a stream per second of training, without the first block, which compiles."""
+        first, *_, last = [*self.history[:1], *self.history[-1:]] or [{}, {}]
+        seconds, steps = (last.get(k, 0) - first.get(k, 0) for k in ("seconds", "step"))
+        return steps / seconds if seconds else math.nan
 
     @property
     def metrics(self) -> Row:
@@ -45,7 +52,7 @@ class FitResult:
         return {k: float(np.mean([r[k] for r in rows])) for k in names}
 
     def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[Any, Any]:
-        """Batch numbers and the values of one metric, of training or of the evaluations."""
+        """Return batch numbers and the values of one metric, of training or of the evaluations."""
         rows = [r for r in (self.evaluations if evaluation else self.history) if name in r]
         return np.array([r["batch"] for r in rows], int), np.array([r[name] for r in rows])
 
@@ -57,13 +64,13 @@ class FitResult:
 
 
 def to_columns(rows: list[Row]) -> dict[str, Any]:
-    """Rows as one array for each name; what a row lacks is NaN."""
+    """Return rows as one array for each name, with NaN for missing values."""
     names = dict.fromkeys(k for row in rows for k in row)
     return {k: np.array([row.get(k, math.nan) for row in rows], np.float64) for k in names}
 
 
 def to_rows(columns: dict[str, Any]) -> list[Row]:
-    """The rows that `to_columns` was given; a NaN is what a row lacks."""
+    """Return the rows that were given to `to_columns`; NaN stands for a missing value."""
     if not columns:
         return []
     arrays = {k: np.asarray(v) for k, v in columns.items()}
@@ -72,11 +79,11 @@ def to_rows(columns: dict[str, Any]) -> list[Row]:
 
 
 def _row(values: Row) -> Row:
-    return {**{k: int(values[k]) for k in COUNTS}, **{k: v for k, v in values.items() if k not in COUNTS}}
+    return {k: int(v) if k in COUNTS else v for k, v in values.items()}
 
 
 class Log:
-    """Rows as JSON lines in a file, each written at once; with no file, nothing is written."""
+    """A file of JSON lines, one for each row, flushed at once; without a path nothing is written."""
 
     def __init__(self, path: str | Path | None, last_batch: int) -> None:
         self._file = None
@@ -102,7 +109,7 @@ class Log:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; the last may have been cut off."""
+    """Return the complete lines of a log; the last may be cut off."""
     if not path.exists():
         return []
     found = []

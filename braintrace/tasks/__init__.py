@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from .memory import adding, anbn, copying, dms
+from .recall import adding, anbn, copying, dms
 from .recordings import (
     digits_pixels,
     digits_rows,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .files import locate
-from .memory import last
+from .recall import last
 from .task import Array, Task, decided, drawn
 
 LEVELS = 16  # a pixel of a digit is 0 to 16

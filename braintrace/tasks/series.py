@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .files import locate
-from .memory import one_hot
+from .recall import one_hot
 from .task import (
     SPLITS,
     Array,

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .memory import last, one_hot
+from .recall import last, one_hot
 from .task import Array, Task, decided, generated
 
 
@@ -57,8 +57,8 @@ def randman(
 
     A class is a random manifold: unit i fires at the time f_i(u) of a random point u in [0, 1]^dimension,
     f_i(u) = prod_d sum_k a_k (k + 1)^-smoothness sin(2 pi (k b_k u_d + c_k)), with a, b, c uniform in [0, 1),
-    scaled so that times fill the sequence. Only the times say which class it is. The manifolds are the same
-    for every seed; points on them are drawn afresh.
+    scaled so that times fill the sequence. Only the times carry the class. The manifolds are the same
+    for every seed; points on them are drawn for each batch.
     """
     rng = np.random.default_rng(units)
     cutoff = min(1000, math.ceil(1e-3 ** (-1 / smoothness)))

@@ -94,7 +94,7 @@ def decided(**rest: Any) -> Task:
 
 
 def generated(sample: Sample) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
-    """Batches made afresh by `sample(rng, batch_size)`."""
+    """New batches of `sample(rng, batch_size)`."""
 
     def draw(seed: int, index: int, batch_size: int, split: Split) -> tuple[Array, Array]:
         return sample(np.random.default_rng([seed, SPLITS.index(split), index]), batch_size)
@@ -107,7 +107,7 @@ def drawn(
     test: tuple[Array, Array],
     encode: Callable[[np.random.Generator, Array], Array] | None = None,
 ) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
-    """Batches out of stored sequences (length, number, ...), shuffled anew in each pass.
+    """Batches out of stored sequences (length, number, ...), in a new random order in each pass.
 
     `encode(rng, xs)` turns the inputs of a batch into spikes.
     """

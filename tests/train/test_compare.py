@@ -16,7 +16,7 @@ import pytest
 
 import braintrace
 from braintrace._train.comparison import Agreement, Compared, Comparison
-from braintrace._train.frontier import draw, place_labels
+from braintrace._train.comparison_picture import draw, place_labels
 
 from .nets import Net, batch
 
@@ -37,17 +37,17 @@ def run(model, rules, step_fn=loss, **options):
     return braintrace.compare(model, XS, YS, step_fn, rules, progress=False, **options)
 
 
-class Refusing(braintrace.D_RTRL):
+class Refusing(braintrace.rules.D_RTRL):
     """A rule that a model is too much for."""
 
-    def compile_graph(self, *args, **kwargs):
+    def seen(self, graph, windows):
         raise braintrace.NotSupportedError("no such op here\nand much more to say")
 
 
 @cache
 def some_rules():
     windows = braintrace.D_RTRL, {"window": 3, "rank": 1}
-    return run(gru(), ["d_rtrl", windows, braintrace.rules.ES_D_RTRL(0.5), Refusing, "RTRL"])
+    return run(gru(), ["d_rtrl", windows, braintrace.rules.ES_D_RTRL(0.5), Refusing(), "RTRL"])
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_parameters_stay_where_they_are_put():
     rows = NamedSharding(mesh, P(None, None))
     state.value = jax.device_put(state.value, {"weight": rows, "bias": NamedSharding(mesh, P())})
     loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
-    with pytest.warns(UserWarning, match="6 sequences cannot be spread evenly over 4 devices"):
+    with pytest.warns(UserWarning, match="6 sequences cannot be sharded evenly over 4 devices"):
         braintrace.fit(learner, [batch(0, 6)] * 2, loss, optax.adam(0.01), mesh=mesh, progress=False)
     assert state.value["weight"].sharding.is_equivalent_to(rows, 2)
     assert learner.model.readout.weight.value["weight"].sharding.is_fully_replicated  # 3 columns
@@ -145,7 +145,7 @@ def test_parameters_stay_where_they_are_put():
 @needs_eight
 def test_says_along_which_axis_nothing_is_spread():
     mesh = jax.make_mesh((4, 2), ("data", "more"))
-    with pytest.warns(UserWarning, match="Nothing is spread along the axis 'more'"):
+    with pytest.warns(UserWarning, match="Nothing is sharded along the axis 'more'"):
         np.testing.assert_allclose(run(mesh, 1)[0], on_one()[:1], rtol=1e-12)
 
 
@@ -161,7 +161,7 @@ def test_a_mesh_begins_with_batches():
 
 RUN = (
     "train --task copying --set delay=2 --set symbols=1 --cell rnn --hidden 4 --batch-size 8 --window 0 "
-    "--steps 12 --checkpoint-every 2 --eval-every 6"
+    "--batches 12 --checkpoint-every 2 --eval-every 6"
 ).split()
 
 
@@ -207,7 +207,7 @@ def curve_of(folder: Path) -> dict[Any, float]:
 @pytest.mark.slow
 def test_processes_are_stopped_and_killed_and_one_goes_on_alone(tmp_path):
     out, port = tmp_path / "run", free_port()
-    several = "--out run --devices 8 --heartbeat 10 --steps 100000".split()
+    several = "--out run --devices 8 --heartbeat 10 --batches 100000".split()
     by_hand = f"--coordinator 127.0.0.1:{port} --processes 2 --process".split()
     first = [start(tmp_path, *several, "--distributed", **under_slurm(i, port)) for i in range(2)]
     started = [*first]
@@ -231,7 +231,7 @@ def test_processes_are_stopped_and_killed_and_one_goes_on_alone(tmp_path):
     assert "with --resume" in told or "`--resume`" in told, told
     assert "another" in told.lower(), told
     assert "batch" not in second[1].communicate()[0]  # only the first one speaks
-    steps = ["--steps", str(newest(out) + 4)]
+    steps = ["--batches", str(newest(out) + 4)]
     alone = start(tmp_path, "--out", "run", "--resume", "--devices", "8", *steps)
     one = start(tmp_path, "--out", "one", *steps)
     for process in (alone, one):

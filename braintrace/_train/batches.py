@@ -1,23 +1,28 @@
-"""Batches of sequences: where they come from, and going on in the middle."""
+"""Batches of sequences: how they are read, and checks of their shapes and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
-Batch = tuple[Any, Any, Any]
 
 
-def read(batches: Batches, epoch: int) -> Iterator[Batch]:
-    """The batches of one epoch, as `(xs, ys, mask)`.
+class Batch(NamedTuple):
+    """Inputs, targets, weights of the losses, and flags of samples that are reset before a step."""
 
-    `batches(epoch)` is an iterable, or `batches` is one, the same in every epoch.
-    """
+    xs: Any
+    ys: Any
+    mask: Any
+    reset: Any = None
+
+
+def read(batches: Batches, epoch: int, batched: bool = True) -> Iterator[Batch]:
+    """Return the checked batches of one epoch: those of `batches(epoch)`, or of `batches` itself."""
     given = batches(epoch) if callable(batches) else batches
     if not isinstance(given, Iterable):
         raise TypeError(
@@ -29,21 +34,37 @@ def read(batches: Batches, epoch: int) -> Iterator[Batch]:
             "`batches` is an iterator, which can be read only once. For several epochs give a list, or a "
             "function of the epoch that returns an iterator."
         )
-    return map(check_batch, given)
+    return (check_batch(batch, batched) for batch in given)
 
 
-def check_batch(batch: Any) -> Batch:
-    """A batch with its mask: one for each step, unless there is one."""
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+def check_batch(batch: Any, batched: bool = True) -> Batch:
+    """Return a batch with its mask, which is one for each step by default."""
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3, 4):
         found = f"a {type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch)
-        raise TypeError(f"A batch is `(xs, ys)` or `(xs, ys, mask)`, time first; this one is {found}.")
-    xs, ys = batch[0], batch[1]
+        raise TypeError(
+            f"A batch is `(xs, ys)`, `(xs, ys, mask)` or `(xs, ys, mask, reset)`, time first; this one is "
+            f"{found}."
+        )
+    xs, ys, mask, reset = [*batch, None, None][:4]
     length = steps_of(xs)
-    mask = jnp.ones(length) if len(batch) == 2 or batch[2] is None else batch[2]
+    mask = np.ones(length, np.float32) if mask is None else mask
     for name, tree in (("ys", ys), ("mask", mask)):
         for leaf in jax.tree.leaves(tree):
-            _check_time_first(name, jnp.shape(leaf), jnp.shape(jax.tree.leaves(xs)[0]))
-    return xs, ys, mask
+            _check_time_first(name, np.shape(leaf), np.shape(jax.tree.leaves(xs)[0]))
+    if reset is not None:
+        _check_reset(reset, (length, size_of(xs)) if batched else (length,))
+    return Batch(xs, ys, mask, reset)
+
+
+def _check_reset(reset: Any, shape: tuple[int, ...]) -> None:
+    """Raise an error for reset flags of another shape or type."""
+    flags = reset if hasattr(reset, "dtype") else np.asarray(reset)
+    if flags.shape != shape or flags.dtype != bool:
+        axes = "(time, batch)" if len(shape) == 2 else "(time,)"
+        raise ValueError(
+            f"`reset` has a boolean for each step and sample, shape {axes} = {shape}; these flags are "
+            f"{flags.dtype}{list(flags.shape)}. A flag that is set resets the sample before that step."
+        )
 
 
 def _check_time_first(name: str, shape: tuple[int, ...], of_xs: tuple[int, ...]) -> None:
@@ -51,17 +72,17 @@ def _check_time_first(name: str, shape: tuple[int, ...], of_xs: tuple[int, ...])
     time, *rest = of_xs
     if shape[:1] == (time,):
         return
-    said = f"`{name}` has the shape {shape} and `xs` {of_xs}; the first axis is time"
+    found = f"`{name}` has the shape {shape} and `xs` {of_xs}; the first axis is time"
     if name == "ys" and shape == tuple(rest[:1]):
         raise ValueError(
-            f"{said}. For one label per sequence give a target for each step, `np.broadcast_to(ys, ({time}, "
+            f"{found}. For one label per sequence give a target for each step, `np.broadcast_to(ys, ({time}, "
             f"{rest[0]}))`, and a mask of the steps that count, such as `np.arange({time}) == {time - 1}`."
         )
-    raise ValueError(f"{said}. Swap the first two axes of what has the batch first.")
+    raise ValueError(f"{found}. Swap the first two axes of arrays that have the batch first.")
 
 
-def why_failed(batch: Batch) -> str:
-    """A probable reason why a step cannot take its targets; empty if there is none."""
+def probable_cause(batch: Batch) -> str:
+    """Return a probable reason why a step fails on its targets; empty if there is none."""
     of_xs, of_ys = ([jnp.shape(a) for a in jax.tree.leaves(tree)] for tree in batch[:2])
     if not any(len(shape) == 1 for shape in of_ys) or len(of_xs[0]) < 2:
         return ""
@@ -72,7 +93,7 @@ def why_failed(batch: Batch) -> str:
 
 
 def not_finite(xs: Any, ys: Any) -> str:
-    """Where inputs or targets have NaN or infinite values; empty if they have none."""
+    """Return where inputs or targets have NaN or infinite values; empty if they have none."""
     for name, tree in (("xs", xs), ("ys", ys)):
         for a in jax.tree.leaves(tree):
             if a.is_fully_addressable and not (finite := np.isfinite(np.asarray(a))).all():
@@ -84,16 +105,16 @@ def not_finite(xs: Any, ys: Any) -> str:
 
 
 def steps_of(xs: Any) -> int:
-    """The number of time steps."""
-    shape = jnp.shape(jax.tree.leaves(xs)[0])
+    """Return the number of time steps."""
+    shape = np.shape(jax.tree.leaves(xs)[0])
     if not shape:
         raise ValueError("Sequences have time as their first axis; this batch holds a single number.")
     return int(shape[0])
 
 
 def size_of(xs: Any) -> int:
-    """The number of sequences, where they come in batches."""
-    shape = jnp.shape(jax.tree.leaves(xs)[0])
+    """Return the number of sequences of a batch."""
+    shape = np.shape(jax.tree.leaves(xs)[0])
     if len(shape) < 2:
         raise ValueError(
             f"A batch of sequences has the axes (time, batch, ...); this one has the shape {shape}. For "

@@ -1,7 +1,8 @@
-"""A training run: where it is, what is due after each batch, and how it ends."""
+"""A training run: its position in the data, evaluations and checkpoints, and how it ends."""
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -16,63 +17,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._learners.stateful import ETraceVjpAlgorithm
 from .._lines import warn_user
+from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Checkpoints, collect, restore
-from .data import Batch, Batches, not_finite, read, size_of, steps_of
 from .engine import Engine, sequence_of
-from .errors import DivergedError
-from .progress import Watch
-from .result import FitResult, Log, Row, to_columns, to_rows
+from .failures import DivergedError
+from .progress_bar import Watch
+from .result import COUNTS, FitResult, Log, Row, to_columns, to_rows
+from .stream import Averages, Stream
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a run ends, evaluates and saves; None: without end, and after each epoch."""
+    """When a run ends, evaluates and saves; None for no limit, and for an evaluation after each epoch."""
 
     epochs: int | None
     max_batches: int | None
+    max_steps: int | None  # of a stream
     eval_every: int | None
     checkpoint_every: int
     stop_when: Callable[[Row], bool] | None
 
-    def total(self, batches: Batches) -> int | None:
-        """How many batches there will be, where that is known."""
+    def total(self, batches: Batches | Stream) -> int | None:
+        """Return the number of batches, if it is known."""
         each = len(batches) if isinstance(batches, Sized) else None
         known = [self.max_batches, each * self.epochs if each and self.epochs else None]
+        if isinstance(batches, Stream) and batches.block and self.max_steps:
+            known.append(-(-self.max_steps // batches.block))
         return min((n for n in known if n is not None), default=None)
 
 
 class Run:
-    """Where a run is, and what it does with each batch."""
+    """The position and the results of a run, and what it does with each batch."""
 
     def __init__(
         self,
         engine: Engine,
-        batches: Batches,
+        batches: Batches | Stream,
         eval_batches: Batches | None,
         schedule: Schedule,
         checkpoints: Checkpoints | None,
     ) -> None:
         self.engine, self.batches, self.eval_batches = engine, batches, eval_batches
         self.schedule, self.checkpoints = schedule, checkpoints
-        self.epoch = self.index = self.batch = 0  # index: within the epoch; batch: of all
+        self.epoch = self.index = self.batch = self.step = 0  # index: within the epoch; batch: of all epochs
         self.seconds = 0.0
+        self.stream = batches if isinstance(batches, Stream) else None
+        self.averages = Averages(self.stream.average, {}, {}) if self.stream else None
         self.result = FitResult()
         self.log = Log(None, 0)
         self.watch = Watch(None, False)
         self.interrupt = Interrupt(print)
         self._trained = (0, 0)  # epoch and index after the last batch that was learned from
         self._trained_size: int | None = None  # the number of its sequences
-        self._left: Iterator[Batch] | None = None  # what is left of the epoch
+        self._left: Iterator[Batch] | None = None  # the remaining batches of the epoch
 
-    # -- beginning ---------------------------------------------------------------------------------
+    # -- start and resume --------------------------------------------------------------------------
 
     def start(self, resume: bool) -> None:
-        """Go to where the newest checkpoint was made, if there is one."""
+        """Continue from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             if resume:
-                raise ValueError("To resume, say where the checkpoints are: `checkpoint_dir=...`.")
+                raise ValueError("To resume, give the folder of the checkpoints: `checkpoint_dir=...`.")
             return
         if (latest := self.checkpoints.latest) is None:
             return
@@ -80,7 +86,7 @@ class Run:
         if not resume:
             raise FileExistsError(
                 f"{where.parent} holds checkpoints of an earlier run. To continue that run pass "
-                "`resume=True`; to start afresh choose another `checkpoint_dir` or remove this one."
+                "`resume=True`; to start a new one choose another `checkpoint_dir` or remove this one."
             )
         latest, arrays, notes = self.checkpoints.load_newest(self._go_to)
         where = self.checkpoints.path(latest)
@@ -89,23 +95,32 @@ class Run:
         )
         self.result.reached = notes["reached"] and self.schedule.stop_when is not None
         restore(self.engine, arrays, where)
-        self._compare(notes.get("settings", {}), where)
+        self._warn_of_changes(notes.get("settings", {}), where)
 
     def _go_to(self, number: int, notes: dict[str, Any]) -> dict[str, Any]:
-        """Go to the batch after which a checkpoint was made; the arrays that are to have its values."""
+        """Go to the batch after which a checkpoint was made; return the arrays to be restored."""
         assert self.checkpoints is not None
         where = self.checkpoints.path(number)
         if notes["learner"] != type(self.engine.learner).__name__:
             raise ValueError(
                 f"The checkpoint {where} was made with {notes['learner']}, and this learner is "
-                f"{type(self.engine.learner).__name__}. Resume with the same rule, or start afresh elsewhere."
+                f"{type(self.engine.learner).__name__}. Resume with the same rule, or start a new run."
             )
         self.epoch, self.index, self.batch = notes["epoch"], notes["index"], number
         self._trained, self.seconds = (self.epoch, self.index), notes["seconds"]
-        self._left = read(self.batches, self.epoch)
-        first = last = next(self._left, None)
-        for _ in range(self.index - 1):
-            last = next(self._left, None)
+        if self.stream is not None:
+            self.step, averages = notes["step"], notes["averages"]
+            self.averages = Averages(self.stream.average, averages["totals"], averages["weights"])
+            self._left = self.stream.read(self.step, self.schedule.max_steps, self.engine.batched)
+            first = last = next(self._left, None)
+            self._left = None if first is None else itertools.chain([first], self._left)
+            if first is None:  # nothing is left to learn, and states have shapes only by a batch
+                first = last = next(self.stream.read(0, 1, self.engine.batched), None)
+        else:
+            self._left = self._read()
+            first = last = next(self._left, None)
+            for _ in range(self.index - 1):
+                last = next(self._left, None)
         if first is None or last is None:
             raise ValueError(
                 f"The checkpoint {where} was made after batch {self.index} of epoch {self.epoch}, but "
@@ -115,14 +130,14 @@ class Run:
         if (size := self._size(last)) != notes["batch_size"]:
             warn_user(
                 f"The checkpoint {where} was made with batches of {notes['batch_size']} sequences, and "
-                f"`batches` now gives {size}. The run goes on with these, after as many batches as before; "
-                "for the run that it would have been, give batches of the same size."
+                f"`batches` now gives {size}. The run continues with these, after as many batches as before; "
+                "to reproduce the run without a stop, give batches of the same size."
             )
         self.engine.prepare(first)
         return collect(self.engine)
 
-    def _compare(self, before: dict[str, Any], where: Path) -> None:
-        """Say what is not as it was when the checkpoint was made."""
+    def _warn_of_changes(self, before: dict[str, Any], where: Path) -> None:
+        """Warn of settings that differ from those of the checkpoint."""
         now = self._settings
         changed = [
             f"{name} was {before[name]} and is {now[name]}"
@@ -131,13 +146,13 @@ class Run:
         ]
         if changed:
             warn_user(
-                f"The run goes on from {where} with other settings than it was made with: "
-                f"{'; '.join(changed)}. For the run that it would have been, give the same."
+                f"The run continues from {where} with other settings than before: {'; '.join(changed)}. To "
+                "reproduce the run without a stop, give the same."
             )
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The settings that change what is learned, as values of JSON."""
+        """The settings that change numbers, as values of JSON."""
         engine, learner = self.engine, self.engine.learner
         found: dict[str, Any] = {
             "`update_every`": engine.update_every or "sequence",
@@ -145,24 +160,25 @@ class Run:
         }
         if engine.in_windows:
             found["the window (`chunk_size`)"] = engine.chunk_size
-        if isinstance(learner, ETraceVjpAlgorithm):
-            found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
-            found["`rank`"] = getattr(learner.rule, "rank", 0)
-        return found
+        found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
+        return found | {f"`{k}`": getattr(learner.rule, k, None) for k in ("rank", "basis", "across")}
 
     def _size(self, batch: Batch) -> int | None:
-        return size_of(batch[0]) if self.engine.batched else None
+        return size_of(batch.xs) if self.engine.batched else None
 
-    # -- going on ----------------------------------------------------------------------------------
+    # -- batch after batch -------------------------------------------------------------------------
 
     def go(self) -> None:
         """Train until something ends the run."""
         before = self.batch
         while not self._is_over():
-            self._left = read(self.batches, self.epoch) if self._left is None else self._left
+            self._left = self._read() if self._left is None else self._left
             batch = next(self._left, None)
             if batch is not None:
                 self._train(batch)
+            elif self.stream is not None:
+                self._end_stream()
+                break
             elif self.index == 0:
                 raise ValueError(f"`batches` gave no batch in epoch {self.epoch}.")
             else:
@@ -174,9 +190,27 @@ class Run:
             if self.batch == before:
                 self.watch.say(
                     f"Nothing was left to do: the run has had its {before} batches already. "
-                    "Ask for more to go on."
+                    "Ask for more to continue it."
                 )
         self._save()
+
+    def _read(self) -> Iterator[Batch]:
+        if self.stream is not None:
+            return self.stream.read(self.step, self.schedule.max_steps, self.engine.batched)
+        return read(self.batches, self.epoch, self.engine.batched)  # type: ignore[arg-type]
+
+    def _end_stream(self) -> None:
+        """Raise an error, after a checkpoint, if a stream ended before `max_steps`."""
+        most = self.schedule.max_steps
+        if self.batch and (most is None or self.step >= most):
+            return
+        self._save()
+        saved = self.result.checkpoint
+        raise ValueError(
+            f"The stream ended after {self.step} steps"
+            + (f", before `max_steps={most}`. " if most else ". ")
+            + (f"The last good checkpoint is {saved}." if saved else "There is no checkpoint.")
+        )
 
     def _is_over(self) -> bool:
         epochs, batches = self.schedule.epochs, self.schedule.max_batches
@@ -187,38 +221,46 @@ class Run:
             or self.result.reached
             or (epochs is not None and self.epoch >= epochs)
             or (batches is not None and self.batch >= batches)
+            or (self.schedule.max_steps is not None and self.step >= self.schedule.max_steps)
         )
 
     def _train(self, batch: Batch) -> None:
         began = time.perf_counter()
         batch = self.engine.place(batch)
-        self.watch.begins(steps_of(batch[0]), self._size(batch))
+        self.watch.begins(steps_of(batch.xs), self._size(batch))
         found = self.engine.train(batch)
         passed = time.perf_counter() - began
         if not self.result.history:
             self.result.compile_seconds = passed
         self.seconds += passed
-        self.batch, self.index = self.batch + 1, self.index + 1
+        self.batch, self.index, steps = self.batch + 1, self.index + 1, steps_of(batch.xs)
+        self.step += steps
         self._trained, self._trained_size = (self.epoch, self.index), self._size(batch)
-        losses, bad = found.pop("losses"), found.pop("bad")
+        losses, bad, weight = (found.pop(k, None) for k in ("losses", "bad", "weight"))
         row = self._row(found)
         self._stop_if_diverged(losses, bad, batch)
         self.result.history.append(row)
         self.log.write("train", row)
-        self.watch.trained(row, steps_of(batch[0]), passed)
         schedule = self.schedule
+        if self.averages is not None:
+            scores = {k: v for k, v in row.items() if k not in (*COUNTS, "seconds")}
+            self.averages.add(scores, float(weight), steps)
+        self.watch.trained(row, steps, passed)
         if schedule.eval_every is not None and self.batch % schedule.eval_every == 0:
             self._evaluate()
-        if self.eval_batches is None and schedule.stop_when is not None:
+        if not self._evaluates and schedule.stop_when is not None:
             self.result.reached = bool(schedule.stop_when(row))
         if self.batch % schedule.checkpoint_every == 0:
             self._save()
 
     def _row(self, scores: dict[str, Any]) -> Row:
-        first = {"batch": self.batch, "epoch": self.epoch, "loss": float(scores.pop("loss"))}
-        return {**first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
+        counts = {"batch": self.batch, "epoch": self.epoch, **({"step": self.step} if self.stream else {})}
+        first = {"loss": float(scores.pop("loss"))}
+        return {**counts, **first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
 
     def _stop_if_diverged(self, losses: Any, bad: Any, batch: Batch) -> None:
+        if bad is None:
+            return
         steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
         if not len(steps):
             return
@@ -227,33 +269,47 @@ class Run:
         step = int(lost[0]) if len(lost) else int(steps[0])
         parameters = [str(n) for n in names[bad[steps[0]]]]
         saved = self.result.checkpoint
-        cause = not_finite(*sequence_of(*batch).arrays)
+        cause = not_finite(*sequence_of(*batch[:3]).arrays)
         raise DivergedError(
             self.batch, self.epoch, step, parameters, float(losses[step]), saved, self.result, cause
         )
 
+    @property
+    def _evaluates(self) -> bool:
+        return self.eval_batches is not None or self.stream is not None
+
     def _evaluate(self) -> None:
-        """Average over the evaluation batches, unless that was done for this batch."""
+        """Evaluate, once per batch: on the evaluation batches, or by the running averages of a stream."""
         done = self.result.evaluations
-        if self.eval_batches is None or (done and done[-1]["batch"] == self.batch) or not self.batch:
+        if not self._evaluates or (done and done[-1]["batch"] == self.batch) or not self.batch:
             return
-        scores: list[Any] = []
-        sizes: list[float] = []
-        for batch in map(self.engine.place, read(self.eval_batches, 0)):
-            scores.append(self.engine.evaluate(batch))
-            ragged = jnp.ndim(batch[2]) > 1
-            sizes.append(float(jnp.sum(batch[2])) if ragged else self._size(batch) or 1)
-        if not scores:
-            raise ValueError("`eval_batches` gave no batch; an iterator can be read only once.")
-        row = self._row(jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores))
+        if self.eval_batches is not None:
+            row = self._row(self._scores_of(self.eval_batches))
+        elif self.averages is None or not (values := self.averages.values):
+            return
+        else:
+            row = self._row(values)
         done.append(row)
         self.log.write("eval", row)
         self.watch.evaluated(row)
         if self.schedule.stop_when is not None:
             self.result.reached = bool(self.schedule.stop_when(row))
 
+    def _scores_of(self, batches: Batches) -> dict[str, Any]:
+        """Return the scores of all batches, weighted by the number of sequences or of steps that count."""
+        scores: list[Any] = []
+        sizes: list[float] = []
+        for batch in map(self.engine.place, read(batches, 0, self.engine.batched)):
+            scores.append(self.engine.evaluate(batch))
+            ragged = jnp.ndim(batch.mask) > 1
+            sizes.append(float(jnp.sum(batch.mask)) if ragged else self._size(batch) or 1)
+        if not scores:
+            raise ValueError("`eval_batches` gave no batch; an iterator can be read only once.")
+        found: dict[str, Any] = jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores)
+        return found
+
     def _save(self) -> None:
-        """Write a checkpoint, unless there is one of this batch."""
+        """Write a checkpoint, unless this batch has one."""
         if self.checkpoints is None or not self.batch or self.checkpoints.latest == self.batch:
             return
         arrays = collect(self.engine)
@@ -270,14 +326,16 @@ class Run:
             "reached": self.result.reached,
             "settings": self._settings,
         }
+        if self.averages is not None:
+            notes |= {"step": self.step}
+            notes |= {"averages": {"totals": self.averages.totals, "weights": self.averages.weights}}
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
 
 
 class Interrupt:
-    """Turns the first Ctrl-C or SIGTERM into a wish to stop, so that a batch is never left half done.
+    """Turns the first Ctrl-C or SIGTERM into a request to stop after the current batch.
 
-    SIGTERM is how a cluster says that time is up. JAX takes it away from a process that is one of several,
-    and does nothing by itself.
+    A cluster sends SIGTERM when time is up; the handler of JAX, in a run of several processes, ignores it.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that a step uses but that are no part of the model, so that nothing learns them."""
+"""A warning of parameters that a step uses but that are not part of the model, and so are not learned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._compiler.step import show_path
 def warn_of_unlearned(
     step_fn: Callable[..., Any], used: Iterable[brainstate.State], model: brainstate.nn.Module
 ) -> None:
-    """Name the parameters among the states that were used which are not the model's."""
+    """Warn of parameters among the states in use that are not the model's."""
     own = {id(st) for st in model.states().values()}
     others = [st for st in used if isinstance(st, brainstate.ParamState) and id(st) not in own]
     if others:
@@ -24,13 +24,13 @@ def warn_of_unlearned(
         shown = ", ".join(names.get(id(st)) or f"a parameter {_shapes(st)}" for st in others)
         warnings.warn(
             f"`step_fn` uses parameters that are no part of `learner.model`, so `fit` does not learn them: "
-            f"{shown}. Call them in the model's `update`, or keep what is not to be learned in plain arrays.",
+            f"{shown}. Call them in the model's `update`, or keep constants in plain arrays.",
             stacklevel=6,  # the call of `fit`
         )
 
 
 def _names(step_fn: Callable[..., Any]) -> dict[int, str]:
-    """What a function calls the parameters that it can see, by their identity."""
+    """Return the names of parameters in the closure of a function, by identity."""
     if not inspect.isroutine(step_fn):
         return {}
     seen = inspect.getclosurevars(step_fn)

@@ -1,4 +1,4 @@
-"""Pictures of lines, circles and words, which become SVG, or a file of matplotlib."""
+"""Drawings of lines, circles and text, written as SVG or with matplotlib."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Drawing:
-    """Lines, circles and words, in pixels from the upper left corner: as SVG and as calls of matplotlib."""
+    """Lines, circles and text, in pixels from the upper left corner: SVG elements and matplotlib calls."""
 
     label: str
     width: float
     height: float
     elements: list[Markup] = field(default_factory=list)
-    plots: list[Callable[[Any], Any]] = field(default_factory=list)  # each draws on axes
+    plots: list[Callable[[Any], Any]] = field(default_factory=list)  # functions of matplotlib axes
 
     def line(
         self,
@@ -32,7 +32,7 @@ class Drawing:
         opacity: float = 1.0,
         dashed: bool = False,
     ) -> None:
-        """A line through points."""
+        """Add a line through points."""
         shown = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         stroke = {"stroke": color or "currentColor", "stroke_width": width, "stroke_opacity": opacity}
         dashes = "5 4" if dashed else None
@@ -42,7 +42,7 @@ class Drawing:
         self.plots.append(lambda axes: axes.plot(x, y, "--" if dashed else "-", **style))
 
     def circle(self, x: float, y: float, r: float, color: str, fill: bool = True, title: str = "") -> None:
-        """A disc, or a ring, with a title for those who point at it."""
+        """Add a disc, or a ring, with a tooltip."""
         face = color if fill else "none"
         style = {"fill": face, "stroke": color, "stroke_width": 1.4}
         self.elements.append(tag("circle", tag("title", title), cx=f"{x:.1f}", cy=f"{y:.1f}", r=r, **style))
@@ -60,20 +60,23 @@ class Drawing:
         bold: bool = False,
         turned: bool = False,
     ) -> None:
-        """Words, from, around or up to a point."""
+        """Add text that starts at, is centred on or ends at a point."""
         style = {"text_anchor": anchor, "fill": color or "currentColor", "font_size": size}
         style |= {"font_weight": 600 if bold else None}
         style |= {"transform": f"rotate(-90 {x:.1f} {y:.1f})" if turned else None}
         self.elements.append(tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **style))
         side = {"start": "left", "middle": "center", "end": "right"}[anchor]
         turn = {"rotation": 90 if turned else 0, "rotation_mode": "anchor"}
-        font = {"fontsize": size * 0.92, "fontweight": "bold" if bold else "normal"}  # it is wide
+        font = {
+            "fontsize": size * 0.92,
+            "fontweight": "bold" if bold else "normal",
+        }  # matplotlib's font is wider
         plain = words.replace("$", r"\$")
         more = {"ha": side, "va": "baseline", "color": color or INK, **turn, **font}
         self.plots.append(lambda axes: axes.text(x, y, plain, **more))
 
     def to_svg(self, *, in_page: bool = False) -> Markup:
-        """The picture on white; for a page, without a background and in the colour of the text around it."""
+        """Return SVG on white or, for a page, without a background and in the colour of the page's text."""
         size = {"width": self.width, "height": self.height}
         back = [] if in_page else [tag("rect", **size, fill="white")]
         font = {"font_family": "system-ui, sans-serif", "font_size": 11, "color": None if in_page else INK}
@@ -81,7 +84,7 @@ class Drawing:
         return tag("svg", *back, *self.elements, xmlns="http://www.w3.org/2000/svg", **box, **size, **font)
 
     def save(self, path: Path) -> None:
-        """Write it; the format is that of the file's name."""
+        """Write a file; its suffix is the format."""
         if path.suffix == ".svg":
             path.write_text(f"{self.to_svg()}\n", encoding="utf-8")
             return
@@ -101,12 +104,12 @@ class Drawing:
 
 
 def scale(first: float, last: float, low: float, high: float) -> Callable[[float], float]:
-    """The linear map of `low` to `first` and `high` to `last`."""
+    """Return the linear map from `low` to `first` and from `high` to `last`."""
     return lambda value: first + (last - first) * (value - low) / ((high - low) or 1)
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five round numbers in a range."""
+    """Return about five round numbers in a range."""
     if high <= low:
         return [low]
     rough = (high - low) / 5

@@ -1,4 +1,4 @@
-"""A step function, or a module of Equinox, Flax or Haiku, as pure functions with parameters and a carry."""
+"""Functional learners of step functions, and of modules of brainstate, Equinox, Flax and Haiku."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ KINDS = """\
 models:
   a brainstate module, its class, or a function that makes one
   step --params P --carry C: a function step(params, carry, x) -> (carry, y); P and C are names in its
-    module, of what it is given or of functions that make it
+    module, of the values or of functions that return them
   a function that returns (step, params, carry)
   a module of Flax (NNX or Linen) or Equinox, called as module(carry, x) -> (carry, y), or a cell of Equinox;
-    of Haiku, hk.transform(f) of f(carry, x) -> (carry, y). With --carry C where it does not know its own
-What takes a `key`, `rngs` or a `batch_size` is given one, by --seed and --batch-size.
+    of Haiku, hk.transform(f) of f(carry, x) -> (carry, y). With --carry C if it has no initialize_carry
+Functions with an argument `key`, `rngs` or `batch_size` get it from --seed and --batch-size.
 """
 
 
 @dataclass(frozen=True)
-class Functions:
-    """What `braintrace.online` makes of a model, and what to call it with."""
+class Model:
+    """A functional learner, with the parameters and carry of its model."""
 
-    net: Any
+    learner: Any
     params: Any
     carry: Any
 
 
 def call(function: Any, given: argparse.Namespace | None, args: Sequence[Any] = (), **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, with what it takes of a key, random streams and a batch size."""
+    """Call a function, with the key, random streams and batch size that its signature asks for."""
     import jax
 
-    is_class = isinstance(function, type)  # whose own signature may be that of its metaclass
+    is_class = isinstance(function, type)  # the signature of a class may be that of its metaclass
     signature = inspect.signature(function.__init__ if is_class else function)
     offered: dict[str, Callable[[], Any]] = {}
     if given is not None:
@@ -51,27 +51,33 @@ def call(function: Any, given: argparse.Namespace | None, args: Sequence[Any] = 
 
 
 def is_made(found: Any) -> bool:
-    """Whether it is a model already, not something that makes one."""
+    """Return whether this is a model, not a function that makes one."""
     return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
 
 
-def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse.Namespace) -> Functions:
-    """The functions of a model that `is_made`, or of a step function with its parameters and carry."""
+def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse.Namespace) -> Model:
+    """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
+    import brainstate
     import jax
     import jax.numpy as jnp
 
-    from .._learners.online import online
+    from .._learners.online import learner_of, online
 
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
     key = jax.random.key(given.seed)
+    if isinstance(model, brainstate.nn.Module):
+        size = {"batch_size": given.batch_size} if given.batch_size else {}
+        brainstate.nn.init_all_states(model, **size)
+        with brainstate.environ.context(fit=True):  # as in training, with dropout
+            return Model(*learner_of(model, inputs))
     if _is_triple(model):
         step, params, carry = model
     elif _of(model, "flax.nnx"):
         from ..nnx import Learner
 
         make = lambda: model.initialize_carry(x.shape, sys.modules["flax.nnx"].Rngs(given.seed))
-        net, params, carry, _ = Learner(model, _carry(carry, model, make), x).split()
-        return Functions(net, params, carry)
+        learner, params, carry, _ = Learner(model, _carry(carry, model, make), x).split()
+        return Model(learner, params, carry)
     elif _of(model, "flax.linen"):
         carry = _carry(carry, model, lambda: model.initialize_carry(key, x.shape))
         step, params = model.apply, model.init(key, carry, x)
@@ -82,11 +88,11 @@ def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse
         step, params, carry = _equinox(model, carry, given.batch_size)
     else:
         step = model
-    return Functions(online(step, params, carry, x), params, carry)
+    return Model(online(step, params, carry, x), params, carry)
 
 
 def _of(found: Any, *packages: str) -> bool:
-    """Whether it is a module of a framework, which is imported if it is."""
+    """Return whether this is a module of a framework, which then is imported already."""
     known = [sys.modules[name].Module for name in packages if name in sys.modules]
     return isinstance(found, tuple(known))
 
@@ -104,8 +110,8 @@ def _carry(carry: Any, model: Any, make: Callable[[], Any] | None = None) -> Any
         return carry
     if make is None or not hasattr(model, "initialize_carry"):
         raise UsageError(
-            f"What does {type(model).__name__} carry from step to step? Name it, or a function that makes "
-            "it, with --carry."
+            f"The carry of {type(model).__name__} is unknown. Name it, or a function that returns it, with "
+            "--carry."
         )
     return make()
 
@@ -117,7 +123,7 @@ def _haiku_step(model: Any) -> Callable[..., Any]:
 
 
 def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, Any]:
-    """Modules of Equinox know no batch axis, and its cells take the input first."""
+    """Return step, params and carry; Equinox modules have no batch axis, its cells take the input first."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -142,6 +148,6 @@ def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, 
     if batch_size and any(shape[:1] != (batch_size,) for shape in shapes):
         raise UsageError(
             f"With --batch-size {batch_size} the carry has a first axis of {batch_size}, not the shapes "
-            f"{shapes}. Name a function of `batch_size` that makes it, or give no --batch-size."
+            f"{shapes}. Name a function of `batch_size` that returns it, or give no --batch-size."
         )
     return step, model, carry

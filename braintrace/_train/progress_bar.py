@@ -1,4 +1,4 @@
-"""How training is going: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar in a terminal, with a curve for streams; elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -13,22 +13,36 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._report.tables import show_bytes
-from .result import COUNTS, Row
+from .curves import lines_of
+from .result import COUNTS, FitResult, Row
+from .terminal_curves import draw_text
 
-LINE_EVERY = 10.0  # seconds between lines, where there is no terminal
-BAR = 12 + 1 + 7 + 4  # characters of a bar, the slash and the time, and of the gaps between
+LINE_EVERY = 10.0  # seconds between lines, without a terminal
+CURVE_EVERY = 1.0  # seconds between drawings of the live curve
+BAR = 12 + 1 + 7 + 4  # characters of the bar, the slash, the time, and the gaps between
+
+
+class _BarWithCurve(Progress):
+    """A progress bar with a drawing above it."""
+
+    drawing: Any = None
+
+    def get_renderables(self) -> Iterator[Any]:
+        if self.drawing is not None:
+            yield self.drawing
+        yield self.make_tasks_table(self.tasks)
 
 
 class _Shown:
-    """A console, with a bar where it is a terminal."""
+    """A console, with a bar if it is a terminal."""
 
     def __init__(self, total: int | None, enabled: bool, now: str, *, stderr: bool = False) -> None:
         self.console = Console(quiet=not enabled, highlight=False, stderr=stderr)
-        self._bar: Progress | None = None
+        self._bar: _BarWithCurve | None = None
         if enabled and self.console.is_terminal:
             shown = TextColumn("{task.fields[now]}"), TimeRemainingColumn()
             columns = BarColumn(bar_width=12), MofNCompleteColumn(), *shown
-            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._bar = _BarWithCurve(*columns, console=self.console, transient=True)
             self._task = self._bar.add_task("", total=total, now=now)
 
     def __enter__(self) -> Self:
@@ -42,31 +56,41 @@ class _Shown:
 
 
 class Watch(_Shown):
-    """Shows loss, metrics, time steps per second and memory while a run goes on."""
+    """Shows loss, metrics, time steps per second, memory and, for streams, the curve of the loss."""
 
-    def __init__(self, total: int | None, enabled: bool) -> None:
+    def __init__(self, total: int | None, enabled: bool, stream: FitResult | None = None) -> None:
         super().__init__(total, enabled, "compiling ...")
+        self._stream, self._last_curve = stream, 0.0
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
         self._warm = False
         self._last_line = time.monotonic()
         self._total = total
 
     def begins(self, steps: int, sequences: int | None) -> None:
-        """Before the first batch, so that data whose first axis is not time are noticed."""
+        """Print the shape of the first batch, which shows whether time is the first axis."""
         if not self._warm:
             self.say(
                 f"batches of {f'{sequences} sequences, ' if sequences else ''}{steps} steps; compiling ..."
             )
 
     def trained(self, row: Row, steps: int, seconds: float) -> None:
-        """After a batch of `steps` time steps."""
+        """Show the scores of a batch of this many time steps."""
         if self._warm:  # the first batch compiles
             self._times.append((seconds, steps))
         self._warm = True
         if self._bar:
             self._bar.update(self._task, completed=row["batch"], now=self._status(row))
+            self._draw_curve()
         elif time.monotonic() - self._last_line > LINE_EVERY:
             self.say(f"{self._place(row)}  {self._status(row)}")
+
+    def _draw_curve(self) -> None:
+        """Draw the curve of a stream's loss above the bar, at most once a second."""
+        if self._bar is None or self._stream is None or time.monotonic() - self._last_curve < CURVE_EVERY:
+            return
+        self._last_curve = time.monotonic()
+        if lines := lines_of({"": self._stream}, "loss"):
+            self._bar.drawing = draw_text(lines, "loss")
 
     def evaluated(self, row: Row) -> None:
         self.say(f"{self._place(row)}  evaluation: {show_scores(row)}  {self._speed()}".rstrip())
@@ -80,7 +104,7 @@ class Watch(_Shown):
         return f"batch {row['batch']:>{len(str(self._total or 99999))}}{of}"
 
     def _status(self, row: Row) -> str:
-        """As many scores, the speed and the memory as there is room for beside the bar."""
+        """Return scores, speed and memory, as many as fit next to the bar."""
         parts = [*show_scores(row).split("  "), *self._speed().split("  ")]
         room = self.console.width - BAR - 2 * len(str(self._total)) if self._bar else len("  ".join(parts))
         while len("  ".join(parts)) > room and len(parts) > 1:
@@ -95,7 +119,7 @@ class Watch(_Shown):
 
 
 class Stages(_Shown):
-    """A bar over things to be done one after the other, each with a `label`; lines where that is long."""
+    """A bar over tasks with a `label`, done one after the other; without a terminal, lines now and then."""
 
     def __init__(self, things: Sequence[Any], enabled: bool) -> None:
         super().__init__(len(things), enabled, "", stderr=True)
@@ -113,12 +137,12 @@ class Stages(_Shown):
 
 
 def show_scores(row: Row) -> str:
-    """Loss and metrics, in a few digits."""
+    """Return loss and metrics in a few digits."""
     return "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in (*COUNTS, "seconds"))
 
 
 def memory() -> int:
-    """The most bytes that the accelerator has held so far, or on a CPU the process."""
+    """Return the peak memory in bytes, of the accelerator or, on a CPU, of the process."""
     stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])

@@ -1,4 +1,4 @@
-"""Where the arrays of a run are on a mesh of devices: batches along its first axis, columns along 'model'."""
+"""Shardings of the arrays of a run: batches along the first axis of a mesh, columns along 'model'."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._lines import warn_user
-from .data import Batch, size_of
+from .batches import Batch, size_of
 
-MODEL = "model"  # the axis of a mesh that the columns of weights are spread along
+MODEL = "model"  # the mesh axis along which the columns of weights are sharded
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and what is spread how over its devices.
+    """A mesh, and the shardings of arrays on it.
 
-    The processes of the mesh run the same program. Each feeds its rows of a batch, and the first one speaks.
+    All processes of the mesh run the same program. Each feeds its samples of a batch; the first one prints.
     """
 
     mesh: Mesh
@@ -36,14 +36,14 @@ class Layout:
         if mesh.axis_names[0] == MODEL:
             raise ValueError(
                 f"The first axis of a mesh is that of batches, and this one is called {MODEL!r}: "
-                f"{dict(mesh.shape)}. Put another before it, of length 1 if batches are not to be spread."
+                f"{dict(mesh.shape)}. Put another before it, of length 1 if batches are not to be sharded."
             )
-        # XLA finds the layouts of what is between arrays whose layout is said here
+        # with axes of type Auto, XLA infers the shardings of intermediate arrays
         return Layout(Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim))
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
-        """In here, a mesh that the user has set has the types of axes that arrays here have."""
+        """Give a mesh that the user has set the same axis types as ours."""
         if jax.sharding.get_abstract_mesh().empty:
             yield
             return
@@ -55,20 +55,20 @@ class Layout:
         return len({d.process_index for d in self.mesh.devices.flat})
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process is the one that shows and logs how the run goes."""
+    def is_first(self) -> bool:
+        """Whether this process prints and logs."""
         return self.processes == 1 or jax.process_index() == 0
 
     # -- arrays ------------------------------------------------------------------------------------
 
     def batch(self, batch: Batch, batched: bool) -> Batch:
-        """A batch of which each process has its rows, over all devices; global arrays stay as they are."""
+        """Shard a batch, of which each process has its samples; global arrays stay as they are."""
         return self._batch(batch, batched, self._from_parts)
 
     def own(self, batch: Batch) -> Batch:
-        """Of a batch that every process has as a whole, what this one is to give `batch`: its rows.
+        """Return this process's samples of a batch that every process has as a whole.
 
-        All of it, as global arrays, where the devices cannot have equal parts.
+        If the devices cannot have equal parts, the whole batch as global arrays.
         """
         size, first = size_of(batch[0]), self.mesh.axis_names[0]
         if self.processes == 1:
@@ -82,18 +82,17 @@ class Layout:
         return own
 
     def _batch(self, batch: Batch, batched: bool, put: Any) -> Batch:
-        xs, ys, mask = batch
-        rows = lambda a: P(None, self.mesh.axis_names[0]) if batched and np.ndim(a) > 1 else P()
-        placed: Batch = jax.tree.map(lambda a: a if self._has(a) else put(a, rows(a)), (xs, ys, mask))
+        spec = lambda a: P(None, self.mesh.axis_names[0]) if batched and np.ndim(a) > 1 else P()
+        placed: Batch = jax.tree.map(lambda a: a if self._has(a) else put(a, spec(a)), batch)
         return placed
 
     def parameters(self, tree: Any) -> Any:
-        """Parameters with their columns along 'model', unless they lie on the mesh in a way of their own."""
+        """Shard the columns of parameters along 'model'; parameters on the mesh keep their sharding."""
         own = lambda a: self._put(a, a.sharding.spec if self._has(a) else self._columns(a))
         return jax.tree.map(own, tree)
 
     def states(self, tree: Any, samples: int | None) -> Any:
-        """States of a batch of so many samples: these along the first axis, units along 'model'."""
+        """Shard states with a batch axis of this size along the first mesh axis, and units along 'model'."""
 
         def one(a: Any) -> Any:
             shape = np.shape(a)
@@ -105,7 +104,7 @@ class Layout:
         return jax.tree.map(one, tree)
 
     def like(self, tree: Any, parameters: Any) -> Any:
-        """What an optimiser keeps: each array as the parameter that it is named after, if of its shape."""
+        """Shard an optimiser's state: arrays with the path and shape of a parameter get its sharding."""
         known = [(path, a) for path, a in jax.tree_util.tree_flatten_with_path(parameters)[0]]
 
         def one(path: Any, a: Any) -> Any:
@@ -117,15 +116,15 @@ class Layout:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def as_before(self, a: Any, before: Any) -> Any:
-        """An array as another one is that lies on the mesh."""
+        """Give an array the sharding of another one, or replicate it if that is not on the mesh."""
         return self._put(a, before.sharding.spec if self._has(before) else P())
 
     def keep(self, tree: Any, like: Any) -> Any:
-        """Inside of a compiled function: arrays in these layouts."""
+        """Constrain the shardings of arrays inside a compiled function."""
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, like)
 
     def everywhere(self, tree: Any) -> Any:
-        """Inside of a compiled function: arrays that every device has as a whole."""
+        """Replicate arrays inside a compiled function."""
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
     def _columns(self, a: Any) -> P:
@@ -134,18 +133,18 @@ class Layout:
         return P(*[None] * (len(shape) - 1), MODEL) if ways > 1 and shape and shape[-1] % ways == 0 else P()
 
     def _has(self, a: Any) -> bool:
-        """Whether an array lies on the mesh already."""
+        """Return whether an array is on the mesh."""
         found = getattr(a, "sharding", None)
         return isinstance(found, NamedSharding) and np.array_equal(found.mesh.devices, self.mesh.devices)
 
     def _fitting(self, spec: P, shape: tuple[int, ...]) -> NamedSharding:
-        """Without what does not divide an axis evenly."""
+        """Return a sharding without mesh axes that do not divide an axis evenly."""
         ways = lambda part: int(np.prod([self.mesh.shape[n] for n in np.atleast_1d(part)]))
         parts = [p if p is None or n % ways(p) == 0 else None for p, n in zip(spec, shape, strict=False)]
         return NamedSharding(self.mesh, P(*parts))
 
     def _put(self, a: Any, spec: P) -> Any:
-        """An array that every process has, where it belongs."""
+        """Shard an array that every process has as a whole."""
         where = self._fitting(spec, np.shape(a))
         if self.processes == 1 or self._has(a):
             return jax.device_put(a, where)
@@ -157,7 +156,7 @@ class Layout:
         return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
 
     def _from_parts(self, a: Any, spec: P) -> Any:
-        """An array of which every process has the part that lies on its devices."""
+        """Make a global array of the parts that the processes have."""
         if self.processes == 1:
             return self._put(a, spec)
         host = np.asarray(a)
@@ -166,41 +165,41 @@ class Layout:
             return jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), host)
         except ValueError as error:
             raise ValueError(
-                f"This process has {host.shape[1]} sequences of a batch, which cannot be spread evenly "
+                f"This process has {host.shape[1]} sequences of a batch, which cannot be sharded evenly "
                 f"over its {jax.local_device_count()} devices of the mesh "
                 f"{dict(self.mesh.shape)}. Give every process the same number of sequences, a multiple of "
                 f"that of its devices along {self.mesh.axis_names[0]!r}."
             ) from error
 
     def warn_of_unused(self, parameters: Any) -> None:
-        """Say which axes of the mesh nothing is spread along, so that their devices all do the same."""
+        """Warn of mesh axes along which nothing is sharded: their devices all compute the same."""
         specs = [a.sharding.spec for a in jax.tree.leaves(parameters) if self._has(a)]
         used = {n for spec in specs for part in spec if part is not None for n in np.atleast_1d(part)}
         used.add(self.mesh.axis_names[0])
         for name, size in self.mesh.shape.items():
             if size > 1 and name not in used:
                 warn_user(
-                    f"Nothing is spread along the axis {name!r} of the mesh {dict(self.mesh.shape)}, so that "
-                    f"{size} devices each do the same. Batches go along the first axis, and along one called "
-                    f"{MODEL!r} the columns of weights, where it divides them; or put parameters on the mesh "
-                    "in a way of your own."
+                    f"Nothing is sharded along the axis {name!r} of the mesh {dict(self.mesh.shape)}: {size} "
+                    "devices each compute the same. Batches are sharded along the first axis, columns of "
+                    f"weights along one called {MODEL!r}, if it divides them; or shard the parameters "
+                    "yourself."
                 )
 
     def warn_of_whole(self, batch: Batch) -> bool:
-        """Whether a batch is one that every device works on as a whole; that is said."""
+        """Warn of a batch that cannot be sharded; return whether there was a warning."""
         ways, size = self.mesh.shape[self.mesh.axis_names[0]], size_of(batch[0])
         if size % ways == 0:
             return False
         warn_user(
-            f"A batch of {size} sequences cannot be spread evenly over {ways} devices, so that each of them "
-            f"computes all of it. Give batches of a multiple of {ways}, or leave the last one out."
+            f"A batch of {size} sequences cannot be sharded evenly over {ways} devices: each computes all "
+            f"of it. Give batches of a multiple of {ways}, or leave the last one out."
         )
         return True
 
     # -- processes ---------------------------------------------------------------------------------
 
     def any_asks(self, asked: bool) -> bool:
-        """Whether a process asks for something; all of them must come here."""
+        """Return whether any process asks to stop; all of them must call this."""
         if self.processes == 1:
             return asked
         return bool(np.any(multihost_utils.process_allgather(np.asarray(asked))))

@@ -1,4 +1,4 @@
-"""What stops a training run."""
+"""Errors that end a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 
 
 class DivergedError(ArithmeticError):
-    """A loss or a gradient that is not finite; the parameters are left as they were before it."""
+    """A loss or a gradient is not finite; the parameters are left as they were before it."""
 
     def __init__(
         self,
@@ -45,19 +45,19 @@ class DivergedError(ArithmeticError):
 
 
 class LostProcessError(RuntimeError):
-    """A process of the run is gone, so that the others cannot go on; `resume=True` does, on what is left.
+    """Another process of the run is gone. Continue with `resume=True` on the remaining devices.
 
-    JAX may end a process that waits for a lost one before it can be raised.
+    JAX may end a process that waits for a lost one before this error can be raised.
     """
 
 
-# what gloo, NCCL and JAX's own service say when nobody answers
+# messages of gloo, NCCL and JAX's coordination service when a process does not answer
 _LOST = re.compile(r"gloo|nccl|heartbeat|connection|coordination service|unavailable|deadline", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def telling_of_lost(processes: int, checkpoints: Any) -> Iterator[None]:
-    """Say of an error that another process is gone, if it is of that kind."""
+def naming_lost_process(processes: int, checkpoints: Any) -> Iterator[None]:
+    """Turn an error of communication into a `LostProcessError`."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""One page about training runs: scores, curves, memory, and what is learned how; it loads nothing."""
+"""A page about training runs, without external resources: scores, curves, memory and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BREAK = Markup("<br>")
 
 
 class Target(NamedTuple):
-    """The score that counts as learned."""
+    """The value of a metric that counts as learned."""
 
     metric: str
     value: float
@@ -39,10 +39,20 @@ def write_report(
     memory: Any = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a page about runs, by name, and about the model that a learner has compiled.
+    """Write a page about training runs and their model.
 
-    `target` is a metric, the value that counts as learned, and whether more is better; `memory` is anything
-    with `_repr_html_`, such as what `braintrace.plan` returns.
+    Args:
+        path: The file, HTML.
+        runs: Results of `fit`, by name.
+        learner: A compiled learner, whose report is shown.
+        title: The title of the page.
+        subtitle: A line below it.
+        target: A metric, the value that counts as learned, and whether higher is better.
+        memory: An object with `_repr_html_`, such as the result of `braintrace.plan`.
+        settings: Settings to list.
+
+    Returns:
+        The path of the file.
     """
     aim = None if target is None else Target(*target)
     parts = [
@@ -52,7 +62,10 @@ def write_report(
     ]
     if memory is not None:
         parts += [tag("h2", "Memory and work"), card(Markup(memory._repr_html_()))]
-    parts += [tag("h2", "What is learned how"), card(Markup(learner.report._repr_html_()), "card frame")]
+    parts += [
+        tag("h2", "How each parameter is learned"),
+        card(Markup(learner.report._repr_html_()), "card frame"),
+    ]
     if settings:
         known = {k: v for k, v in settings.items() if v is not None}
         items = (tag("div", tag("dt", k), tag("dd", v)) for k, v in known.items())
@@ -61,10 +74,10 @@ def write_report(
 
 
 def write_page(path: str | Path, title: str, subtitle: str, parts: list[Markup]) -> Path:
-    """Write a page of these parts."""
+    """Write a page of these parts, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = Template(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    page = Template(resources.files(__package__).joinpath("report_page.html").read_text(encoding="utf-8"))
     filled = page.substitute(title=join(title), subtitle=join(subtitle), body=join(*parts))
     path.write_text(filled, encoding="utf-8")
     return path
@@ -95,7 +108,7 @@ def _card(number: int, name: str, run: FitResult, target: Target | None) -> Mark
 
 
 def _when(run: FitResult, target: Target) -> int | None:
-    """The first evaluation that was good enough."""
+    """Return the batch of the first evaluation that reached the target."""
     x, y = run.curve(target.metric, evaluation=True)
     return next((int(b) for b, v in zip(x, y, strict=True) if target.reached(float(v))), None)
 

@@ -12,13 +12,18 @@ COLORS = ("blue", "red", "green", "magenta", "yellow", "white")
 
 
 def show_curves(runs: Runs, metric: str = "loss") -> None:
-    """Print one metric of runs, by name, as curves."""
+    """Print curves of one metric of several runs.
+
+    Args:
+        runs: Results of `fit`, by name.
+        metric: The name of the metric. Default the loss.
+    """
     if lines := lines_of(runs, metric):
         Console(highlight=False).print(draw_text(lines, metric))
 
 
 def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) -> Text:
-    """Curves as Braille dots, two across and four down in a character.
+    """Draw curves with Braille dots, two across and four down in a character.
 
     >>> print(draw_text([Line("a", 0, np.arange(3), np.arange(3.0))], "loss", width=4, height=2))
     loss  ── a
@@ -39,9 +44,8 @@ def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) 
         for c in column[np.isfinite(y)]:
             r = round((4 * height - 1) * (1 - (y[c] - low) / ((high - low) or 1)))
             last = r if before is None else before
-            for row in (
-                range(r, last, 1 if last > r else -1) if last != r else [r]
-            ):  # a steep curve has no gaps
+            # a steep curve has no gaps
+            for row in range(r, last, 1 if last > r else -1) if last != r else [r]:
                 dots[row, c] = 1
                 owner[row // 4, c // 2] = line.number
             before = r

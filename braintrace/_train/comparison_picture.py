@@ -1,6 +1,6 @@
-"""A picture of rules side by side: the error of the gradient against time and memory, and what was learned.
+"""A picture of a comparison of rules: the error of the gradient against time and memory, and the loss.
 
-Rules are numbered as in the table, so that labels stay small enough never to lie upon each other.
+Rules are numbered as in the table, so that labels are small enough not to overlap.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .._report.tables import show_bytes
+from .canvas import Drawing, Point, scale
 from .comparison import GOOD, Compared, Comparison, show_seconds
 from .curves import COLORS, Line, draw_panel, smooth
-from .drawing import Drawing, Point, scale
 
 PANEL, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 336, 330, 58, 14, 40, 46
 LEGEND, LINE, LABEL = 270, 19, 13
-FLOOR = 1e-4  # errors below are drawn as exact
+FLOOR = 1e-4  # smaller errors are drawn as exact
 
 
 def draw(found: Comparison) -> Drawing:
-    """The error against time, against memory, and the learning curves where there are some."""
+    """Draw the error against time, against memory, and the learning curves, if there are some."""
     numbered = [(i, row) for i, row in enumerate(found.rows, 1) if row.ok]
     panels = 3 if found.updates else 2
     height = max(HEIGHT, TOP + LINE * (len(numbered) + 1) + 10)
-    drawing = Drawing("rules side by side", panels * PANEL + LEGEND, height)
+    drawing = Drawing("comparison of learning rules", panels * PANEL + LEGEND, height)
     best = found.recommended
     decades = [m * 10.0**k for k in range(-9, 4) for m in (1, 2, 5)]
     costs: list[tuple[str, Callable[[Compared], float], Callable[[float], str], Sequence[float]]] = [
@@ -64,7 +64,7 @@ def _frontier(
     )
     for error in (1.0, 0.1, 0.01, 0.001, FLOOR):
         _across(drawing, at, y(error), "exact" if error == FLOOR else f"{error:g}")
-    for place in _spread([p for p in places if low <= p <= high], x, 52) or [math.sqrt(low * high)]:
+    for place in _spaced([p for p in places if low <= p <= high], x, 52) or [math.sqrt(low * high)]:
         drawing.text(x(place), HEIGHT - BOTTOM + 16, shown(place), anchor="middle")
     level = y(1 - GOOD)
     drawing.line([(at + LEFT, level), (at + PANEL - RIGHT, level)], opacity=0.6, dashed=True)
@@ -78,7 +78,7 @@ def _frontier(
         size=10,
     )
     edge: list[Point] = []
-    for i in sorted(costs, key=lambda i: (costs[i], errors[i])):  # down a stair, from the cheapest
+    for i in sorted(costs, key=lambda i: (costs[i], errors[i])):  # a staircase, from the cheapest
         if not edge or y(errors[i]) > edge[-1][1]:
             edge += [(x(costs[i]), edge[-1][1])] if edge else []
             edge.append((x(costs[i]), y(errors[i])))
@@ -93,14 +93,14 @@ def _frontier(
     box = (at + LEFT, TOP, at + PANEL, HEIGHT - BOTTOM + 2)
     for i, (lx, ly) in place_labels(points, box).items():
         away = math.hypot(lx - points[i][0], ly - points[i][1])
-        if away > 18:  # a line leads from the point to its number
+        if away > 18:  # connect the point with its number
             a, b = points[i]
             drawing.line([(a, b), (lx + 6 * (a - lx) / away, ly + 6 * (b - ly) / away)], _color(i), 0.7)
         drawing.text(lx, ly + 4, str(i), anchor="middle", color=_color(i), bold=True)
 
 
 def place_labels(points: dict[int, Point], box: tuple[float, float, float, float]) -> dict[int, Point]:
-    """The middle of a label for each point, near it, clear of points and of other labels."""
+    """Return the centre of a label for each point, which overlaps neither points nor other labels."""
     left, top, right, bottom = box
     placed: dict[int, Point] = {}
     apart = lambda a, b, d: max(abs(a[0] - b[0]), abs(a[1] - b[1])) >= d
@@ -123,7 +123,7 @@ def place_labels(points: dict[int, Point], box: tuple[float, float, float, float
 
 def _curves(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]]) -> None:
     losses = {i: np.array(row.losses) for i, row in numbered if row.losses}
-    high = np.nanquantile(np.concatenate([*losses.values(), np.zeros(1)]), 0.99)  # of one that diverges
+    high = np.nanquantile(np.concatenate([*losses.values(), np.zeros(1)]), 0.99)  # cuts off runs that diverge
     curves = {i: smooth(np.arange(1, len(v) + 1), np.minimum(v, high)) for i, v in losses.items()}
     lines = [Line("", i - 1, x, y) for i, (x, y) in curves.items()]
     draw_panel(drawing, (at, 0, PANEL, HEIGHT), lines, "loss", "updates")
@@ -138,7 +138,7 @@ def _legend(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]], b
         words = row.rule if len(row.rule) <= 33 else row.rule[:32] + "..."
         drawing.text(at + 19, y, f"{i} {words}", bold=row is best)
     if best is not None:
-        drawing.text(at + 19, TOP + 12 + len(numbered) * LINE, "in a ring: recommended", size=10)
+        drawing.text(at + 19, TOP + 12 + len(numbered) * LINE, "ring: recommended", size=10)
 
 
 def _frame(drawing: Drawing, at: float, title: str, below: str) -> None:
@@ -160,8 +160,8 @@ def _color(number: int) -> str:
     return COLORS[(number - 1) % len(COLORS)]
 
 
-def _spread(places: list[float], x: Callable[[float], float], apart: float) -> list[float]:
-    """Those places that leave room for the words of each."""
+def _spaced(places: list[float], x: Callable[[float], float], apart: float) -> list[float]:
+    """Return places that are far enough apart for their labels."""
     kept: list[float] = []
     for place in places:
         if not kept or x(place) - x(kept[-1]) >= apart:
