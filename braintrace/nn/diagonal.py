@@ -9,6 +9,7 @@ higher layers; `D_RTRL(model, across='layers')` follows these paths too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,7 @@ class RTUCell(brainstate.nn.RNNCell):
         re, im = self.re.value, self.im.value
         rate = _as_row(element_wise(self.nu.value, jnp.exp), re)
         phase = _as_row(element_wise(self.theta.value, jnp.exp), re)
-        cos, sin = jnp.exp(-rate) * jnp.cos(phase), jnp.exp(-rate) * jnp.sin(phase)
+        cos, sin = (jnp.exp(-rate) * part for part in _cos_sin(phase))
         gain = jnp.sqrt(-jnp.expm1(-2 * rate))  # sqrt(1 - r^2), accurate where r is close to 1
         in_re, in_im = _split(self.W(x), 2)
         re, im = cos * re - sin * im + gain * in_re, sin * re + cos * im + gain * in_im
@@ -99,6 +100,33 @@ class RTUCell(brainstate.nn.RNNCell):
         self.re.value, self.im.value = re, im
         y = _join(re, im)
         return self.activation(y) if self.linear else y
+
+
+@jax.custom_jvp
+def _cos_sin(angle: Any) -> tuple[Any, Any]:
+    """The cosine and sine of an angle, by series in arithmetic that XLA vectorises.
+
+    XLA on CPU calls the C library for every element of `jnp.cos` and `jnp.sin`, which takes most of an
+    online step of 256 units (10 us, and 5 us with this function).
+    """
+    turns = jnp.round(angle / (2 * math.pi))
+    x = (angle - 2 * math.pi * turns) / 8
+    square = x * x
+    sin, cos_minus_1 = 0.0 * square, 0.0 * square
+    for n in range(12, -1, -2):  # Horner's scheme
+        sin = 1 / math.factorial(n + 1) - square * sin
+        cos_minus_1 = 1 / math.factorial(n + 2) - square * cos_minus_1
+    sin, cos_minus_1 = x * sin, -square * cos_minus_1
+    for _ in range(3):  # double the angle; cos - 1 keeps the digits that 1 would swallow
+        sin, cos_minus_1 = 2 * sin * (1 + cos_minus_1), -2 * sin**2
+    return 1 + cos_minus_1, sin
+
+
+@_cos_sin.defjvp
+def _(angles: Any, tangents: Any) -> Any:
+    cos, sin = _cos_sin(*angles)
+    (tangent,) = tangents
+    return (cos, sin), (-sin * tangent, cos * tangent)
 
 
 @_sized
