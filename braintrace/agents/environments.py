@@ -79,7 +79,7 @@ class MemoryChain(Environment):
     def reset(self, key: Any, params: Any = None) -> tuple[Any, ChainState]:
         key_context, key_query = jax.random.split(key)
         context = jax.random.bernoulli(key_context, 0.5, (self.num_bits,)).astype(jnp.int32)
-        query = jax.random.randint(key_query, (), 0, self.num_bits, jnp.int32)
+        query = jax.random.randint(key_query, (), 0, self.num_bits).astype(jnp.int32)
         state = ChainState(context, query, jnp.zeros((), jnp.int32))
         return self._observation(state), state
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import brainstate
@@ -253,3 +253,16 @@ def test_outputs_that_do_not_fit_the_algorithm() -> None:
         make(QRC(), function=step)
     with pytest.raises(ValueError, match="For `ActorCritic`"):
         make(ActorCritic(), function=step_with_features)
+
+
+def test_environments_of_gymnax() -> None:
+    gymnax = pytest.importorskip("gymnax")
+    theirs, params = gymnax.make("MemoryChain-bsuite")
+    with jax.numpy_dtype_promotion("standard"):
+        agent, state = make(ActorCritic(), env=theirs)
+        agent = replace(agent, env_params=params.replace(memory_length=4))
+        after, steps = agent.run(state, 30)
+    ours, state = make(ActorCritic())
+    wanted, same = ours.run(state, 30)
+    np.testing.assert_array_equal(steps.reward, same.reward)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), after.params, wanted.params)
