@@ -36,6 +36,9 @@ fuzz: .venv/ready ## test many more random models
 scores: .venv/data ## train on every task, one step at a time, in windows, with rank, beside BPTT (SCORES=--estimate)
 	.venv/bin/python benchmarks/scores.py $(SCORES)
 
+streams: .venv/ready ## train on streams, with an update at every step, next to published numbers (STREAMS=--quick)
+	.venv/bin/python benchmarks/streams.py $(STREAMS)
+
 bench: .venv/ready .venv-yardstick/ready ## measure time and memory beside BPTT and release 0.2.6 (BENCH=--quick)
 	.venv/bin/python benchmarks/bench.py $(BENCH)
 
@@ -60,7 +63,7 @@ clean: ## remove the environments and caches
 	rm -rf .venv .venv-oldest .venv-yardstick .venv-docs .venv-dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test check test-oldest fuzz scores bench docs dist format clean
+.PHONY: help demo test check test-oldest fuzz scores streams bench docs dist format clean
 
 .venv/ready: packages = --group dev -e .
 .venv-oldest/ready: packages = --group dev -e . $(OLDEST)

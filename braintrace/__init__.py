@@ -12,6 +12,7 @@ if (sys.argv or [""])[0] != "-m" and os.path.basename((sys.argv or [""])[0]) != 
     from . import _precision as _precision
 
 if TYPE_CHECKING:
+    from . import agents as agents
     from . import nn as nn
     from . import rules as rules
     from ._compiler import *
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ._report.verdict import *
     from ._train import *
 
-_SUBMODULES = ("nir", "nn", "nnx", "rules", "tasks")
+_SUBMODULES = ("agents", "nir", "nn", "nnx", "rules", "tasks")
 _HOMES = {
     "_compiler": (
         "CompilationError ETraceGraph HiddenGroup HiddenParamOpRelation HiddenPerturbation ModuleInfo "

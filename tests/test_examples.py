@@ -49,5 +49,25 @@ def test_examples(names: list[str], tmp_path: Path) -> None:
     assert all(b - a > 1 for a, b in zip(begins, [*begins[1:], len(lines)], strict=True)), done.stdout
 
 
-def test_there_are_ten() -> None:
-    assert len(NAMES) == 10
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(FOLDER / "demo.py"),
+        "--quick",
+        "--out",
+        str(tmp_path / "d"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in (tmp_path / "d").iterdir()} == {"demo.html", "demo.png", "demo.svg"}
+    page = (tmp_path / "d" / "demo.html").read_text()
+    assert "<svg" in page
+    assert "BPTT over the whole stream" in page
+
+
+def test_there_are_eleven() -> None:
+    assert len(NAMES) == 11

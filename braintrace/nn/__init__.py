@@ -22,6 +22,10 @@ from .cells import ValinaRNNCell as ValinaRNNCell
 from .conv import Conv1d as Conv1d
 from .conv import Conv2d as Conv2d
 from .conv import Conv3d as Conv3d
+from .diagonal import DiagonalBlock as DiagonalBlock
+from .diagonal import ELSTMCell as ELSTMCell
+from .diagonal import RGLRUCell as RGLRUCell
+from .diagonal import RTUCell as RTUCell
 from .embedding import Embedding as Embedding
 from .linear import GroupedLinear as GroupedLinear
 from .linear import Linear as Linear
@@ -39,6 +43,7 @@ from .neurons import hard_reset as hard_reset
 from .neurons import soft_reset as soft_reset
 from .readout import LeakyRateReadout as LeakyRateReadout
 from .readout import LeakySpikeReadout as LeakySpikeReadout
+from .resonators import BRF as BRF
 from .synapses import COBA as COBA
 from .synapses import CUBA as CUBA
 from .synapses import STD as STD

@@ -74,6 +74,11 @@ STACKS = {
     "lif": [(Spiking, 3, 4), (Spiking, 4, 3), (nn.LeakyRateReadout, 3, 2)],
     "lru": [(nn.LRUCell, 3, 4), (nn.LRUCell, 3, 2)],
     "mini_gru": [(nn.MiniGRU, 3, 4), (nn.MiniGRU, 4, 2), (nn.MiniGRU, 2, 3), (nn.MiniGRU, 3, 2)],
+    "blocks": [
+        (nn.Linear, 3, 4),
+        (lambda d: nn.DiagonalBlock(d, nn.RTUCell(d, 2, activation="tanh")), 4),
+        (lambda d: nn.DiagonalBlock(d, nn.ELSTMCell(d, 3)), 4),
+    ],
     "encoder": [(nn.Linear, 3, 2), (nn.MiniGRU, 2, 3), (nn.Linear, 3, 2), (nn.MiniGRU, 2, 2)],
 }
 

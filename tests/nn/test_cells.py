@@ -27,6 +27,25 @@ CELLS = {
     "LRUCell": Net(
         lambda: nn.LRUCell(3, 4), "nu: im re, theta: im re, gamma: im re, B: im re", "im re", exact=True
     ),
+    "RTUCell": Net(
+        lambda: nn.RTUCell(3, 4, activation="tanh"), "nu: im re, theta: im re, W: im re", "im re", exact=True
+    ),
+    "RTUCell_nonlinear": Net(
+        lambda: nn.RTUCell(3, 4, activation="tanh", linear=False),
+        "nu: im re, theta: im re, W: im re",
+        "im re",
+        exact=True,
+        batch=None,
+    ),
+    "RGLRUCell": Net(lambda: nn.RGLRUCell(3, 4, 0.3, 0.9), "W: h, Lambda: h", "h", exact=True),
+    "ELSTMCell": Net(lambda: nn.ELSTMCell(3, 4), "wf: c, wz: c, Wfz: c", "c", exact=True),
+    "BRF": Net(
+        lambda: nn.BRF(3, omega=(3.0, 5.0), b_offset=(0.5, 1.0), delta=0.1),
+        "omega: u v, b_offset: u v",
+        "q u v",
+        exact=True,
+        x_scale=5.0,
+    ),
     "LeakyRateReadout": Net(lambda: nn.LeakyRateReadout(3, 4, tau=5.0), "weight: r", "r", exact=True),
     "LeakySpikeReadout": Net(
         lambda: nn.LeakySpikeReadout(3, 4, tau=5.0), "weight: V", "V", exact=True, x_scale=3.0
@@ -56,7 +75,7 @@ def test_gru_without_a_trace_for_the_reset_gate() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in CELLS if name[:3] not in ("LRU", "Lea") and "_" not in name]
+    "name", [name for name in CELLS if name[:3] not in ("LRU", "RTU", "BRF", "Lea") and "_" not in name]
 )
 def test_sizes_by_either_name_and_as_tuples(name: str) -> None:
     cell = getattr(nn, name)
@@ -126,6 +145,47 @@ def test_lru_is_a_complex_recurrence() -> None:
         np.testing.assert_allclose(cell(jnp.asarray(x)), y)
 
 
+@pytest.mark.parametrize("linear", [True, False])
+def test_rtu_is_a_complex_recurrence(linear: bool) -> None:
+    cell = nn.RTUCell(3, 4, activation="tanh", linear=linear, r_min=0.3, r_max=0.9, max_phase=1.0)
+    brainstate.nn.init_all_states(cell)
+    lam = np.exp(-np.exp(cell.nu.value) + 1j * np.exp(cell.theta.value))
+    assert np.all((np.abs(lam) > 0.3) & (np.abs(lam) < 0.9) & (np.angle(lam) < 1.0))
+    W, h = np.asarray(cell.W.weight.value["weight"]), np.zeros(4, complex)
+    f = lambda z: np.tanh(z.real) + 1j * np.tanh(z.imag)
+    for x in np.random.RandomState(0).randn(3, 3):
+        h = lam * h + np.sqrt(1 - np.abs(lam) ** 2) * (x @ (W[:, :4] + 1j * W[:, 4:]))
+        h = h if linear else f(h)
+        y = f(h) if linear else h
+        np.testing.assert_allclose(cell(jnp.asarray(x)), np.concatenate([y.real, y.imag]))
+    with jax.numpy_rank_promotion("allow"):
+        slow = nn.RGLRUCell(3, 100)
+    a = jax.nn.sigmoid(slow.Lambda.value) ** 8
+    assert jnp.all((a > 0.9) & (a < 0.999))
+
+
+def test_brf_by_its_equations() -> None:
+    neuron = nn.BRF(5, omega=(5.0, 15.0), b_offset=(0.1, 1.0))
+    brainstate.nn.init_all_states(neuron)
+    omega, offset = np.asarray(neuron.omega.value), np.asarray(neuron.b_offset.value)
+    u, q, z, spikes = np.zeros(5, complex), np.zeros(5), np.zeros(5), 0.0
+    for x in 40 * np.random.RandomState(0).rand(200, 5):
+        q = 0.9 * q + z
+        b = (-1 + np.sqrt(1 - (0.01 * omega) ** 2)) / 0.01 - offset - q
+        u = u + 0.01 * ((b + 1j * omega) * u + x)
+        z = (u.real >= 1 + q).astype(float)
+        spikes += z.sum()
+        np.testing.assert_array_equal(neuron(jnp.asarray(x)), z)
+    assert 20 < spikes < 200
+    with pytest.raises(ValueError, match="smaller `delta`"):
+        nn.BRF(5, omega=(5.0, 15.0), delta=0.1)
+
+
+def test_a_block_needs_a_cell_of_its_size() -> None:
+    with pytest.raises(ValueError, match="RTUCell has inputs of size"):
+        nn.DiagonalBlock(4, nn.RTUCell(3, 4))
+
+
 def test_cells_by_their_equations() -> None:
     """Those that brainstate does not have."""
     draw = np.random.RandomState(0)
@@ -146,6 +206,19 @@ def test_cells_by_their_equations() -> None:
     out, w = run(nn.MiniGRU(3, 4))
     z, n = jnp.split(w("W", x), 2)
     np.testing.assert_allclose(out, (1 - s(z)) * h + s(z) * n)
+    cell = nn.RGLRUCell(3, 4, 0.3, 0.9)
+    out, w = run(cell)
+    r, i, v = jnp.split(w("W", x), 3)
+    a = s(cell.Lambda.value) ** (8 * s(r))
+    np.testing.assert_allclose(out, a * h + jnp.sqrt(1 - a**2) * s(i) * v)
     out, w = run(nn.MiniLSTM(3, 4))
     f, i, n = jnp.split(w("W", x), 3)
     np.testing.assert_allclose(out, s(f) / (s(f) + s(i)) * h + s(i) / (s(f) + s(i)) * n)
+    cell = nn.ELSTMCell(3, 4)
+    brainstate.nn.init_all_states(cell)
+    cell.c.value = h
+    out, w = cell(x), lambda name, v: v @ getattr(cell, name).weight.value["weight"]
+    f, z = jnp.split(w("Wfz", x), 2)
+    f, z = s(f + cell.wf.value * h), jnp.tanh(z + cell.wz.value * h)
+    c = f * h + (1 - f) * z
+    np.testing.assert_allclose(out, s(w("Wo", jnp.concatenate([x, c]))) * c)

@@ -1,0 +1,72 @@
+"""Actor-critic with eligibility traces, AC(λ)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Memory(NamedTuple):
+    """What AC(λ) carries from step to step."""
+
+    eligibility: Any  # z: decayed sum of gradients
+    value: Any  # v(s) of the last step
+
+
+@dataclass(frozen=True)
+class ActorCritic:
+    """Actor-critic with eligibility traces, AC(λ) (Sutton and Barto, 2018, section 13.5), for shared nets.
+
+        δ[t] = r[t+1] + γ v[t+1] - v[t]        z[t] = γ λ z[t-1] + ∇(log π(a[t]) + critic_weight v[t])
+        θ <- θ + δ[t] z[t] + entropy_weight ∇H(π[t+1])
+
+    The net returns `(logits, value)`: one logit for each action, and the predicted return, a number. Where an
+    episode ends, `v[t+1]` counts as 0, and `z` starts again. With one action this is TD(λ).
+
+    Args:
+        gamma: Discount `γ` of a step.
+        lam: Decay `λ` of the eligibility traces.
+        critic_weight: Weight of the critic's gradient next to the actor's.
+        entropy_weight: Weight of the entropy of the policy, which is increased; it has no trace.
+    """
+
+    gamma: float = 0.99
+    lam: float = 0.9
+    critic_weight: float = 1.0
+    entropy_weight: float = 0.0
+
+    def init_params(self, params: Any, y: Any) -> Any:
+        _check_output(y)
+        return {"net": params}
+
+    def init_memory(self, params: Any, y: Any) -> Memory:
+        return Memory(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), y[1].dtype))
+
+    def step(self, params: Any, y: Any, pull: Any, memory: Memory, reward: Any, done: Any, key: Any) -> Any:
+        logits, value = y
+        z, last = memory
+        goes_on = 1 - done.astype(value.dtype)
+        error = reward.astype(value.dtype) + self.gamma * goes_on * value - last
+        direction = jax.tree.map(lambda z: error * z, z)
+        if self.entropy_weight:
+            d_logits = jax.grad(lambda x: -jnp.sum(jax.nn.softmax(x) * jax.nn.log_softmax(x)))(logits)
+            entropy = pull((self.entropy_weight * d_logits, jnp.zeros_like(value)))
+            direction = jax.tree.map(jnp.add, direction, entropy)
+        action = jax.random.categorical(key, logits)
+        d_logits = jax.nn.one_hot(action, len(logits), dtype=logits.dtype) - jax.nn.softmax(logits)
+        grads = pull((d_logits, jnp.full_like(value, self.critic_weight)))
+        decay = self.gamma * self.lam * goes_on
+        z = jax.tree.map(lambda z, g: decay * z + g, z, grads)
+        return action, value, Memory(z, value), {"net": direction}, error
+
+
+def _check_output(y: Any) -> None:
+    shapes = [a.shape for a in y] if isinstance(y, tuple | list) else None
+    if shapes is None or len(shapes) != 2 or len(shapes[0]) != 1 or shapes[1] != ():
+        raise ValueError(
+            "For `ActorCritic`, the net's output is a pair: logits, one for each action, and the value, "
+            f"a number. It is {jax.tree.map(lambda a: a.shape, y)}."
+        )

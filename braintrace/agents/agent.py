@@ -1,0 +1,299 @@
+"""The loop of an agent: environments, the learner and an algorithm, as pure functions and one scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._learners.functional import OnlineFunctions
+
+Pull = Callable[[Any], Any]  # cotangents of the net's output -> online gradient of the parameters
+
+
+class Algorithm(Protocol):
+    """How an agent acts and learns: pure functions, for one environment."""
+
+    def init_params(self, params: Any, y: Any) -> Any:
+        """Return all that is learned, a dict: the parameters of the net under 'net', and any others."""
+
+    def init_memory(self, params: Any, y: Any) -> Any:
+        """Return the eligibility traces, and what else is carried from step to step."""
+
+    def step(
+        self, params: Any, y: Any, pull: Pull, memory: Any, reward: Any, done: Any, key: Any
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Learn from the last transition, and act.
+
+        Args:
+            params: All that is learned.
+            y: The output of the net at this step.
+            pull: The derivative of `y`, from cotangents of `y` to gradients of the net's parameters.
+            memory: The result of `init_memory` or of the last step.
+            reward: The reward of the last action.
+            done: Whether the last action ended an episode; `y` then belongs to the first step of the next.
+            key: A random key.
+
+        Returns:
+            The action, its predicted return, the memory, the direction in which to move the parameters, and
+            the TD error of the last transition.
+        """
+
+
+class AgentState(NamedTuple):
+    """All that an agent carries from step to step; leaves of an environment have a leading axis."""
+
+    params: Any
+    opt_state: Any
+    key: Any
+    env_state: Any
+    observation: Any
+    carry: Any  # hidden states of the net
+    traces: Any  # the learner's: influence of the parameters on the hidden states
+    memory: Any  # the algorithm's: eligibility traces of returns
+    reward: Any
+    done: Any
+
+
+class Steps(NamedTuple):
+    """What happened, with axes (time, environment)."""
+
+    observation: Any
+    action: Any
+    reward: Any
+    done: Any
+    value: Any  # the predicted return of the action
+    error: Any  # the TD error of the transition before
+
+    def episode_returns(self) -> np.ndarray:
+        """Return the sum of rewards of each whole episode between two ends, in order of time."""
+        found = []
+        for rewards, dones in zip(np.asarray(self.reward).T, np.asarray(self.done).T, strict=True):
+            ends = np.flatnonzero(dones)
+            for start, stop in zip(ends[:-1] + 1, ends[1:] + 1, strict=True):
+                found.append((stop, rewards[start:stop].sum()))
+        return np.array([total for _, total in sorted(found, key=lambda pair: pair[0])])
+
+
+@dataclass(frozen=True, eq=False)
+class Agent:
+    """An agent that acts in environments and learns at every step.
+
+    At each step the net reads an observation, the algorithm learns from the transition before and chooses an
+    action, and the environment answers. The parameters are shared by all environments; states, traces and
+    eligibility are each environment's own (`vmap`), and the updates of all environments are averaged. Where
+    an episode ends, hidden states and traces of that environment are reset.
+
+    Args:
+        net: A learner of `braintrace.online`, made for one observation without a batch axis. Its output is
+            what the algorithm takes.
+        algorithm: `ActorCritic(...)` or `QRC(...)`.
+        optimizer: An Optax gradient transformation.
+        env: An environment with gymnax's interface: `reset(key, params) -> observation, state` and
+            `step(key, state, action, params)`, which returns observation, state, reward, terminated,
+            truncated and info (or, before gymnax 1, `done` for both), and begins the next episode by itself.
+            An episode that is truncated counts as ended: its value is not bootstrapped.
+        env_params: The parameters of the environment, its `default_params` by default.
+        num_envs: The number of environments in parallel.
+
+    Raises:
+        TypeError: The environment has another interface.
+        ValueError: The environment's observations, rewards or flags have the wrong shapes.
+
+    >>> import braintrace, jax, jax.numpy as jnp, optax
+    >>> from braintrace.agents import ActorCritic, environments
+    >>> def step(params, h, x):
+    ...     h = jnp.tanh(0.9 * h + x @ params["w"])
+    ...     return h, (h @ params["actor"], h @ params["critic"])
+    >>> params = {"w": jnp.ones((3, 4)), "actor": jnp.zeros((4, 2)), "critic": jnp.zeros(4)}
+    >>> net = braintrace.online(step, params, jnp.zeros(4), jnp.ones(3))
+    >>> agent = Agent(net, ActorCritic(gamma=0.9, lam=0.9), optax.sgd(1e-2), environments.MemoryChain(4))
+    >>> state = agent.init(params, jnp.zeros(4), jax.random.key(0))
+    >>> state, steps = agent.run(state, 100)
+    >>> steps.reward.shape, len(steps.episode_returns())
+    ((100, 1), 19)
+    """
+
+    net: OnlineFunctions
+    algorithm: Algorithm
+    optimizer: Any
+    env: Any
+    env_params: Any = None
+    num_envs: int = 1
+
+    def init(self, params: Any, carry: Any, key: Any) -> AgentState:
+        """Return the state of the agent at the start.
+
+        Args:
+            params: The parameters of the net.
+            carry: The hidden states of the net at the start of an episode.
+            key: A random key.
+        """
+        _check_environment(self.env, self._env_params, self.net)
+        key, *keys = jax.random.split(key, 1 + self.num_envs)
+        observation, env_state = jax.vmap(self._reset_env)(jnp.stack(keys))
+        traces = self.net.init(params, carry)
+        y = jax.eval_shape(self.net.step, params, carry, traces, _first(observation))[2]
+        learned = self.algorithm.init_params(params, y)
+        repeat = partial(jax.tree.map, lambda a: jnp.repeat(jnp.asarray(a)[None], self.num_envs, 0))
+        memory = self.algorithm.init_memory(params, y)
+        reward, done = jnp.zeros(self.num_envs), jnp.ones(self.num_envs, bool)
+        opt_state = self.optimizer.init(learned)
+        each = (repeat(carry), repeat(traces), repeat(memory))
+        return AgentState(learned, opt_state, key, env_state, observation, *each, reward, done)
+
+    def step(self, state: AgentState) -> tuple[AgentState, Steps]:
+        """Take one step in each environment and update the parameters: a pure function."""
+        key, *keys = jax.random.split(state.key, 1 + self.num_envs)
+        own = state[3:]
+        after, direction, steps = jax.vmap(partial(self._one, state.params))(jnp.stack(keys), *own)
+        descent = jax.tree.map(lambda a: -jnp.mean(a, 0), direction)
+        updates, opt_state = self.optimizer.update(descent, state.opt_state, state.params)
+        params = jax.tree.map(lambda a, b: a + b, state.params, updates)
+        return AgentState(params, opt_state, key, *after), steps
+
+    def run(self, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
+        """Take many steps in one compiled loop.
+
+        Args:
+            state: The result of `init`, or of an earlier `run`; it remains valid.
+            num_steps: The number of steps in each environment.
+
+        Returns:
+            The state after the last step, and what happened.
+
+        Raises:
+            FloatingPointError: A reward or a prediction is not finite. `state` is the last good one.
+        """
+        after, steps = _run(self, state, num_steps)
+        for name, what in (("reward", "The reward"), ("error", "The TD error")):
+            bad = ~np.isfinite(np.asarray(getattr(steps, name)))
+            if bad.any():
+                time, env = map(int, np.argwhere(bad)[0])
+                raise FloatingPointError(
+                    f"{what} at step {time} of this run in environment {env} is "
+                    f"{np.asarray(getattr(steps, name))[time, env]}. The state that was passed to `run` is "
+                    "unchanged; go on from there with "
+                    + ("an environment that returns numbers." if name == "reward" else "smaller updates.")
+                )
+        return after, steps
+
+    @property
+    def _env_params(self) -> Any:
+        given = self.env_params
+        return getattr(self.env, "default_params", None) if given is None else given
+
+    def _reset_env(self, key: Any) -> Any:
+        return _strong(self.env.reset(key, self._env_params))
+
+    def _one(
+        self,
+        params: Any,
+        key: Any,
+        env_state: Any,
+        observation: Any,
+        carry: Any,
+        traces: Any,
+        memory: Any,
+        reward: Any,
+        done: Any,
+    ) -> Any:
+        """Take a step in one environment; return its part of the state, a direction, and what happened."""
+        start = self.net.reset(carry, traces)
+        carry, traces = jax.tree.map(partial(jnp.where, done), start, (carry, traces))
+
+        def forward(net: Any) -> Any:
+            new_carry, new_traces, y = self.net.step(net, carry, traces, observation)
+            return y, (new_carry, new_traces)
+
+        y, pull, (carry, traces) = jax.vjp(forward, params["net"], has_aux=True)
+        key, key_env = jax.random.split(key)
+        action, value, memory, direction, error = self.algorithm.step(
+            params, y, lambda dy: pull(dy)[0], memory, reward, done, key
+        )
+        seen, env_state, reward, done, _ = _env_step(self.env, key_env, env_state, action, self._env_params)
+        after = (env_state, seen, carry, traces, memory, reward, done)
+        return after, direction, Steps(observation, action, reward, done, value, error)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _run(agent: Agent, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
+    return jax.lax.scan(lambda state, _: agent.step(state), state, length=num_steps)
+
+
+def _env_step(env: Any, key: Any, state: Any, action: Any, params: Any) -> Any:
+    """Return observation, state, reward, done and info, in either form of gymnax's interface."""
+    observation, state, reward, *flags, info = _strong(env.step(key, state, action, params))
+    done = flags[0] if len(flags) == 1 else flags[0] | flags[1]
+    return observation, state, jnp.asarray(reward, jnp.result_type(float)), done, info
+
+
+def _strong(tree: Any) -> Any:
+    """Give numbers of Python types of their own, so that a loop carries the same types."""
+    return jax.tree.map(lambda a: jax.lax.convert_element_type(a, jnp.result_type(a)), tree)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[0], tree)
+
+
+def _check_environment(env: Any, params: Any, net: OnlineFunctions) -> None:
+    """Raise an error unless `env` has gymnax's interface and fits the net."""
+    name, key = type(env).__name__, jax.random.key(0)
+    form = (
+        "`reset(key, params) -> observation, state` and `step(key, state, action, params) -> observation, "
+        "state, reward, terminated, truncated, info` as pure functions, as in gymnax"
+    )
+    missing = [m for m in ("reset", "step") if not callable(getattr(env, m, None))]
+    if missing:
+        raise TypeError(f"{name} has no method `{missing[0]}`. An environment has {form}.")
+
+    def shapes(function: Any, *args: Any) -> Any:
+        try:
+            return jax.eval_shape(function, *args)
+        except TypeError as error:
+            raise TypeError(f"{name} has another interface ({error}). An environment has {form}.") from error
+
+    begun = shapes(lambda key: _strong(env.reset(key, params)), key)
+    if not isinstance(begun, tuple) or len(begun) != 2:
+        raise TypeError(f"`reset` of {name} returns {_count(begun)}. An environment has {form}.")
+    observation, state = begun
+    wanted = [(tuple(a.shape), a.dtype) for a in net.function.x.like]
+    found = [(tuple(a.shape), a.dtype) for a in jax.tree.leaves(observation)]
+    if wanted != found:
+        raise ValueError(
+            f"Observations of {name} are {_show(found)}, and the net was made for {_show(wanted)}, without "
+            "an axis for environments. Make the net with an observation of this environment."
+        )
+    action = jnp.zeros((), int)
+    after = shapes(lambda key, state: _strong(env.step(key, state, action, params)), key, state)
+    if not isinstance(after, tuple) or len(after) not in (5, 6):
+        raise TypeError(f"`step` of {name} returns {_count(after)}. An environment has {form}.")
+    seen, new, reward, *flags, _ = after
+    if reward.shape != ():
+        raise ValueError(f"The reward of {name} must be one number; it has the shape {reward.shape}.")
+    for flag in flags:
+        if flag.shape != () or flag.dtype != bool:
+            raise ValueError(
+                f"The flags of {name} that end an episode must each be one boolean, because environments "
+                f"are mapped by `vmap`; one is {flag.dtype}{list(flag.shape)}."
+            )
+    for what, old, now in (("state", state, new), ("observation", observation, seen)):
+        if jax.tree.map(lambda a: (a.shape, a.dtype), old) != jax.tree.map(lambda a: (a.shape, a.dtype), now):
+            raise ValueError(
+                f"The {what} of {name} after a step differs from that after a reset in structure, shape or "
+                f"type: {now} and {old}."
+            )
+
+
+def _count(values: Any) -> str:
+    return f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
+
+
+def _show(leaves: list[Any]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves)

@@ -1,0 +1,101 @@
+"""Q-learning with eligibility traces and gradient correction, QRC(λ)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Memory(NamedTuple):
+    """What QRC(λ) carries from step to step."""
+
+    eligibility: Any  # z: decayed sum of gradients of q
+    eligibility_h: Any  # decayed sum of gradients of h
+    sum_h: Any  # decayed sum of h itself
+    grads: Any  # ∇q(s, a) of the last step
+    features: Any  # ∇h(s, a) of the last step
+    q: Any  # q(s, a) of the last step
+    h: Any  # h(s, a) of the last step
+    count: Any
+
+
+@dataclass(frozen=True)
+class QRC:
+    """Q-learning with regularised gradient corrections and eligibility traces, QRC(λ) (Elelimy et al., 2025).
+
+        δ[t] = r[t+1] + γ max_b q(s[t+1], b) - q(s[t], a[t])        h[t] = <Θ[a[t]], f[t]>
+        z[t] = c z[t-1] + ∇q[t]        y[t] = c y[t-1] + h[t]        Z[t] = c Z[t-1] + ∇h[t]
+        θ <- θ + δ[t] z[t] - y[t] ∇δ[t] - h[t] ∇q[t]        Θ <- Θ + δ[t] Z[t] - h[t] ∇h[t] - β Θ
+
+    `c = γ λ` where `a[t]` is greedy, and 0 where it explores (Watkins). `h` estimates the expected TD error,
+    linearly in features `f` of the net, which it does not change. The net returns `(q, f)`: one value for
+    each action, and a vector. Where an episode ends, `q(s[t+1], b)` counts as 0, and the traces start again.
+
+    Args:
+        gamma: Discount `γ` of a step.
+        lam: Decay `λ` of the eligibility traces.
+        epsilon: Probability of a random action, a number or a schedule of the number of steps.
+        beta: Strength `β` of the regularisation of `h`.
+    """
+
+    gamma: float = 0.99
+    lam: float = 0.9
+    epsilon: float | Callable[[Any], Any] = 0.1
+    beta: float = 1.0
+
+    def init_params(self, params: Any, y: Any) -> Any:
+        _check_output(y)
+        q, features = y
+        return {"net": params, "correction": jnp.zeros((*q.shape, *features.shape), features.dtype)}
+
+    def init_memory(self, params: Any, y: Any) -> Memory:
+        q, features = y
+        none, zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros((), q.dtype)
+        of_h = jnp.zeros((*q.shape, *features.shape), features.dtype)
+        return Memory(none, of_h, zero, none, of_h, zero, zero, jnp.zeros((), int))
+
+    def step(self, params: Any, y: Any, pull: Any, memory: Memory, reward: Any, done: Any, key: Any) -> Any:
+        q, features = y
+        m, theta, best = memory, params["correction"], jnp.argmax(q)
+        gradient_at = lambda i: pull((jax.nn.one_hot(i, len(q), dtype=q.dtype), jnp.zeros_like(features)))
+        next_gamma = self.gamma * (1 - done.astype(q.dtype))
+        error = reward.astype(q.dtype) + next_gamma * q[best] - m.q
+
+        def corrected(z: Any, now: Any, before: Any) -> Any:
+            return error * z - m.sum_h * (next_gamma * now - before) - m.h * before
+
+        net = jax.tree.map(corrected, m.eligibility, gradient_at(best), m.grads)
+        correction = error * m.eligibility_h - m.h * m.features - self.beta * theta
+
+        epsilon = self.epsilon(m.count) if callable(self.epsilon) else self.epsilon
+        key_explore, key_action = jax.random.split(key)
+        drawn = jax.random.randint(key_action, (), 0, len(q))
+        action = jnp.where(jax.random.uniform(key_explore) < epsilon, drawn, best)
+        decay = next_gamma * self.lam * (action == best).astype(q.dtype)
+        grads = gradient_at(action)
+        of_h = jax.nn.one_hot(action, len(q), dtype=features.dtype)[:, None] * features[None]
+        h = jnp.sum(theta * of_h)
+        memory = Memory(
+            jax.tree.map(lambda z, g: decay * z + g, m.eligibility, grads),
+            decay * m.eligibility_h + of_h,
+            decay * m.sum_h + h,
+            grads,
+            of_h,
+            q[action],
+            h,
+            m.count + 1,
+        )
+        return action, q[action], memory, {"net": net, "correction": correction}, error
+
+
+def _check_output(y: Any) -> None:
+    shapes = [a.shape for a in y] if isinstance(y, tuple | list) else None
+    if shapes is None or len(shapes) != 2 or any(len(shape) != 1 for shape in shapes):
+        raise ValueError(
+            "For `QRC`, the net's output is a pair: the values of all actions and features, two vectors. "
+            f"It is {jax.tree.map(lambda a: a.shape, y)}."
+        )
