@@ -19,7 +19,7 @@ class Column:
     rule: str
     window: int | None = None
     rank: int = 0
-    power: int = 0
+    basis: str = "balanced"  # of a rank
     options: dict[str, Any] = field(default_factory=dict)  # of the rule
     tasks: tuple[str, ...] = ()  # that it is run on; none: all
 
@@ -42,8 +42,8 @@ def write(folder: Path, names: Iterable[str], every: dict[str, Column], longer: 
         "Written by `make scores`. The test score of nets trained from the same initial weights and on the "
         "same batches: mean ± standard deviation over seeds. *Truncated k* is BPTT inside windows of k steps "
         "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, "
-        "and traces stand for what came before; *k, rank r* adds r directions to the traces, in windows of "
-        "k, and *power* turns these to what is strong. In brackets: of how many seeds, where others have "
+        "and traces summarise earlier steps; *k, rank r* adds a correction of rank r to the traces, in "
+        "windows of k, with a balanced projection or, where said, a pushed basis. In brackets: of how many seeds, where others have "
         "more. Bold: as good as BPTT, no more than its standard deviation behind its mean.",
         "",
         table,
@@ -261,7 +261,7 @@ def _lines(columns: dict[str, Column]) -> list[tuple[str, list[str], dict[str, A
 
 def _short(column: Column) -> str:
     if column.rank:
-        return f"rank {column.rank}" + (" power" if column.power else "")
+        return f"rank {column.rank}" + (" pushed" if column.basis == "pushed" else "")
     return "" if column.window is None else str(column.window)
 
 

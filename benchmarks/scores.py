@@ -38,10 +38,11 @@ COLUMNS = {
     "windows of 1": Column("D_RTRL", window=1),
     "windows of 5": Column("D_RTRL", window=5),
     "windows of 10": Column("D_RTRL", window=10),
-    "5, rank 4": Column("D_RTRL", window=5, rank=4),
-    "5, rank 8": Column("D_RTRL", window=5, rank=8),
+    "5, rank 4, pushed": Column("D_RTRL", window=5, rank=4, basis="pushed"),
+    "5, rank 8, pushed": Column("D_RTRL", window=5, rank=8, basis="pushed"),
+    "10, rank 8, pushed": Column("D_RTRL", window=10, rank=8, basis="pushed"),
     "10, rank 8": Column("D_RTRL", window=10, rank=8),
-    "10, rank 8, power": Column("D_RTRL", window=10, rank=8, power=1),
+    "10, rank 16": Column("D_RTRL", window=10, rank=16),
     "ES_D_RTRL": Column("ES_D_RTRL"),
 }
 SPIKING = ("evidence", "randman", "spiking_digits_rows")
@@ -305,7 +306,7 @@ def make_learner(net: Any, column: Column) -> tuple[Any, int | None]:
         return getattr(braintrace, column.rule)(net, **column.options), None
     if column.rule == "BPTT":
         return braintrace.ETraceVjpAlgorithm(net, truncated_bptt()), column.window
-    rank = {"rank": column.rank, "power": column.power} if column.rank else {}
+    rank = {"rank": column.rank, "basis": column.basis} if column.rank else {}
     make = getattr(braintrace, column.rule)
     return make(net, vjp_method="multi-step", window=column.window, **rank), None
 

@@ -13,6 +13,7 @@ import pytest
 
 import braintrace
 from braintrace._executor import rows
+from braintrace._rules import projection
 from braintrace._rules import rank as rank_file
 from braintrace._rules.rank import per_sample
 
@@ -451,3 +452,135 @@ def test_the_kernel_of_rows(size, shape, states, length):
     truth = jax.tree.leaves(rows._advance_plainly(kept, trace, course))
     for a, b in zip(found, truth, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+# -- balanced projections ------------------------------------------------------------------------------------
+
+
+def covariances(n: int, ranks: tuple[int, int] = (10**6, 10**6)) -> Any:
+    """Two random covariances, of these ranks or full ones."""
+    rng = np.random.RandomState(3)
+    factors = [rng.randn(n, min(n, r)) * np.logspace(0, -2, min(n, r)) for r in ranks]
+    return [a @ a.T for a in factors]
+
+
+def test_a_balanced_pair_spans_the_leading_eigenvectors():
+    n, rank = 12, 3
+    reach, read = covariances(n)
+    basis = jnp.asarray(np.stack([projection.fixed_basis(n, rank).T] * 2))
+    for _ in range(60):
+        basis = projection.balanced(basis, jnp.asarray(reach), jnp.asarray(read))
+    s, t = np.asarray(basis)
+    np.testing.assert_allclose(s @ t.T, np.eye(rank), atol=1e-10)
+    values, vectors = np.linalg.eig(reach @ read)
+    leading = np.linalg.qr(vectors[:, np.argsort(-values.real)[:rank]].real)[0]
+    np.testing.assert_allclose(np.linalg.norm(t @ leading, axis=1), 1, atol=1e-6)
+    # the best read-out of what is kept: what is dropped is orthogonal to it under `O`
+    np.testing.assert_allclose((np.eye(n) - s.T @ t) @ read @ t.T, 0, atol=1e-4)
+
+
+def test_a_pair_from_nothing_read_or_nothing_reached_is_still_a_pair():
+    n, rank = 6, 6
+    none, (some, _) = jnp.zeros((n, n)), covariances(n, (2, 2))
+    basis = jnp.asarray(np.stack([projection.fixed_basis(n, rank).T] * 2))
+    for reach, read in ((none, none), (none, some), (some, none), (some, some)):
+        s, t = projection.balanced(basis, jnp.asarray(reach), jnp.asarray(read))
+        np.testing.assert_allclose(s.T @ t, np.eye(n), atol=1e-8)  # all directions: the identity
+
+
+def test_a_sketch_of_a_low_rank_covariance_is_exact(monkeypatch):
+    n, rank = 80, 2
+    rows = np.random.RandomState(0).randn(5, n)
+    columns = np.random.RandomState(1).randn(n, rank)
+    monkeypatch.setattr(projection, "_DENSE", 10)
+    like = jnp.zeros((n, projection._sketch_size(n, rank)))
+    assert like.shape == (n, 64)
+    sketch = projection._outer(jnp.asarray(rows), jnp.asarray(rows), like)
+    found = projection._times(sketch, jnp.asarray(columns))
+    np.testing.assert_allclose(found, rows.T @ (rows @ columns), rtol=2e-3)
+
+
+def functions(rule: Any, window: Any = 2) -> Any:
+    """A gated net as pure functions, with data in which one of few directions matters."""
+
+    def step(p: Any, h: Any, x: Any) -> Any:
+        z = jax.nn.sigmoid(x @ p["wz"] + h @ p["uz"] + 2)
+        h = z * h + (1 - z) * jnp.tanh(x @ p["w"] + h @ p["u"])
+        return h, h @ p["o"]
+
+    rng = np.random.RandomState(0)
+    shapes = {"wz": (X, 8), "uz": (8, 8), "w": (X, 8), "u": (8, 8), "o": (8, 1)}
+    params = {k: jnp.asarray(rng.randn(*s) / np.sqrt(s[0])) for k, s in shapes.items()}
+    start = jnp.zeros((4, 8))
+    x = jnp.zeros((4, X))
+    return braintrace.online(step, params, start, x, rule=rule, window=window), params, start
+
+
+def squared_error(y: Any, target: Any) -> Any:
+    return jnp.mean((y - target) ** 2)
+
+
+def cosines(rule: Any, batches: int = 12, calls: int = 1) -> list[float]:
+    """The cosine of the gradients of some batches to BPTT's; each sequence is cut into `calls` parts."""
+    (net, params, start), (exact, _, _) = functions(rule), functions("bptt", None)
+    traces, found = net.init(params, start), []
+    grad = jax.jit(lambda carry, traces, xs, ys: net.grad(squared_error, params, carry, traces, xs, ys))
+    for i in range(batches):
+        rng = np.random.RandomState(i)
+        xs = jnp.asarray(rng.randn(12, 4, X))
+        ys = jnp.asarray(np.cumsum(rng.randn(12, 4, 1), 0))
+        truth = exact.grad(squared_error, params, start, exact.init(params, start), xs, ys)[0]
+        carry, total = start, None
+        for part in np.split(np.arange(12), calls):
+            grads, (carry, traces), _ = grad(carry, traces, xs[part], ys[part])
+            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        _, traces = net.reset(carry, traces)
+        a, b = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(t)]) for t in (truth, total))
+        found.append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
+    return found
+
+
+@pytest.mark.parametrize("calls", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_balanced_pair_adapts_over_batches(calls):
+    """In one pass or in a stream of windows, it beats traces alone, and what it began with."""
+    found = cosines(braintrace.rules.D_RTRL(rank=2), calls=calls)
+    alone = cosines(braintrace.rules.D_RTRL(), batches=12, calls=calls)
+    assert np.mean(found[6:]) > 0.5 * (1 + np.mean(alone[6:]))
+    assert np.mean(found[6:]) > found[0]
+
+
+def test_averages_survive_a_reset_and_samples_do_not():
+    net, params, start = functions(braintrace.rules.D_RTRL(rank=2))
+    traces = net.init(params, start)
+    rng = np.random.RandomState(0)
+    xs, ys = jnp.asarray(rng.randn(6, 4, X)), jnp.asarray(rng.randn(6, 4, 1))
+    _, (carry, traces), _ = net.grad(squared_error, params, start, traces, xs, ys)
+    _, after = net.reset(carry, traces)
+    kept = {k for k, v in after.items() if np.any(np.asarray(v) != 0)}
+    assert kept == {"basis", "balance reach", "balance read", "balance counts"}
+    for k in kept:
+        np.testing.assert_array_equal(after[k], traces[k])
+    _, some = net.reset(carry, traces, jnp.array([True, False, False, True]))
+    assert not np.any(some["balance tangent"][0])
+    np.testing.assert_array_equal(some["balance tangent"][1], traces["balance tangent"][1])
+
+
+def test_the_longest_windows_that_fit():
+    xs, ys = data()
+    truth = gru(rank=0).model
+    bptt_learner = braintrace.compile(truth, braintrace.BPTT, xs[0], batch_size=B)
+    expected = bptt_learner.etrace_grad(xs, ys, step_fn=squared(bptt_learner))
+    learner = braintrace.compile(truth, braintrace.D_RTRL, xs[0], batch_size=B, window="auto")
+    found = learner.etrace_grad(xs, ys, step_fn=squared(learner))
+    assert agree(expected, found, 1e-10), difference(expected, found)
+    learner.reset_state(B)
+    bptt_learner.reset_state(B)
+    learner.memory_budget = 1  # windows of one step
+    found = learner.etrace_grad(xs, ys, step_fn=squared(learner))
+    single = braintrace.compile(truth, braintrace.D_RTRL, xs[0], batch_size=B, window=1)
+    expected = single.etrace_grad(xs, ys, step_fn=squared(single))
+    assert agree(expected, found, 1e-10), difference(expected, found)
+    with pytest.raises(ValueError, match="'auto' or None"):
+        braintrace.D_RTRL(truth, window="all")
+    with pytest.raises(ValueError, match="'balanced' or 'pushed'"):
+        braintrace.D_RTRL(truth, rank=2, basis="best")
