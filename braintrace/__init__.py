@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import rules as rules
     from ._compiler import *
+    from ._diagnostics.records import *
+    from ._diagnostics.verdict import *
     from ._executor import *
     from ._frontends import *
     from ._learners import *
@@ -22,10 +24,8 @@ if TYPE_CHECKING:
     from ._loading import *
     from ._ops import *
     from ._report.check import *
-    from ._report.diagnostics import *
     from ._report.plan import *
     from ._report.report import *
-    from ._report.verdict import *
     from ._train import *
 
 _SUBMODULES = ("nn", "nnx", "rules", "tasks")
@@ -57,10 +57,10 @@ _HOMES = {
         "register_primitive sparse_matmul"
     ),
     "_report.check": "GradientCheck",
-    "_report.diagnostics": "CompilationRecord DiagnosticKind DiagnosticLevel",
+    "_diagnostics.records": "CompilationRecord DiagnosticKind DiagnosticLevel",
     "_report.plan": "Plan plan",
     "_report.report": "CompilationReport",
-    "_report.verdict": "DroppedPath Exactness",
+    "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (
         "Comparison DivergedError FitResult LostProcessError compare fit save_curves show_curves write_report"
     ),

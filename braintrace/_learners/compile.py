@@ -1,4 +1,4 @@
-"""From a model to a learner that is ready to use, in one call."""
+"""Make and compile a learner in one call; learners and rules by name."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def compile(
     `algorithm` is a class, a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`, `'eprop'`, ...) or an
     `ETraceConfig`; `options` are its own.
     With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
-    samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints what is learned
-    how, 2 every finding of the compiler as well.
+    samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints the
+    report, 2 every finding of the compiler as well.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(3, 4)
@@ -190,11 +190,11 @@ class ETraceVmap(brainstate.nn.Vmap):
             return self.module.etrace_grad(*sequences, step_fn=step_fn, **options)
         flags = Sequence.check(sequences, None, reset).reset
 
-        def begun_anew(rows: Any, *slices: Any) -> Any:
+        def with_reset(rows: Any, *slices: Any) -> Any:
             self.reset_state(rows=rows)
             return step_fn(*slices)
 
-        return self.module.etrace_grad(flags, *sequences, step_fn=begun_anew, **options)
+        return self.module.etrace_grad(flags, *sequences, step_fn=with_reset, **options)
 
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the states, traces and step counter of every sample; or states and traces of some `rows`."""

@@ -276,10 +276,10 @@ class Learner:
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
-        def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
+        def resetted(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
             return list(map(partial(where_rows, rows), start, old)), self.compiled.reset_traces(traces, rows)
 
-        found, traces = _meshes.in_auto_like((old, traces), begun, rows, start, old, traces)
+        found, traces = _meshes.in_auto_like((old, traces), resetted, rows, start, old, traces)
         for i, leaf in zip(at, found, strict=True):
             now[i] = leaf
         return self.function.carry.rebuild(now), traces

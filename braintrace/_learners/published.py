@@ -123,7 +123,7 @@ class OSTLFeedforward(OptionsLearner):
 
 
 class OTTT(OptionsLearner):
-    """Online training through time (Xiao et al. 2022): an average of what comes in, and nothing else.
+    """Online training through time (Xiao et al. 2022): a leaky sum of the inputs.
 
         x'[t] = leak x'[t-1] + x[t]        gradient = sum_t x'[t] (dL[t]/dh J[t])
 
@@ -202,7 +202,7 @@ class OSTTP(OptionsLearner):
 
 
 class S_TLLR(OptionsLearner):
-    """S-TLLR (Apolinario & Roy 2023): inputs before what goes out, and inputs after it.
+    """S-TLLR (Apolinario & Roy 2023): inputs before an output, and inputs after it.
 
         e[t] = alpha_post psi[t] sum_{s<=t} lambda_post^(t-s) x[s]
              + alpha_pre  x[t]   sum_{s<t}  lambda_pre^(t-s)  psi[s]

@@ -1,8 +1,9 @@
-"""The option `vjp_method`: single steps, or windows of steps."""
+"""The options `vjp_method`, `window` and `rank`: single steps, or windows of steps."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from .._online.request import check_window
 from .._rules.rule import Rule, TraceRule
@@ -22,3 +23,11 @@ def read_method(rule: Rule, vjp_method: VjpMethod | None, window: int | None) ->
             "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
         )
     return vjp_method or ("multi-step" if in_windows else "single-step")
+
+
+def with_rank(rule: Any, rank: int, name: str) -> Rule:
+    """The rule with a correction of another rank; `name` is that of the learner."""
+    if not hasattr(rule, "rank"):
+        raise ValueError(f"{name} has no `rank`; `braintrace.D_RTRL` has.")
+    changed: Rule = replace(rule, rank=rank)
+    return changed

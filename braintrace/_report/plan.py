@@ -1,8 +1,8 @@
-"""What training will cost, before anything is allocated.
+"""The cost of training, before anything is allocated.
 
-Traces are read off their shapes. Activations are what XLA sets aside for the gradient of the whole sequence:
-that is traced and compiled with shapes alone, for the device in use, and never run. The loss is the mean
-square of the outputs.
+The size of traces follows from their shapes. Activations are the memory that XLA allocates for the gradient
+of the whole sequence: that is traced and compiled with shapes alone, for the device in use, and never run.
+The loss is the mean square of the outputs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .._learners.learner import Learner
 from .._learners.stateful import ETraceAlgorithm
 from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.sequence import even_chunks
+from .collectives import bytes_sent
 from .flops import count_flops
-from .sent import bytes_sent
 from .tables import Table, Tabled, show_bytes, show_count, title_of
 
 _USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
@@ -41,7 +41,7 @@ _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disab
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The cost of one rule, so many steps at once; with a `window`, back through so many steps."""
+    """The cost of one rule with one chunk size, or with one `window`."""
 
     rule: str
     chunk_size: int  # steps whose values are kept at once
@@ -144,7 +144,7 @@ def plan(
     across: str | None = None,
     mesh: Any = None,
 ) -> Plan:
-    """What each rule would cost on a sequence of `length` steps; the model is left as it is.
+    """The cost of each rule on a sequence of `length` steps; the model is not changed.
 
     `x0` is one step's input (a tuple: several arguments), an array or a `jax.ShapeDtypeStruct`. With a
     `batch_size` the states are taken as `init_all_states(model, batch_size=batch_size)` would make them, else
@@ -153,7 +153,7 @@ def plan(
     `memory_budget` (bytes, of each device) is what the recommendation may use: the device's memory, or half
     of the machine's, which the devices of a CPU share.
     With a `window`, a `rank` or `across='layers'`, there is a row of D_RTRL in windows, too. With a `mesh`
-    all bytes are those of one of its devices: samples, the first axis of states and of `x0`, are spread over
+    all bytes are those of one of its devices: samples, the first axis of states and of `x0`, are sharded over
     the first axis of the mesh, units, the last axis of states and parameters, over 'model' or else the
     second; parameters that are on a mesh stay as they are. `sent_per_step` and `sent_per_chunk` are what a
     device is handed by others.
@@ -172,7 +172,7 @@ def plan(
     layout = None if mesh is None else Layout.of(mesh)
     if layout is not None:
         args = jax.tree.map(layout.of_input, args)
-        _spread(twin, model, layout)
+        _shard(twin, model, layout)
     function = read_module(twin, args)
     learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
@@ -239,7 +239,7 @@ def plan_learner(learner: Learner, request: Request, layout: Layout | None) -> P
 
 @dataclass(frozen=True)
 class Layout:
-    """How arrays are spread over a mesh where they do not say it."""
+    """The sharding over a mesh of arrays that have none of their own."""
 
     mesh: Any
     samples: str
@@ -247,7 +247,7 @@ class Layout:
 
     @staticmethod
     def of(mesh: Any) -> Layout:
-        """Types of axes change no number, and XLA is asked for the rest."""
+        """The layout on a mesh, with all axes left to XLA: types of axes change no number."""
         auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
         first, *others = mesh.axis_names
         units = "model" if "model" in others else next(iter(others), None)
@@ -266,13 +266,13 @@ class Layout:
         return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
     def _put(self, a: Any, names: Iterable[Any]) -> Any:
-        """A shape on the mesh, its first axes along these; one that cannot be cut evenly stays whole."""
+        """A shape sharded along these axes of the mesh; an axis that they do not divide is not sharded."""
         ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
         spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
         return spread_shape(a, self.mesh, spec)
 
 
-def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
+def _shard(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
     """Give the states of a model of shapes a layout; parameters may have one in the model itself."""
     given = model.states()
     for path, state in twin.states().items():
@@ -283,7 +283,7 @@ def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Lay
 
 
 def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
-    """The same model with shapes for values."""
+    """A copy of the model with shapes in place of values."""
     memo: dict[int, Any] = {}
     for state in model.states().values():
         memo[id(state)] = pickling.copy_state(state)
@@ -352,7 +352,7 @@ def _recommend(
 ) -> tuple[PlanRow | None, str]:
     """The row to take and why: exact before approximate, little memory at about the fewest operations.
 
-    `always` are the bytes that any of them takes beside its own.
+    `always` are the bytes of parameters and states, which every rule needs.
     """
     online = [r for r in rows if r.rule != "BPTT"]
     fits = [r for r in online if r.total_bytes + always <= budget]

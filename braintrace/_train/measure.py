@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import show_path
+from .._diagnostics.verdict import Exactness
 from .._executor.executor import is_inexact
 from .._executor.memory import device_memory
 from .._learners.gradient_check import trace_afresh
@@ -34,7 +35,6 @@ from .._online.sequence import Sequence
 from .._report.check import Gradients, compare_gradients, flatten, round_off, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
-from .._report.verdict import Exactness
 from .._rules import BPTT
 from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
