@@ -66,6 +66,7 @@ _HOMES = {
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = [*_HOME_OF]  # noqa: PLE0604
 
 
 def __dir__() -> list[str]:
@@ -75,8 +76,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name == "__all__":
-        return [*_HOME_OF]
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 
