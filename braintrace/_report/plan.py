@@ -23,17 +23,19 @@ from .._executor.memory import device_memory
 from .._executor.spread import names_of
 from .._frontends.module_function import read_module
 from .._learners import pickling
+from .._learners.compile import as_rule, name_of_rule
 from .._learners.compiled_step import CompiledStep
 from .._learners.learner import Learner
 from .._learners.stateful import ETraceAlgorithm
 from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.sequence import even_chunks
+from .._rules.rule import Rule
 from .collectives import bytes_sent
 from .flops import count_flops
 from .tables import Table, Tabled, show_bytes, show_count, title_of
 
 _USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
-RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")
+RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")  # those that the command line offers
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -136,7 +138,7 @@ def plan(
     batch_size: int | None = None,
     length: int = 100,
     *,
-    rules: Sequence[str] = _USUAL,
+    rules: Sequence[Any] = _USUAL,
     chunk_sizes: Sequence[int] | None = None,
     memory_budget: int | None = None,
     window: int | None = None,
@@ -177,15 +179,15 @@ def plan(
     learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
         _ = learner.graph
-    request = Request(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+    request = PlanRequest(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
     return replace(plan_learner(learner, request, layout), batch_size=batch_size)
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The rules and sizes that a plan is asked for; see `plan`."""
 
-    rules: tuple[str, ...]
+    rules: tuple[Any, ...]  # names, classes or values
     length: int
     chunk_sizes: Iterable[int] | None = None
     memory_budget: int | None = None
@@ -194,30 +196,29 @@ class Request:
     across: str | None = None
 
     def __post_init__(self) -> None:
-        for rule in self.rules:
-            if rule not in RULES:
-                raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
         if self.length < 1:
             raise ValueError(f"`length` must be at least 1, not {self.length}.")
 
-    def rows(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """The rule, chunk size and options of each row."""
+    def rows(self) -> list[tuple[str, Rule, int, dict[str, Any]]]:
+        """The name and value of the rule, the chunk size and the options of each row."""
+        rules = [(name_of_rule(given), as_rule(given)) for given in self.rules]
         length = self.length
         middle = even_chunks(length, math.isqrt(length))
         sizes = sorted({min(s, length) for s in (self.chunk_sizes or (1, middle, length))})
         steps = {rule: [1] for rule in ("RTRL", "SnAp", "UORO", "KF_RTRL")}  # they advance step by step
         steps["BPTT"] = [s for s in sizes if s > 1] or [length]
-        rows: list[tuple[str, int, dict[str, Any]]] = [
-            (rule, size, {}) for rule in self.rules for size in steps.get(rule, sizes)
+        rows: list[tuple[str, Rule, int, dict[str, Any]]] = [
+            (name, rule, size, {}) for name, rule in rules for size in steps.get(name, sizes)
         ]
-        options = {k: v for k, v in (("rank", self.rank), ("across", self.across)) if v}
-        if "D_RTRL" in self.rules and (self.window or options):
+        options: dict[str, Any] = {k: v for k, v in (("rank", self.rank), ("across", self.across)) if v}
+        if any(name == "D_RTRL" for name, _ in rules) and (self.window or options):
             window = self.window or 1
-            rows.append(("D_RTRL", min(window, length), {"window": window, **options}))
+            rule = _rules.D_RTRL(**options)
+            rows.append(("D_RTRL", rule, min(window, length), {"window": window, **options}))
         return rows
 
 
-def plan_learner(learner: Learner, request: Request, layout: Layout | None) -> Plan:
+def plan_learner(learner: Learner, request: PlanRequest, layout: Layout | None) -> Plan:
     """The plan for a learner's step function; its arrays are sharded as the layout says, if there is one."""
     params, states = learner.function.params.like, learner.function.carry.like
     rows = [_row(learner, request.length, *row) for row in request.rows()]
@@ -305,11 +306,10 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     return twin
 
 
-def _row(learner: Learner, length: int, rule: str, size: int, options: dict[str, Any]) -> PlanRow:
+def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, options: dict[str, Any]) -> PlanRow:
     """The cost of a rule: its gradient over a sequence is compiled for shapes, and not run."""
     window = options.get("window")
-    made = getattr(_rules, rule)(**{k: v for k, v in options.items() if k != "window"})
-    learner = learner.with_rule(made, window or learner.window)
+    learner = learner.with_rule(rule, window or learner.window)
     function = learner.function
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
@@ -327,7 +327,7 @@ def _row(learner: Learner, length: int, rule: str, size: int, options: dict[str,
     several = any(s.num_devices > 1 for s in jax.tree.leaves(compiled.input_shardings))
     sent = bytes_sent(compiled.as_text()) if several else 0
     return PlanRow(
-        rule=rule,
+        rule=name,
         chunk_size=size,
         exact=learner.report.exactness.exact or (window or 0) >= length,
         trace_bytes=bytes_of(jax.tree.leaves(traces)),
