@@ -26,7 +26,7 @@ import braintrace
 from braintrace import nn
 from braintrace._executor import fused, rows
 from braintrace._frontends.pure import Pure
-from braintrace._report.sent import bytes_sent, collectives
+from braintrace._report.collectives import bytes_sent, collectives
 from braintrace._rules import d_rtrl, rank
 
 from .run import every
