@@ -351,7 +351,14 @@ def in_windows(rule: Any, shape: tuple[int, int], width: int = IN, **size: int) 
 
 
 rules = braintrace.rules
-KEPT = [rules.D_RTRL(), rules.D_RTRL(rank=2, basis="pushed"), rules.RTRL(), rules.SnAp(2), rules.UORO(), rules.KF_RTRL()]
+KEPT = [
+    rules.D_RTRL(),
+    rules.D_RTRL(rank=2, basis="pushed"),
+    rules.RTRL(),
+    rules.SnAp(2),
+    rules.UORO(),
+    rules.KF_RTRL(),
+]
 
 
 @pytest.mark.parametrize("rule", every(6, KEPT), ids=[*"wrRSUK"])
@@ -373,7 +380,9 @@ def test_directions_are_sent_and_what_lies_along_them_is_not(shape, width):
     along directions is added to the gradients of each device before these are summed: nothing more is sent.
     """
     size, windows = 2, TIME // 2
-    plain, ranked = (in_windows(rules.D_RTRL(rank=n, basis="pushed"), shape, width, chunk_size=2) for n in (0, size))
+    plain, ranked = (
+        in_windows(rules.D_RTRL(rank=n, basis="pushed"), shape, width, chunk_size=2) for n in (0, size)
+    )
     more = sent(ranked)
     more.subtract(sent(plain))
     assert +more == {"all-gather": 2 + 3, "all-reduce": 2}
