@@ -16,7 +16,7 @@ FRAMEWORKS = {"brainstate", "brainunit", "flax", "equinox", "haiku"}
 
 # What still breaks these rules: the list may only become shorter.
 UPWARDS = {
-    ("_compiler", "_report"),
+    ("_compiler", "_diagnostics"),
     ("_rules", "_report"),
     ("_frontends", "_report"),
     ("_frontends", "nn"),

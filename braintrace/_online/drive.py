@@ -341,7 +341,7 @@ class Drive:
         start, length = [carry.moving[n] for n in starts], len(part.mask)
         now = self._leaves(given, carry.moving)
         values = {k: now[i] for k, i in step.traces.items()}
-        crossing = self._crossing(values)
+        crossing = self._crossing(values) if length > self.window > 0 else None
 
         def losses(some: Leaves, start: Leaves, rest: Leaves, read: Any, added: dict[int, Any]) -> Any:
             moving = list(carry.moving)
@@ -356,7 +356,7 @@ class Drive:
 
         some = [now[i] for i in self.wanted]
         # cotangents that do not cross a window's start, by the step that follows it
-        rest = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if self.window else []
+        rest = [jnp.zeros((length, *a.shape), a.dtype) for a in start if length > self.window > 0]
         read = () if crossing is None else crossing.unread
         loss, pull, (outs, moving, (taken, crossed)) = jax.vjp(
             losses, some, start, rest, read, self._nothing_added(length), has_aux=True
@@ -373,7 +373,8 @@ class Drive:
         found: Leaves = [None] * len(window.params)
         if dys:
             found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
-        if rest:
+        if self.window:
+            rest = rest or [jnp.zeros((length, *a.shape), a.dtype) for a in start]
             rest = [r.at[0].add(s) for r, s in zip(rest, signals, strict=True)]
             full = self._at_carried(dict(zip((step.moving[n] for n in starts), rest, strict=True)), (length,))
             past, after = step.online.trace_rule.over_windows(
@@ -382,7 +383,7 @@ class Drive:
                 full,
                 window,
                 self.window,
-                (crossed, read),
+                None if crossing is None else (crossed, read),
                 fresh=self.fresh,
                 keep=self.keep,
             )
@@ -435,7 +436,7 @@ class Drive:
 
         length = len(part.mask)
         sequence = Sequence((part.slices, at.rest, added), length, part.mask, part.reset)
-        size = self.window or length
+        size = min(self.window or length, length)
         return over_chunks(window, first, sequence, size, rest_first=True, cut=True)
 
     def _entered(self, moving: Leaves, at: Boundary, state: Any, part: Part) -> tuple[Leaves, Any]:

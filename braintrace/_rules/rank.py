@@ -163,6 +163,17 @@ class Rank:
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads, start
 
+    def crossed(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
+    ) -> tuple[Any, Any]:
+        """The state of the projection after a single window, and what it read of signals at its start."""
+        crossing, per = self.crossing(executor, values), self.per_sample(executor)
+        if isinstance(crossing, PushedCrossing):
+            return None, None  # the basis goes with `V`
+        state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
+        read = None if signals is None else crossing.read(finite(per.vectors(signals, dual=True)))
+        return crossing.along(state, window.as_if_begun), read
+
     def observed(
         self,
         executor: ETraceGraphExecutor,

@@ -217,10 +217,8 @@ class TraceRule(Rule):
         after = self._all_advanced(executor, values, None, window)[0]
         if self.projection is None:
             return after
-        crossing: Any = self.projection.crossing(executor, values)
-        state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
-        state = crossing.along(state, window.as_if_begun)
-        return {**after, **self.projection.observed(executor, values, state, None, 1)}
+        crossed = self.projection.crossed(executor, values, None, window)
+        return {**after, **self.projection.observed(executor, values, *crossed, 1)}
 
     def _all_advanced(
         self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
@@ -264,7 +262,7 @@ class TraceRule(Rule):
         signals: Leaves,
         window: Window,
         size: int,
-        crossed: tuple[Any, Any],
+        crossed: tuple[Any, Any] | None,
         *,
         fresh: bool,
         keep: bool,
@@ -274,14 +272,17 @@ class TraceRule(Rule):
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `signals` are cotangents of the carried leaves before each step that no earlier window receives:
         zero inside a window. At the first step they are whole. `crossed` is the state of the projection's
-        crossing after the last window, and the sum of what it read.
+        crossing after the last window, and the sum of what it read, if there are several windows.
         """
         first = [None if s is None else s[0] for s in signals]
+        if self.projection is not None and crossed is None:
+            crossed = self.projection.crossed(executor, values, first, window)
         windows = -(-window.length // size)
         if keep and not fresh and windows == 1 and self.projection is not None:  # one pass over all arrays
             after, known, pulled = self._all_advanced(executor, values, first, window)
             found = self.past(executor, values, first, window)
             found = [known.get(i, a) for i, a in enumerate(found)]
+            assert crossed is not None
             return found, {**after, **self.projection.observed(executor, values, *crossed, 1, pulled)}
         at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
         record = replace(window.record, old_signals=at_groups)
@@ -290,7 +291,7 @@ class TraceRule(Rule):
             executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.projection is None
         )
         found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.projection is None:
+        if self.projection is None or crossed is None:
             return found, after
         if not fresh:
             more = self.projection.past(executor, values, first)
