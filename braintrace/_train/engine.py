@@ -201,7 +201,7 @@ class Engine:
             sequence = replace(sequence, reset=jnp.asarray(reset))
         size = self.update_every or sequence.length
         # absolute gradients are added up element by element: a sum over a gradient at every step is slow
-        real = lambda p: jnp.promote_types(abs(p).dtype, jnp.float32)
+        real = lambda p: np.promote_types(abs(p).dtype, np.float32)
         sums = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), real(p)), self.parameters())
         update = partial(self._update, checked=checked)
         sums, (losses, aux, bad) = over_chunks(update, sums, sequence, size, brainstate.transform.scan)
