@@ -278,11 +278,12 @@ class TraceRule(Rule):
         if self.projection is not None and crossed is None:
             crossed = self.projection.crossed(executor, values, first, window)
         windows = -(-window.length // size)
-        if keep and not fresh and windows == 1 and self.projection is not None:  # one pass over all arrays
+        if keep and not fresh and windows == 1:  # one pass over all arrays
             after, known, pulled = self._all_advanced(executor, values, first, window)
             found = self.past(executor, values, first, window)
             found = [known.get(i, a) for i, a in enumerate(found)]
-            assert crossed is not None
+            if self.projection is None or crossed is None:
+                return found, after
             return found, {**after, **self.projection.observed(executor, values, *crossed, 1, pulled)}
         at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
         record = replace(window.record, old_signals=at_groups)
