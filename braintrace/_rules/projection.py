@@ -246,7 +246,7 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
 
 
 _LEAST = 1e-6  # of the mean eigenvalue of `O`: what counts as read
-_DENSE = 2048  # state size up to which averages are whole matrices
+_DENSE = 256  # state size up to which averages are whole matrices; a sketch gives as close gradients
 
 
 def _sketch_size(n: int, rank: int) -> int:
