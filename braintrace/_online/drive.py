@@ -1,10 +1,16 @@
-"""A gradient over a whole sequence, as a pure function: step by step, in chunks, or in windows.
+"""Sequence driver: the gradient over a sequence as a pure function, step by step, in chunks or in windows.
 
-All three evaluate the same program of a user's step. In *chunks*, only the states are computed one step after
-the other; with the states before each step known, losses, learning signals, local Jacobians and within-step
-gradients of all steps are one mapped computation, and each trace is touched once. In *windows*, the losses of
-the steps of a window are back-propagated through them along all paths, and what the rule keeps answers for
-what came before.
+All three modes evaluate the same traced program of the user's step (`UserStep`):
+
+- *Step by step*: a `scan` whose body differentiates the loss of one step.
+- In *chunks*: a `scan` computes the states only. Given the states before each step, a `vmap` over the steps
+  computes losses, learning signals, local Jacobians and within-step gradients. Each trace is read and written
+  once per chunk.
+- In *windows*: the losses of a window are back-propagated through its steps along all paths. The rule's
+  traces give the gradient through the states at the start of the window.
+
+`leaves` are the arrays of all states: parameters, carry and the rule's arrays. *Moving* leaves are those that
+a step changes; *carried* leaves are those of the model's own carry.
 """
 
 from __future__ import annotations
@@ -32,20 +38,24 @@ from .user_step import AtCall, UserStep, as_it_is
 
 @dataclass(frozen=True)
 class Drive:
-    """How to drive a user's step over a sequence. Equal are those that do the same with equal steps."""
+    """How to run a user's step over a sequence, part by part. `Programs` caches compiled drives by value.
+
+    `step` is not part of the comparison: the cache compares its jaxpr.
+    """
 
     step: UserStep = field(compare=False)
-    size: int  # of a chunk or window
-    wanted: tuple[int, ...] = ()  # the leaves whose gradient is asked for; all inexact
-    together: bool = False  # whether the steps of a chunk are taken together
-    windows: bool = False
-    window: int = 0  # steps of a window, where a part has several; else a part is one
-    again: int | None = None  # BPTT: the steps whose values are stored; those of others are computed again
-    keep: bool = True  # what the rule keeps is wanted after the sequence
-    fresh: bool = False  # it is known to be zero before
-    begins: tuple[int, ...] = ()  # the leaves that have initial values for samples that begin anew
-    forget: Callable[[Values, Any], Values] | None = field(default=None, compare=False)  # some samples
-    turns: int = 1
+    size: int  # number of steps of a part: one chunk, one window or several windows
+    wanted: tuple[int, ...] = ()  # indices of the leaves to differentiate; all are inexact
+    together: bool = False  # run in chunks
+    windows: bool = False  # run in windows
+    window: int = 0  # window size if a part may hold several windows; 0 if each part is one window
+    again: int | None = None  # BPTT: steps per `jax.checkpoint` segment; None stores the values of all steps
+    keep: bool = True  # whether the rule's arrays are needed after the sequence
+    fresh: bool = False  # whether the traces are known to be zero before the sequence
+    begins: tuple[int, ...] = ()  # indices of the leaves that a reset sets to `Given.initial`
+    # resets the rule's arrays for the flagged samples of a batch
+    forget: Callable[[Values, Any], Values] | None = field(default=None, compare=False)
+    turns: int = 1  # `unroll` of the scan over single steps
 
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
         """The summed gradients, the losses and other outputs of every step, and the leaves after the last."""
@@ -87,12 +97,12 @@ class Drive:
 
     @property
     def spread(self) -> Any:
-        """How arrays are spread over devices; None: nobody has said."""
+        """A hashable key of the sharding of the step's arrays, or None if it is unset."""
         at = None if self.step.node is None else self.step.online.executor.spread
         return None if at is None else at.key
 
     def specs(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
-        """How gradients, what every step returns and the leaves after the last are spread, as types say."""
+        """The partition specs of the gradients, step outputs and final leaves, from the types of arrays."""
         step, before = self.step, list(map(_meshes.spec_of, given.leaves))
         slices = [_meshes.without_axis(a) for a in jax.tree.leaves(sequence.arrays)]
         found = _meshes.typed(_compat.jaxpr_as_fun(step.closed), *slices, *given.leaves)
@@ -106,7 +116,7 @@ class Drive:
         return [before[i] for i in self.wanted], outs, after
 
     def _laid_out(self, leaves: Leaves) -> Leaves:
-        """All leaves, with what the rule keeps spread over devices as at the start of all."""
+        """Return all leaves, with the rule's arrays sharded as their initial values are."""
         step = self.step
         if step.node is None:
             return leaves
@@ -133,7 +143,7 @@ class Drive:
         return [now.get(i, a) for i, a in enumerate(given.leaves)]
 
     def _begin_anew(self, given: Given, leaves: Leaves, reset: Any) -> Leaves:
-        """The leaves before a step, with the initial ones for the samples that begin anew."""
+        """Return the leaves before a step, with the samples flagged in `reset` set to initial values."""
         if reset is None:
             return leaves
         result = list(leaves)
@@ -172,7 +182,7 @@ class Drive:
 
             at = [leaves[i] for i in self.wanted], [leaves[i] for i in old]
             (grads, signals), (outs, moving, taken) = jax.grad(loss, (0, 1), has_aux=True)(*at)
-            if old:  # the call is no path to them: the traces before it answer
+            if old:  # the loss reads states before the call: traces before the step give this gradient
                 by_leaf = dict(zip(old, signals, strict=True))
                 grads = self._add_params(grads, self._before_call(taken[0], by_leaf))
             return (add(total, grads), moving), outs
@@ -184,7 +194,10 @@ class Drive:
 
     @property
     def old_leaves(self) -> list[int]:
-        """The carried leaves that a loss reads before the call, where what the rule keeps can answer."""
+        """Indices of the inexact carried leaves that the loss reads as they are before the call.
+
+        Empty if the rule's signal is not back-propagated, because it then has no value at these leaves.
+        """
         step = self.step
         if step.node is None or step.params is None or not step.online.asks_old:
             return []
@@ -195,7 +208,7 @@ class Drive:
         ]
 
     def _before_call(self, taken: Any, signals: dict[int, Any]) -> Leaves:
-        """What came before a step, for signals at the states before it."""
+        """The gradients of the parameters through the states before a step, for signals there."""
         params, args, consts, rest, values = taken
         executor = self.step.online.executor
         ys = executor.outputs(params, args, consts, rest)[2]
@@ -261,7 +274,11 @@ class Drive:
         return Carry(add(carry.total, grads), traced, moving), outs
 
     def _forward(self, given: Given, moving: Leaves, part: Part) -> tuple[Any, Any, Leaves]:
-        """The leaves that move, before each step; the outputs of sites; and those leaves after the last."""
+        """Run the steps of a chunk without traces.
+
+        Returns the moving leaves before each step, the outputs of sites at each step, and the moving leaves
+        after the last step.
+        """
         step = self.step
 
         def body(moving: Leaves, now: Any) -> Any:
@@ -285,7 +302,10 @@ class Drive:
     def _differentiable(
         self, given: Given, some: Leaves, deltas: Any, ys: Any, before: Leaves, slices: Leaves
     ) -> tuple[Leaves, Any]:
-        """One step in its differentiable form: what it returns, and what traces need of it."""
+        """Evaluate one step with `deltas` added to its states; their cotangents are the learning signals.
+
+        Returns the outputs of the step, and its (local Jacobians, slopes of readings, inputs of the signal).
+        """
         step = self.step
         new, old, read, at_outs = deltas
         found: list[Any] = []
@@ -366,7 +386,7 @@ class Drive:
         if step.node is None:  # BPTT
             return Carry(total, carry.traced, moving), outs
         if step.online.executor.spread is not None:
-            # one after the other: what is sent in two loops at once may meet in any order on CPU devices
+            # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
             taken, signals, rest = jax.lax.optimization_barrier((taken, signals, rest))
         window = self._window(given, carry.moving, part, taken)
         executor, rule = step.online.executor, step.online.rule
@@ -413,8 +433,8 @@ class Drive:
     ) -> Any:
         """Run the windows of a part.
 
-        Carried are the leaves that move, the state of the crossing, and losses beyond the windows' ends.
-        Returns these after the last window, and what each step returns and was given.
+        The carry, `first`, has the moving leaves, the state of the crossing, and the sum of `_after_window`.
+        Returns the carry after the last window and, for each step, its outputs and the operands of the call.
         """
         step = self.step
 
@@ -469,7 +489,10 @@ class Drive:
         return entered, state
 
     def _after_window(self, moving: Leaves, given_to: Values, loss: Any) -> Any:
-        """`<s, h[end]>`, with what the signal says of later losses; zero where it says nothing."""
+        """The surrogate loss `<s, h[end]>`, with `s` the signal's estimate of dL/dh[end] of later losses.
+
+        Zero for a signal without such an estimate.
+        """
         online, at = self.step.online, dict(zip(self.step.moving, moving, strict=True))
         if online.rule.signal == PROPAGATED or any(i not in at for i in self.step.hidden):
             return jnp.zeros_like(loss)
@@ -480,9 +503,10 @@ class Drive:
         return sum(terms, jnp.zeros_like(loss))
 
     def _nothing_added(self, length: int) -> dict[int, Any]:
-        """Zeros to add to the outputs of sites at every step: their cotangents give the weights.
+        """Zeros to add to the outputs of sites at every step; their cotangents give the weight gradients.
 
-        As one product over time: the derivative of a loop would add up a gradient at every step.
+        Each weight gradient is then one product over time. The derivative of a `scan` would add a full-size
+        gradient at every step.
         """
         if self.step.node is None or self.step.params is None:
             return {}
@@ -498,7 +522,10 @@ class Drive:
         added: dict[int, Any],
         at_call: AtCall | None = None,
     ) -> Any:
-        """Steps along all paths: the leaves after them; what each returns, and what the model was given."""
+        """Run consecutive steps, differentiable along all paths.
+
+        Returns the moving leaves after the last step and, for each step, its outputs and the call's operands.
+        """
         step = self.step
 
         def body(moving: Leaves, now: Any) -> Any:
@@ -534,7 +561,7 @@ class Drive:
         return Window(executor, len(part.mask), params, args, consts, before, ys, keep, inputs)
 
     def _past(self, window: Window, values: Values, signals: dict[int, Any]) -> Leaves:
-        """What came before the window, for signals at its start."""
+        """The gradients of the parameters through the states at a window's start, for signals there."""
         online = self.step.online
         return online.rule.past(online.executor, values, self._at_carried(signals), window)
 
@@ -588,7 +615,7 @@ class Drive:
 
 
 def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:
-    """How an array is spread; as the samples of what a step is given, where nothing says that it is."""
+    """The spec of an array; if it is unsharded, its first axis inherits that of a slice of equal length."""
     if not shape or any(spec or ()):
         return spec
     for a in slices:
@@ -601,11 +628,11 @@ def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Given:
-    """The values that a drive begins with."""
+    """The arrays that a drive starts from."""
 
-    consts: Leaves  # what the step closes over
-    leaves: Leaves  # of the states that it touches
-    initial: Leaves  # of those that have values for samples that begin anew
+    consts: Leaves  # the constants that the step closes over
+    leaves: Leaves  # the leaves of the states that the step reads or writes
+    initial: Leaves  # the reset values of the leaves in `Drive.begins`
 
     def moving(self, step: UserStep) -> Leaves:
         return [self.leaves[i] for i in step.moving]
@@ -614,18 +641,18 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Carry:
-    """What goes from one part of a sequence to the next."""
+    """The carry of the loop over the parts of a sequence."""
 
-    total: Leaves  # the gradients so far
-    traced: Any  # those of effective weights, which go to the parameters at the end
+    total: Leaves  # the sum of the gradients so far
+    traced: Any  # the sum of those of effective weights, pulled back to the parameters after the last part
     moving: Leaves
 
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """What meets the cotangents at the starts of windows."""
+    """How the cotangents at the start of each window are split."""
 
-    starts: list[int]  # the carried leaves, among those that move
+    starts: list[int]  # positions of the carried leaves among the moving ones
     crossing: Any  # the projection; None if no cotangent crosses
     rest: Leaves  # zeros, whose cotangents are those that do not cross
     read: Any  # zeros, whose cotangent is what the projection reads
@@ -653,8 +680,8 @@ def finite_targets(slices: Leaves, mask: Any, targets: list[bool]) -> Leaves:
 
 
 def masked(losses: Any, mask: Any) -> Any:
-    """Losses times the mask; where that is zero a loss does not count, whatever it is."""
-    mask = mask.astype(losses.dtype) + jnp.zeros_like(losses)  # spread as these are, should types say it
+    """Multiply losses by the mask; where the mask is zero the result is zero, even if the loss is NaN."""
+    mask = mask.astype(losses.dtype) + jnp.zeros_like(losses)  # with the sharding of `losses` in its type
     return jnp.where(mask == 0, jnp.zeros_like(losses), losses * mask)
 
 

@@ -45,9 +45,10 @@ class D_RTRL(TraceRule):
     read) or 'pushed' (one orthonormal basis per sample, pushed along the trajectory). `samples` is the batch
     axis of the states: 'auto' finds it, None takes all samples as one. With `across='layers'`, the influence
     of each weight on the states of the layers above is kept densely for each sample.
-    `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them,
-    `bound` what keeps them from growing, and `called` what the verdict calls such a rule. With `by_readouts`,
-    the traces of units that a leaky readout reads are filtered by its decay even where they are approximate.
+    The other options define published rules: `recursion` replaces the local Jacobians in the update of the
+    traces, `signal` is the learning signal, `bound` keeps traces from growing, and `called` is the name in
+    reports. With `by_readouts`, the traces of units that a leaky readout reads are filtered by its decay even
+    where they are approximate.
     """
 
     dtype: Any = None
@@ -73,8 +74,8 @@ class D_RTRL(TraceRule):
             raise ValueError(f"`basis` is {' or '.join(map(repr, BASES))}, not {self.basis!r}.")
         if (self.rank or self.across) and not self.follows_chains:
             raise ValueError(
-                f"`{'rank' if self.rank else 'across'}` keeps what traces by the local Jacobians leave out, "
-                f"for back-propagated signals: {self.called} has others."
+                f"`{'rank' if self.rank else 'across'}` corrects traces that advance by the local Jacobians "
+                f"and meet back-propagated signals; {self.called} has other traces or signals."
             )
         is_axis = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 0
         if not (is_axis or self.samples in ("auto", None)):

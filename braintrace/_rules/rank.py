@@ -288,10 +288,10 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
         samples = find_samples(linear.info, axis)
         if samples.mixed:
             raise NotSupportedError(
-                f"What is kept is kept for each sample, and the samples of {show_paths(samples.mixed)} along "
-                f"axis {samples.axis} act on each other (a norm over the batch?). Say along which axis of "
-                "the states samples lie that do not (`samples=1`, say), or take all as one "
-                "(`samples=None`)."
+                f"The rule stores arrays per sample, but the samples of {show_paths(samples.mixed)} along "
+                f"axis {samples.axis} act on each other (a norm over the batch?). Set `samples` to the axis "
+                "of the states along which samples are independent (`samples=1`), or treat the batch as one "
+                "sample (`samples=None`)."
             )
         if isinstance(axis, int) and not samples.have(axis):
             raise NotSupportedError(

@@ -1,8 +1,8 @@
-"""What a learning rule is: a frozen value with pure functions over a dictionary of arrays.
+"""Learning rules: frozen values with pure functions over a dictionary of arrays, the rule's state.
 
-Whatever a rule keeps, it answers four questions, and steps, windows and chunks are written once for all
-rules: what is kept at the start, how it advances over a window of steps, what gradient it makes of a signal
-at the window's start, and what is left of it when some samples begin anew.
+Steps, windows and chunks are written once for all rules, in terms of four methods: `start` (the initial
+arrays), `advance` (the arrays after a window of steps), `past` (the gradient for a signal at the window's
+start) and `forget` (the arrays with some samples reset).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and 
 class Rule(ABC):
     """A learning rule."""
 
-    back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
-    signal: Signal = PROPAGATED  # what meets the traces of a step
-    recursion: Recursion | None = None  # how traces advance; None: by the local Jacobians
-    any_window: ClassVar[bool] = True  # how many steps go together changes no number
+    back_through_time: ClassVar[bool] = False  # BPTT: no traces, and one backward pass over the sequence
+    signal: Signal = PROPAGATED  # the learning signal dL/dh that is contracted with the traces
+    recursion: Recursion | None = None  # replaces the local Jacobians in the update of the traces
+    any_window: ClassVar[bool] = True  # whether the gradient does not depend on the window size
 
     @abstractmethod
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -61,14 +61,14 @@ class Rule(ABC):
 
     @abstractmethod
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
-        """The gradients of the parameters, of signals at the carried states before a window.
+        """The gradients of the parameters through the carried states before a window, for signals there.
 
-        Each as such or, where a batch is spread over devices, as these have it (`PartialSums`).
+        Each is an array, or per-device partial sums (`PartialSums`) if the batch is sharded.
         """
 
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
+        """The arrays with the samples reset that `rows`, a boolean for each sample, flags."""
 
     @property
     def one_pass(self) -> bool:
@@ -81,9 +81,9 @@ class Rule(ABC):
         return None
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """How what it keeps, of these shapes, is spread over devices, as `executor.spread` has it.
+        """The partition specs of the rule's arrays, of these shapes, given the sharding `executor.spread`.
 
-        What is not named, XLA lays out.
+        XLA chooses the sharding of arrays without a spec.
         """
         return {}
 
@@ -97,12 +97,12 @@ class Rule(ABC):
         return True
 
     def kind(self, windows: bool) -> RuleKind:
-        """What it is, for the verdict on exactness; `windows`: signals are taken at the start of windows."""
+        """The properties that the exactness report needs; `windows`: signals are taken at window starts."""
         return RuleKind("a rule of one's own", known=False)
 
     @property
     def turns(self) -> int:
-        """How many steps of a loop go together."""
+        """The `unroll` of the scan over single steps."""
         return 1
 
     def fuses(self, values: Values) -> bool:
@@ -111,17 +111,17 @@ class Rule(ABC):
 
 
 class TraceRule(Rule):
-    """A rule over the traces of weights: what it keeps of them, how that advances, and its gradient.
+    """A rule that stores traces of weights.
 
-    A rule of one's own is a frozen dataclass with `init`, `update` and `gradient`; `reset` for episodes in
-    a batch.
+    A custom rule is a frozen dataclass with the methods `init`, `update` and `gradient`, and `reset` if
+    samples of a batch are reset one by one.
     """
 
     any_window: ClassVar[bool] = False
 
     @property
     def beside(self) -> Rank | Layers | None:
-        """What is kept beside the traces of what these leave out; None: nothing."""
+        """The correction for paths that the traces truncate (`Rank` or `Layers`), or None."""
         return None
 
     @property
@@ -143,14 +143,14 @@ class TraceRule(Rule):
     def gradient_apart(
         self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
     ) -> Gradients:
-        """The same, each as the devices have it that share a batch (`PartialSums`), where it can be."""
+        """`gradient`, as per-device partial sums (`PartialSums`) where the batch is sharded."""
         return self.gradient(slots, values, signals, local)
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
-        """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
+        """The arrays with the samples reset for which `keep`, (batch,), is False."""
         raise NotSupportedError(
-            f"The rule {type(self).__name__} does not say how samples of a batch begin anew: give it a "
-            "method `reset(slots, values, keep)`, or reset all of them (`learner.reset_state()`)."
+            f"The rule {type(self).__name__} cannot reset single samples of a batch. Add a method "
+            "`reset(slots, values, keep)` to it, or reset all samples (`learner.reset_state()`)."
         )
 
     def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
