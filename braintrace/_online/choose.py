@@ -40,9 +40,9 @@ def choose(
     `keep` that they are needed after it.
     """
     if online.rule.back_through_time:
-        return Drive(step, size=sequence.length, windows=True, again=chunk_size)
+        return Drive(step, size=sequence.length, windows=True, checkpoint_every=chunk_size)
     why = step.why_in_turn()
-    in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
+    in_turn = Drive(step, size=sequence.pace, unroll=online.rule.unroll)
     if online.windows:
         any_window = online.rule.any_window
         if window == "auto":
@@ -70,7 +70,7 @@ def choose(
     if why is not None or (alone and not step.reads_old_states):
         return in_turn
     last = size == sequence.length
-    return Drive(step, size=size, together=True, keep=keep or not last, fresh=last and fresh)
+    return Drive(step, size=size, chunked=True, keep=keep or not last, fresh=last and fresh)
 
 
 def auto_window(online: Online, length: int, budget: int) -> int:

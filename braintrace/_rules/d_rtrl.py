@@ -89,7 +89,7 @@ class D_RTRL(TraceRule):
             )
 
     @property
-    def beside(self) -> Rank | Layers | None:
+    def correction(self) -> Rank | Layers | None:
         if self.across is not None:
             return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype, BASES[self.basis]) if self.rank else None
@@ -105,7 +105,7 @@ class D_RTRL(TraceRule):
 
     @property
     def projection(self) -> Rank | None:
-        return self.beside if isinstance(self.beside, Rank) else None
+        return self.correction if isinstance(self.correction, Rank) else None
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(

@@ -54,7 +54,7 @@ class Rank:
     samples: int | str | None = "auto"
     dtype: Any = None
     basis: Pushed | Balanced = BASES["pushed"]
-    beside_traces: bool = True  # whether there are traces, which need a batch axis, too
+    corrects_traces: bool = True  # whether there are traces, which need a batch axis, too
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = self.per_sample(executor)
@@ -278,7 +278,7 @@ class Rank:
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
-        return per_sample(executor, self.samples, traces=self.beside_traces)
+        return per_sample(executor, self.samples, traces=self.corrects_traces)
 
 
 def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True) -> PerSample:

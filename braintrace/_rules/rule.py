@@ -101,7 +101,7 @@ class Rule(ABC):
         return RuleKind("a rule of one's own", known=False)
 
     @property
-    def turns(self) -> int:
+    def unroll(self) -> int:
         """The `unroll` of the scan over single steps."""
         return 1
 
@@ -120,13 +120,13 @@ class TraceRule(Rule):
     any_window: ClassVar[bool] = False
 
     @property
-    def beside(self) -> Rank | Layers | None:
+    def correction(self) -> Rank | Layers | None:
         """The correction for paths that the traces truncate (`Rank` or `Layers`), or None."""
         return None
 
     @property
     def windows(self) -> bool:
-        return self.beside is not None
+        return self.correction is not None
 
     @abstractmethod
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
@@ -198,13 +198,13 @@ class TraceRule(Rule):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         values = self.init(executor.slots, executor.example_local())
-        return values if self.beside is None else {**values, **self.beside.start(executor)}
+        return values if self.correction is None else {**values, **self.correction.start(executor)}
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         at = executor.spread
         assert at is not None
         found = self.spread_traces(executor.slots, at, shapes)
-        return found if self.beside is None else {**found, **self.beside.spread(executor)}
+        return found if self.correction is None else {**found, **self.correction.spread(executor)}
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         found = super().lasting(executor)
@@ -228,16 +228,16 @@ class TraceRule(Rule):
         Also returns the gradients of signals at the window's start that come with them, and the rows of the
         projection, pulled back to the window's start.
         """
-        if self.beside is None:
+        if self.correction is None:
             return self._advanced(executor, values, window), {}, None
         if window.keep is not None:  # samples that are reset at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
             window = window.as_if_begun
         after = self._advanced(executor, values, window)
-        if not isinstance(self.beside, Rank):
-            return {**after, **self.beside.advance(executor, values, after, window)}, {}, None
+        if not isinstance(self.correction, Rank):
+            return {**after, **self.correction.advance(executor, values, after, window)}, {}, None
         course = lambda slots: self.course(slots, window.record)
-        more, known, pulled = self.beside.advance(executor, values, after, window, course, signals)
+        more, known, pulled = self.correction.advance(executor, values, after, window, course, signals)
         return {**values, **after, **more}, known, pulled
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
@@ -250,9 +250,9 @@ class TraceRule(Rule):
         at_groups = executor.widened(executor.at_groups(signals))
         grads = self.gradient_apart(executor.slots, values, at_groups, window.inputs_of_first)
         found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.beside is None:
+        if self.correction is None:
             return found
-        more = self.beside.past(executor, values, signals)
+        more = self.correction.past(executor, values, signals)
         return [plus(a, more.get(i)) for i, a in enumerate(found)]
 
     def over_windows(
@@ -303,7 +303,7 @@ class TraceRule(Rule):
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~rows)}
-        return kept if self.beside is None else {**kept, **self.beside.forget(executor, values, rows)}
+        return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from .._diagnostics.step_warnings import frozen_parameters
 from .._learners.model_calls import called_with, calling_model
 from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
-from .._online.drive import finite_targets
+from .._online.parts import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.check import about_zeros, by_name
