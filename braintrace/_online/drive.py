@@ -51,9 +51,7 @@ class Drive:
     chunked: bool = False  # run in chunks
     windows: bool = False  # run in windows
     window: int = 0  # window size if a part may hold several windows; 0 if each part is one window
-    checkpoint_every: int | None = (
-        None  # BPTT: steps per `jax.checkpoint` segment; None stores the values of all steps
-    )
+    checkpoint_every: int | None = None  # BPTT: steps per `jax.checkpoint` segment; None stores all values
     keep: bool = True  # whether the rule's arrays are needed after the sequence
     fresh: bool = False  # whether the traces are known to be zero before the sequence
     begins: tuple[int, ...] = ()  # indices of the leaves that a reset sets to `Given.initial`
@@ -191,9 +189,8 @@ class Drive:
                 grads = self.add_params(grads, self._before_call(taken[0], by_leaf))
             return (add(total, grads), moving), outs
 
-        unroll = (
-            self.unroll if self.spread is None else 1
-        )  # XLA moves a single sum over devices out of a loop
+        # on devices, XLA moves a single sum over them out of a loop
+        unroll = self.unroll if self.spread is None else 1
         steps = part.slices, part.mask, part.reset
         (total, moving), outs = jax.lax.scan(body, (carry.total, carry.moving), steps, unroll=unroll)
         return Carry(total, carry.traced, moving), outs

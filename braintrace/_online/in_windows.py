@@ -6,9 +6,9 @@ those after it, the projection (`_rules/projection.py`) splits
     λ = u + (λ - u)        u = (λ Tᵀ) S goes on to the window before;  λ - u meets the traces.
 
 `jax.vjp` computes all of it: the function `enter` is the identity at a window's start, and its backward pass
-returns `u` for the leaves, `λ - u` for `rest` (zeros, one per step) and the covariance of `λ` for `read` (zeros).
-At the first window nothing is before it: there `u`, the cotangent of the part's first leaves, is added to `rest`
-again. The rule then turns `rest` into gradients (`TraceRule.over_windows`).
+returns `u` for the leaves, `λ - u` for `rest` (zeros, one per step) and the covariance of `λ` for `read`
+(zeros). No window is before the first one: there `u`, the cotangent of the part's first leaves, is added to
+`rest` again. The rule then turns `rest` into gradients (`TraceRule.over_windows`).
 """
 
 from __future__ import annotations
