@@ -30,9 +30,9 @@ from .._executor.sharding import Spec
 from .._executor.trace_math import promoted
 from .._executor.window import Window, unroll, where_rows
 
-# A projection has arrays of its own (`start`, `lasting`), a pair of rows at a window's start (`pair`) and, for
-# the windows of one pass, a *crossing*: a state that goes from window to window (`entered` at a start, `along`
-# a window), the pair there, and `read`, which collects statistics of cotangents. `observed` turns both into
+# A projection has own arrays (`start`, `lasting`), a pair of rows at a window's start (`pair`) and, for
+# the windows of a pass, a *crossing*: a state that goes from window to window (`entered` at a start, `along`
+# a window), the pair there, and `read`, which collects statistics of cotangents; `observed` turns both into
 # arrays.
 Values = dict[str, Any]
 Rows = Float[Array, "*samples rank state"]
