@@ -124,10 +124,10 @@ class Balanced:
 
     def lasting(self, per: PerSample, rank: int) -> Values:
         first = jnp.asarray(fixed_basis(per.numbers, rank).T, per.dtype)
-        none = jnp.zeros((per.numbers, _sketch_size(per.numbers, rank)), per.dtype)
+        none = lambda: jnp.zeros((per.numbers, _sketch_size(per.numbers, rank)), per.dtype)
         # index of the random change of the parameters, and windows since the pair was computed
         counts = jnp.zeros((2,), jnp.int32)
-        return {BASIS: jnp.stack([first, first]), REACH: none, READ: none, COUNTS: counts}
+        return {BASIS: jnp.stack([first, first]), REACH: none(), READ: none(), COUNTS: counts}
 
     def spread(self, per: PerSample) -> dict[str, Spec]:
         return {TANGENT: (per.lead, None)}
