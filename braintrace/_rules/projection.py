@@ -169,7 +169,8 @@ class Balanced:
 
         def averaged(name: str, total: Covariance) -> Covariance:
             before: Covariance = values[name]
-            return before + (new * (each * total - before)).astype(before.dtype)
+            after = before + (new * (each * total - before)).astype(before.dtype)
+            return jnp.where(jnp.isfinite(after).all(), after, before)  # an overflow would stay for good
 
         counts = values[COUNTS] + jnp.array([0, windows], jnp.int32)
         found = {TANGENT: tangent, REACH: averaged(REACH, reach), COUNTS: counts}
@@ -237,15 +238,17 @@ def _normal(key: Any, avals: list[Any]) -> list[Any]:
 def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
     """`S` and `T` after two steps of subspace iteration from the present `T`: (2, rank, state size)."""
     n = len(reach)
+    reach, read = _scaled(reach), _scaled(read)
     mean = _trace(read) / n
-    level = jnp.where(mean > 0, _LEAST * mean, 1)  # nothing read yet: `O` is the identity
+    least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
+    level = jnp.where(mean > 0, least * mean, 1)  # nothing read yet: `O` is the identity
     t = basis[1].T
     for _ in range(2):
         t = _columns(_times(reach, _times(read, t) + level * t))
     read_t = _times(read, t)
     inner = _product("nq,nr->qr", t, read_t)
-    outside = read_t - _product("nq,qr->nr", t, inner)  # so that `S Tᵀ = I` whatever rounding does
-    s = t + jnp.linalg.solve(inner + level * jnp.eye(t.shape[1], dtype=t.dtype), outside.T).T
+    s = jnp.linalg.solve(inner + level * jnp.eye(t.shape[1], dtype=t.dtype), read_t.T).T
+    s = t + s - _product("nq,qr->nr", t, _product("nq,nr->qr", t, s))  # `S Tᵀ = I` whatever rounding does
     return jnp.stack([s.T, t.T])
 
 
@@ -281,6 +284,12 @@ def _times(average: Covariance, columns: Float[Array, "state rank"]) -> Float[Ar
     core = core + jnp.where(level > 0, level, 1) * jnp.eye(size, dtype=core.dtype)
     inner = _product("nm,nr->mr", average, columns)
     return _product("nm,mr->nr", average, jnp.linalg.solve(core, inner))
+
+
+def _scaled(average: Covariance) -> Covariance:
+    """The same up to a factor, such that products neither overflow nor vanish."""
+    largest = jnp.max(jnp.abs(average))
+    return average / jnp.where(largest == 0, 1, largest)
 
 
 def _trace(average: Covariance) -> Any:

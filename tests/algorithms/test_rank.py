@@ -492,6 +492,29 @@ def test_a_pair_from_nothing_read_or_nothing_reached_is_still_a_pair():
         np.testing.assert_allclose(s.T @ t, np.eye(n), atol=1e-8)  # all directions: the identity
 
 
+@pytest.mark.parametrize("rank", [3, 24])
+def test_a_pair_in_float32_is_a_pair_where_little_is_read(rank):
+    """What rounding leaves of a covariance of low rank is divided by small eigenvalues: not within `T`."""
+    n = 24
+    reach, read = (jnp.asarray(a, jnp.float32) for a in covariances(n, (n, 1)))
+    basis = jnp.asarray(np.stack([projection.fixed_basis(n, rank).T] * 2), jnp.float32)
+    for scale in (1e-30, 1, 1e30):  # products of averages would vanish or overflow
+        s, t = projection.balanced(basis, np.float32(scale) * reach, np.float32(scale) * read)
+        np.testing.assert_allclose(s @ t.T, np.eye(rank), atol=1e-4)
+
+
+def test_averages_forget_what_overflows():
+    """After losses that overflow, averages and gradients are finite again."""
+    net, params, start = functions(braintrace.rules.D_RTRL(rank=2))
+    traces = net.init(params, start)
+    rng = np.random.RandomState(0)
+    xs, ys = jnp.asarray(rng.randn(6, 4, X)), jnp.asarray(rng.randn(6, 4, 1))
+    _, (carry, traces), _ = net.grad(squared_error, params, start, traces, xs, 1e200 * ys)
+    carry, traces = net.reset(carry, traces)
+    grads, (_, traces), _ = net.grad(squared_error, params, carry, traces, xs, ys)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves((grads, traces)))
+
+
 def test_a_sketch_of_a_low_rank_covariance_is_exact(monkeypatch):
     n, rank = 80, 2
     rows = np.random.RandomState(0).randn(5, n)
