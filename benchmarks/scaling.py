@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import braintrace  # noqa: E402
 from braintrace import rules  # noqa: E402
-from braintrace._report.sent import collectives  # noqa: E402
+from braintrace._report.collectives import collectives  # noqa: E402
 
 COUNTS = (1, 2, 4, 8)
 RESULTS = Path(__file__).parent / "results"

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import rules as rules
     from ._compiler import *
+    from ._diagnostics.records import *
+    from ._diagnostics.verdict import *
     from ._executor import *
     from ._frontends import *
     from ._learners import *
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
     from ._loading import *
     from ._ops import *
     from ._report.check import *
-    from ._report.diagnostics import *
     from ._report.plan import *
     from ._report.report import *
-    from ._report.verdict import *
     from ._train import *
 
 _SUBMODULES = ("agents", "nir", "nn", "nnx", "rules", "tasks")
@@ -58,16 +58,17 @@ _HOMES = {
         "register_primitive sparse_matmul"
     ),
     "_report.check": "GradientCheck",
-    "_report.diagnostics": "CompilationRecord DiagnosticKind DiagnosticLevel",
+    "_diagnostics.records": "CompilationRecord DiagnosticKind DiagnosticLevel",
     "_report.plan": "Plan plan",
     "_report.report": "CompilationReport",
-    "_report.verdict": "DroppedPath Exactness",
+    "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (
         "Comparison DivergedError FitResult LostProcessError Stream adaptive_obgd compare fit obgd "
         "save_curves show_curves write_report"
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = [*_HOME_OF]  # noqa: PLE0604
 
 
 def __dir__() -> list[str]:
@@ -77,8 +78,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name == "__all__":
-        return [*_HOME_OF]
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

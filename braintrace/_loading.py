@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 
 
 class Loaded(NamedTuple):
-    """What had no counterpart: parameters without a value, and values without a parameter, by dotted name."""
+    """Parameters without a value, and values without a parameter, by dotted name."""
 
     missing: list[str]
     left_over: list[str]

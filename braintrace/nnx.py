@@ -24,18 +24,18 @@ from ._report.report import CompilationReport
 
 
 class Carry(nnx.Variable):
-    """What a learner's module hands from step to step."""
+    """The carry of a learner's module."""
 
 
 class Trace(nnx.Variable):
-    """What a learner's rule keeps from step to step."""
+    """The traces of a learner's rule."""
 
 
 class Learner(nnx.Module):
     """A module that is called as `module(carry, x) -> (carry, y)`, as Flax's cells are, learning online.
 
-    `carry` is what samples begin with, and `x` the input of one step, for its shape. Parameters are the
-    module's `nnx.Param`s; its other variables (running statistics, counts and keys of random numbers) are
+    `carry` is the carry before the first step, and `x` the input of one step, for its shape. Parameters are
+    the module's `nnx.Param`s; its other variables (running statistics, counts and keys of random numbers) are
     carried along, without a trace. `rule`, `mark`, `window` and `order` are those of `braintrace.online`.
 
     >>> import braintrace.nnx, jax.numpy as jnp, optax
@@ -70,7 +70,7 @@ class Learner(nnx.Module):
     def __call__(self, x: Any, **given: Any) -> Any:
         """One step; its derivative in the parameters is the online gradient.
 
-        `given` is what the rule's signal is made of: `modulator=`, `target=`.
+        `given` are the inputs of the rule's learning signal: `modulator=`, `target=`.
         """
         net, params, carried, traces = self.split()
         carried, traces, y = net.step(params, carried, traces, x, **given)
@@ -88,8 +88,8 @@ class Learner(nnx.Module):
     ) -> Any:
         """The gradients over a sequence, an `nnx.State` as `nnx.Optimizer.update(module, grads)` takes it.
 
-        With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and what `loss`
-        returns beside its value; with both, of all three. Other options are those of `grad` of
+        With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and the second
+        value of `loss`; with both, of all three. Other options are those of `grad` of
         `braintrace.online`: `mask`, `reset`, `window`, `chunk_size`, `reduction`, `modulator`.
         """
         net, params, carried, traces = self.split()
@@ -101,7 +101,7 @@ class Learner(nnx.Module):
         return found[0] if len(found) == 1 else tuple(found)
 
     def reset(self, rows: Any = None) -> None:
-        """Begin anew, with the first carry and traces of zero: all samples, or those flagged in `rows`."""
+        """Reset to the first carry and traces of zero: all samples, or those flagged in `rows`."""
         net, _, carried, traces = self.split()
         carried, traces = net.reset(carried, traces, rows)
         self._keep(jax.tree.map(jnp.copy, carried), traces)
@@ -113,7 +113,7 @@ class Learner(nnx.Module):
 
     @property
     def report(self) -> CompilationReport:
-        """What is learned how, and what is left out."""
+        """How each parameter is learned, and which paths through time the rule truncates."""
         return self.functions.report
 
     def split(self) -> tuple[FunctionalLearner, Any, Any, Any]:

@@ -212,7 +212,7 @@ def draw(
             for (label, _), x, y in zip(points, memories, scores, strict=True):
                 right.annotate(label, (x, y), (4, 5), textcoords="offset points", fontsize=9)
         right.axhline(1 / SYMBOLS, color="#999999", ls=":")
-        right.set(title="The dial: mean accuracy of a GRU", xlabel="memory of an update (KiB)")
+        right.set(title="The dial: mean accuracy of a GRU at first", xlabel="memory of an update (KiB)")
         right.set(xscale="log", ylim=(0, 1.05))
         right.margins(x=0.15)
         right.legend(loc="upper left", frameon=False)

@@ -26,7 +26,7 @@ import braintrace
 from braintrace import nn
 from braintrace._executor import fused, rows
 from braintrace._frontends.pure import Pure
-from braintrace._report.sent import bytes_sent, collectives
+from braintrace._report.collectives import bytes_sent, collectives
 from braintrace._rules import d_rtrl, rank
 
 from .run import every
@@ -106,7 +106,7 @@ RULES = {
 # learners with more to keep, on one model: in windows, and by what their signal is made of
 WINDOWS: dict[str, Callable[[Any, int], Any]] = {
     "windows": lambda m, k: braintrace.D_RTRL(m, window=k),
-    "rank in one": lambda m, k: braintrace.D_RTRL(m, rank=2, power=1, window=k),
+    "rank in one": lambda m, k: braintrace.D_RTRL(m, rank=2, window=k),
     "layers": lambda m, k: braintrace.D_RTRL(m, across="layers", window=k),
     "SnAp": lambda m, k: braintrace.SnAp(m, 2, window=k),
     "UORO": lambda m, k: braintrace.UORO(m, window=k),
@@ -351,7 +351,14 @@ def in_windows(rule: Any, shape: tuple[int, int], width: int = IN, **size: int) 
 
 
 rules = braintrace.rules
-KEPT = [rules.D_RTRL(), rules.D_RTRL(rank=2), rules.RTRL(), rules.SnAp(2), rules.UORO(), rules.KF_RTRL()]
+KEPT = [
+    rules.D_RTRL(),
+    rules.D_RTRL(rank=2, basis="pushed"),
+    rules.RTRL(),
+    rules.SnAp(2),
+    rules.UORO(),
+    rules.KF_RTRL(),
+]
 
 
 @pytest.mark.parametrize("rule", every(6, KEPT), ids=[*"wrRSUK"])
@@ -373,7 +380,9 @@ def test_directions_are_sent_and_what_lies_along_them_is_not(shape, width):
     along directions is added to the gradients of each device before these are summed: nothing more is sent.
     """
     size, windows = 2, TIME // 2
-    plain, ranked = (in_windows(rules.D_RTRL(rank=n), shape, width, chunk_size=2) for n in (0, size))
+    plain, ranked = (
+        in_windows(rules.D_RTRL(rank=n, basis="pushed"), shape, width, chunk_size=2) for n in (0, size)
+    )
     more = sent(ranked)
     more.subtract(sent(plain))
     assert +more == {"all-gather": 2 + 3, "all-reduce": 2}

@@ -36,9 +36,9 @@ from .slices import between
 from .step import Path, show_path
 
 if TYPE_CHECKING:
-    from .._report.diagnostics import CompilationRecord, DiagnosticKind
+    from .._diagnostics.records import CompilationRecord, DiagnosticKind
+    from .._diagnostics.verdict import Exactness
     from .._report.report import CompilationReport
-    from .._report.verdict import Exactness
 
 
 class _Fields(NamedTuple):

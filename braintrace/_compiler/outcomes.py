@@ -12,7 +12,7 @@ from .program import Node, Site
 from .step import Path, State, Step, show_paths
 
 if TYPE_CHECKING:
-    from .._report.diagnostics import CompilationRecord
+    from .._diagnostics.records import CompilationRecord
     from .exactness import Dropped
     from .groups import HiddenGroup
 
@@ -197,7 +197,7 @@ class Findings(Sequence["CompilationRecord"]):
 
     @cached_property
     def _records(self) -> list[CompilationRecord]:
-        from .._report.findings import records
+        from .._diagnostics.sentences import records
 
         return records(self.outcomes, self.step)
 

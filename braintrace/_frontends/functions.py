@@ -20,14 +20,14 @@ Leaves = list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The form of a pytree: where its arrays are, and what else is in it."""
+    """The structure of a pytree: the paths of its arrays, and its static leaves."""
 
     name: str
     key: Any  # its structure, and the leaves that are not arrays
     rebuild: Callable[[Leaves], Any]
     paths: list[Path]  # of its arrays
-    like: Leaves  # the shapes of its arrays, and how they were spread over devices
-    numbers: bool  # whether those of Python are arrays
+    like: Leaves  # the shapes of its arrays, and how they were sharded
+    numbers: bool  # whether numbers of Python are arrays; else they are static
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -49,13 +49,13 @@ class Tree:
         )
 
     def with_none(self, leaves: Leaves) -> Any:
-        """A tree of this form with other leaves, and None for what is not an array."""
+        """A tree of this structure with other arrays, and None for static leaves."""
         items = iter(leaves)
         filled = [next(items) if static is None else None for static in self.key[1]]
         return jax.tree.unflatten(self.key[0], filled)[0][0]
 
     def leaves(self, tree: Any) -> Leaves:
-        """The arrays of a tree of this form."""
+        """The arrays of a tree, which must have this structure."""
         data, _, key = split_static((tree,), {}, numbers=self.numbers)
         if key != self.key:
             raise ValueError(
@@ -67,7 +67,7 @@ class Tree:
         return data
 
     def same(self, tree: Any) -> Leaves:
-        """The arrays of a tree of this form and these shapes: others might be broadcast, silently."""
+        """The arrays of a tree, which must have this structure and these shapes; others may broadcast."""
         data = self.leaves(tree)
         for path, a, shape in zip(self.paths, data, self.shapes, strict=True):
             if jnp.shape(a) != shape:
@@ -79,7 +79,7 @@ class Tree:
 
 
 def _unboxed(path: Any) -> Any:
-    """Without the `value` of a variable of Flax, which is all that there is in it."""
+    """The path without the `value` of a Flax variable, which has no other leaf."""
     return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
 
 
@@ -89,7 +89,7 @@ def _key(key: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A step function with the forms of what it takes and gives."""
+    """A traced step function, with the structures of its parameters, carry and input."""
 
     function: Callable[..., Any]
     step: Step
@@ -144,7 +144,7 @@ def read_function(
     untraced: Callable[[Path], bool] = lambda path: False,
     order: str | None = None,
 ) -> Function:
-    """Trace `function(params, carry, x)`; shapes may stand for arrays.
+    """Trace `function(params, carry, x)`; arrays may be `jax.ShapeDtypeStruct`s.
 
     Leaves of the carry that are `untraced` are not those of a sample: running statistics, counts, keys.
     """
@@ -192,7 +192,7 @@ def _is_inexact(a: Any) -> bool:
 
 
 def _new_carry(tree: Tree, old: Leaves, carry: Any, function: Any) -> Leaves:
-    """The leaves of the carry that a step returned: in structure, shapes and types as it was given."""
+    """The leaves of the carry that a step returned, after a check of its structure, shapes and types."""
     try:
         new = [jnp.asarray(a) for a in tree.leaves(carry)]
     except ValueError as e:

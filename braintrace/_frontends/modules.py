@@ -28,10 +28,10 @@ from .._compiler.module_info import ModuleInfo, read_step
 from .._compiler.perturbation import HiddenPerturbation
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.step import Path, Role, State, Step
+from .._diagnostics.records import warn_of
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
-from .._report.diagnostics import warn_of
 from .pure import traced_with
 from .unmarked import unmarked_layers
 
@@ -43,7 +43,7 @@ def extract_module_info(
 ) -> ModuleInfo:
     """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given.
 
-    With `mark='auto'`, marks are set where parameters meet what is not made of them.
+    With `mark='auto'`, the operations that combine parameters with other values are marked.
     """
     check_mark(mark)
     step = step_of(model, args, kwargs)
@@ -154,7 +154,7 @@ def _unit(value: Any) -> str:
 
 
 def _outside(state: brainstate.State, number: int) -> Path:
-    """A name for a state that the step uses and the model does not hold."""
+    """The path of a state that the step uses and that is not part of the model."""
     if state is brainstate.random.DEFAULT:
         return ("brainstate.random.DEFAULT",)
     return "<outside the model>", f"{type(state).__name__} {number}"
@@ -200,7 +200,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
-    """Why and where a model's step failed; None for an error that says so itself."""
+    """The reason and place of a failure in a model's step; None if the error is clear by itself."""
     if isinstance(e, StateGivenError):
         return str(e)
     failed = f"The model's step failed while it was traced{_at(e, model)}"
@@ -226,7 +226,7 @@ def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
 
 
 def _at(error: BaseException, model: Any) -> str:
-    """Where a step failed: the innermost layer, by its path, and the user's line."""
+    """The place where a step failed: the innermost layer, by its path, and the user's line."""
     paths = {id(node): ".".join(map(str, path)) for path, node in model.nodes().items() if path}
     called = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     layer = next((f", in `{paths[id(a)]}` ({type(a).__name__})" for a in called[::-1] if id(a) in paths), "")

@@ -1,4 +1,4 @@
-"""Step functions that take or return things in another order than `step(params, carry, x) -> (carry, y)`.
+"""Step functions with another order of arguments or results than `step(params, carry, x) -> (carry, y)`.
 
 Flax cells            params carry x -> carry y
 Haiku cores, spyx     params x carry -> y carry
@@ -67,7 +67,7 @@ def in_order(function: Callable[..., Any], order: str | None = None) -> Callable
 
 
 def _are_misnamed(function: Callable[..., Any]) -> bool:
-    """Whether the arguments after the parameters are called as an input and a state are."""
+    """Whether the arguments after the parameters are named as an input and a state usually are."""
     names: list[str] = []
     with contextlib.suppress(TypeError, ValueError):  # there may be no signature
         names = [*inspect.signature(function).parameters][1:3]
@@ -75,7 +75,7 @@ def _are_misnamed(function: Callable[..., Any]) -> bool:
 
 
 def _form(result: Any, carry: Any, first: Names = _RETURNS[0]) -> Names | None:
-    """Where in what a step returned there is a tree with the structure and shapes of the carry."""
+    """The place in a step's result of a tree with the structure and shapes of the carry."""
     pair = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     parts = dict(zip(_RETURNS, (*pair, result), strict=True))
     form = lambda tree: (jax.tree.structure(tree), list(map(np.shape, jax.tree.leaves(tree))))

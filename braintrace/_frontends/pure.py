@@ -16,10 +16,10 @@ Leaves = list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Pure:
-    """What a function computes from its arguments and from the states that it touches."""
+    """A function over states, traced as a pure function of its arguments and of the values of the states."""
 
     closed: Any
-    shapes: Any  # of what it returns
+    shapes: Any  # of its results
     states: tuple[brainstate.State, ...]
     trees: tuple[Any, ...]
     written: tuple[bool, ...]
@@ -40,7 +40,7 @@ class Pure:
 
     @property
     def effects(self) -> Any:
-        """What it does beside computing: it prints, or calls back."""
+        """The side effects of the function: prints and callbacks."""
         return self.closed.effects
 
     def values(self) -> list[Leaves]:
@@ -54,7 +54,7 @@ class Pure:
                 state.value = jax.tree.unflatten(tree, leaves)
 
     def __call__(self, values: list[Leaves], *args: Any) -> tuple[Any, list[Leaves]]:
-        """What the function returns, and the new leaves of each state."""
+        """The results of the function, and the new leaves of each state."""
         flat = [*jax.tree.leaves(args), *(leaf for leaves in values for leaf in leaves)]
         outs = _compat.jaxpr_as_fun(self.closed)(*flat)
         num = len(outs) - sum(t.num_leaves for t in self.trees)
@@ -62,7 +62,7 @@ class Pure:
 
 
 def traced_with(states: Iterable[brainstate.State], trace: Callable[..., Any], *args: Any) -> Any:
-    """`trace(*args)` with types of states and arguments that say nothing of how they are spread."""
+    """`trace(*args)` with types of states and arguments that carry no sharding."""
     states = list(states)
     before = [st.value for st in states]
 

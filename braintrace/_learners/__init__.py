@@ -36,6 +36,6 @@ from .published import EProp as EProp
 from .published import OSTLFeedforward as OSTLFeedforward
 from .published import OSTLRecurrent as OSTLRecurrent
 from .published import ThreeFactor as ThreeFactor
-from .stateful import EligibilityTrace as EligibilityTrace
 from .stateful import ETraceAlgorithm as ETraceAlgorithm
 from .stateful import ETraceVjpAlgorithm as ETraceVjpAlgorithm
+from .trace_states import EligibilityTrace as EligibilityTrace

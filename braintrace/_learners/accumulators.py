@@ -18,13 +18,13 @@ class _Average(brainstate.ShortTermState):
         self._shape, self._dtype = value.shape, value.dtype
 
     def reset_state(self, batch_size: int | None = None, **_: Any) -> None:
-        """Zeros; with `batch_size`, so many in front."""
+        """Set to zero; `batch_size` sets the size of the first axis."""
         shape = self._shape if batch_size is None else (batch_size, *self._shape[1:])
         self.value = jnp.zeros(shape, self._dtype)
 
 
 class PresynapticTrace(_Average):
-    """A leaky sum of what comes in, `a <- leak a + x`, as OTTT keeps it.
+    """A leaky sum of inputs, `a <- leak a + x`, the trace of OTTT.
 
     >>> import jax.numpy as jnp
     >>> trace = PresynapticTrace(jnp.zeros(2), leak=0.5)

@@ -1,4 +1,4 @@
-"""From a model to a learner that is ready to use, in one call."""
+"""Make and compile a learner in one call; learners and rules by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NAMES: dict[str, type[ETraceAlgorithm]] = {
 
 def compile(
     model: brainstate.nn.Module,
-    algorithm: type[ETraceAlgorithm] | str | ETraceConfig,
+    algorithm: type[ETraceAlgorithm] | Rule | str | ETraceConfig,
     *example_inputs: Any,
     batch_size: int | None = None,
     seed: int | None = None,
@@ -71,11 +71,11 @@ def compile(
 ) -> Any:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
-    `algorithm` is a class, a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`, `'eprop'`, ...) or an
-    `ETraceConfig`; `options` are its own.
+    `algorithm` is a class, a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`, `'eprop'`, ...), a value of
+    `braintrace.rules` or an `ETraceConfig`; `options` are its own.
     With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
-    samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints what is learned
-    how, 2 every finding of the compiler as well.
+    samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints the
+    report, 2 every finding of the compiler as well.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(3, 4)
@@ -88,10 +88,14 @@ def compile(
         algorithm = _learner_of(algorithm)
     elif isinstance(algorithm, str):
         algorithm = learner_named(algorithm)
+    elif isinstance(algorithm, Rule):
+        if not algorithm.back_through_time:
+            options["rule"] = algorithm
+        algorithm = BPTT if algorithm.back_through_time else ETraceAlgorithm
     elif not (isinstance(algorithm, type) and issubclass(algorithm, ETraceAlgorithm)):
         raise TypeError(
-            f"`algorithm` is a learner such as `braintrace.D_RTRL`, its name, or an `ETraceConfig`, not "
-            f"{algorithm!r}."
+            "`algorithm` is a learner such as `braintrace.D_RTRL`, its name, a rule such as "
+            f"`braintrace.rules.D_RTRL()`, or an `ETraceConfig`, not {algorithm!r}."
         )
     if not example_inputs:
         raise ValueError("Give an example of the model's input: an array with the shape of one step.")
@@ -116,19 +120,19 @@ def compile(
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
 
 
-def learner_named(name: str) -> type[ETraceAlgorithm]:
-    """The class of learners of a name such as 'd_rtrl'."""
+def learner_named(name: str, what: str = "algorithm") -> type[ETraceAlgorithm]:
+    """The class of learners of a name such as 'd_rtrl'; errors call it `what`."""
     known = NAMES.get(name.strip().lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), NAMES, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(map(repr, NAMES))}."
-        raise ValueError(f"Unknown algorithm {name!r}; {hint}")
+        raise ValueError(f"Unknown {what} {name!r}; {hint}")
     return known
 
 
 def as_rule(given: Any) -> Rule:
     """A rule as a value, given as such, by its name, or as a class of rules or learners."""
-    made: Any = learner_named(given) if isinstance(given, str) else given
+    made: Any = learner_named(given, "rule") if isinstance(given, str) else given
     if isinstance(made, type) and issubclass(made, ETraceAlgorithm):
         made = rule_and_window(made)[0]
     elif isinstance(made, type) and issubclass(made, Rule):
@@ -139,6 +143,12 @@ def as_rule(given: Any) -> Rule:
             f"name such as 'd_rtrl', not {given!r}."
         )
     return made
+
+
+def name_of_rule(given: Any) -> str:
+    """The name of a rule that is given as a value, a class or a name."""
+    made = learner_named(given, "rule") if isinstance(given, str) else given
+    return str(made.__name__) if isinstance(made, type) else as_rule(made).kind(False).name
 
 
 def rule_and_window(learner: type[ETraceAlgorithm], **options: Any) -> tuple[Rule, int | None]:
@@ -190,11 +200,11 @@ class ETraceVmap(brainstate.nn.Vmap):
             return self.module.etrace_grad(*sequences, step_fn=step_fn, **options)
         flags = Sequence.check(sequences, None, reset).reset
 
-        def begun_anew(rows: Any, *slices: Any) -> Any:
+        def with_reset(rows: Any, *slices: Any) -> Any:
             self.reset_state(rows=rows)
             return step_fn(*slices)
 
-        return self.module.etrace_grad(flags, *sequences, step_fn=begun_anew, **options)
+        return self.module.etrace_grad(flags, *sequences, step_fn=with_reset, **options)
 
     def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
         """Reset the states, traces and step counter of every sample; or states and traces of some `rows`."""

@@ -15,6 +15,8 @@ from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import ModuleInfo, read_step
+from .._diagnostics.records import DiagnosticKind, kinds_of, warn_of, warn_of_options
+from .._diagnostics.step_warnings import unused_parameters, warn_of_no_effect
 from .._executor.check_op_labels import check_own_ops
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.slots import find_slots
@@ -28,8 +30,6 @@ from .._online.programs import Programs
 from .._online.request import WindowSize
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
-from .._report.beside import unused_parameters, warn_of_no_effect
-from .._report.diagnostics import DiagnosticKind, kinds_of, warn_of, warn_of_options
 from .._rules.rule import Rule, TraceRule, Values
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ class CompiledStep:
         return online
 
     def with_rule(self, rule: Rule, window: WindowSize | None) -> CompiledStep:
-        """The same step and graph with another rule."""
+        """A copy with the same graph and another rule."""
         return self._changed(rule=rule, window=window)
 
     def sharded(self, param: Shape, state: Shape, x: Shape) -> CompiledStep:
-        """The same step and graph for arrays that are sharded as these functions of their shapes return."""
+        """A copy with the same graph, for arrays sharded as these functions of their shapes return."""
         f = self.function
         params, carry, x_ = (
             replace(t, like=list(map(g, t.like)))

@@ -30,7 +30,7 @@ def _side(axis: str, at: int, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class ETraceConfig:
-    """A learning rule by its choices: what is kept, how it decays, which signal, which filter.
+    """A learning rule by its choices: the kind of trace, its decay, the learning signal, the filter.
 
     `trace_factorization`: 'per_param' (a trace of every weight), 'io_factorized' (averages of inputs and of
     state Jacobians, `decay` a number or a pair) or 'random_projection' (`UORO`). `temporal_recursion`:
@@ -131,7 +131,7 @@ class ETraceConfig:
     decay_f = _side("decay", 1, "The decay of the average of state Jacobians.")
 
     def replace(self, **changes: Any) -> ETraceConfig:
-        """The same with other choices."""
+        """A copy with other choices."""
         return dataclasses.replace(self, **changes)
 
     def describe(self) -> str:

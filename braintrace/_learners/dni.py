@@ -64,7 +64,7 @@ def _width(shape: tuple[int, ...]) -> int:
 
 
 class DNI(OptionsLearner):
-    """Decoupled neural interfaces (Jaderberg et al. 2017): windows, and an estimate of what comes after.
+    """Decoupled neural interfaces (Jaderberg et al. 2017): windows, and an estimate of later gradients.
 
         gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw
 
@@ -113,7 +113,7 @@ def train_synthetic_gradient(
     reset: bool = True,
     batch_size: int | None = None,
 ) -> list[float]:
-    """Fit the synthesizer of a learner to the gradients that it stands for; the mean squared error by epoch.
+    """Fit the synthesizer of a learner to the gradients that it estimates; the mean squared error by epoch.
 
         s(h[start]) -> d(L in the window + <s(h[end]), h[end]>)/dh[start], and zero at the end of `inputs`
 
@@ -165,25 +165,7 @@ def train_synthetic_gradient(
         target, after = jax.grad(total, has_aux=True)(start)
         return grouped(hidden_of(start)), grouped(hidden_of(target)), after
 
-    @jax.jit
-    def fit(values: Any, states: Any, targets: Any) -> Any:
-        def error(values: Any) -> Any:
-            found = net.apply(values, states)
-            total = sum(jnp.sum((found[k] - targets[k]) ** 2) for k in found)
-            return total / sum(found[k].size for k in found)
-
-        return jax.value_and_grad(error)(values)
-
-    def improve(states: Any, targets: Any) -> float:
-        values = net.param_values()
-        error, grads = fit(values, states, targets)
-        if optimizer is not None:
-            optimizer.update(grads)
-        else:
-            for k, st in net.states_dict().items():
-                st.value = st.value - lr * grads[k]
-        return float(error)
-
+    fit = _fitting(net)
     history = []
     for _ in range(epochs):
         if reset:
@@ -193,8 +175,30 @@ def train_synthetic_gradient(
         for i in range(0, len(leaves[0]), chunk_size):
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
             states, targets, rest = window(net.param_values(), params, rest, xs)
-            errors.append(improve(states, targets))
+            errors.append(_improve(net, fit, states, targets, optimizer, lr))
         end = grouped(hidden_of(jax.tree.leaves(rest)))
-        errors.append(improve(end, jax.tree.map(jnp.zeros_like, end)))
+        errors.append(_improve(net, fit, end, jax.tree.map(jnp.zeros_like, end), optimizer, lr))
         history.append(sum(errors) / len(errors))
     return history
+
+
+def _fitting(net: Any) -> Callable[..., Any]:
+    """A function of a synthesizer's parameters: its mean squared error at some states, and the gradient."""
+
+    def error(values: Any, states: Any, targets: Any) -> Any:
+        found = net.apply(values, states)
+        total = sum(jnp.sum((found[k] - targets[k]) ** 2) for k in found)
+        return total / sum(found[k].size for k in found)
+
+    return jax.jit(jax.value_and_grad(error))
+
+
+def _improve(net: Any, fit: Any, states: Any, targets: Any, optimizer: Any, lr: float) -> float:
+    """Take one step of an optimiser, or of size `lr`; the error before it."""
+    error, grads = fit(net.param_values(), states, targets)
+    if optimizer is not None:
+        optimizer.update(grads)
+    else:
+        for k, st in net.states_dict().items():
+            st.value = st.value - lr * grads[k]
+    return float(error)

@@ -42,7 +42,7 @@ class GradExpon(brainstate.nn.Module):
         return self.gradients.value
 
     def reset_state(self, batch_size: int | None = None) -> None:
-        """Begin again from zero, whatever the batch."""
+        """Set the sum to zero; `batch_size` has no effect."""
         self.gradients.value = _zeros(self.gradients.value)
 
 

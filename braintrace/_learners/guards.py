@@ -57,6 +57,6 @@ class Guards:
             found, masks = by_path(learner.model), learner.executor.masks
             self.weights.compare_masks({show_path(e.path): found.get(e.path, e.state) for e in masks})
 
-    def forget_weights(self) -> None:
-        """Compare with nothing at the next call: the traces have been reset."""
+    def reset_weights(self) -> None:
+        """Drop the weights seen so far, because the traces were reset."""
         self.weights = WeightChanges(self.model)

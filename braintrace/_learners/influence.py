@@ -15,10 +15,10 @@ class SnAp(OptionsLearner):
 
         P[t] = M * (H[t] P[t-1] + dh[t]/dw)
 
-    with `H` = dh[t]/dh[t-1] along all paths, and `M` one where a number of a parameter acts on a carried
-    number within `n` steps. The pattern comes from the structure of the step, for every parameter: sparse and
-    grouped products, convolutions, layers. A dense recurrence reaches everything in two steps: then, and with
-    `n` large enough on any model, the gradient is that of RTRL. Menick et al., 2020 (arXiv:2006.07232).
+    with the full Jacobian `H` = dh[t]/dh[t-1], and `M` one where an entry of a parameter acts on a state
+    variable within `n` steps. The pattern comes from the structure of the step, for every parameter: sparse
+    and grouped products, convolutions, layers. A dense recurrence reaches everything in two steps: then, and
+    with `n` large enough on any model, the gradient is that of RTRL. Menick et al., 2020 (arXiv:2006.07232).
 
     With `n=1` it keeps a trace of every weight as `D_RTRL` does, at its price, which decays with how each
     unit acts on itself, through recurrent weights as well (`mark` and `trace_dtype` are for these traces;
@@ -51,7 +51,7 @@ class UORO(OptionsLearner):
 
         P ~ s theta^T,    s' = rho0 H s + rho1 nu,    theta' = theta / rho0 + (nu^T dh/dw) / rho1
 
-    with `H` = dh[t]/dh[t-1] along all paths and random signs `nu`: right on average, for every parameter of
+    with the full Jacobian `H` = dh[t]/dh[t-1] and random signs `nu`: right on average, for every parameter of
     any model, at the memory of the parameters and states of each sample. A single run is far off; averages
     over many steps or samples are not. Tallec and Ollivier, 2017 (arXiv:1702.05043); there is one product for
     each sample of a batch.
@@ -88,7 +88,7 @@ class KF_RTRL(OptionsLearner):
         P ~ u (x) A,    u' = c1 p1 u + c2 p2 x,    A' = (c1 / p1) H A + (c2 / p2) dh/dy
 
     with random signs `c` and the `p` of the least variance: right on average, and with far less noise than
-    `UORO`, at a memory of batch x numbers carried x outputs for each use of a parameter. Mujika, Meier and
+    `UORO`, at a memory of batch x state size x outputs for each use of a parameter. Mujika, Meier and
     Steger, 2018 (arXiv:1805.10842), for one weight matrix; here for every use of every parameter, each with
     two sides of its own, in any model where these are products (no convolutions). In windows,
     the two sides advance step by step.

@@ -127,7 +127,7 @@ class Learner:
         self,
         length: int = 100,
         *,
-        rules: Iterable[str] = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT"),
+        rules: Iterable[Any] = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT"),
         chunk_sizes: Iterable[int] | None = None,
         memory_budget: int | None = None,
         window: WindowSize | None = None,
@@ -136,9 +136,9 @@ class Learner:
         mesh: Any = None,
     ) -> Plan:
         """The cost of each rule on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
-        from .._report.plan import Layout, Request, plan_learner
+        from .._report.plan import Layout, PlanRequest, plan_learner
 
-        request = Request(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+        request = PlanRequest(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
         if mesh is None:
             return plan_learner(self, request, None)
         layout = Layout.of(mesh)
@@ -276,10 +276,10 @@ class Learner:
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
-        def begun(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
+        def resetted(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
             return list(map(partial(where_rows, rows), start, old)), self.compiled.reset_traces(traces, rows)
 
-        found, traces = _meshes.in_auto_like((old, traces), begun, rows, start, old, traces)
+        found, traces = _meshes.in_auto_like((old, traces), resetted, rows, start, old, traces)
         for i, leaf in zip(at, found, strict=True):
             now[i] = leaf
         return self.function.carry.rebuild(now), traces

@@ -17,10 +17,10 @@ Drives = TypeVar("Drives", bound=Callable[..., Any])
 
 
 class Key(NamedTuple):
-    """What a form is compiled for."""
+    """The shapes, static arguments and states that a form is compiled for."""
 
     data: tuple[Any, ...]  # the shapes and types of the arrays among the arguments
-    static: Any  # the rest of the arguments
+    static: Any  # the structure of the arguments, and those that are not arrays
     states: tuple[Any, ...]
 
     @staticmethod
@@ -59,7 +59,7 @@ class NotCompiledError(CompilationError):
 
 
 def time_first(drive: Drives) -> Drives:
-    """A method over sequences that says so where they seem to have the batch first."""
+    """A method over sequences whose error names a batch axis that seems to come before time."""
 
     @functools.wraps(drive)
     def checked(self: Any, *sequences: Any, **options: Any) -> Any:
@@ -78,7 +78,7 @@ def time_first(drive: Drives) -> Drives:
 
 
 def why_missing(asked: Key, compiled: Collection[Key]) -> str:
-    """What to say where no form is compiled for a call."""
+    """The error message if no form is compiled for a call."""
     shapes = _shapes(asked.data)
     if not compiled:
         return (
@@ -120,7 +120,7 @@ def why_missing(asked: Key, compiled: Collection[Key]) -> str:
 
 
 def _mistake(asked: Key, known: Key) -> str | None:
-    """What was meant, where one form is near."""
+    """The message for a call that differs from a compiled form by its types, or by a time axis."""
     pairs = [(s, t, *k) for (s, t), k in zip(asked.data, known.data, strict=True)]
     if all(s == k for s, _, k, _ in pairs):
         types = ", ".join(f"{t} and not {u}" for _, t, _, u in pairs if t != u)

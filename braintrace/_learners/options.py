@@ -79,11 +79,11 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
 
 
 class Choice(NamedTuple):
-    """What the options of a learner choose."""
+    """The rule, config and attributes that the options of a learner choose."""
 
     rule: Rule
     config: ETraceConfig | None = None
-    attributes: Mapping[str, Any] = {}  # of the learner, besides those that all have
+    attributes: Mapping[str, Any] = {}  # of the learner, in addition to those of all learners
 
 
 class OptionsLearner(ETraceAlgorithm):

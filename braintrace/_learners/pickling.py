@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import io
 import pickle
@@ -52,6 +53,18 @@ def _state(cls: Any, attributes: dict[str, Any]) -> Any:
 def copy_state(state: Any) -> Any:
     """Another state of the same kind and value."""
     return _state(*_parts(state))
+
+
+def copy_of(obj: Any, attributes: dict[str, Any], memo: dict[int, Any]) -> Any:
+    """A deep copy of a module with these attributes, with copies of its states."""
+    cls: Any = type(obj)
+    new = cls.__new__(cls)
+    memo[id(obj)] = new
+    for state in obj.states().values():
+        memo[id(state)] = copy_state(state)
+    for name, value in copy.deepcopy(attributes, memo).items():
+        object.__setattr__(new, name, value)
+    return new
 
 
 def dumps(obj: Any) -> bytes:

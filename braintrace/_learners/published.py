@@ -5,18 +5,12 @@ Every learner here is approximate unless its report says otherwise.
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _rules as rules
-from .._executor.trace_recursion import Leak, Own, Recursion
 from .._online.request import check_choice
-from .._rules.bounds import Clipped
-from .._rules.presynaptic import Presynaptic
-from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, TargetProjection, as_key
 from .config import ETraceConfig
 from .options import Choice, OptionsLearner
 
@@ -43,16 +37,16 @@ class EProp(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        given = options.kappa_filter_decay
-        kappa = None if given is None else _decay("kappa_filter_decay", given)
-        rule = rules.D_RTRL(
-            options.trace_dtype,
-            recursion=Recursion(kappa=kappa) if kappa else None,
-            signal=_feedback(options),
-            called="EProp",
-            by_readouts=kappa is None,
+        o = options
+        rule = rules.EProp(
+            o.feedback,
+            o.kappa_filter_decay,
+            key=o.random_feedback_key,
+            feedback_decay=o.feedback_decay,
+            trace_dtype=o.trace_dtype,
         )
-        kind = "symmetric" if options.feedback == "symmetric" else "random_feedback"
+        kind = "symmetric" if o.feedback == "symmetric" else "random_feedback"
+        kappa = o.kappa_filter_decay and float(o.kappa_filter_decay)
         filters: dict[str, Any] = {"trace_filter": "kappa", "kappa": kappa} if kappa else {}
         return Choice(rule, ETraceConfig(learning_signal=kind, **filters))
 
@@ -71,9 +65,9 @@ class RFLO(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        recursion = None if options.leak is None else Recursion(Leak(_decay("leak", options.leak)))
-        signal = _feedback(options)
-        return Choice(rules.D_RTRL(options.trace_dtype, recursion=recursion, signal=signal, called="RFLO"))
+        key, decay = options.random_feedback_key, options.feedback_decay
+        more = {"key": key, "feedback_decay": decay, "trace_dtype": options.trace_dtype}
+        return Choice(rules.RFLO(options.leak, options.feedback, **more))
 
 
 class OSTLRecurrent(OptionsLearner):
@@ -93,9 +87,8 @@ class OSTLRecurrent(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        rule = rules.D_RTRL(options.trace_dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
-        config = options.config or ETraceConfig(recurrence_scope="coupled")
-        return Choice(cls.configured(options, "per_param") or rule, config)
+        rule = cls.configured(options, "per_param") or rules.OSTLRecurrent(trace_dtype=options.trace_dtype)
+        return Choice(rule, options.config or ETraceConfig(recurrence_scope="coupled"))
 
 
 class OSTLFeedforward(OptionsLearner):
@@ -115,15 +108,12 @@ class OSTLFeedforward(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        dtype, called = options.trace_dtype, "OSTLFeedforward"
-        rule: rules.Rule = rules.D_RTRL(dtype, called=called)
-        if options.decay_or_rank is not None:
-            rule = rules.ES_D_RTRL(options.decay_or_rank, dtype, called=called)
+        rule = rules.OSTLFeedforward(options.decay_or_rank, trace_dtype=options.trace_dtype)
         return Choice(cls.configured(options, "io_factorized") or rule, options.config)
 
 
 class OTTT(OptionsLearner):
-    """Online training through time (Xiao et al. 2022): an average of what comes in, and nothing else.
+    """Online training through time (Xiao et al. 2022): a leaky sum of the inputs.
 
         x'[t] = leak x'[t-1] + x[t]        gradient = sum_t x'[t] (dL[t]/dh J[t])
 
@@ -137,7 +127,7 @@ class OTTT(OptionsLearner):
     @classmethod
     def choose(cls, options: Any) -> Choice:
         check_choice("mode", options.mode, ("A", "O"))
-        rule = Presynaptic(_decay("leak", options.leak), called="OTTT", dtype=options.trace_dtype)
+        rule = rules.OTTT(options.leak, trace_dtype=options.trace_dtype)
         return Choice(rule, attributes={"mode": options.mode})
 
 
@@ -159,15 +149,9 @@ class OTPE(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        check_choice("mode", options.mode, ("full", "approx"))
-        leak, clip, dtype = _decay("leak", options.leak), options.trace_clip_abs, options.trace_dtype
-        on = Recursion(kappa=0.0, one_layer_on=True)
-        rule: rules.Rule = Presynaptic(leak, out=leak, recursion=on, called="OTPE", dtype=dtype)
-        if options.mode == "full":
-            bound = None if clip is None else Clipped(clip)
-            recursion = Recursion(Leak(leak), kappa=leak, one_layer_on=True)
-            rule = rules.D_RTRL(dtype, recursion=recursion, bound=bound, called="OTPE")
-        return Choice(rule, attributes={"mode": options.mode})
+        o = options
+        rule = rules.OTPE(o.leak, o.mode, trace_clip_abs=o.trace_clip_abs, trace_dtype=o.trace_dtype)
+        return Choice(rule, attributes={"mode": o.mode})
 
 
 class OSTTP(OptionsLearner):
@@ -189,20 +173,16 @@ class OSTTP(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        matrices, timing = options.B_list, options.target_timing
-        check_choice("target_timing", timing, ("per-step", "sequence-end"))
-        if (matrices is None) == (options.num_targets is None):
-            raise ValueError("Give either `B_list`, a matrix for each group, or `num_targets`.")
-        given = None if matrices is None else tuple(_as_tuple(np.asarray(B)) for B in matrices)
-        size = (options.num_targets if given is None else len(given[0])) or 1
-        signal = TargetProjection(size, as_key(options.key), given)
-        rule = rules.D_RTRL(options.trace_dtype, signal=signal, called="OSTTP")
-        standing = {"target": jnp.zeros(size)} if timing == "sequence-end" else {}
-        return Choice(rule, attributes={"target_timing": timing, "standing": standing})
+        o = options
+        check_choice("target_timing", o.target_timing, ("per-step", "sequence-end"))
+        rule = rules.OSTTP(o.B_list, num_targets=o.num_targets, key=o.key, trace_dtype=o.trace_dtype)
+        signal: Any = rule.signal
+        standing = {"target": jnp.zeros(signal.size)} if o.target_timing == "sequence-end" else {}
+        return Choice(rule, attributes={"target_timing": o.target_timing, "standing": standing})
 
 
 class S_TLLR(OptionsLearner):
-    """S-TLLR (Apolinario & Roy 2023): inputs before what goes out, and inputs after it.
+    """S-TLLR (Apolinario & Roy 2023): inputs before an output, and inputs after it.
 
         e[t] = alpha_post psi[t] sum_{s<=t} lambda_post^(t-s) x[s]
              + alpha_pre  x[t]   sum_{s<t}  lambda_pre^(t-s)  psi[s]
@@ -216,16 +196,9 @@ class S_TLLR(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        rule = Presynaptic(
-            _decay("lambda_post", options.lambda_post),
-            before=_decay("lambda_pre", options.lambda_pre),
-            after=float(options.alpha_post),
-            ahead=float(options.alpha_pre),
-            recursion=Recursion(kappa=0.0),
-            called="S_TLLR",
-            dtype=options.trace_dtype,
-        )
-        return Choice(rule)
+        o = options
+        decays, weights = (o.lambda_post, o.lambda_pre), (o.alpha_post, o.alpha_pre)
+        return Choice(rules.S_TLLR(*decays, *weights, trace_dtype=o.trace_dtype))
 
 
 class ThreeFactor(OptionsLearner):
@@ -246,25 +219,6 @@ class ThreeFactor(OptionsLearner):
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
-        rule = rules.D_RTRL(options.trace_dtype, signal=Modulator(), called="ThreeFactor")
+        rule = rules.ThreeFactor(trace_dtype=options.trace_dtype)
         config = ETraceConfig(learning_signal="modulatory")
         return Choice(rule, config, {"modulator": options.modulator})
-
-
-def _as_tuple(matrix: Any) -> Any:
-    return tuple(tuple(float(a) for a in row) for row in matrix)
-
-
-def _decay(name: str, value: Any) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(value) < 1:
-        raise ValueError(f"`{name}` is a number, at least 0 and less than 1, not {value!r}.")
-    return float(value)
-
-
-def _feedback(options: Any) -> Signal:
-    check_choice("feedback", options.feedback, ("symmetric", "random", "adaptive"))
-    if options.feedback == "symmetric":
-        return PROPAGATED
-    decay = _decay("feedback_decay", options.feedback_decay)
-    return Feedback(as_key(options.random_feedback_key), options.feedback == "adaptive", decay)

@@ -1,4 +1,4 @@
-"""Reset the states of a model: the one way, for learners, training, evaluation and comparisons."""
+"""Reset the states of a model, for learners, training, evaluation and comparisons."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def reset_rows(learner: ETraceAlgorithm, rows: Any) -> None:
     start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
     old = {path: found[path].value for path in start}, learner._values()
 
-    def begun(rows: Any, start: Any, states: Any, traces: Values) -> Any:
+    def resetted(rows: Any, start: Any, states: Any, traces: Values) -> Any:
         return jax.tree.map(partial(where_rows, rows), start, states), reset_traces(learner, traces, rows)
 
-    states, traces = _meshes.in_auto_like(old, begun, rows, start, *old)
+    states, traces = _meshes.in_auto_like(old, resetted, rows, start, *old)
     for path, value in states.items():
         found[path].value = value
     learner._store(traces)
@@ -193,7 +193,7 @@ def reset_traces(learner: ETraceAlgorithm, values: Values, rows: Any) -> Values:
 
 
 def _has_numbers(tree: Any) -> bool:
-    """Whether there is an array of numbers in it; a counter or a clock is none."""
+    """Whether a tree has an inexact array with axes; a counter or a clock has none."""
     leaves = jax.tree.leaves(tree)
     return any(jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .._compiler.step import show_path
+from .._diagnostics.step_warnings import warn_of_paths
 from .._executor.pull_back import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.data import MultiStepData, SingleStepData
@@ -25,13 +26,12 @@ from .._online.drive import Drive, Given
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
-from .._report.beside import warn_of_paths
 from .model_calls import called_with
 from .model_states import by_path, hidden_of, leaves_of
 from .not_compiled import NotCompiledError
 from .progress import Bar, Report, unchanged_on_error
 from .resets import initial_states, reset_traces, strengthen
-from .step_counter import is_unchanged
+from .trace_states import is_unchanged
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -96,7 +96,7 @@ class Task:
     request: Request
     step_fn: Callable[..., Any]
     weights: Weights
-    keep: bool  # the traces are wanted afterwards
+    keep: bool  # the traces are used afterwards
 
 
 def check_weights(learner: ETraceAlgorithm, weights: Any) -> Any:
@@ -163,7 +163,7 @@ def _calls_with_window(task: Task) -> bool:
 
 
 def _windows(task: Task, size: int) -> tuple[Any, Any, Any]:
-    """`step_fn` takes so many steps at once, and one window with what is left."""
+    """The gradient if `step_fn` takes windows of `size` steps; a shorter one takes the remainder."""
     if task.request.sequence.reset is not None:
         raise ValueError(
             f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
@@ -232,7 +232,7 @@ def evolve(
     *,
     alone: bool,
 ) -> Any:
-    """What every step returns; `alone`: a step is a call of the learner, and nothing else."""
+    """The results of all steps; `alone`: a step is a call of the learner and nothing else."""
     taken = learner.steps_at_once(chunk_size)
     if taken is None or taken == 1 or alone:
         return _evolve(learner, sequence, step, chunk_size)
@@ -311,7 +311,7 @@ def _reporting(traced: TracedStep, sequence: Sequence) -> Sequence:
 def _initial(
     learner: ETraceAlgorithm, traced: TracedStep, sequence: Sequence
 ) -> tuple[tuple[int, ...], list[Any]]:
-    """The leaves that have initial values for samples that begin anew, and these values."""
+    """The leaves that a reset of a sample sets, and their initial values."""
     if sequence.reset is None:
         return (), []
     size = sequence.reset.shape[1]
@@ -337,7 +337,7 @@ def _refuse_unused(learner: ETraceAlgorithm, traced: TracedStep, weights: Weight
 
 
 def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
-    """A sequence of windows of `size` steps, and one with what is left; and how many steps a window has."""
+    """The sequence as windows of `size` steps, and one window of the remaining steps; with their lengths."""
     count, left = divmod(whole.length, size)
     found = []
     for start, number, length in ((0, count, size), (count * size, 1, left)):
@@ -349,7 +349,7 @@ def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
 
 
 def _joined(outs: list[Any]) -> Any:
-    """What windows returned, as what their steps did."""
+    """The results of windows, with one time axis."""
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
     return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)
 

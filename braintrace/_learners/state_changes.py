@@ -1,4 +1,4 @@
-"""Whether anyone but the learner has set the hidden states of its model since its last step or reset."""
+"""Detects hidden states that were set by something else than the learner since its last step or reset."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Hidden states that a user's function reads before it calls the learner, while it is being traced.
 
-In `etrace_grad` the traces before the step answer for them. In a loop of the user's own nothing can: what is
-read is a constant to whoever differentiates. So it is noted, and said at the call.
+In `etrace_grad` the traces before the step give their gradient. In a loop of the user's own they are
+constants, and that part of the gradient is missing: the call of the learner warns of it.
 """
 
 from __future__ import annotations

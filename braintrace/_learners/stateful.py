@@ -5,8 +5,6 @@ It reads the values of states, calls the pure functions of a `CompiledStep`, and
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 from .. import _meshes
 from .._compiler import ETraceGraph
 from .._compiler.step import Path
+from .._diagnostics.records import warn_of_options
 from .._executor.executor import ETraceGraphExecutor
 from .._frontends.module_function import read_states
 from .._frontends.modules import Mark, check_mark
@@ -26,7 +25,6 @@ from .._online.choose import memory_budget
 from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
-from .._report.diagnostics import warn_of_options
 from .._rules.rule import Rule, Values
 from . import pickling
 from .calling import call, split_call
@@ -40,16 +38,12 @@ from .not_compiled import time_first
 from .progress import Report, read_progress, unchanged_on_error
 from .resets import reset_model, reset_rows, strengthen, values_now
 from .sequences import Task, check_weights, evolve, run
-from .step_counter import StepCounter
 from .trace_lookup import traces_of
-from .vjp_method import VjpMethod, read_method
+from .trace_states import EligibilityTrace, StepCounter
+from .vjp_method import VjpMethod, read_method, with_options
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
-
-
-class EligibilityTrace(brainstate.ShortTermState):
-    """A state that holds an eligibility trace."""
 
 
 class ETraceAlgorithm(brainstate.nn.Module):
@@ -131,13 +125,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return pickling.restore, (type(self), pickling.dumps(self._attributes()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        for state in self.states().values():
-            memo[id(state)] = pickling.copy_state(state)
-        for name, value in copy.deepcopy(self._attributes(), memo).items():
-            object.__setattr__(new, name, value)
-        return new
+        return pickling.copy_of(self, self._attributes(), memo)
 
     # -- compiling ---------------------------------------------------------------------------------
 
@@ -195,11 +183,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 f"{type(self).__name__} has neither `window` nor `rank`, which are for traces of weights: "
                 "`braintrace.D_RTRL` has them."
             )
-        for name, value in {"rank": rank, "basis": basis, "across": across}.items():
-            if value is not None:
-                if not hasattr(rule, name):
-                    raise ValueError(f"{type(self).__name__} has no `{name}`; `braintrace.D_RTRL` has.")
-                rule = dataclasses.replace(rule, **{name: value})
+        options = {"rank": rank, "basis": basis, "across": across}
+        rule = with_options(rule, options, type(self).__name__)
         check_window(window)
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window
@@ -317,7 +302,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             else:
                 self.traces[key] = EligibilityTrace(value)
         self._keep_lasting(lasting)
-        self._guards.forget_weights()
+        self._guards.reset_weights()
 
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
@@ -370,7 +355,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         for key, state in self.traces.items():
             state.value = values[key]
 
-    # -- calling -----------------------------------------------------------------------------------
+    # -- calls and sequences -----------------------------------------------------------------------
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Advance the model and its traces; the derivative of the result is the online gradient.
@@ -378,8 +363,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
         return call(self, args, kwargs)
-
-    # -- sequences ---------------------------------------------------------------------------------
 
     @time_first
     def etrace_grad(
@@ -399,25 +382,30 @@ class ETraceAlgorithm(brainstate.nn.Module):
     ) -> Any:
         """Drive a whole sequence and return the accumulated online gradient, by parameter.
 
-        `step_fn(*slices)` runs the learner once and returns the loss of that step. `chunk_size` steps are
-        taken at once (None: as many as memory allows), rounded up to whole windows if the learner has a
-        `window`: that changes speed and memory, never the numbers. Only for a learner that was made as in
-        0.2.x, with `vjp_method='multi-step'` and no `window`, is `chunk_size` the window instead: slices have
-        a leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
+        Args:
+            *sequences: Arrays or pytrees with time as the first axis.
+            step_fn: Calls the learner once on `step_fn(*slices)` and returns the loss of that step.
+            mask: Weights of the losses, of shape (time,), or (time, batch) if `step_fn` returns one loss for
+                each sample. States and traces advance at every step.
+            chunk_size: Steps that are taken at once, rounded up to whole windows; by default as many as
+                memory allows. Changes speed and memory, not the numbers. Only for a learner that was made as
+                in 0.2.x, with `vjp_method='multi-step'` and no `window`, it is the window: slices have a
+                leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
+            weights: States whose gradient is returned, a dictionary; the model's parameters by default.
+            reduction: 'mean' divides by the sum of the mask, 'sum' does not.
+            loss_output: The losses that `return_value` adds: of each step before the mask ('per_step'), after
+                it ('masked'), or as one number ('scalar').
+            has_aux: Whether `step_fn` returns a pair; adds its second value to the result.
+            return_value: Adds the losses to the result.
+            keep_traces: Without, the traces are zero after the call, which saves computing them.
+            reset: Flags of shape (time, batch). A sample whose flag is set is reset before that step.
+            progress: True for a bar, or a function of the steps done and in all, called after each chunk.
 
-        `mask` (one number a step) weighs the losses; states and traces advance at every step. With a number
-        for each step and sample, `step_fn` returns a loss for each sample. 'mean' divides by the sum of the
-        mask. `return_value` adds the losses to what is returned: of each step before the mask ('per_step'),
-        after it ('masked'), or as one number ('scalar'); `has_aux` adds what `step_fn` returns beside the
-        loss. Without `keep_traces` the traces are not advanced but set back to zero, which saves computing
-        them where the sequence is all there is.
+        Returns:
+            The gradients, by the keys of `weights`, with losses and second values if asked for.
 
-        `reset`, flags of shape (time, batch): a sample whose flag is set begins anew before that step.
-
-        `progress` shows a bar, or calls a function with the steps done and those in all, after each chunk
-        or, where those are chosen for you, about twenty times. If the call fails or is interrupted, states
-        and traces are what they were before it or, with `progress` and outside of `jit`, after the last
-        finished part.
+        If the call fails or is interrupted, states and traces are those before it or, with `progress` and
+        outside of `jit`, those after the last report.
         """
         self._begin_sequence(chunk_size, keep_traces)
         report = read_progress(progress)
@@ -441,14 +429,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
     ) -> Any:
         """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default.
 
-        `chunk_size` is as in `etrace_grad`: how many steps are taken at once, or a window.
+        `chunk_size` is that of `etrace_grad`.
         """
         self._begin_sequence(chunk_size, keep=True)
         sequence = Sequence.check(sequences, None)
-        call = self if step_fn is None else step_fn
 
         def step(*slices: Any) -> Any:
-            out = call(*slices)
+            out = (step_fn or self)(*slices)
             return out if return_outputs else None
 
         self._guards.compare_masks(self)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import Path, show_path, show_paths
+from .._diagnostics.verdict import DroppedPath, Exactness
 from .tables import Table, Tabled
-from .verdict import DroppedPath, Exactness
 
 Gradients = Mapping[Path, Any]
 
@@ -39,7 +39,7 @@ class ParameterCheck:
 
 @dataclass(frozen=True)
 class GradientCheck(Tabled):
-    """A learner's gradient beside that of BPTT, parameter by parameter."""
+    """A learner's gradient compared with that of BPTT, parameter by parameter."""
 
     rule: str
     length: int
@@ -53,7 +53,7 @@ class GradientCheck(Tabled):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs by more than round-off and what the rule drops."""
+        """Whether every difference is round-off or a path that the rule truncates."""
         return all(p.cause != "numerical" for p in self.parameters)
 
     @property
@@ -62,7 +62,7 @@ class GradientCheck(Tabled):
 
     @property
     def explanation(self) -> str:
-        """In words, whose the difference is."""
+        """The cause of the difference, in words."""
         words = [about_zeros(self.zero)] if self.zero else []
         if self.equal:
             why = "" if self.exactness.exact else " although the rule drops paths: they carry nothing here"
@@ -177,7 +177,7 @@ def zeros(gradients: Gradients) -> list[str]:
 
 
 def about_zeros(names: Iterable[str]) -> str:
-    """What to do about parameters whose gradient is zero."""
+    """The advice for parameters whose gradient is zero."""
     return (
         f"The gradient of {', '.join(f'`{n}`' for n in names)} is exactly zero on these data, and nothing is "
         "learned there. A weight that reads spikes has none if no unit ever fired: then make the input "

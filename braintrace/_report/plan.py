@@ -1,8 +1,8 @@
-"""What training will cost, before anything is allocated.
+"""The cost of training, before anything is allocated.
 
-Traces are read off their shapes. Activations are what XLA sets aside for the gradient of the whole sequence:
-that is traced and compiled with shapes alone, for the device in use, and never run. The loss is the mean
-square of the outputs.
+The size of traces follows from their shapes. Activations are the memory that XLA allocates for the gradient
+of the whole sequence: that is traced and compiled with shapes alone, for the device in use, and never run.
+The loss is the mean square of the outputs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .._executor.memory import device_memory
 from .._executor.sharding import names_of
 from .._frontends.module_function import read_module
 from .._learners import pickling
+from .._learners.compile import as_rule, name_of_rule
 from .._learners.compiled_step import CompiledStep
 from .._learners.learner import Learner
 from .._learners.stateful import ETraceAlgorithm
@@ -31,12 +32,13 @@ from .._online.choose import auto_window
 from .._online.choose import memory_budget as default_budget
 from .._online.request import WindowSize
 from .._online.sequence import even_chunks
+from .._rules.rule import Rule
+from .collectives import bytes_sent
 from .flops import count_flops
-from .sent import bytes_sent
 from .tables import Table, Tabled, show_bytes, show_count, title_of
 
 _USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
-RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")
+RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")  # those that the command line offers
 
 # on a CPU buffers are assigned before machine code is made, so that code need not be good
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -44,7 +46,7 @@ _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disab
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The cost of one rule, so many steps at once; with a `window`, back through so many steps."""
+    """The cost of one rule with one chunk size, or with one `window`."""
 
     rule: str
     chunk_size: int  # steps whose values are kept at once
@@ -139,7 +141,7 @@ def plan(
     batch_size: int | None = None,
     length: int = 100,
     *,
-    rules: Sequence[str] = _USUAL,
+    rules: Sequence[Any] = _USUAL,
     chunk_sizes: Sequence[int] | None = None,
     memory_budget: int | None = None,
     window: WindowSize | None = None,
@@ -147,7 +149,7 @@ def plan(
     across: str | None = None,
     mesh: Any = None,
 ) -> Plan:
-    """What each rule would cost on a sequence of `length` steps; the model is left as it is.
+    """The cost of each rule on a sequence of `length` steps; the model is not changed.
 
     `x0` is one step's input (a tuple: several arguments), an array or a `jax.ShapeDtypeStruct`. With a
     `batch_size` the states are taken as `init_all_states(model, batch_size=batch_size)` would make them, else
@@ -156,7 +158,7 @@ def plan(
     `memory_budget` (bytes, of each device) is what the recommendation may use: the device's memory, or half
     of the machine's, which the devices of a CPU share.
     With a `window`, a `rank` or `across='layers'`, there is a row of D_RTRL in windows, too. With a `mesh`
-    all bytes are those of one of its devices: samples, the first axis of states and of `x0`, are spread over
+    all bytes are those of one of its devices: samples, the first axis of states and of `x0`, are sharded over
     the first axis of the mesh, units, the last axis of states and parameters, over 'model' or else the
     second; parameters that are on a mesh stay as they are. `sent_per_step` and `sent_per_chunk` are what a
     device is handed by others.
@@ -175,20 +177,20 @@ def plan(
     layout = None if mesh is None else Layout.of(mesh)
     if layout is not None:
         args = jax.tree.map(layout.of_input, args)
-        _spread(twin, model, layout)
+        _shard(twin, model, layout)
     function = read_module(twin, args)
     learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
         _ = learner.graph
-    request = Request(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+    request = PlanRequest(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
     return replace(plan_learner(learner, request, layout), batch_size=batch_size)
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The rules and sizes that a plan is asked for; see `plan`."""
 
-    rules: tuple[str, ...]
+    rules: tuple[Any, ...]  # names, classes or values
     length: int
     chunk_sizes: Iterable[int] | None = None
     memory_budget: int | None = None
@@ -197,31 +199,30 @@ class Request:
     across: str | None = None
 
     def __post_init__(self) -> None:
-        for rule in self.rules:
-            if rule not in RULES:
-                raise ValueError(f"Unknown rule {rule!r}; known are {', '.join(map(repr, RULES))}.")
         if self.length < 1:
             raise ValueError(f"`length` must be at least 1, not {self.length}.")
 
-    def rows(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """The rule, chunk size and options of each row."""
+    def rows(self) -> list[tuple[str, Rule, int, dict[str, Any]]]:
+        """The name and value of the rule, the chunk size and the options of each row."""
+        rules = [(name_of_rule(given), as_rule(given)) for given in self.rules]
         length = self.length
         middle = even_chunks(length, math.isqrt(length))
         sizes = sorted({min(s, length) for s in (self.chunk_sizes or (1, middle, length))})
         steps = {rule: [1] for rule in ("RTRL", "SnAp", "UORO", "KF_RTRL")}  # they advance step by step
         steps["BPTT"] = [s for s in sizes if s > 1] or [length]
-        rows: list[tuple[str, int, dict[str, Any]]] = [
-            (rule, size, {}) for rule in self.rules for size in steps.get(rule, sizes)
+        rows: list[tuple[str, Rule, int, dict[str, Any]]] = [
+            (name, rule, size, {}) for name, rule in rules for size in steps.get(name, sizes)
         ]
-        options = {k: v for k, v in (("rank", self.rank), ("across", self.across)) if v}
-        if "D_RTRL" in self.rules and (self.window or options):
+        options: dict[str, Any] = {k: v for k, v in (("rank", self.rank), ("across", self.across)) if v}
+        if any(name == "D_RTRL" for name, _ in rules) and (self.window or options):
             assert self.window != "auto"
             window = self.window or 1
-            rows.append(("D_RTRL", min(window, length), {"window": window, **options}))
+            rule = _rules.D_RTRL(**options)
+            rows.append(("D_RTRL", rule, min(window, length), {"window": window, **options}))
         return rows
 
 
-def plan_learner(learner: Learner, request: Request, layout: Layout | None) -> Plan:
+def plan_learner(learner: Learner, request: PlanRequest, layout: Layout | None) -> Plan:
     """The plan for a learner's step function; its arrays are sharded as the layout says, if there is one."""
     params, states = learner.function.params.like, learner.function.carry.like
     if request.window == "auto":
@@ -246,7 +247,7 @@ def plan_learner(learner: Learner, request: Request, layout: Layout | None) -> P
 
 @dataclass(frozen=True)
 class Layout:
-    """How arrays are spread over a mesh where they do not say it."""
+    """The sharding over a mesh of arrays that have none of their own."""
 
     mesh: Any
     samples: str
@@ -254,7 +255,7 @@ class Layout:
 
     @staticmethod
     def of(mesh: Any) -> Layout:
-        """Types of axes change no number, and XLA is asked for the rest."""
+        """The layout on a mesh, with all axes left to XLA: types of axes change no number."""
         auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
         first, *others = mesh.axis_names
         units = "model" if "model" in others else next(iter(others), None)
@@ -273,13 +274,13 @@ class Layout:
         return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
     def _put(self, a: Any, names: Iterable[Any]) -> Any:
-        """A shape on the mesh, its first axes along these; one that cannot be cut evenly stays whole."""
+        """A shape sharded along these axes of the mesh; an axis that they do not divide is not sharded."""
         ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
         spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
         return spread_shape(a, self.mesh, spec)
 
 
-def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
+def _shard(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
     """Give the states of a model of shapes a layout; parameters may have one in the model itself."""
     given = model.states()
     for path, state in twin.states().items():
@@ -290,7 +291,7 @@ def _spread(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Lay
 
 
 def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
-    """The same model with shapes for values."""
+    """A copy of the model with shapes in place of values."""
     memo: dict[int, Any] = {}
     for state in model.states().values():
         memo[id(state)] = pickling.copy_state(state)
@@ -312,11 +313,10 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     return twin
 
 
-def _row(learner: Learner, length: int, rule: str, size: int, options: dict[str, Any]) -> PlanRow:
+def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, options: dict[str, Any]) -> PlanRow:
     """The cost of a rule: its gradient over a sequence is compiled for shapes, and not run."""
     window = options.get("window")
-    made = getattr(_rules, rule)(**{k: v for k, v in options.items() if k != "window"})
-    learner = learner.with_rule(made, window or learner.window)
+    learner = learner.with_rule(rule, window or learner.window)
     function = learner.function
 
     def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
@@ -334,7 +334,7 @@ def _row(learner: Learner, length: int, rule: str, size: int, options: dict[str,
     several = any(s.num_devices > 1 for s in jax.tree.leaves(compiled.input_shardings))
     sent = bytes_sent(compiled.as_text()) if several else 0
     return PlanRow(
-        rule=rule,
+        rule=name,
         chunk_size=size,
         exact=learner.report.exactness.exact or (window or 0) >= length,
         trace_bytes=bytes_of(jax.tree.leaves(traces)),
@@ -359,7 +359,7 @@ def _recommend(
 ) -> tuple[PlanRow | None, str]:
     """The row to take and why: exact before approximate, little memory at about the fewest operations.
 
-    `always` are the bytes that any of them takes beside its own.
+    `always` are the bytes of parameters and states, which every rule needs.
     """
     online = [r for r in rows if r.rule != "BPTT"]
     fits = [r for r in online if r.total_bytes + always <= budget]

@@ -1,4 +1,4 @@
-"""The compiler's findings, for people."""
+"""The report on a compiled model: how each parameter is learned, and what is truncated."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .._compiler.groups import HiddenGroup
 from .._compiler.layers_above import Across
 from .._compiler.reachability import Reachability
 from .._compiler.step import Path
+from .._diagnostics.records import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
+from .._diagnostics.step_warnings import unused_parameters
+from .._diagnostics.verdict import Exactness
 from .._rules.rank import axis_of_samples
-from .beside import unused_parameters
-from .diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
 from .tables import number
-from .verdict import Exactness
 
 
 @dataclass(frozen=True)
 class CompilationReport:
-    """What is learned how: groups, traced weights, weights without a trace and why."""
+    """How each parameter is learned: groups, traced weights, weights without a trace and why."""
 
     graph: ETraceGraph
     rule: RuleKind | None = None  # D_RTRL
@@ -61,7 +61,7 @@ class CompilationReport:
 
     @cached_property
     def ranked_weights(self) -> dict[Path, str]:
-        """Each parameter that learns by what is kept beside traces alone, and why it has no trace."""
+        """Each parameter that learns by the correction alone, and why it has no trace."""
         if self.rule is not None and self.rule.across:
             above = Across(self.graph).followed
             return {path: why for path, why in self._untraced.items() if above.get(path)}
@@ -94,7 +94,7 @@ class CompilationReport:
 
     @property
     def span(self) -> str:
-        """What a gradient without traces goes through: a step or a window."""
+        """The span of a gradient without traces: 'step' or 'window'."""
         return "window" if self.rule is not None and self.rule.windows else "step"
 
     @property
@@ -107,7 +107,7 @@ class CompilationReport:
 
     @property
     def kept(self) -> str:
-        """How what traces leave out is followed, in a few words; empty: it is not."""
+        """How paths without a trace are followed, in a few words; empty if they are not."""
         if self.rule is not None and self.rule.reach:
             return f"as far as {self.rule.reach} steps reach"
         if self.rule is not None and self.rule.estimate:
@@ -117,7 +117,7 @@ class CompilationReport:
 
     @property
     def diagnostics(self) -> list[CompilationRecord]:
-        """What the compiler found, as far as it matters to the rule."""
+        """The findings of the compiler that matter to the rule."""
         kinds = kinds_of(self.rule)
         return [r for r in self.graph.diagnostics if r.kind in kinds]
 

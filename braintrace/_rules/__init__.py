@@ -6,6 +6,15 @@ from .dni import DNI as DNI
 from .es_d_rtrl import ES_D_RTRL as ES_D_RTRL
 from .kf_rtrl import KF_RTRL as KF_RTRL
 from .presynaptic import Presynaptic as Presynaptic
+from .published import OSTTP as OSTTP
+from .published import OTPE as OTPE
+from .published import OTTT as OTTT
+from .published import RFLO as RFLO
+from .published import S_TLLR as S_TLLR
+from .published import EProp as EProp
+from .published import OSTLFeedforward as OSTLFeedforward
+from .published import OSTLRecurrent as OSTLRecurrent
+from .published import ThreeFactor as ThreeFactor
 from .rtrl import RTRL as RTRL
 from .rule import Rule as Rule
 from .rule import TraceRule as TraceRule

@@ -300,7 +300,7 @@ class TraceRule(Rule):
         return found, {**after, **self.projection.observed(executor, values, *crossed, windows)}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        kept = self.reset(executor.slots, values, ~rows)
+        kept = {**values, **self.reset(executor.slots, values, ~rows)}
         return kept if self.beside is None else {**kept, **self.beside.forget(executor, values, rows)}
 
 

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._diagnostics.step_warnings import frozen_parameters
 from .._learners.model_calls import called_with, calling_model
 from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
 from .._online.drive import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
-from .._report.beside import frozen_parameters
 from .._report.check import about_zeros, by_name
 from .batches import Batch, probable_cause, size_of, steps_of
 from .sharding import Layout
@@ -193,6 +193,7 @@ class Engine:
         return found
 
     def _train_batch(self, xs: Any, ys: Any, mask: Any, reset: Any, *, checked: bool) -> dict[str, Any]:
+        unkept = [(state, state.value) for state in self._unkept_traces()]
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
         sequence = sequence_of(xs, ys, mask)
@@ -207,11 +208,20 @@ class Engine:
         if self.layout is not None:  # XLA chooses a sharding for zeros and for the results of a loop
             for state in self._carried():
                 state.value = self.layout.keep(state.value, self._kept[id(state)])
+        for state, zeros in unkept:  # not the zeros of this call, which XLA would write for every batch
+            state.value = zeros
         each = jax.vmap(self._mean)(losses, sequence.mask)
         found = {**self._scores(losses, aux, sequence), "losses": each, "weight": sequence.mask.sum()}
         found["bad"] = bad if checked else ~_all_finite((sums, self.parameters()))
         found["zero"] = jnp.stack([(a == 0).all() for a in jax.tree.leaves(sums)]) & (losses != 0).any()
         return self._everywhere(found)
+
+    def _unkept_traces(self) -> list[Any]:
+        """The traces that are zero before and after a batch."""
+        if not self.reset or self.update_every is not None:
+            return []
+        lasting = self.learner._lasting_values()
+        return [state for name, state in self.learner.traces.items() if name not in lasting]
 
     def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return scores that every process can read."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._learners.functional import OnlineFunctions
+from .._learners.learner import Learner
 
 Pull = Callable[[Any], Any]  # cotangents of the net's output -> online gradient of the parameters
 
@@ -119,7 +119,7 @@ class Agent:
     ((100, 1), 19)
     """
 
-    net: OnlineFunctions
+    net: Learner
     algorithm: Algorithm
     optimizer: Any
     env: Any
@@ -242,7 +242,7 @@ def _first(tree: Any) -> Any:
     return jax.tree.map(lambda a: a[0], tree)
 
 
-def _check_environment(env: Any, params: Any, net: OnlineFunctions) -> None:
+def _check_environment(env: Any, params: Any, net: Learner) -> None:
     """Raise an error unless `env` has gymnax's interface and fits the net."""
     name, key = type(env).__name__, jax.random.key(0)
     form = (

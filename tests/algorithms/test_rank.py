@@ -168,7 +168,7 @@ def add(total: Any, grads: Any) -> Any:
 @pytest.mark.parametrize("window", every(2, [2, 1]))
 def test_a_batch_and_its_episodes_are_sequences_of_their_own(window):
     xs, ys = data()
-    alone, together = gru(None), gru()
+    alone, together = gru(None, basis="pushed"), gru(basis="pushed")  # a balanced pair is of all samples
     call, call_all = one_call(alone), one_call(together)
     each, calls = None, None
     for row in range(B):
@@ -182,7 +182,7 @@ def test_a_batch_and_its_episodes_are_sequences_of_their_own(window):
         together.reset_state(rows=FLAGS[t])
         calls = add(calls, call_all(xs[t : t + window], ys[t : t + window]))
     assert agree(each, calls, 1e-10), difference(each, calls)
-    learner = gru(window=window)
+    learner = gru(window=window, basis="pushed")
     found = learner.etrace_grad(xs, ys, step_fn=squared(learner), reset=FLAGS, reduction="sum")
     assert agree(each, found, 1e-10), difference(each, found)
     for key, state in together.traces.items():
@@ -334,7 +334,9 @@ def test_in_half_precision_it_is_close():
     assert agree(*found, 0.02), difference(*found)
     assert not agree(*found, 1e-6)
     kept = {k: st.value.dtype for k, st in learner.traces.items()}
-    assert kept.pop("basis") == jnp.float32
+    whole = {k: kept.pop(k) for k in list(kept) if k == "basis" or k.startswith("balance ")}
+    assert whole.pop("balance counts") == jnp.int32
+    assert set(whole.values()) == {jnp.dtype(jnp.float32)}
     assert set(kept.values()) == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -368,19 +370,21 @@ def spiking(p: Any, s: Any, x: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_steps():
+@pytest.mark.parametrize("basis", ["balanced", "pushed"])
+def test_twenty_thousand_steps(basis):
     with jax.enable_x64(False):
         xs = jax.random.normal(jax.random.key(0), (10, 2000, B, X), jnp.float32)
         model = Step(spiking, {"w": (X, N), "r": (N, N)}, {"v": (B, N), "h": (B, N)})
-        learner = compiled(braintrace.D_RTRL(model, rank=3), xs[0, 0])
+        learner = compiled(braintrace.D_RTRL(model, rank=3, basis=basis), xs[0, 0])
         step = lambda x: jnp.mean(learner(x) ** 2)
         run = brainstate.transform.jit(lambda xs: learner.etrace_grad(xs, step_fn=step))
         for part in xs:
             grads = run(part)
             assert all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(grads))
             assert all(bool(jnp.all(jnp.isfinite(st.value))) for st in learner.traces.values())
-            basis = learner.traces["basis"].value
-            gram = jnp.einsum("brn,bqn->brq", basis, basis)
+            found = learner.traces["basis"].value
+            s, t = (found, found) if basis == "pushed" else (found[:1], found[1:])
+            gram = jnp.einsum("brn,bqn->brq", s, t)
             np.testing.assert_allclose(gram, np.broadcast_to(np.eye(3), gram.shape), atol=1e-3)
     assert float(jnp.max(jnp.abs(grads["w",]))) > 0
 

@@ -17,7 +17,7 @@ LANE = 12.0
 
 @dataclass(frozen=True)
 class Line:
-    """One line of text in a box: what it says, what is said quietly beside it, and how it is set."""
+    """One line of text in a box: the text, a note next to it in grey, and its style."""
 
     text: str
     aside: str = ""
@@ -51,7 +51,7 @@ class Placed:
 
 @dataclass(eq=False)
 class Card:
-    """What is placed as one: a group with its sites, or a single box.
+    """A unit of placement: a group with its sites, or a single box.
 
     `ports[key of an edge]` is the height at which an edge from elsewhere comes in.
     """
@@ -152,7 +152,7 @@ def _name(path: Path, prefix: Path) -> str:
 
 
 def _prefix(box: Box) -> Path:
-    """What the paths of a group's states begin with."""
+    """The common beginning of the paths of a group's states."""
     if box.group is None:
         return ()
     first, *rest = box.group.hidden_paths
@@ -183,7 +183,7 @@ def _arrange(card: Card) -> None:
     if group is None:
         (only,) = sites
         card.width, card.height = only.width, only.height
-        _spread(card, [(e, only) for e in card.edges])
+        _distribute(card, [(e, only) for e in card.edges])
         return
     assert group.box.group is not None
     card.title = _title(group.box)
@@ -214,7 +214,7 @@ def _arrange(card: Card) -> None:
     group.y = 24 + (bottom - 24 - group.height) / 2
     card.width = group.x + group.width + PAD
     card.height = bottom + (LANE + 4 if past else PAD)
-    _spread(card, [(e, inside[e.target]) for e in (*card.edges, *past) if e.target in inside])
+    _distribute(card, [(e, inside[e.target]) for e in (*card.edges, *past) if e.target in inside])
 
 
 def _are_stairs(card: Card, rows: list[Placed]) -> bool:
@@ -228,8 +228,8 @@ def _are_stairs(card: Card, rows: list[Placed]) -> bool:
     return True
 
 
-def _spread(card: Card, incoming: list[tuple[Edge, Placed]]) -> None:
-    """A height for each edge that comes in from the left, spread over the side of its box."""
+def _distribute(card: Card, incoming: list[tuple[Edge, Placed]]) -> None:
+    """Set a height for each incoming edge, distributed over the left side of its box."""
     for placed in card.placed.values():
         own = [e for e, p in incoming if p is placed]
         own.sort(key=lambda e: e.past and e.source in card.placed)

@@ -1,11 +1,11 @@
-"""What a picture says about a box when one points at it."""
+"""The details of a box of a picture, shown when one points at it."""
 
 from __future__ import annotations
 
 from ..._compiler.graph import ETraceGraph
 from ..._compiler.outcomes import NoTrace
 from ..._compiler.step import show_path
-from ..diagnostics import KIND_OF
+from ..._diagnostics.records import KIND_OF
 from ..tables import show_bytes
 from .diagram import Box, Diagram, marked_by, show_aval, show_avals
 

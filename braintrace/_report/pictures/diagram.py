@@ -1,4 +1,4 @@
-"""What feeds what: the boxes of a picture and the edges between them, read off the program.
+"""The boxes of a picture and the edges between them, read from the program.
 
 Every value of the program carries the set of boxes that it comes from; a site, a group or a plain use of
 a parameter takes that set as its edges and stands for itself from there on.
@@ -173,7 +173,7 @@ class _Reader:
         return bits
 
     def data(self, atoms: Iterable[Atom]) -> int:
-        """What atoms come from; a parameter that nothing has been done with becomes a box."""
+        """The sources of atoms; a parameter that no operation has used becomes a box."""
         bits = self.union(atoms)
         for name in self.names(bits):
             box = Box(f"plain:{name}", "plain", len(self.boxes))
@@ -233,7 +233,7 @@ class _Reader:
         return self.add(box, bits | (weights & ~self.param_bits))
 
     def at_plain(self, node: Node, outer: Node) -> int:
-        """What a node's outputs come from; a parameter that meets data on its way to no state is a box."""
+        """The sources of a node's outputs; a parameter that meets data on its way to no state is a box."""
         bits = self.union(node.inputs)
         names, data = self.names(bits), bits & ~self.param_bits
         reaches = any((goal := self.goals.get(v)) is not None and goal.direct for v in outer.outputs)

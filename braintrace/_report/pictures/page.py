@@ -9,7 +9,7 @@ from string import Template
 from typing import Any
 
 from ..._compiler.step import Path, show_path
-from ..diagnostics import DiagnosticLevel
+from ..._diagnostics.records import DiagnosticLevel
 from ..markup import Markup, join, tag
 from ..report import CompilationReport
 from ..tables import number, show_bytes

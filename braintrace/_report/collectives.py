@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: collectives, each as often as loops run it."""
+"""The bytes that a compiled program sends between devices: its collectives, times the turns of loops."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _Computation:
 
 
 def bytes_sent(text: str) -> int:
-    """The bytes of what collectives hand to a device, in one run of a compiled program."""
+    """The bytes that collectives send to a device, in one run of a compiled program."""
     return sum(collectives(text).bytes.values())
 
 
 def collectives(text: str) -> Sent:
-    """What one run of a compiled program sends."""
+    """The collectives of one run of a compiled program."""
     found: dict[str, _Computation] = {}
     entry, now = "", _Computation()
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""The verdict in words: is the gradient that of back-propagation through time, and if not, what is missed?"""
+"""The verdict in words: whether the gradient is that of back-propagation through time, and if not, why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._compiler.exactness import Cut, Dropped, RuleKind, find_unseen
 from .._compiler.graph import ETraceGraph
 from .._compiler.outcomes import Use
 from .._compiler.step import Path, show_path, show_paths
-from .diagnostics import KIND_OF
+from .records import KIND_OF
 
 # what is not counted, `of` what, on its way `to` which states; and how the op on that way is told
 _WORDS = {
@@ -75,7 +75,7 @@ class Exactness:
     dropped: list[DroppedPath]
     num_params: int
     windows: bool = False
-    directions: tuple[int, int] | None = None  # kept beside the traces, and of how many
+    directions: tuple[int, int] | None = None  # of the correction: its rank, and the state size
     estimate: bool = False  # random, and right on average
     # hidden states that no output depends on, and the parameters that miss more if a loss reads them
     unseen: dict[Path, list[Path]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Exactness:
         return found
 
     def to_str(self, most: int = 5) -> str:
-        """The verdict in words, with at most so many reasons."""
+        """The verdict in words, with at most `most` reasons."""
         items = self.items()
         more = [f"and {len(items) - most} more: see `.dropped`"] if len(items) > most else []
         unseen = [
@@ -152,7 +152,7 @@ class Exactness:
         )
 
     def items(self) -> list[str]:
-        """What is not counted, in words, each thing once with all its ways, lines and parameters."""
+        """The truncated paths in words, each once with all its ops, lines and parameters."""
         found: dict[str, list[DroppedPath]] = {}
         for d in self.dropped:
             found.setdefault(d.what, []).append(d)
@@ -182,7 +182,7 @@ class Exactness:
 
 
 def dropped_path(d: Dropped, rule: str = "") -> DroppedPath:
-    """What a gradient drops, in words."""
+    """A truncated path, in words."""
     what, how = _WORDS[d.cut]
     of = _label(d.of) if isinstance(d.of, Use) else show_paths([d.of] if d.of else [])
     to = "itself" if d.cut is Cut.RECURRENT_OP and d.states == (d.of,) else show_paths(d.states)

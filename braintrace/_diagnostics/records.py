@@ -1,4 +1,4 @@
-"""Records for people of what the compiler found: what was included, what was left out and why."""
+"""Typed findings of the compiler, and the warnings made of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DiagnosticLevel(enum.IntEnum):
 
 
 class DiagnosticKind(enum.Enum):
-    """What a record is about."""
+    """The kind of a finding."""
 
     RELATION_INCLUDED = "relation included"
     RELATION_PARTIAL_PATH = "relation with a path left out"
@@ -98,9 +98,9 @@ _FIRST = [
 
 
 def warning_of(name: str, records: Iterable[CompilationRecord]) -> str | None:
-    """One message with the most important of what the user may well not have meant; None if all is well.
+    """One message with the most important warnings; None if there is none.
 
-    Of several findings of one kind one is told first, then one of the next kind.
+    Kinds take turns: the first finding of each kind comes before the second of any.
     """
     found = [r for r in records if r.level >= DiagnosticLevel.WARNING]
     if not found:
@@ -135,7 +135,7 @@ _LEFT_OUT = {  # by traces
 
 
 def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
-    """The findings that matter to a rule: what traces leave out does not, where it is kept beside them."""
+    """The findings that matter to a rule; paths without a trace do not, if a correction follows them."""
     if rule is None:
         return set(DiagnosticKind)
     if rule.beyond_traces:
@@ -146,7 +146,7 @@ def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
 
 
 def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
-    """One warning, with what the user may well not have meant."""
+    """Warn once of the findings of a graph that the user may not have meant."""
     message = warning_of(graph.module_info.step.name, [r for r in graph.diagnostics if r.kind in kinds])
     if message is not None:
         warn_user(message, about=graph.module_info.model)

@@ -1,4 +1,4 @@
-"""What a user's step does beside the learner, which traces do not know of; it is said once, in words."""
+"""Warnings of what a user's step does outside of the model, where traces do not follow."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _warn_of_assigned(step: UserStep, about: Any) -> None:
 
 
 def _carried(step: UserStep) -> list[int]:
-    """The numbers that a step changes, beside traces."""
+    """The leaves that a step changes, without traces."""
     traces = set(step.traces.values())
     return [
         i for i in step.moving if i not in traces and jnp.issubdtype(step.leaves[i].aval.dtype, jnp.inexact)
@@ -178,7 +178,7 @@ def _reached_by(step: UserStep, weights: Any) -> list[int]:
 
 
 def _lost(step: UserStep, carried: list[int], weights: Sequence[int]) -> list[int]:
-    """Of what is carried beside the model: what depends on a weight and is read by the loss later on."""
+    """The leaves carried outside of the model that depend on a weight and that the loss reads later."""
     moved = [step.leaves[i] for i in weights]
     moved += [step.leaves[i] for i in step.carried if i is not None]
     after = dependents(step.program, moved)
@@ -209,7 +209,7 @@ def _fed(step: UserStep, leaves: Sequence[int]) -> list[int]:
 
 
 def _forgotten(step: UserStep) -> list[int]:
-    """What the model carries beside hidden states, if the loss reads what parameters did to it before."""
+    """The states without a trace through which the loss reads what parameters did in earlier steps."""
     info = step.online.info
     if not isinstance(step.online.rule, TraceRule):
         return []
@@ -228,12 +228,12 @@ def _forgotten(step: UserStep) -> list[int]:
 
 
 def _depend(program: Program, sources: list[Var]) -> Container[Any]:
-    """What a change of the sources changes, also across marked ops."""
+    """The variables that depend on the sources, also across marked ops."""
     return solve(Flow[bool](derivatives=True, enters=True), program, [(v, True) for v in sources])[0]
 
 
 def _without_trace(step: UserStep) -> set[int | None]:
-    """The hidden states without a trace of all that they remember: because of others, or of a filter."""
+    """The hidden states whose trace is not of their whole memory: without a group, or with a filter."""
     traced = {v for g in step.online.executor.graph.hidden_groups for v in g.hidden_invars}
     filtered = {h.path[:-1] for h in step.online.info.hidden if h.coefficients}
     hidden = zip(step.online.info.hidden, step.hidden, strict=True)

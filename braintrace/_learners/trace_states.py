@@ -1,4 +1,4 @@
-"""A counter that is a state, so that `jit` sees it, and reads as a number."""
+"""The states of a learner itself: traces, and the counter of steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import brainstate
 import numpy as np
 
 from .. import _compat
+
+
+class EligibilityTrace(brainstate.ShortTermState):
+    """A state that holds an eligibility trace."""
 
 
 class StepCounter(brainstate.ShortTermState):

@@ -1,4 +1,4 @@
-"""What the compiler found, in words: one record for each outcome."""
+"""The sentence of each outcome of the compiler, as a `CompilationRecord`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .._compiler.outcomes import Outcome, Use, WhyNot
 from .._compiler.program import Node
 from .._compiler.step import Path, Step, show_path, show_paths
 from .._lines import is_users
-from .diagnostics import KIND_OF, CompilationRecord, DiagnosticLevel
-from .diagnostics import DiagnosticKind as Kind
+from .records import KIND_OF, CompilationRecord, DiagnosticLevel
+from .records import DiagnosticKind as Kind
 from .verdict import dropped_path
 
 INFO, WARNING = DiagnosticLevel.INFO, DiagnosticLevel.WARNING
@@ -39,7 +39,15 @@ def records(outcomes: Iterable[Outcome], step: Step) -> list[CompilationRecord]:
 
 
 def record(o: Outcome, step: Step) -> CompilationRecord:
-    """An outcome of compiling a step, in words."""
+    """The record of one outcome of compiling a step."""
+    made = _of_op(o) or _of_group(o) or _of_parameter(o, step)
+    if made is None:
+        raise TypeError(f"No sentence for {o!r}.")
+    return made
+
+
+def _of_op(o: Outcome) -> CompilationRecord | None:
+    """The record of an outcome about a marked op."""
     match o:
         case found.NoTrace():
             return _no_trace(o)
@@ -75,6 +83,18 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
             message = f"{use} is inside `{'`, `'.join(inside)}`; it is followed there."
             kind = Kind.PRIMITIVE_INSIDE_CONTROL_FLOW
             return _of_site(kind, INFO, message, use, context=inside, loops=loops)
+        case found.OwnDerivativeUnused(node):
+            message = (
+                f"A function with a derivative rule of its own{_where([node])} holds a marked op; it is read "
+                "through, and its own rule is not used. Move the op out of the function."
+            )
+            return CompilationRecord(Kind.PRIMITIVE_INSIDE_NESTED_JIT, WARNING, message, node.primitive)
+    return None
+
+
+def _of_group(o: Outcome) -> CompilationRecord | None:
+    """The record of an outcome about hidden states."""
+    match o:
         case found.Coupled(group):
             message = (
                 f"The states {show_paths(group.hidden_paths)} are coupled unit by unit and form one group."
@@ -118,6 +138,12 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
                 "depends on earlier ones, and all that is learned is learned within a step."
             )
             return _of_states(Kind.STATE_MISMATCH, WARNING, message, paths)
+    return None
+
+
+def _of_parameter(o: Outcome, step: Step) -> CompilationRecord | None:
+    """The record of an outcome about the gradient of parameters."""
+    match o:
         case found.NoMarkedOp(params, feeding):
             names = ", ".join(f"`{show_path(p)}`{_used(node)}" for p, node in params) or "none"
             advice = (
@@ -145,12 +171,6 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
                 f"{_advice(step, [path], advice)}"
             )
             return CompilationRecord(Kind.PARAMETER_WITHOUT_MARK, WARNING, message, None, path, paths)
-        case found.OwnDerivativeUnused(node):
-            message = (
-                f"A function with a derivative rule of its own{_where([node])} holds a marked op; it is read "
-                "through, and its own rule is not used. Move the op out of the function."
-            )
-            return CompilationRecord(Kind.PRIMITIVE_INSIDE_NESTED_JIT, WARNING, message, node.primitive)
         case found.NotLinear(node, params):
             message = (
                 f"The function called at {node.source} has a derivative rule (`custom_vjp`) that is not "
@@ -180,7 +200,7 @@ def record(o: Outcome, step: Step) -> CompilationRecord:
                 "or in windows (`vjp_method='multi-step'`)."
             )
             return CompilationRecord(Kind.GRADIENT_IS_ZERO, WARNING, message, weight_path=path)
-    raise TypeError(f"No words for {o!r}.")
+    return None
 
 
 def _no_trace(o: found.NoTrace) -> CompilationRecord:
@@ -249,7 +269,7 @@ _CAN_BE_FOUND = (
 
 
 def _advice(step: Step, params: Sequence[Path], otherwise: str) -> str:
-    """What to do about parameters without a mark."""
+    """Advice for parameters that enter without a marked op."""
     return _CAN_BE_FOUND if step.found else step.unmarked(params) or otherwise
 
 
