@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
 from sphinx.util.inspect import stringify_signature
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the page on many devices
@@ -19,7 +21,10 @@ sys.path.insert(0, str(HERE.parent))
 from docs import blocks  # noqa: E402
 
 project, author, copyright = "braintrace", "braintrace developers", "braintrace developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
+copybutton_selector = "div:not(.output) > div.highlight > pre"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme, html_title = "furo", "braintrace"
@@ -37,6 +42,16 @@ python_maximum_signature_line_length = 88
 
 def run_page(app: Any, name: str, source: list[str]) -> None:
     source[0] = blocks.run(source[0], f"docs/{name}.md", MADE)
+
+
+def write_math(display: str) -> Any:
+    """Return a visitor that writes an equation as MathML, which browsers typeset without scripts."""
+
+    def visit(writer: Any, node: Any) -> None:
+        writer.body.append(convert(node.astext(), display=display))
+        raise SkipNode
+
+    return visit
 
 
 def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -66,9 +81,11 @@ def own_signature(
     return stringify_signature(args, show_annotation=False, show_return_annotation=False), None
 
 
-def setup(app: Any) -> None:
+def setup(app: Any) -> dict[str, bool]:
     shutil.rmtree(MADE, ignore_errors=True)
     (MADE / "pages").mkdir(parents=True)
+    app.add_html_math_renderer("mathml", (write_math("inline"), None), (write_math("block"), None))
     app.connect("source-read", run_page)
     app.connect("autodoc-process-docstring", to_rst)
     app.connect("autodoc-process-signature", own_signature)
+    return {"parallel_read_safe": True}  # each worker runs the code of its pages
