@@ -21,7 +21,8 @@ sys.path.insert(0, str(HERE.parent))
 from docs import blocks  # noqa: E402
 
 project, author, copyright = "braintrace", "braintrace developers", "braintrace developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+napoleon_use_rtype = False
 myst_enable_extensions = ["dollarmath"]
 html_math_renderer = "mathml"
 copybutton_selector = "div:not(.output) > div.highlight > pre"
@@ -60,7 +61,7 @@ def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     for i, text in enumerate(paragraphs):
         if text.startswith("    "):
             paragraphs[i] = f"::\n\n{text}"
-        elif not text.startswith(">>>"):
+        elif ">>>" not in text:
             parts = re.split(r"(`[^`]*`)", text)
             names = [re.fullmatch(r"`[A-Za-z_][\w.]*`", p) for p in parts]  # these may be links
             paragraphs[i] = "".join(
@@ -86,6 +87,6 @@ def setup(app: Any) -> dict[str, bool]:
     (MADE / "pages").mkdir(parents=True)
     app.add_html_math_renderer("mathml", (write_math("inline"), None), (write_math("block"), None))
     app.connect("source-read", run_page)
-    app.connect("autodoc-process-docstring", to_rst)
+    app.connect("autodoc-process-docstring", to_rst, priority=400)  # before Napoleon
     app.connect("autodoc-process-signature", own_signature)
     return {"parallel_read_safe": True}  # each worker runs the code of its pages
