@@ -39,7 +39,7 @@ from yardstick import Yardstick
 
 HERE = Path(__file__).parent
 ALL = m.OURS + m.YARD
-ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, m.D_TEN, m.D_RANK, m.ES_WIN, m.FLOOR)
+ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, m.D_TEN, m.D_RANK, m.D_PUSHED, m.ES_WIN, m.FLOOR)
 SWEEP = tuple(n for n in ALL if n not in ONCE)
 
 

@@ -78,8 +78,13 @@ class Online:
         """The summed gradient of the sequence, by `etrace_grad`."""
 
         def run(xs: Any, ys: Any) -> Any:
+            traces = self.learner.states(braintrace.EligibilityTrace).values()
+            before = [] if options.get("keep_traces", True) else [(st, st.value) for st in traces]
             self.learner.reset_state(self.case.batch)
-            return self.learner.etrace_grad(xs, ys, step_fn=self.loss, reduction="sum", **options)
+            found = self.learner.etrace_grad(xs, ys, step_fn=self.loss, reduction="sum", **options)
+            for state, value in before:  # as `fit` does: no zeros are written for traces that are not kept
+                state.value = value
+            return found
 
         return run
 
@@ -109,10 +114,11 @@ ES_AUTO, ES_DROP, ES_CHUNK = "ES_D_RTRL automatic", "ES_D_RTRL automatic, traces
 ES_STEP, ES_SGD = "ES_D_RTRL steps", "ES_D_RTRL online SGD"
 ES_SAME = "ES_D_RTRL steps, only weights that 0.2.6 learns"
 D_WIN, D_TEN, ES_WIN = "D_RTRL windows", "D_RTRL windows of 10", "ES_D_RTRL windows"
-D_RANK, D_RANK_SGD = "D_RTRL windows, rank 4", "D_RTRL online SGD, rank 4"
+D_RANK, D_PUSHED = "D_RTRL windows of 10, rank 8", "D_RTRL windows of 10, rank 8, pushed"
+D_RANK_SGD = "D_RTRL online SGD, rank 4"
 FLOOR = "byte floor of D_RTRL steps"
 PLAIN = (FORWARD, BPTT, CHECKPOINT)
-D = (D_AUTO, D_DROP, D_CHUNK, D_WIN, D_TEN, D_RANK, D_STEP, D_BF16, D_SGD, FLOOR)
+D = (D_AUTO, D_DROP, D_CHUNK, D_WIN, D_TEN, D_RANK, D_PUSHED, D_STEP, D_BF16, D_SGD, FLOOR)
 ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_WIN, ES_STEP, ES_SGD, ES_SAME)
 OURS = PLAIN + D + ES
 # of the yardstick, which goes step by step
@@ -130,7 +136,8 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
         D_WIN: {"window": case.chunk},
         D_TEN: {"window": 10},
         ES_WIN: {"window": case.chunk},
-        D_RANK: {"window": case.chunk, "rank": 4},
+        D_RANK: {"window": 10, "rank": 8},
+        D_PUSHED: {"window": 10, "rank": 8, "basis": "pushed"},
         D_RANK_SGD: {"window": 1, "rank": 4},
     }
     kind = kinds.get(method, {})
@@ -152,6 +159,6 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
     if method == ES_SAME:  # it gives weights without a trace (a readout, a reset gate) a gradient of zero
         traced = online.learner.report.etrace_weights
         options["weights"] = {k: v for k, v in online.params.items() if tuple(map(str, k)) in traced}
-    if method in (D_DROP, ES_DROP):
+    if method in (D_DROP, ES_DROP, D_WIN, D_TEN, ES_WIN, D_RANK, D_PUSHED):
         options["keep_traces"] = False
     return online.sequence(**options), online.trace_bytes

@@ -44,7 +44,8 @@ def write(folder: Path, names: Iterable[str], every: dict[str, Column], longer: 
         "and nothing before them; *D_RTRL* goes step by step; *windows of k* are back-propagated through, "
         "and traces summarise earlier steps; *k, rank r* adds a correction of rank r to the traces, in "
         "windows of k, with a balanced projection or, where said, a pushed basis. In brackets: of how many "
-        "seeds, where others have more. Bold: as good as BPTT, no more than its standard deviation behind its mean.",
+        "seeds, where others have more. Bold: as good as BPTT, no more than its standard deviation behind "
+        "its mean.",
         "",
         table,
         "",

@@ -20,7 +20,7 @@ def check() -> None:
     )
     assert braintrace.__version__ == version("braintrace")
     assert any("jax" in line for line in requires("braintrace") or ())
-    for name in ("py.typed", "_train/report.html", "_report/pictures/page.html"):
+    for name in ("py.typed", "_train/report_page.html", "_report/pictures/page.html"):
         assert files("braintrace").joinpath(name).is_file(), f"no {name}"
 
     cell = braintrace.nn.GRUCell(3, 8)

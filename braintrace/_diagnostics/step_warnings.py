@@ -77,7 +77,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if drive.windows:
         return
     read = [i for i in step.carried if i is not None and i in step.read_otherwise]
-    if read and not drive.together and not drive.old_leaves:
+    if read and not drive.chunked and not drive.old_leaves:
         warn(
             "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
             "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "

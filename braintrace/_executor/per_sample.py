@@ -1,11 +1,11 @@
-"""What each sample of a batch has to itself: its numbers, and what its signals give the parameters.
+"""Per-sample state vectors, cotangents and weight gradients of a compiled step.
 
-Traces and parameters are shared by the whole batch; here a cotangent keeps its sample. At a site,
+A gradient of a parameter is a sum over the batch; here it keeps the batch axis. At a site (a marked op),
 
     dL/dw of sample b = sum_t x[t, b] dy[t, b]
 
-is one product over time, by the labels of the op. A use of a parameter by which samples cannot be told apart
-is pulled back once for each sample instead.
+is one product over time, by the axis labels of the op. If the labels do not separate the samples at a use of
+a parameter, its gradient is pulled back once per sample instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PerSample:
         return None if at is None else at.samples(self.samples.axis, self.samples.count)
 
     def whole(self, array: Any) -> Any:
-        """An array of samples, each of them as a whole on the devices that have a part of it."""
+        """Shard an array along samples, its first axis, and along no other axis."""
         at = self.executor.spread
         return array if at is None else at.put(array, (self.lead, *[None] * (array.ndim - 1)))
 
@@ -113,20 +113,20 @@ class PerSample:
         return PartialSums(parts, at, None if spec is None else (lead, *spec))
 
     def everywhere(self, array: Any) -> Any:
-        """An array that has no samples, as a whole on each device."""
+        """Replicate an array on all devices."""
         at = self.executor.spread
         return array if at is None else at.put(array, (None,) * array.ndim)
 
     def _whole_at(self, site: Site, array: Any, lead: int) -> Any:
-        """The same of an array like the output of a site, with so many axes before it."""
+        """Shard a site's output, or an array with `lead` more axes in front, along samples only."""
         at, axis = self.executor.spread, self.axis_at(site)
         spec = [self.lead if a == axis else None for a in range(-lead, array.ndim - lead)]
         return array if at is None else at.put(array, tuple(spec))
 
     def vectors(self, leaves: Leaves, *, dual: bool) -> Any:
-        """Tangents (`dual`: cotangents) of the carried leaves, as (samples, numbers).
+        """Flatten tangents (`dual`: cotangents) of the carried leaves to (samples, state size).
 
-        Where units are spread over devices, each gets those of all: few numbers, that are asked for often.
+        The state axis is gathered if units are sharded, because the result is small and used often.
         """
         by_var = dict(zip(self._leaves, leaves, strict=True))
         parts = [jnp.zeros((self.samples.count, 0), self.dtype)]  # parameters may act on nothing carried
@@ -264,11 +264,11 @@ class PerSample:
     def pull(
         self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis, *, whole: bool = False
     ) -> tuple[Any, Terms]:
-        """Rows of signals at the window's end, (samples, rows, numbers), pulled back through it.
+        """Pull rows of signals at the window's end, (samples, rows, state size), back through it.
 
-        Their signals at its start, and what the window gives each parameter, sample by sample; `axis` says
-        where rows stand among so many axes of a parameter. `whole`: on each device, whatever parameters are
-        spread over.
+        Returns the signals at its start, and the per-sample gradients of the parameters within the window.
+        `axis(ndim)` is the position of the row axis in these; with `whole`, they are sharded along samples
+        only.
         """
         return self.pull_apart(window, rows, (), axis, whole=whole)[:2]
 

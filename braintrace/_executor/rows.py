@@ -1,12 +1,12 @@
-"""A kernel for GPUs: the rows `V` that are kept beside the trace `E` of a matrix, in a single pass.
+"""A GPU kernel that advances the trace `E` of a matrix and its low-rank correction `V` in a single pass.
 
 For each sample, with sums over rows `r`, states `s` of the trace and steps `t`:
 
     new[q]   = sum_r mix[q, r] V[r] + sum_s own[q, s] E[s] + sum_t x[t] d[q, t]
     gradient = sum_r along[r] V[r] + sum_s g[s] E[s]
 
-`new` has the rows first and then the states: these have a place in `own` and `d` only. XLA would write the
-product over time and read it again, and copy some of what it should update in place.
+`q` runs over the rows of `V`, and then over the states of `E`, which have no `mix`. Without the kernel, XLA
+writes the product over time to memory and reads it again, and copies arrays that could be updated in place.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def through(
     end: Any = None,
     signal: Any = None,
 ) -> Course:
-    """The course over a window whose rows of signals at its `end` are those at its `start`.
+    """Return the coefficients of the kernel for one window.
 
-    The trace goes as `P E + sum_t x[t] J[t]`, and the rows have `start E - end E'` added: what it takes with
-    it need not be written first. `P` is (S, S, *at), `J` (S, time, *y), the signals are (rows, S, *at).
+    The trace advances as `E' = P E + sum_t x[t] J[t]`, and `start E - end E'` is added to the rows, where
+    `end` are rows of signals at the window's end, and `start` the same pulled back to its start. `E'` is
+    substituted, so that it is not written first. `P` is (S, S, *at), `J` (S, time, *y), and the signals are
+    (rows, S, *at).
     """
     slot = matrix.slot
     if slot is None:

@@ -1,7 +1,7 @@
-"""Several steps: what is kept of them, and what a rule may ask about them.
+"""Consecutive steps, as rules see them.
 
-A `Window` has the steps as they were taken, and each answer is computed when asked for; a `Record` is what
-traces need of every step.
+A `Window` has the operands of each step, and computes Jacobians, pushes and pulls on demand. A `Record` has
+the inputs, local Jacobians and signals of each step of a chunk, from which traces are updated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Record:
         return Local(inputs, self.local.weights, D, J, spread=self.local.spread), signals, old, keep
 
     def begun_anew(self) -> Record:
-        """The same with samples that begin anew told by `D` and signals alone: nothing passes to them."""
+        """Encode resets in `D` and `old_signals`, which become zero where `keep` is False."""
         if self.keep is None:
             return self
 
@@ -155,10 +155,10 @@ class Window:
     def pull(
         self, cotangents: Leaves, sites: Sequence[Site] = (), others: Sequence[int] = ()
     ) -> tuple[Leaves, dict[int, Any], dict[int, Any]]:
-        """Rows of cotangents of the carried leaves at the end, as those at the start, along all paths.
+        """Pull rows of cotangents of the carried leaves from the window's end to its start, along all paths.
 
-        And, rows first, those of the outputs of `sites` at every step, and of the parameters in `others`, by
-        number, as far as they do not act through the weights of these sites.
+        Returns the cotangents at the start; those of the outputs of `sites` at every step; and those of the
+        parameters in `others`, by leaf, except through the weights of these sites. All have rows first.
         """
         zeros = [jnp.zeros(s.shape, s.output.aval.dtype) for s in sites]
         zeros, _ = all_on_mesh((zeros, self.params))

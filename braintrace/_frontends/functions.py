@@ -117,14 +117,17 @@ class Function:
         found |= zip(self.carry_at, self.carry.like, strict=True)
         return [found[i] for i in range(len(found))]
 
-    def by_parameter(self, gradients: Any) -> dict[Path, Leaves]:
-        """The arrays of gradients, a tree like `params`, by the path of their parameter."""
+    def by_parameter(self, gradients: Any) -> dict[Path, Any]:
+        """Gradients, a tree like `params`, as a tree for each parameter, by its path."""
+        states = {st.path: st for st in self.step.states}
         paths = [st.path for st in self.step.states for _ in range(st.tree.num_leaves)]
         inexact = [i for i, a in zip(self.param_at, self.params.like, strict=True) if _is_inexact(a)]
+        at = dict(zip(inexact, jax.tree.leaves(gradients), strict=True))
         found: dict[Path, Leaves] = {}
-        for i, g in zip(inexact, jax.tree.leaves(gradients), strict=True):
-            found.setdefault(paths[i], []).append(g)
-        return found
+        for i in self.param_at:
+            found.setdefault(paths[i], []).append(at.get(i))
+        trees = {path: jax.tree.unflatten(states[path].tree, leaves) for path, leaves in found.items()}
+        return {path: tree for path, tree in trees.items() if jax.tree.leaves(tree)}
 
     @property
     def outputs(self) -> Leaves:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._frontends.pure import Pure
-from .._online.drive import finite_targets, weighed
+from .._online.parts import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.check import GradientCheck, Gradients, compare_gradients, round_off

@@ -17,7 +17,8 @@ from .._executor.pull_back import is_inexact
 from .._executor.window import where_rows
 from .._frontends.functions import Function
 from .._lines import warn_user
-from .._online.drive import Drive, Given
+from .._online.drive import Drive
+from .._online.parts import Given
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep

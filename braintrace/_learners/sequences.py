@@ -22,7 +22,8 @@ from .._diagnostics.step_warnings import warn_of_paths
 from .._executor.pull_back import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.data import MultiStepData, SingleStepData
-from .._online.drive import Drive, Given
+from .._online.drive import Drive
+from .._online.parts import Given
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
@@ -264,7 +265,7 @@ def _drive(
     """The way to drive a step; `is_window`: the step takes a window of steps by itself."""
     form, values = learner._forms.now, learner._values()
     if is_window and not form.rule.back_through_time:
-        return Drive(step, size=sequence.pace, turns=form.rule.turns)
+        return Drive(step, size=sequence.pace, unroll=form.rule.unroll)
     if not form.rule.back_through_time:
         form.shard_like(leaves_of(form), learner._inputs_of(form))
     return form.drive(

@@ -1,7 +1,7 @@
-"""A learner's call as one operation: what a user's function does with it is read from the function's jaxpr.
+"""The call of a learner as a JAX primitive, `call_p`, so that it can be found in the jaxpr of a user's step.
 
-By itself it computes what the learner does, and its derivative is the online gradient; whoever evaluates such
-a jaxpr may have it do something else instead.
+By default it computes the learner's step, and its derivative is the online gradient. The sequence driver
+evaluates the jaxpr with another implementation of the call.
 """
 
 from __future__ import annotations

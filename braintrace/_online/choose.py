@@ -12,7 +12,7 @@ from .request import WindowSize
 from .sequence import Sequence, even_chunks
 from .user_step import UserStep
 
-_WHOLE = 16  # steps of a window, where that changes no number
+_WHOLE = 16  # default window size of rules whose gradient does not depend on it
 
 
 def memory_budget() -> int:
@@ -33,16 +33,16 @@ def choose(
     fresh: bool,
     budget: int,
 ) -> Drive:
-    """The fastest way that gives the numbers asked for.
+    """Choose the fastest drive that computes the requested gradient.
 
-    `window` is that of a learner which back-propagates through windows; 'auto' fills the budget. `fresh`: the
-    traces are known to be zero; unless `keep`, they are not wanted after the sequence. `budget` is in bytes,
-    for a chunk.
+    `window` is the window size of a learner that back-propagates through windows ('auto' fills the budget),
+    `budget` the bytes for the records of a chunk. `fresh` says that the traces are zero before the sequence,
+    `keep` that they are needed after it.
     """
     if online.rule.back_through_time:
-        return Drive(step, size=sequence.length, windows=True, again=chunk_size)
+        return Drive(step, size=sequence.length, windows=True, checkpoint_every=chunk_size)
     why = step.why_in_turn()
-    in_turn = Drive(step, size=sequence.pace, turns=online.rule.turns)
+    in_turn = Drive(step, size=sequence.pace, unroll=online.rule.unroll)
     if online.windows:
         any_window = online.rule.any_window
         if window == "auto":
@@ -70,7 +70,7 @@ def choose(
     if why is not None or (alone and not step.reads_old_states):
         return in_turn
     last = size == sequence.length
-    return Drive(step, size=size, together=True, keep=keep or not last, fresh=last and fresh)
+    return Drive(step, size=size, chunked=True, keep=keep or not last, fresh=last and fresh)
 
 
 def auto_window(online: Online, length: int, budget: int) -> int:

@@ -40,9 +40,10 @@ Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
 class Online:
     """The functions of one rule on one compiled graph.
 
-    With `windows`, a call is a window of steps, back-propagated through along all paths; else the signals of
-    a step are those of design section 1, and the traces after the step answer for them. `unseen` are hidden
-    states that no output depends on, and the parameters of which the gradient is approximate if a loss does.
+    With `windows`, a call is a window of steps, back-propagated through along all paths, and the signals at
+    its start are contracted with the traces before it. Otherwise a call is one step, and its signals are
+    contracted with the traces after it. `unseen` maps each hidden state that no output depends on to the
+    parameters whose gradient is approximate if the loss reads that state.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class Online:
         values: Values,
         stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
-        """Back-propagated through as one; what the rule keeps stands for what came before."""
+        """Run a window. Its derivative is back-propagation through it plus the rule's `past` at its start."""
         length = 1 if stepped is None else next(len(a) for a, s in zip(args, stepped, strict=True) if s)
 
         def run(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Any:
@@ -349,7 +350,10 @@ class Online:
 
     @property
     def asks_old(self) -> bool:
-        """Whether what reads a state before the step is answered for: not where another signal stands."""
+        """Whether traces give the gradient of a loss that reads a state before the step.
+
+        They do for back-propagated signals only: no other signal has a value at those states.
+        """
         return self.rule.signal == PROPAGATED
 
     def given(self, values: Values) -> Values:
@@ -475,7 +479,10 @@ class Online:
         return int(size + 3 * needed)
 
     def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
-        """What a trace that leaves paths out says of this step: there the weight is live as well."""
+        """The within-step gradients that both the traces and the pull-back contain, to be subtracted once.
+
+        Where a trace does not cover every path, the pull-back does not hold the weight fixed.
+        """
         grads: Gradients = {}
         for slot in self.slots:
             if not slot.positions.complete:

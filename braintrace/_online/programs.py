@@ -11,7 +11,8 @@ import jax
 from .. import _meshes
 from .._compiler.fingerprint import fingerprint
 from .call import refuse_varying
-from .drive import Drive, Given
+from .drive import Drive
+from .parts import Given
 from .sequence import Sequence, is_traced
 
 _REMEMBERED = 16

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .drive import masked
+from .parts import masked
 from .sequence import Sequence
 
 WindowSize = int | Literal["auto"]  # number of steps; 'auto' takes as many as the memory budget allows

@@ -118,11 +118,11 @@ def over_chunks(
     rest_first: bool = False,
     cut: bool = False,
 ) -> tuple[Any, Any]:
-    """`carry, outs = run(carry, arrays, mask, reset)` over chunks of a sequence, and over what is left.
+    """Run `carry, outs = run(carry, arrays, mask, reset)` over chunks of `size` steps of a sequence.
 
-    What is left comes last, or first. The outputs of `run` have time in front; so have the results. A `scan`
-    other than JAX's may carry states. With `cut`, arrays are cut before the loop, not sliced in it: for
-    derivatives, since that of a slice is a whole array.
+    The remainder is a shorter chunk, the last one or, with `rest_first`, the first. Outputs have a leading
+    time axis. `scan` is `jax.lax.scan` or a replacement that also carries states. With `cut`, arrays are
+    reshaped before the loop instead of sliced in it, because the derivative of a slice has the full length.
     """
     count, left = divmod(sequence.length, size)
     begin = left if rest_first else 0
@@ -175,7 +175,7 @@ def _one_by_one(
     progress: Report,
     begin: int,
 ) -> tuple[Any, Any]:
-    """The same outside of `jit`: a call for each chunk, so that an interrupt comes between two of them."""
+    """`over_chunks` outside of `jit`: one compiled call per chunk, so that it can be interrupted."""
     compiled = jax.jit(run)
     outs = []
     starts = [*([0] if begin else []), *range(begin, sequence.length, size)]

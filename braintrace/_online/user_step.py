@@ -1,8 +1,7 @@
-"""A user's step, `step_fn`, as a program that knows where it calls the learner.
+"""The user's step, `step_fn`, as a traced program in which the call of the learner is one equation.
 
-It is traced once. The program is then evaluated as often as needed, with the call of the learner, one
-equation in it, doing what is asked for: go forward only, go forward in differentiable form, be part of a
-window.
+The step is traced once. Each evaluation of the program chooses what the call does: it computes the new states
+only, or in differentiable form, or as a step of a window.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ def as_it_is(call: Call, operands: Leaves) -> Leaves:
 
 @dataclass(frozen=True, eq=False)
 class UserStep:
-    """What a step computes from slices of the sequences and from the leaves of the states that it touches."""
+    """A traced step: (slices of the sequences, leaves of states) -> (loss, other outputs, new leaves)."""
 
     program: Program
     num_slices: int
-    names: tuple[str, ...]  # of the states' leaves
-    traces: dict[str, int]  # which leaf holds each array that the rule keeps
+    names: tuple[str, ...]  # of the leaves
+    traces: dict[str, int]  # the index of the leaf of each of the rule's arrays, by name
     carried: tuple[
         int | None, ...
-    ]  # which leaf each of the model's carried leaves is; None: it is not touched
+    ]  # the index of each of the model's carried leaves; None if the step does not use it
     has_effects: bool
-    closed: Any  # the jaxpr that it is of
+    closed: Any  # the jaxpr of the step
 
     @staticmethod
     def read(
@@ -153,7 +152,7 @@ class UserStep:
 
     @cached_property
     def _behind_loss(self) -> dict[Var, bool]:
-        """What the loss depends on; not across a call from the states after it to those before."""
+        """The variables that the loss depends on, without paths through the carried states of a call."""
 
         def transfer(node: Node, given: list[bool | None]) -> Any:
             if node.primitive is not call_p:
@@ -167,7 +166,7 @@ class UserStep:
 
     @cached_property
     def read_otherwise(self) -> set[int]:
-        """The leaves that the loss depends on otherwise than as states at a call, wherever the calls are."""
+        """Indices of the leaves that the loss depends on other than as carried states of a call."""
         return {i for i, v in enumerate(self.leaves) if v in self._behind_loss}
 
     @property

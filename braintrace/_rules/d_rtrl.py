@@ -45,9 +45,10 @@ class D_RTRL(TraceRule):
     read) or 'pushed' (one orthonormal basis per sample, pushed along the trajectory). `samples` is the batch
     axis of the states: 'auto' finds it, None takes all samples as one. With `across='layers'`, the influence
     of each weight on the states of the layers above is kept densely for each sample.
-    `recursion` says how traces advance where it is not by the local Jacobians, `signal` what meets them,
-    `bound` what keeps them from growing, and `called` what the verdict calls such a rule. With `by_readouts`,
-    the traces of units that a leaky readout reads are filtered by its decay even where they are approximate.
+    The other options define published rules: `recursion` replaces the local Jacobians in the update of the
+    traces, `signal` is the learning signal, `bound` keeps traces from growing, and `called` is the name in
+    reports. With `by_readouts`, the traces of units that a leaky readout reads are filtered by its decay even
+    where they are approximate.
     """
 
     dtype: Any = None
@@ -73,8 +74,8 @@ class D_RTRL(TraceRule):
             raise ValueError(f"`basis` is {' or '.join(map(repr, BASES))}, not {self.basis!r}.")
         if (self.rank or self.across) and not self.follows_chains:
             raise ValueError(
-                f"`{'rank' if self.rank else 'across'}` keeps what traces by the local Jacobians leave out, "
-                f"for back-propagated signals: {self.called} has others."
+                f"`{'rank' if self.rank else 'across'}` corrects traces that advance by the local Jacobians "
+                f"and meet back-propagated signals; {self.called} has other traces or signals."
             )
         is_axis = isinstance(self.samples, int) and not isinstance(self.samples, bool) and self.samples >= 0
         if not (is_axis or self.samples in ("auto", None)):
@@ -88,7 +89,7 @@ class D_RTRL(TraceRule):
             )
 
     @property
-    def beside(self) -> Rank | Layers | None:
+    def correction(self) -> Rank | Layers | None:
         if self.across is not None:
             return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype, BASES[self.basis]) if self.rank else None
@@ -104,7 +105,7 @@ class D_RTRL(TraceRule):
 
     @property
     def projection(self) -> Rank | None:
-        return self.beside if isinstance(self.beside, Rank) else None
+        return self.correction if isinstance(self.correction, Rank) else None
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(

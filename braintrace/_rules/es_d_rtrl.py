@@ -62,7 +62,7 @@ class ES_D_RTRL(TraceRule):
         return True
 
     @property
-    def turns(self) -> int:
+    def unroll(self) -> int:
         """How many steps of a loop go together: on a GPU, a turn costs as much as a small kernel."""
         return 1 if jax.default_backend() == "cpu" else 2
 

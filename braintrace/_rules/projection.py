@@ -30,6 +30,10 @@ from .._executor.sharding import Spec
 from .._executor.trace_math import promoted
 from .._executor.window import Window, unroll, where_rows
 
+# A projection has own arrays (`start`, `lasting`), a pair of rows at a window's start (`pair`) and, for
+# the windows of a pass, a *crossing*: a state that goes from window to window (`entered` at a start, `along`
+# a window), the pair there, and `read`, which collects statistics of cotangents; `observed` turns both into
+# arrays.
 Values = dict[str, Any]
 Rows = Float[Array, "*samples rank state"]
 Vectors = Float[Array, "samples state"]
@@ -120,10 +124,10 @@ class Balanced:
 
     def lasting(self, per: PerSample, rank: int) -> Values:
         first = jnp.asarray(fixed_basis(per.numbers, rank).T, per.dtype)
-        none = jnp.zeros((per.numbers, _sketch_size(per.numbers, rank)), per.dtype)
+        none = lambda: jnp.zeros((per.numbers, _sketch_size(per.numbers, rank)), per.dtype)
         # index of the random change of the parameters, and windows since the pair was computed
         counts = jnp.zeros((2,), jnp.int32)
-        return {BASIS: jnp.stack([first, first]), REACH: none, READ: none, COUNTS: counts}
+        return {BASIS: jnp.stack([first, first]), REACH: none(), READ: none(), COUNTS: counts}
 
     def spread(self, per: PerSample) -> dict[str, Spec]:
         return {TANGENT: (per.lead, None)}
@@ -246,7 +250,7 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
 
 
 _LEAST = 1e-6  # of the mean eigenvalue of `O`: what counts as read
-_DENSE = 2048  # state size up to which averages are whole matrices
+_DENSE = 256  # state size up to which averages are whole matrices; a sketch gives as close gradients
 
 
 def _sketch_size(n: int, rank: int) -> int:

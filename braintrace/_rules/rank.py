@@ -54,7 +54,7 @@ class Rank:
     samples: int | str | None = "auto"
     dtype: Any = None
     basis: Pushed | Balanced = BASES["pushed"]
-    beside_traces: bool = True  # whether there are traces, which need a batch axis, too
+    corrects_traces: bool = True  # whether there are traces, which need a batch axis, too
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = self.per_sample(executor)
@@ -163,6 +163,17 @@ class Rank:
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads, start
 
+    def crossed(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
+    ) -> tuple[Any, Any]:
+        """The state of the projection after a single window, and what it read of signals at its start."""
+        crossing, per = self.crossing(executor, values), self.per_sample(executor)
+        if isinstance(crossing, PushedCrossing):
+            return None, None  # the basis goes with `V`
+        state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
+        read = None if signals is None else crossing.read(finite(per.vectors(signals, dual=True)))
+        return crossing.along(state, window.as_if_begun), read
+
     def observed(
         self,
         executor: ETraceGraphExecutor,
@@ -267,7 +278,7 @@ class Rank:
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
-        return per_sample(executor, self.samples, traces=self.beside_traces)
+        return per_sample(executor, self.samples, traces=self.corrects_traces)
 
 
 def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True) -> PerSample:
@@ -277,10 +288,10 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
         samples = find_samples(linear.info, axis)
         if samples.mixed:
             raise NotSupportedError(
-                f"What is kept is kept for each sample, and the samples of {show_paths(samples.mixed)} along "
-                f"axis {samples.axis} act on each other (a norm over the batch?). Say along which axis of "
-                "the states samples lie that do not (`samples=1`, say), or take all as one "
-                "(`samples=None`)."
+                f"The rule stores arrays per sample, but the samples of {show_paths(samples.mixed)} along "
+                f"axis {samples.axis} act on each other (a norm over the batch?). Set `samples` to the axis "
+                "of the states along which samples are independent (`samples=1`), or treat the batch as one "
+                "sample (`samples=None`)."
             )
         if isinstance(axis, int) and not samples.have(axis):
             raise NotSupportedError(

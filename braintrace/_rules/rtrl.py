@@ -1,11 +1,12 @@
-"""RTRL: the whole influence of every parameter on every carried number. Exact, for small models.
+"""RTRL: the full influence matrix of the parameters on the carried state. Exact, for small models.
 
-    P = dh/dw, for each sample: (numbers carried, parameters)
-    P' = H P + what the window adds        gradient = dL/dw within the window + dL/dh[start] P
+    P = dh/dw, for each sample: (state size, parameters)
+    P' = H P + A        gradient = dL/dw within the window + dL/dh[start] P
 
-with `H` = d(state at the window's end)/d(state at its start). A window may be one step or many; the numbers
-are the same. Over a longer one, `P` is touched once: each number at the end is pulled back to the outputs of
-ops at every step, and what that adds is one product with their inputs over time.
+with `H` = d(state at the window's end)/d(state at its start), and `A` = d(state at its end)/dw for a fixed
+state at its start. The result does not depend on the length of the window. Over several steps, `P` is read
+and written once: each state variable at the end is pulled back to the outputs of ops at every step, and `A`
+is one product with their inputs over time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a learning rule is: a frozen value with pure functions over a dictionary of arrays.
+"""Learning rules: frozen values with pure functions over a dictionary of arrays, the rule's state.
 
-Whatever a rule keeps, it answers four questions, and steps, windows and chunks are written once for all
-rules: what is kept at the start, how it advances over a window of steps, what gradient it makes of a signal
-at the window's start, and what is left of it when some samples begin anew.
+Steps, windows and chunks are written once for all rules, in terms of four methods: `start` (the initial
+arrays), `advance` (the arrays after a window of steps), `past` (the gradient for a signal at the window's
+start) and `forget` (the arrays with some samples reset).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and 
 class Rule(ABC):
     """A learning rule."""
 
-    back_through_time: ClassVar[bool] = False  # it keeps nothing: a gradient goes through all that it spans
-    signal: Signal = PROPAGATED  # what meets the traces of a step
-    recursion: Recursion | None = None  # how traces advance; None: by the local Jacobians
-    any_window: ClassVar[bool] = True  # how many steps go together changes no number
+    back_through_time: ClassVar[bool] = False  # BPTT: no traces, and one backward pass over the sequence
+    signal: Signal = PROPAGATED  # the learning signal dL/dh that is contracted with the traces
+    recursion: Recursion | None = None  # replaces the local Jacobians in the update of the traces
+    any_window: ClassVar[bool] = True  # whether the gradient does not depend on the window size
 
     @abstractmethod
     def start(self, executor: ETraceGraphExecutor) -> Values:
@@ -61,14 +61,14 @@ class Rule(ABC):
 
     @abstractmethod
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
-        """The gradients of the parameters, of signals at the carried states before a window.
+        """The gradients of the parameters through the carried states before a window, for signals there.
 
-        Each as such or, where a batch is spread over devices, as these have it (`PartialSums`).
+        Each is an array, or per-device partial sums (`PartialSums`) if the batch is sharded.
         """
 
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        """The arrays with nothing left of the samples that `rows`, a boolean for each, has True for."""
+        """The arrays with the samples reset that `rows`, a boolean for each sample, flags."""
 
     @property
     def one_pass(self) -> bool:
@@ -81,9 +81,9 @@ class Rule(ABC):
         return None
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """How what it keeps, of these shapes, is spread over devices, as `executor.spread` has it.
+        """The partition specs of the rule's arrays, of these shapes, given the sharding `executor.spread`.
 
-        What is not named, XLA lays out.
+        XLA chooses the sharding of arrays without a spec.
         """
         return {}
 
@@ -97,12 +97,12 @@ class Rule(ABC):
         return True
 
     def kind(self, windows: bool) -> RuleKind:
-        """What it is, for the verdict on exactness; `windows`: signals are taken at the start of windows."""
+        """The properties that the exactness report needs; `windows`: signals are taken at window starts."""
         return RuleKind("a rule of one's own", known=False)
 
     @property
-    def turns(self) -> int:
-        """How many steps of a loop go together."""
+    def unroll(self) -> int:
+        """The `unroll` of the scan over single steps."""
         return 1
 
     def fuses(self, values: Values) -> bool:
@@ -111,22 +111,22 @@ class Rule(ABC):
 
 
 class TraceRule(Rule):
-    """A rule over the traces of weights: what it keeps of them, how that advances, and its gradient.
+    """A rule that stores traces of weights.
 
-    A rule of one's own is a frozen dataclass with `init`, `update` and `gradient`; `reset` for episodes in
-    a batch.
+    A custom rule is a frozen dataclass with the methods `init`, `update` and `gradient`, and `reset` if
+    samples of a batch are reset one by one.
     """
 
     any_window: ClassVar[bool] = False
 
     @property
-    def beside(self) -> Rank | Layers | None:
-        """What is kept beside the traces of what these leave out; None: nothing."""
+    def correction(self) -> Rank | Layers | None:
+        """The correction for paths that the traces truncate (`Rank` or `Layers`), or None."""
         return None
 
     @property
     def windows(self) -> bool:
-        return self.beside is not None
+        return self.correction is not None
 
     @abstractmethod
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
@@ -143,14 +143,14 @@ class TraceRule(Rule):
     def gradient_apart(
         self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
     ) -> Gradients:
-        """The same, each as the devices have it that share a batch (`PartialSums`), where it can be."""
+        """`gradient`, as per-device partial sums (`PartialSums`) where the batch is sharded."""
         return self.gradient(slots, values, signals, local)
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
-        """The arrays with nothing left of the samples that `keep`, (batch,), has False for."""
+        """The arrays with the samples reset for which `keep`, (batch,), is False."""
         raise NotSupportedError(
-            f"The rule {type(self).__name__} does not say how samples of a batch begin anew: give it a "
-            "method `reset(slots, values, keep)`, or reset all of them (`learner.reset_state()`)."
+            f"The rule {type(self).__name__} cannot reset single samples of a batch. Add a method "
+            "`reset(slots, values, keep)` to it, or reset all samples (`learner.reset_state()`)."
         )
 
     def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
@@ -198,13 +198,13 @@ class TraceRule(Rule):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         values = self.init(executor.slots, executor.example_local())
-        return values if self.beside is None else {**values, **self.beside.start(executor)}
+        return values if self.correction is None else {**values, **self.correction.start(executor)}
 
     def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         at = executor.spread
         assert at is not None
         found = self.spread_traces(executor.slots, at, shapes)
-        return found if self.beside is None else {**found, **self.beside.spread(executor)}
+        return found if self.correction is None else {**found, **self.correction.spread(executor)}
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         found = super().lasting(executor)
@@ -217,10 +217,8 @@ class TraceRule(Rule):
         after = self._all_advanced(executor, values, None, window)[0]
         if self.projection is None:
             return after
-        crossing: Any = self.projection.crossing(executor, values)
-        state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
-        state = crossing.along(state, window.as_if_begun)
-        return {**after, **self.projection.observed(executor, values, state, None, 1)}
+        crossed = self.projection.crossed(executor, values, None, window)
+        return {**after, **self.projection.observed(executor, values, *crossed, 1)}
 
     def _all_advanced(
         self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
@@ -230,16 +228,16 @@ class TraceRule(Rule):
         Also returns the gradients of signals at the window's start that come with them, and the rows of the
         projection, pulled back to the window's start.
         """
-        if self.beside is None:
+        if self.correction is None:
             return self._advanced(executor, values, window), {}, None
         if window.keep is not None:  # samples that are reset at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
             window = window.as_if_begun
         after = self._advanced(executor, values, window)
-        if not isinstance(self.beside, Rank):
-            return {**after, **self.beside.advance(executor, values, after, window)}, {}, None
+        if not isinstance(self.correction, Rank):
+            return {**after, **self.correction.advance(executor, values, after, window)}, {}, None
         course = lambda slots: self.course(slots, window.record)
-        more, known, pulled = self.beside.advance(executor, values, after, window, course, signals)
+        more, known, pulled = self.correction.advance(executor, values, after, window, course, signals)
         return {**values, **after, **more}, known, pulled
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
@@ -252,9 +250,9 @@ class TraceRule(Rule):
         at_groups = executor.widened(executor.at_groups(signals))
         grads = self.gradient_apart(executor.slots, values, at_groups, window.inputs_of_first)
         found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.beside is None:
+        if self.correction is None:
             return found
-        more = self.beside.past(executor, values, signals)
+        more = self.correction.past(executor, values, signals)
         return [plus(a, more.get(i)) for i, a in enumerate(found)]
 
     def over_windows(
@@ -264,7 +262,7 @@ class TraceRule(Rule):
         signals: Leaves,
         window: Window,
         size: int,
-        crossed: tuple[Any, Any],
+        crossed: tuple[Any, Any] | None,
         *,
         fresh: bool,
         keep: bool,
@@ -274,14 +272,18 @@ class TraceRule(Rule):
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `signals` are cotangents of the carried leaves before each step that no earlier window receives:
         zero inside a window. At the first step they are whole. `crossed` is the state of the projection's
-        crossing after the last window, and the sum of what it read.
+        crossing after the last window, and the sum of what it read, if there are several windows.
         """
         first = [None if s is None else s[0] for s in signals]
+        if self.projection is not None and crossed is None:
+            crossed = self.projection.crossed(executor, values, first, window)
         windows = -(-window.length // size)
-        if keep and not fresh and windows == 1 and self.projection is not None:  # one pass over all arrays
+        if keep and not fresh and windows == 1:  # one pass over all arrays
             after, known, pulled = self._all_advanced(executor, values, first, window)
             found = self.past(executor, values, first, window)
             found = [known.get(i, a) for i, a in enumerate(found)]
+            if self.projection is None or crossed is None:
+                return found, after
             return found, {**after, **self.projection.observed(executor, values, *crossed, 1, pulled)}
         at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
         record = replace(window.record, old_signals=at_groups)
@@ -290,7 +292,7 @@ class TraceRule(Rule):
             executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.projection is None
         )
         found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.projection is None:
+        if self.projection is None or crossed is None:
             return found, after
         if not fresh:
             more = self.projection.past(executor, values, first)
@@ -301,7 +303,7 @@ class TraceRule(Rule):
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~rows)}
-        return kept if self.beside is None else {**kept, **self.beside.forget(executor, values, rows)}
+        return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

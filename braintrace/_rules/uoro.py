@@ -39,7 +39,7 @@ class UORO(Estimate):
     @property
     def _kept(self) -> Rank:
         """Kept as one direction would be: `s` in place of the basis, `theta` of what lies along it."""
-        return Rank(1, self.samples, beside_traces=False)
+        return Rank(1, self.samples, corrects_traces=False)
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         return self._kept.start(executor)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._lines import warn_user
+from .._rules.projection import BASIS
 from .engine import Engine
 from .lock import locked
 from .sharding import Layout
@@ -153,6 +154,12 @@ def collect(engine: Engine) -> dict[str, Any]:
 def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
     """Restore the arrays that `collect` returned."""
     targets = _states(engine)
+    if engine.reset:  # a run with another rank chooses its projection again
+        shapes = {name: [np.shape(a) for a in jax.tree.leaves(st.value)] for name, st in targets.items()}
+        saved = {name: [np.shape(a) for a in found.values()] for name, found in arrays.items()}
+        other = {n for n in {*shapes, *saved} if _is_projection(n) and shapes.get(n) != saved.get(n)}
+        targets = {name: st for name, st in targets.items() if name not in other}
+        arrays = {name: found for name, found in arrays.items() if name not in other}
     if unknown := sorted(arrays.keys() - targets.keys()):
         raise ValueError(
             f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`, this one has not."
@@ -163,6 +170,10 @@ def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
     }
     for name, state in targets.items():
         state.value = new[name]
+
+
+def _is_projection(name: str) -> bool:
+    return name == f"state.traces.{BASIS}" or name.startswith("state.traces.balance ")
 
 
 def _states(engine: Engine) -> dict[str, brainstate.State]:

@@ -23,7 +23,7 @@ from .._diagnostics.step_warnings import frozen_parameters
 from .._learners.model_calls import called_with, calling_model
 from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
-from .._online.drive import finite_targets
+from .._online.parts import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.check import about_zeros, by_name
@@ -201,7 +201,7 @@ class Engine:
             sequence = replace(sequence, reset=jnp.asarray(reset))
         size = self.update_every or sequence.length
         # absolute gradients are added up element by element: a sum over a gradient at every step is slow
-        real = lambda p: jnp.promote_types(abs(p).dtype, jnp.float32)
+        real = lambda p: np.promote_types(abs(p).dtype, np.float32)
         sums = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), real(p)), self.parameters())
         update = partial(self._update, checked=checked)
         sums, (losses, aux, bad) = over_chunks(update, sums, sequence, size, brainstate.transform.scan)

@@ -40,7 +40,7 @@ class Stream:
         >>> steps = lambda start: ((np.ones((1, 3)), np.full((1, 2), i)) for i in itertools.count(start))
         >>> block = next(Stream(steps, block=4).read(10))
         >>> block.xs.shape, block.ys[:, 0, 0].tolist()
-        ((4, 1, 3), [10.0, 11.0, 12.0, 13.0])
+        ((4, 1, 3), [10, 11, 12, 13])
     """
 
     source: Steps

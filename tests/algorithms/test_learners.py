@@ -150,9 +150,7 @@ def compiled_with_a_sequence():
     braintrace.D_RTRL(Moving(lambda y: y[..., :4])).compile_graph(data()[0])
 
 
-NO_VALUE = (
-    rf"`matmul` at {re.escape(__file__)}:\d+ takes arrays, and was given a `ParamState` itself.*\.value"
-)
+NO_VALUE = rf"`matmul` at {re.escape(__file__)}:\d+ takes arrays, but was given a `ParamState`.*\.value"
 
 MISTAKES = {
     "no value": (without_value, NO_VALUE),

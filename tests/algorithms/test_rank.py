@@ -564,6 +564,7 @@ def test_averages_survive_a_reset_and_samples_do_not():
     assert kept == {"basis", "balance reach", "balance read", "balance counts"}
     for k in kept:
         np.testing.assert_array_equal(after[k], traces[k])
+    jax.jit(lambda t: t, donate_argnums=0)(net.init(params, start))  # no two arrays share a buffer
     _, some = net.reset(carry, traces, jnp.array([True, False, False, True]))
     assert not np.any(some["balance tangent"][0])
     np.testing.assert_array_equal(some["balance tangent"][1], traces["balance tangent"][1])

@@ -587,8 +587,8 @@ def one(*shape: int) -> Any:
         (lambda: bt.conv(one(2, 3, 4), one(2, 3, 3), lhs_dilation=(2,)), "(low, high)"),
         (lambda: bt.sparse_matmul(one(3), one(4), sparse_mat=SPARSE), "weight_data of shape (7,)"),
         (lambda: bt.sparse_matmul(one(4), one(7), sparse_mat=SPARSE), "x of shape ('...', 3)"),
-        (lambda: bt.einsum("ii,io->o", one(3, 3), one(3, 2)), "each letter at most once"),
-        (lambda: bt.einsum("...ii,io->...o", one(3, 3), one(3, 2)), "each letter at most once"),
+        (lambda: bt.einsum("ii,io->o", one(3, 3), one(3, 2)), "each label at most once"),
+        (lambda: bt.einsum("...ii,io->...o", one(3, 3), one(3, 2)), "each label at most once"),
         (lambda: bt.einsum("io->oi", one(3), one(3, 2)), "two operands"),
     ],
 )

@@ -1,0 +1,71 @@
+"""The values that a drive over a sequence starts from and carries, and the arithmetic of losses and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._executor.executor import Leaves
+from .._executor.pull_back import is_inexact
+from .user_step import UserStep
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Given:
+    """The arrays that a drive starts from."""
+
+    consts: Leaves  # the constants that the step closes over
+    leaves: Leaves  # the leaves of the states that the step reads or writes
+    initial: Leaves  # the reset values of the leaves in `Drive.begins`
+
+    def moving(self, step: UserStep) -> Leaves:
+        return [self.leaves[i] for i in step.moving]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Carry:
+    """The carry of the loop over the parts of a sequence."""
+
+    total: Leaves  # the sum of the gradients so far
+    traced: Any  # the sum of those of effective weights, pulled back to the parameters after the last part
+    moving: Leaves
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some steps of a sequence."""
+
+    slices: Leaves
+    mask: Any
+    reset: Any
+
+
+def finite_targets(slices: Leaves, mask: Any, targets: list[bool]) -> Leaves:
+    """The slices, with zeros for NaN and infinite targets of masked steps: 0 * NaN and 0 * inf are NaN."""
+
+    def one(leaf: Any, is_target: bool) -> Any:
+        if not is_target or not is_inexact(leaf) or leaf.shape[: mask.ndim] != mask.shape:
+            return leaf
+        unused = (mask == 0).reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
+        return jnp.where(unused & ~jnp.isfinite(leaf), jnp.zeros_like(leaf), leaf)
+
+    return list(map(one, slices, targets))
+
+
+def masked(losses: Any, mask: Any) -> Any:
+    """Multiply losses by the mask; where the mask is zero the result is zero, even if the loss is NaN."""
+    mask = mask.astype(losses.dtype) + jnp.zeros_like(losses)  # with the sharding of `losses` in its type
+    return jnp.where(mask == 0, jnp.zeros_like(losses), losses * mask)
+
+
+def weighed(losses: Any, mask: Any) -> Any:
+    return jnp.sum(masked(losses, mask))
+
+
+def add(a: Leaves, b: Leaves) -> Leaves:
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), a, b)  # type: ignore[no-any-return]
