@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
 from sphinx.util.inspect import stringify_signature
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the page on many devices
@@ -19,7 +21,11 @@ sys.path.insert(0, str(HERE.parent))
 from docs import blocks  # noqa: E402
 
 project, author, copyright = "braintrace", "braintrace developers", "braintrace developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+napoleon_use_rtype = False
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
+copybutton_selector = "div:not(.output) > div.highlight > pre"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme, html_title = "furo", "braintrace"
@@ -39,13 +45,23 @@ def run_page(app: Any, name: str, source: list[str]) -> None:
     source[0] = blocks.run(source[0], f"docs/{name}.md", MADE)
 
 
+def write_math(display: str) -> Any:
+    """Return a visitor that writes an equation as MathML, which browsers typeset without scripts."""
+
+    def visit(writer: Any, node: Any) -> None:
+        writer.body.append(convert(node.astext(), display=display))
+        raise SkipNode
+
+    return visit
+
+
 def to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """In docstrings an indented paragraph is an equation, and outside of code a star is a star."""
     paragraphs = "\n".join(lines).split("\n\n")
     for i, text in enumerate(paragraphs):
         if text.startswith("    "):
             paragraphs[i] = f"::\n\n{text}"
-        elif not text.startswith(">>>"):
+        elif ">>>" not in text:
             parts = re.split(r"(`[^`]*`)", text)
             names = [re.fullmatch(r"`[A-Za-z_][\w.]*`", p) for p in parts]  # these may be links
             paragraphs[i] = "".join(
@@ -66,9 +82,11 @@ def own_signature(
     return stringify_signature(args, show_annotation=False, show_return_annotation=False), None
 
 
-def setup(app: Any) -> None:
+def setup(app: Any) -> dict[str, bool]:
     shutil.rmtree(MADE, ignore_errors=True)
     (MADE / "pages").mkdir(parents=True)
+    app.add_html_math_renderer("mathml", (write_math("inline"), None), (write_math("block"), None))
     app.connect("source-read", run_page)
-    app.connect("autodoc-process-docstring", to_rst)
+    app.connect("autodoc-process-docstring", to_rst, priority=400)  # before Napoleon
     app.connect("autodoc-process-signature", own_signature)
+    return {"parallel_read_safe": True}  # each worker runs the code of its pages
