@@ -5,12 +5,9 @@ YARDSTICK = braintrace==0.2.6 brainpy.state==0.1.0
 OLDEST = jax==0.8.0 jaxlib==0.8.0 brainstate==0.5.0 brainunit==0.5.0 brainevent==0.2.0
 
 # Compiling is most of the time of a test, so XLA optimises little, emits plainly and all at once (where it knows
-# those flags: it stops at one that it does not know), and one thread does for each worker. Programs are kept for
-# the next run, which then takes about 40 % less CPU time.
+# those flags: it stops at one that it does not know), and one thread does for each worker.
 IF_KNOWN = xla_cpu_use_fusion_emitters=false xla_cpu_parallel_codegen_split_count=1
-KEPT = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-TEST_ENV = $(KEPT) JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false \
+TEST_ENV = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false \
     $(foreach flag,$(IF_KNOWN),$(shell grep -qs $(firstword $(subst =, ,$(flag))) \
     $(firstword $(^D))/lib/python3*/site-packages/jaxlib/*.so && echo --$(flag)))"
 PYTEST = -m pytest -q -n auto --dist worksteal
@@ -64,7 +61,7 @@ format: .venv/ready ## format the code and fix what lint can fix
 
 clean: ## remove the environments and caches
 	rm -rf .venv .venv-oldest .venv-yardstick .venv-docs .venv-dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-	    .jax_cache dist build
+	    dist build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help demo test check test-oldest fuzz scores streams bench docs dist format clean
