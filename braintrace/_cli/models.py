@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     add("--seed", type=int, default=0, help="seed of the parameters (default: 0)")
 
 
+def window_size(text: str) -> int | str:
+    """Parse a number of steps, or 'auto'."""
+    return text if text == "auto" else count(text)
+
+
 def count(text: str) -> int:
     value = int(text)
     if value < 0:

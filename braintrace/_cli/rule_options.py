@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .common import UsageError, hint
-from .models import count, parse_call
+from .models import count, parse_call, window_size
 
 # the names of `braintrace.compile`, which takes long to import
 NAMES = (
@@ -31,9 +31,10 @@ def add_dial(parser: argparse.ArgumentParser, window: int = 0) -> None:
     add = parser.add_argument
     add(
         "--window",
-        type=count,
+        type=window_size,
         metavar="K",
-        help=f"back-propagate through windows of K steps, with traces for earlier ones; 0 for none ({usual})",
+        help="back-propagate through windows of K steps, with traces for earlier ones; 0: none; 'auto': "
+        f"the longest that fit into memory ({usual})",
     )
     add("--rank", type=count, metavar="R", help="rank of a correction to the diagonal traces (default: 0)")
     add("--basis", choices=("balanced", "pushed"), help="how the basis of that correction is found")
