@@ -1,4 +1,4 @@
-"""Layers draw their weights from one seed: some draws give silent neurons, of which tests could say nothing."""
+"""Layers draw their weights from one seed: with some draws neurons are silent and a test shows nothing."""
 
 from collections.abc import Iterator
 
