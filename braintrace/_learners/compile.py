@@ -190,6 +190,15 @@ class ETraceVmap(brainstate.nn.Vmap):
         super().__init__(module, in_axes, out_axes, vmap_states, out_states, axis_name, axis_size)
         self.vmap_states = vmap_states
 
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Advance states and traces of every sample by one call."""
+        guards = self.module._guards
+        # `vmap` hands tracers of one sample to the learner, so states are compared out here
+        guards.before_call(self.module, keep=True)
+        out = super().update(*args, **kwargs)
+        guards.after_call()
+        return out
+
     def etrace_evolve(self, *sequences: Any, step_fn: Any = None, **options: Any) -> Any:
         """Advance states and traces of every sample over a sequence; time first, then samples."""
         return self.module.etrace_evolve(*sequences, step_fn=step_fn or self, **options)

@@ -40,6 +40,11 @@ class Guards:
             self._changes.watch(hidden)
             self._changes.before_call(self.reads, keep=keep)
 
+    def after_call(self) -> None:
+        """Record the hidden states after a call that has written the step counter before them."""
+        if self._changes is not None:
+            self._changes.after_call()
+
     def compare_reads(self, hidden: Mapping[str, brainstate.State], *, is_tracing: bool) -> None:
         """Warn if the function that is being traced has read a hidden state."""
         read = self.reads.before_call(hidden)

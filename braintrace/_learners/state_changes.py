@@ -50,6 +50,12 @@ class StateChanges:
             self._warn(k for k, v in traced.items() if v and reads.has_assigned(k, v))
         _ = self._guard.value
 
+    def after_call(self) -> None:
+        """Record the states as the learner leaves them."""
+        now = self._now()
+        if not any(map(_compat.is_tracer, jax.tree.leaves(now))):
+            self._left = self._looked = now
+
     def _now(self) -> dict[str, list[Any]]:
         return {name: jax.tree.leaves(_raw(state)) for name, state in self._hidden.items()}
 

@@ -549,14 +549,43 @@ def without_traces(learner, xs):
     reset_between_sequences(learner, xs, keep_traces=False)
 
 
+def mapped(learner, xs):
+    return braintrace.compile(net(None), "d_rtrl", xs[0], batch_size=BATCH, vmap=True)
+
+
+def set_to_zero(learner):
+    learner.model.cell.h.value = jnp.zeros_like(learner.model.cell.h.value)
+
+
+def mapped_and_set(learner, xs):
+    learner = mapped(learner, xs)
+    gradient_of_step(learner, xs[0], 0.0)
+    set_to_zero(learner)
+    gradient_of_step(learner, xs[0], 0.0)
+
+
+def mapped_called_and_set(learner, xs):
+    learner = mapped(learner, xs)
+    learner(xs[0]), set_to_zero(learner), learner(xs[1])
+
+
+def mapped_and_reset(learner, xs):
+    learner = mapped(learner, xs)
+    for rows in (None, jnp.array([True, False])):
+        gradient_of_step(learner, xs[0], 0.0)
+        learner(xs[1])
+        learner.reset_state(rows=rows)
+    gradient_of_step(learner, xs[0], 0.0)
+
+
 TAMPERING = reset_between, reset_inside, reset_between_sequences, called_between, two_learners
-TAMPERING = (*TAMPERING, two_learners_in_one)
+TAMPERING = (*TAMPERING, two_learners_in_one, mapped_and_set, mapped_called_and_set)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
-    [*TAMPERING, all_are_reset, all_are_reset_inside, put_back, without_traces],
+    [*TAMPERING, all_are_reset, all_are_reset_inside, put_back, without_traces, mapped_and_reset],
     ids=lambda f: f.__name__,
 )
 def test_a_model_reset_or_called_without_its_learner_is_told_of(use):
