@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from . import nn
 from ._compiler.step import show_path
 from ._lines import warn_user
+from ._types import Path
 from .nn.dynamics import Dynamics
-
-Path = tuple[str, ...]
 
 
 class Loaded(NamedTuple):

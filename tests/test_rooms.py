@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "braintrace"
 # from the ground up; `braintrace/__init__.py` re-exports all of them
-CORE = "_compat _lines _meshes _precision _ops _compiler _executor _rules _online".split()
+CORE = "_types _compat _lines _meshes _precision _ops _compiler _executor _rules _online".split()
 SHELLS = """_diagnostics _frontends _learners _report _train rules nn tasks agents nir nnx _legacy
 _loading _cli __main__ __init__""".split()
 ROOMS = [*CORE, *SHELLS]

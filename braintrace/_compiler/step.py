@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
-
-Path = tuple[str, ...]
+from .._types import Path as Path
 
 
 def show_path(path: Iterable[Any]) -> str:
