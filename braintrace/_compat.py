@@ -5,6 +5,7 @@ The rest of the package reads jaxprs through these names only.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -122,7 +123,11 @@ def live_equations(jaxpr: Any) -> list[Any]:
         if not any(wanted) and not eqn.effects:
             continue
         if eqn.primitive in partial_eval.dce_rules:
-            _, eqn = partial_eval.dce_rules[eqn.primitive](wanted, eqn)
+            rule: Any = partial_eval.dce_rules[eqn.primitive]
+            # since 0.12 a rule also takes which inputs are read later: of use for mutable arrays
+            takes_live = len(inspect.signature(rule).parameters) == 3
+            live_inputs = [[True] * len(eqn.invars)] if takes_live else []
+            _, eqn = rule(wanted, *live_inputs, eqn)
         if eqn is not None:
             live.append(eqn)
             used.update(v for v in eqn.invars if not isinstance(v, Literal))
