@@ -15,11 +15,9 @@ from .. import _meshes
 from .._executor.window import where_rows
 from .._online.sequence import Sequence
 from .._rules.rule import Rule
-from .bptt import BPTT
 from .config import ETraceConfig
 from .dni import DNI
-from .influence import KF_RTRL, UORO, SnAp
-from .learners import D_RTRL, ES_D_RTRL, RTRL
+from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
 from .options import OptionsLearner
 from .published import (
     OSTTP,

@@ -1,12 +1,18 @@
-"""The learners that users take first."""
+"""Learners with traces of weights, with the influence of every parameter, and BPTT to compare with."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from .. import _rules as rules
+from .._executor.trace_recursion import Own, Recursion
+from .._online.data import MultiStepData, one_step
 from .config import ETraceConfig
-from .options import Choice, OptionsLearner
+from .model_calls import call_model, is_data
+from .options import Choice, OptionsLearner, as_config
+from .trace_states import EligibilityTrace
 
 
 class D_RTRL(OptionsLearner):
@@ -16,9 +22,9 @@ class D_RTRL(OptionsLearner):
 
     With `window=k`, `etrace_grad` back-propagates through windows of `k` steps along all paths, and traces
     summarise earlier steps; a call is a window of one step, or of the steps in `MultiStepData`. With
-    `rank=r`, a correction of that rank is kept for each sample: `1 + r` traces, every parameter learns
-    through time, and with `r` the state size the gradient is that of BPTT. With `across='layers'`, a stack
-    of layers whose traces are exact one by one has the gradient of BPTT.
+    `rank=r`, a correction of that rank is added: `1 + r` traces, every parameter learns through time, and
+    with `r` the state size the gradient is that of BPTT. With `across='layers'`, a stack of layers whose
+    traces are exact one by one has the gradient of BPTT.
     """
 
     takes = (
@@ -35,18 +41,18 @@ class D_RTRL(OptionsLearner):
         return Choice(cls.configured(o, "per_param") or rule, o.config or ETraceConfig())
 
     @property
-    def etrace_bwg(self) -> dict[str, Any]:
+    def etrace_bwg(self) -> dict[str, EligibilityTrace]:
         """The states that hold the traces of the weights, by name."""
         return self.etrace_states
 
 
 class ES_D_RTRL(OptionsLearner):
-    """D-RTRL with traces as products of an input and a state average: memory linear in the units.
+    """D-RTRL with each trace as a product of an input average and a state average.
 
         x'[t] = a x'[t-1] + x[t]        f'[t] = b D[t] f'[t-1] + (1 - b) J[t]
         gradient = sum_t x'[t] (g[t] f'[t]) / (1 - b^(t+1))
 
-    `config` takes the place of `decay_or_rank`. Options that `D_RTRL` has as well have the same effect.
+    Memory is linear in the number of units. `config` takes the place of `decay_or_rank`.
     """
 
     takes = (
@@ -61,22 +67,22 @@ class ES_D_RTRL(OptionsLearner):
         return Choice(cls.configured(options, "io_factorized") or rule, config)
 
     @property
-    def etrace_xs(self) -> dict[str, Any]:
+    def etrace_xs(self) -> dict[str, EligibilityTrace]:
         """The states that hold averages of inputs, by name."""
         return {k: st for k, st in self.traces.items() if k.endswith(":x")}
 
     @property
-    def etrace_dfs(self) -> dict[str, Any]:
-        """The states that hold averages of the state Jacobians, by name."""
+    def etrace_dfs(self) -> dict[str, EligibilityTrace]:
+        """The states that hold averages of state Jacobians, by name."""
         return {k: st for k, st in self.traces.items() if ":f->" in k}
 
 
 class RTRL(OptionsLearner):
-    """Real-time recurrent learning, exact on any model, with marked ops or without (whatever `mark` is).
+    """Real-time recurrent learning: exact on any model, with marked ops or without.
 
         P[t] = H[t] P[t-1] + dh[t]/dw        gradient = sum_t g[t] P[t]
 
-    Memory is, for each sample, the state size times the number of parameters. In chunks
+    Memory is, per sample, the state size times the number of parameters. In chunks
     (`etrace_grad(..., chunk_size=k)`) the numbers are the same, and `P` is updated once in `k` steps.
     """
 
@@ -87,6 +93,115 @@ class RTRL(OptionsLearner):
         return Choice(rules.RTRL())
 
 
+class SnAp(OptionsLearner):
+    """Sparse n-step approximation of RTRL (Menick et al. 2020, arXiv:2006.07232).
+
+        P[t] = M * (H[t] P[t-1] + dh[t]/dw)        H = dh[t]/dh[t-1], the full Jacobian
+
+    `M` is one where an entry of a parameter acts on a state variable within `n` steps. The pattern comes from
+    the structure of the step, for every parameter: sparse and grouped products, convolutions, layers. A dense
+    recurrence reaches everything in two steps: then, and with `n` large enough on any model, the gradient is
+    that of RTRL.
+
+    With `n=1` it keeps a trace of every weight as `D_RTRL` does, at the same cost, which decays with the
+    diagonal of `H` (`mark` and `trace_dtype` are for these traces). Parameters without a trace learn within
+    the step. A unit with several states has one trace over all of them. With `n > 1`, a call is a window of
+    one step, through which all paths are back-propagated, and the signal at the old state meets `P[t-1]`; in
+    the paper the signal at the new state meets `P[t]`, which truncates one step earlier. A pattern of more
+    than `snap_max_jacobian_elements` entries is refused with its size. (In 0.2.6 that limit is on the blocks
+    of `H`, and patterns stay within a group of states.)
+    """
+
+    takes = (
+        "n name vjp_method (fast_solve) snap_max_jacobian_elements * window samples mark trace_dtype "
+        "(chunked_trace) (control_flow) (random_feedback_key)"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        n, most = options.n, options.snap_max_jacobian_elements
+        rule: rules.Rule = rules.SnAp(n, most, options.samples)
+        if n == 1:
+            rule = rules.D_RTRL(options.trace_dtype, recursion=Recursion(Own()), called="SnAp(1)")
+        return Choice(rule, ETraceConfig(recurrence_scope="sparse_n", sparse_n=n), {"n": n})
+
+
+class UORO(OptionsLearner):
+    """Unbiased online recurrent optimisation (Tallec and Ollivier 2017, arXiv:1702.05043).
+
+        P ~ s theta^T,    s' = rho0 H s + rho1 nu,    theta' = theta / rho0 + (nu^T dh/dw) / rho1
+
+    The influence of all parameters is one random product per sample, with the full Jacobian `H` and random
+    signs `nu`: unbiased, for every parameter of any model, in the memory of parameters and states. A single
+    run is noisy; averages over many steps or samples are not. The stream of signs continues over resets. With
+    `window=k`, each window of `k` steps takes one draw: longer windows have less noise. (0.2.6 has a product
+    for each group of states, and truncates paths between groups.)
+    """
+
+    takes = (
+        "name vjp_method (fast_solve) (control_flow) projection_key projection_eps (random_feedback_key) "
+        "(snap_max_jacobian_elements) * window samples mark config"
+    )
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        config = options.config or ETraceConfig("random_projection", recurrence_scope="coupled")
+        as_config(config, cls, "random_projection").rule()  # which checks the other axes
+        return Choice(rules.UORO(options.projection_key, options.projection_eps, options.samples), config)
+
+
+class RandomProjectionVjpAlgorithm(UORO):
+    """`UORO`, with the position that 0.2.6 has for `config` among its arguments."""
+
+    takes = (
+        "name vjp_method (fast_solve) (control_flow) config projection_key projection_eps "
+        "(random_feedback_key) (snap_max_jacobian_elements) * window samples mark"
+    )
+
+
+class KF_RTRL(OptionsLearner):
+    """Kronecker-factored RTRL (Mujika, Meier and Steger 2018, arXiv:1805.10842).
+
+        P ~ u (x) A,    u' = c1 p1 u + c2 p2 x,    A' = (c1 / p1) H A + (c2 / p2) dh/dy
+
+    The influence of each product `y = x w` has two factors, with random signs `c` and the `p` of least
+    variance: unbiased, with far less noise than `UORO`, in a memory of batch x state size x outputs for each
+    use of a parameter. The paper has one weight matrix; here every use of every parameter has two factors of
+    its own, in any model where these are products (no convolutions). In windows, they advance step by step.
+    """
+
+    takes = "name vjp_method projection_key projection_eps * window samples mark"
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        return Choice(rules.KF_RTRL(options.projection_key, options.projection_eps, options.samples))
+
+
+class BPTT(OptionsLearner):
+    """Back-propagation through time, on any model, to compare with. It has no traces.
+
+        gradient = d(sum_t L[t])/dw        through all steps of one gradient
+
+    The steps of one gradient are a sequence in `etrace_grad`, elsewhere those between two updates (truncated
+    BPTT). Memory grows with their number. `chunk_size` of `etrace_grad` is the number of steps whose values
+    are stored; those of other chunks are computed again on the way back (`jax.checkpoint`), which saves
+    memory and changes no number.
+    """
+
+    takes = "* mark name"
+
+    @classmethod
+    def choose(cls, options: Any) -> Choice:
+        return Choice(rules.BPTT())
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Advance the model itself, so that a rematerialised cell stays one."""
+        self.set_for(*one_step(args, kwargs))
+        data = jax.tree.leaves((args, kwargs), is_leaf=is_data)
+        windows = jax.tree.leaves([a for a in data if isinstance(a, MultiStepData)])
+        self.steps.value = self.steps.value + (windows[0].shape[0] if windows else 1)
+        return call_model(self.model, *args, **kwargs)
+
+
 ParamDimVjpAlgorithm = D_RTRL
-IODimVjpAlgorithm = ES_D_RTRL
-pp_prop = ES_D_RTRL
+IODimVjpAlgorithm = pp_prop = ES_D_RTRL

@@ -89,13 +89,14 @@ class Choice(NamedTuple):
 class OptionsLearner(ETraceAlgorithm):
     """A learner whose class lists its options."""
 
-    takes: ClassVar[str]  # names in order; in brackets what is accepted without effect, keywords after `*`
+    takes: ClassVar[str]  # names in order; in brackets those without effect, keywords after `*`
     defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `OPTIONS`
+    example: ClassVar[str] = ""  # options in the docstring's example
 
     def __init_subclass__(cls) -> None:
         if "takes" in vars(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
-            cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls.takes)}"
+            cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls)}"
         super().__init_subclass__()
 
     def __init__(self, model: brainstate.nn.Module, *args: Any, **options: Any) -> None:
@@ -162,15 +163,18 @@ def _constructor(cls: type[OptionsLearner]) -> Any:
     return __init__
 
 
-def _describe(takes: str) -> str:
-    """The `Args:` of a docstring; those that are only keywords come first, as newer ones do."""
-    first, _, last = takes.partition("*")
+def _describe(cls: type[OptionsLearner]) -> str:
+    """The arguments and the example of a class's docstring; options that are only keywords come first."""
+    first, _, last = cls.takes.partition("*")
     names = [*last.split(), *first.split()]
-    lines = [f"{name}: {OPTIONS[name][2]}" for name in names if not name.startswith("(")]
+    lines = ["model: The model that learns, with an `update` method."]
+    lines += [f"{name}: {OPTIONS[name][2]}" for name in names if not name.startswith("(")]
     unused = ", ".join(f"`{name[1:-1]}`" for name in names if name.startswith("("))
     lines += [f"{unused}: Accepted without effect, for code written for 0.2.x."] if unused else []
-    shown = "\n        ".join(["model: The model that learns, with an `update` method.", *lines])
-    return f"    Args:\n        {shown}\n    "
+    given = ", ".join(["braintrace.nn.GRUCell(3, 4)", *filter(None, [cls.example])])
+    example = [">>> import braintrace, jax.numpy as jnp", f">>> learner = braintrace.{cls.__name__}({given})"]
+    sections = ((title, f"\n{' ' * 8}".join(some)) for title, some in (("Args", lines), ("Example", example)))
+    return "\n\n".join(f"    {title}:\n        {text}" for title, text in sections) + "\n    "
 
 
 def as_trace_dtype(dtype: Any) -> Any:

@@ -16,17 +16,17 @@ from .options import Choice, OptionsLearner
 
 
 class EProp(OptionsLearner):
-    """e-prop (Bellec et al. 2020): the trace of what is read of a unit, filtered, times a broadcast signal.
+    """e-prop (Bellec et al. 2020): filtered traces of the units' outputs, times a broadcast signal.
 
         trace[t] = D[t] trace[t-1] + J[t] x[t]        e[t] = kappa e[t-1] + slope[t] trace[t]
         gradient = sum_t L[t] e[t]
 
-    `slope` is the derivative of what others read of the states (a spike of a voltage). A
-    `kappa_filter_decay` of 0 means no filter. `L` is, by `feedback`: 'symmetric', the back-propagated signal
-    there; 'random', the outputs' errors through fixed random matrices; 'adaptive', through matrices that
-    change as the readout does, and whose difference to it decays by `feedback_decay` each time (as if both
-    decayed, as in the paper). A readout with memory (`nn.LeakyRateReadout`) has neither filter nor matrix:
-    its own trace and the back-propagated signal give its exact gradient.
+    `slope` is the derivative of a unit's output (the spike of a voltage). A `kappa_filter_decay` of 0 means
+    no filter. The signal `L` is, by `feedback`: 'symmetric', the back-propagated one; 'random', the outputs'
+    errors through fixed random matrices; 'adaptive', through matrices that change as the readout does, and
+    whose difference to it decays by `feedback_decay` per update (as if both decayed, as in the paper). A
+    readout with memory (`nn.LeakyRateReadout`) has neither filter nor matrix: its own trace and the
+    back-propagated signal give its exact gradient.
     """
 
     takes = (
@@ -34,6 +34,7 @@ class EProp(OptionsLearner):
         "(chunked_trace) (control_flow) (snap_max_jacobian_elements) * feedback_decay mark "
         "normalize_matrix_spectrum"
     )
+    example = "feedback='random'"
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
@@ -52,16 +53,17 @@ class EProp(OptionsLearner):
 
 
 class RFLO(OptionsLearner):
-    """Random feedback local online learning (Murray 2019): traces that leak, and random feedback.
+    """Random feedback local online learning (Murray 2019): leaky traces and random feedback.
 
         trace[t] = leak trace[t-1] + J[t] x[t]        gradient = sum_t (dL/dy B) slope[t] trace[t]
 
-    `leak` is that of the units, `1 - 1/tau`; None: the local Jacobian, which on a leaky net is its leak.
-    `feedback` is as in `EProp`, and so is how a readout with memory learns.
+    `leak` is that of the units, `1 - 1/tau`; by default the local Jacobian, which on a leaky net is its
+    leak. `feedback` is that of `EProp`; a readout with memory learns as in `EProp`.
     """
 
     takes = "leak feedback random_feedback_key * feedback_decay name mark trace_dtype"
     defaults: ClassVar = {"leak": None, "feedback": "random"}
+    example = "leak=0.9"
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
@@ -71,12 +73,12 @@ class RFLO(OptionsLearner):
 
 
 class OSTLRecurrent(OptionsLearner):
-    """OSTL (Bohnstingl et al. 2022) of recurrent layers: traces by the unit's own Jacobian.
+    """OSTL (Bohnstingl et al. 2022) of recurrent layers: traces with each unit's own Jacobian.
 
-        trace[t] = O[t] trace[t-1] + J[t] x[t]        O = diagonal of dh[t]/dh[t-1], marked ops open
+        trace[t] = O[t] trace[t-1] + J[t] x[t]        O = diagonal of the full Jacobian dh[t]/dh[t-1]
 
-    Signals go back through the layers of a step. How units act on *other* units of their layer is left out
-    (the paper keeps it for a single layer, at the price of `RTRL`).
+    Signals are back-propagated through the layers of a step. Influence on *other* units of a layer is
+    truncated (the paper keeps it for a single layer, at the cost of `RTRL`).
     """
 
     regime = "with-H"
@@ -92,9 +94,9 @@ class OSTLRecurrent(OptionsLearner):
 
 
 class OSTLFeedforward(OptionsLearner):
-    """OSTL (Bohnstingl et al. 2022) without the recurrent part: traces by the local Jacobian.
+    """OSTL (Bohnstingl et al. 2022) without the recurrent part: traces with the local Jacobian.
 
-        trace[t] = D[t] trace[t-1] + J[t] x[t]        D = dh[t]/dh[t-1] with marked ops closed
+        trace[t] = D[t] trace[t-1] + J[t] x[t]        D = dh[t]/dh[t-1] along paths without marked ops
 
     Exact for one layer without recurrent weights, as the paper says. With `decay_or_rank`, `ES_D_RTRL`.
     """
@@ -117,12 +119,13 @@ class OTTT(OptionsLearner):
 
         x'[t] = leak x'[t-1] + x[t]        gradient = sum_t x'[t] (dL[t]/dh J[t])
 
-    `leak` is that of the units. `mode` says when the user updates the weights, at the end of a sequence ('A')
-    or at every step ('O'); the gradient of a step is the same.
+    `leak` is that of the units. `mode` is 'A' if the user updates the weights at the end of a sequence, and
+    'O' if at every step; the gradient of a step is the same.
     """
 
     takes = "mode * leak name vjp_method mark trace_dtype"
     defaults: ClassVar = {"mode": "A"}
+    example = "leak=0.9"
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
@@ -132,20 +135,21 @@ class OTTT(OptionsLearner):
 
 
 class OTPE(OptionsLearner):
-    """Online training with postsynaptic estimates (Summe et al. 2023): the trace, carried one layer on.
+    """Online training with postsynaptic estimates (Summe et al. 2023): traces carried one layer on.
 
         trace[t] = leak trace[t-1] + J[t] x[t]        R[t] = leak R[t-1] + slope[t] trace[t]
         gradient = sum_t dL[t]/dread R[t]
 
-    `R` estimates what a layer's weights did to the next layer, whose units leak alike. A layer that no other
-    reads has no next one, and the trace itself is used. With `mode='approx'` the estimate is a product, `R =
-    z' f'`: `x'[t] = leak x'[t-1] + x[t]`, `z'[t] = leak z'[t-1] + x'[t]`, and `f'` the mean of `slope J` so
-    far, with weights `leak^age`. On its way to a lower layer a signal goes through the slopes of the step,
-    where the authors' code takes `f'`. `trace_clip_abs` bounds each number of a trace ('approx' has none).
+    `R` estimates the influence of a layer's weights on the next layer, whose units have the same leak. A
+    layer without a next one uses the trace itself. With `mode='approx'` the estimate is a product, `R = z'
+    f'`: `x'[t] = leak x'[t-1] + x[t]`, `z'[t] = leak z'[t-1] + x'[t]`, and `f'` the mean of `slope J` so far,
+    with weights `leak^age`. On its way to a lower layer a signal goes through the slopes of the step, where
+    the authors' code takes `f'`. `trace_clip_abs` bounds each entry of a trace ('approx' has none).
     """
 
     takes = "mode * leak name vjp_method trace_clip_abs mark trace_dtype"
     defaults: ClassVar = {"mode": "full"}
+    example = "leak=0.9"
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
@@ -155,21 +159,21 @@ class OTPE(OptionsLearner):
 
 
 class OSTTP(OptionsLearner):
-    """OSTTP (Ortner et al. 2023): the traces of OSTL, and a random projection of the target as signal.
+    """OSTTP (Ortner et al. 2023): the traces of OSTL, with a random projection of the target as signal.
 
         gradient = sum_t (target[t] B) slope[t] trace[t]        learner(x, target=y)
 
-    `B_list` has a matrix for each group of hidden states, (targets, units); or `num_targets` says how many
-    numbers a target has, and matrices are drawn with `key`. A target may also come last, `learner(x, y)`, or
-    as `y_target=`. With `target_timing='sequence-end'` a call without a target has a signal of zero;
-    'per-step' makes it an error. A readout, with memory or without, learns by the loss: its matrix, if given,
-    is not used.
+    `B_list` has a matrix for each group of hidden states; or they are drawn with `key`, for targets of size
+    `num_targets`. A target may also come last, `learner(x, y)`, or as `y_target=`. With
+    `target_timing='sequence-end'` a call without a target has a signal of zero; with 'per-step' it is an
+    error. A readout, with memory or without, learns by the loss: its matrix, if given, is not used.
     """
 
     takes = (
         "B_list target_timing name vjp_method (fast_solve) * num_targets key mark trace_dtype "
         "normalize_matrix_spectrum"
     )
+    example = "num_targets=2"
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
@@ -182,17 +186,18 @@ class OSTTP(OptionsLearner):
 
 
 class S_TLLR(OptionsLearner):
-    """S-TLLR (Apolinario & Roy 2023): inputs before an output, and inputs after it.
+    """S-TLLR (Apolinario & Roy 2023): correlations of outputs with earlier and with later inputs.
 
         e[t] = alpha_post psi[t] sum_{s<=t} lambda_post^(t-s) x[s]
              + alpha_pre  x[t]   sum_{s<t}  lambda_pre^(t-s)  psi[s]
         gradient = sum_t dL[t]/dread e[t]
 
-    `psi` is the derivative of what is read of a unit (its spike) by its input: the slope of the surrogate
-    times `J`, where the paper takes a function of its own.
+    `psi` is the derivative of a unit's output (its spike) by its input: the slope of the surrogate times `J`,
+    where the paper takes a function of its own.
     """
 
     takes = "lambda_post lambda_pre alpha_post alpha_pre * name vjp_method mark trace_dtype"
+    example = "lambda_post=0.5, lambda_pre=0.5"
 
     @classmethod
     def choose(cls, options: Any) -> Choice:
@@ -202,14 +207,14 @@ class S_TLLR(OptionsLearner):
 
 
 class ThreeFactor(OptionsLearner):
-    """Three-factor learning: the trace of `D_RTRL` times a modulator of the user's.
+    """Three-factor learning: the trace of `D_RTRL` times a modulator that the user gives.
 
         gradient = sum_t m[t] trace[t]        learner(x, modulator=m)
 
-    `m` is the signal at every state, also of a readout with memory: one number, one for each sample, or an
-    array like the states (with an axis of states behind, where a unit has several). It takes the place of the
-    loss's own signal; a mask of `etrace_grad` weighs it as it does the loss. `learner.modulator = m` stands
-    for calls without one. Weights without a trace learn by the loss.
+    `m` replaces the loss's signal at every state, also of a readout with memory: a scalar, one value per
+    sample, or an array like the states (with a last axis of states, if a unit has several). A mask of
+    `etrace_grad` weighs it as it does the loss. `learner.modulator = m` is for calls without one. Weights
+    without a trace learn by the loss.
     """
 
     takes = (

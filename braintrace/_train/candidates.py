@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._frontends.modules import check_mark
-from .._learners.bptt import BPTT
 from .._learners.compile import learner_named, rule_and_window
 from .._learners.learner import Learner
-from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
+from .._learners.learners import BPTT, D_RTRL, ES_D_RTRL, RTRL
 from .._learners.stateful import ETraceAlgorithm
 from .._learners.vjp_method import read_method
 from .._report.tables import title_of
