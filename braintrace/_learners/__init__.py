@@ -4,6 +4,7 @@ from .. import _precision as _precision
 from .._online.data import MultiStepData as MultiStepData
 from .._online.data import SingleStepData as SingleStepData
 from .accumulators import FixedRandomFeedback as FixedRandomFeedback
+from .accumulators import GradExpon as GradExpon
 from .accumulators import KappaFilter as KappaFilter
 from .accumulators import PresynapticTrace as PresynapticTrace
 from .compile import ETraceVmap as ETraceVmap
@@ -12,7 +13,6 @@ from .config import ETraceConfig as ETraceConfig
 from .dni import DNI as DNI
 from .dni import SyntheticGradient as SyntheticGradient
 from .dni import train_synthetic_gradient as train_synthetic_gradient
-from .expon import GradExpon as GradExpon
 from .gradient_check import check_gradients as check_gradients
 from .learner import Learner as Learner
 from .learners import BPTT as BPTT

@@ -1,26 +1,24 @@
 """Compare the gradient of a learner of a `brainstate` model with that of back-propagation through time.
 
-Both gradients are those of the same `step_fn` over the same sequences, from the states as they are now and
-from traces of zero. For BPTT, a call of the learner is one of its model.
+Both are gradients of the same `step_fn` over the same sequences, from the states as they are now and traces
+of zero. For BPTT, a call of the learner is a call of its model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _rules as rules
 from .._frontends.pure import Pure
-from .._online.parts import finite_targets, weighed
 from .._online.request import check_choice, check_chunk_size, split_loss
-from .._online.sequence import Sequence, over_chunks
+from .._online.sequence import Sequence
 from .._report.check import GradientCheck, Gradients, compare_gradients, round_off
-from .model_calls import calling_model
-from .sequences import trace as trace_step
+from .calling import calling, split_call
+from .learners import BPTT
 from .stateful import ETraceAlgorithm
 
 
@@ -37,8 +35,19 @@ def check_gradients(
 ) -> GradientCheck:
     """Compare `learner.etrace_grad(*sequences, step_fn=step_fn, ...)` with BPTT; states stay as they are.
 
-    The arguments are those of `etrace_grad`. `tolerance` is the relative error that counts as round-off; by
-    default it goes by the type of the parameters.
+    Args:
+        learner: A compiled learner.
+        *sequences: Arrays or pytrees with time as the first axis.
+        step_fn: Calls the learner once and returns the loss of a step, as for `etrace_grad`.
+        mask: Weights of the losses.
+        chunk_size: That of `etrace_grad`.
+        weights: States whose gradients are compared; the model's parameters by default.
+        reduction: 'mean' or 'sum'.
+        has_aux: Whether `step_fn` returns a pair.
+        tolerance: Relative error that counts as round-off; by default it depends on the type of the weights.
+
+    Returns:
+        The differences by parameter, and their causes.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> learner = braintrace.compile(braintrace.nn.GRUCell(3, 4), "d_rtrl", jnp.ones(3))
@@ -49,69 +58,48 @@ def check_gradients(
     check_choice("reduction", reduction, ("mean", "sum"))
     check_chunk_size(chunk_size)
     sequence = Sequence.check(sequences, mask)
-    if (learner.steps_at_once(chunk_size) or 1) == 1:
-        targets = trace_step(learner, step_fn, sequence).step.targets
-        leaves, tree = jax.tree.flatten(sequence.arrays)
-        arrays = jax.tree.unflatten(tree, finite_targets(leaves, sequence.mask, targets))
-        sequence = replace(sequence, arrays=arrays)
     weights = learner.param_states if weights is None else weights
     exactness = learner.report.exactness
-    options = {"mask": sequence.mask, "chunk_size": chunk_size, "weights": weights, "reduction": reduction}
+    options = {"mask": sequence.mask, "weights": weights, "reduction": reduction}
+    in_windows = (learner.steps_at_once(chunk_size) or 1) > 1
+    exact = BPTT(learner.model)
+    exact._forms = learner._forms.with_rule(rules.BPTT(), None)
 
-    total = (float(jnp.sum(sequence.mask)) or 1.0) if reduction == "mean" else 1.0
+    def one_loss(*slices: Any) -> Any:
+        """The loss of a step; if `step_fn` takes windows, of a window of one step."""
+        lead = (1,) if in_windows else ()
+        out = step_fn(*jax.tree.map(lambda a: a.reshape(*lead, *a.shape), slices))
+        return split_loss(out, has_aux, lead, sequence.mask.shape[1:])[0].reshape(sequence.mask.shape[1:])
 
     def online(*arrays: Any) -> Any:
-        grads = learner.etrace_grad(*arrays, step_fn=step_fn, has_aux=has_aux, **options)
+        grads = learner.etrace_grad(
+            *arrays, step_fn=step_fn, has_aux=has_aux, chunk_size=chunk_size, **options
+        )
         return grads[0] if has_aux else grads
 
-    def true(*arrays: Any) -> Any:
-        given = replace(sequence, arrays=arrays)
-        with calling_model(learner):
-            grads = _bptt(learner, given, step_fn, chunk_size, weights, has_aux)
-        return jax.tree.map(lambda g: g / total, grads)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _, args, kwargs = split_call(learner, args, kwargs)  # without the inputs of the rule's signal
+        return exact.update(*args, **kwargs)
 
-    found, expected = _gradient(online, learner, sequence), _gradient(true, learner, sequence)
+    def by_bptt(*arrays: Any) -> Any:
+        with calling(learner, call):
+            return exact.etrace_grad(*arrays, step_fn=one_loss, **options)
+
+    found, expected = (_gradient(f, learner, sequence) for f in (online, by_bptt))
     if tolerance is None:
         states = [*weights.values(), *learner.traces.values()]
         tolerance = round_off([st.value for st in states])
     return compare_gradients(found, expected, exactness, sequence.length, tolerance)
 
 
-def _bptt(
-    learner: Any, sequence: Sequence, step_fn: Any, chunk_size: int | None, weights: Any, has_aux: bool
-) -> Any:
-    """The gradient of the summed losses through all steps."""
-    size = learner.steps_at_once(chunk_size)
-    samples = sequence.mask.shape[1:]
-
-    def losses(carry: Any, arrays: Any, mask: Any, _: Any) -> Any:
-        if size is not None and size > 1:
-            return carry, split_loss(step_fn(*arrays), has_aux, mask.shape[:1], samples)[0]
-        one = lambda slices: split_loss(step_fn(*slices), has_aux, (), samples)[0]
-        return carry, brainstate.transform.for_loop(one, arrays)
-
-    def total() -> Any:
-        _ = [state.value for state in weights.values()]  # also of those that the model does not use
-        _, found = over_chunks(losses, (), sequence, size or sequence.length, brainstate.transform.scan)
-        return weighed(found, sequence.mask)
-
-    return brainstate.transform.grad(total, weights)()
-
-
-def _gradient(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:
+def _gradient(function: Callable[..., Any], learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:
     """The gradients that `function` returns, from traces of zero; no state is written."""
-    pure, values = trace_afresh(function, learner, sequence)
-    found = jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)
-    return {tuple(map(str, path)): g for path, g in found.items()}
-
-
-def trace_afresh(function: Any, learner: ETraceAlgorithm, sequence: Sequence) -> tuple[Pure, list[list[Any]]]:
-    """A function over a sequence as a pure one, and the values of its states, traces being zero."""
     pure = Pure.trace(function, *sequence.arrays)
     traces = [st for k, st in learner.traces.items() if k not in learner._lasting_values()]
-    fresh = {id(st) for st in (*traces, learner.steps)}
+    zero = {id(st) for st in (*traces, learner.steps)}
     values = [
-        [jnp.zeros_like(leaf) for leaf in leaves] if id(state) in fresh else leaves
+        [jnp.zeros_like(leaf) for leaf in leaves] if id(state) in zero else leaves
         for state, leaves in zip(pure.states, pure.values(), strict=True)
     ]
-    return pure, values
+    found = jax.jit(lambda values, arrays: pure(values, *arrays)[0])(values, sequence.arrays)
+    return {tuple(map(str, path)): g for path, g in found.items()}

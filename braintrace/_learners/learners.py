@@ -9,8 +9,8 @@ import jax
 from .. import _rules as rules
 from .._executor.trace_recursion import Own, Recursion
 from .._online.data import MultiStepData, one_step
+from .calling import call_model, is_data
 from .config import ETraceConfig
-from .model_calls import call_model, is_data
 from .options import Choice, OptionsLearner, as_config
 from .trace_states import EligibilityTrace
 

@@ -27,11 +27,10 @@ from .._online.parts import Given
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
-from .model_calls import called_with
-from .model_states import by_path, hidden_of, leaves_of
+from .calling import called_with
+from .model_states import by_path, hidden_of, initial_states, leaves_of, reset_traces, strengthen
 from .not_compiled import NotCompiledError
 from .progress import Bar, Report, unchanged_on_error
-from .resets import initial_states, reset_traces, strengthen
 from .trace_states import is_unchanged
 
 if TYPE_CHECKING:

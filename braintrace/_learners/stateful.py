@@ -33,13 +33,11 @@ from .config import ETraceConfig
 from .forms import Forms
 from .guards import Guards
 from .learner import Learner
-from .model_states import hidden_of, leaves_of
+from .model_states import hidden_of, leaves_of, reset_model, reset_rows, strengthen, values_now
 from .not_compiled import time_first
 from .progress import Report, read_progress, unchanged_on_error
-from .resets import reset_model, reset_rows, strengthen, values_now
 from .sequences import Task, check_weights, evolve, run
-from .trace_lookup import traces_of
-from .trace_states import EligibilityTrace, StepCounter
+from .trace_states import EligibilityTrace, StepCounter, traces_of
 from .vjp_method import VjpMethod, read_method, with_options
 
 if TYPE_CHECKING:

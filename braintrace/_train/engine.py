@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._diagnostics.step_warnings import frozen_parameters
-from .._learners.model_calls import called_with, calling_model
+from .._learners.calling import called_with, calling_model
 from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
 from .._online.parts import finite_targets

@@ -109,6 +109,15 @@ def test_random_feedback_is_there_in_a_check():
     assert all(p.cosine != 0 for p in check.parameters)
 
 
+def test_a_signal_of_the_call_is_not_passed_to_the_model():
+    case = CASES["leaky_batched"]
+    xs = sequence(case)
+    learner = compiled(bt.ThreeFactor(case.build()), xs[0])
+    step_fn = lambda x: loss(learner(x, modulator=1.0))
+    check = bt.check_gradients(learner, jnp.stack(xs), step_fn=step_fn)
+    assert all(0 < abs(p.cosine) < 1 for p in check.parameters)
+
+
 class Normalized(brainstate.nn.Module):
     """A bias before a normalisation, which takes it away again."""
 
