@@ -510,7 +510,7 @@ def test_cells_make_nets(cell):
 def test_rules_are_those_of_the_table():
     from braintrace._cli.inspection import PLANNED
     from braintrace._cli.rule_options import NAMES, learner_of
-    from braintrace._learners.compile import NAMES as LEARNERS
+    from braintrace._learners.rule_choice import NAMES as LEARNERS
     from braintrace._report.plan import RULES
 
     assert [*LEARNERS] == NAMES

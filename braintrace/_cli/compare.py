@@ -75,7 +75,7 @@ class Data:
 
 
 def run(given: argparse.Namespace) -> int:
-    from .._train.candidates import read_rules
+    from .._learners.rule_choice import read_rules
 
     if given.out is not None:
         check_folder(given.out)

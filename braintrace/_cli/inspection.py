@@ -116,11 +116,11 @@ def show_plan(given: argparse.Namespace) -> int:
 @contextmanager
 def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
     """Yield the model under the rule of the options, and the shapes of its inputs."""
-    from .._train.candidates import Candidate
+    from .._learners.rule_choice import RuleChoice
 
-    candidate = Candidate(given.rule, *learner_of(given.rule, vars(given)))
+    choice = RuleChoice(given.rule, *learner_of(given.rule, vars(given)))
     with models.build(given) as (model, inputs):
-        yield replace(model, learner=candidate.on(model.learner)), inputs
+        yield replace(model, learner=choice.on(model.learner)), inputs
 
 
 def random_data(given: argparse.Namespace, model: frameworks.Model, inputs: list[Any]) -> tuple[Any, Any]:

@@ -57,7 +57,7 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
 
 def _read(text: str) -> tuple[str, dict[str, Any], Any, Mapping[str, inspect.Parameter]]:
     """Return the name of a rule, its options, its learner class and the parameters of that."""
-    from .._learners.compile import NAMES as LEARNERS
+    from .._learners.rule_choice import NAMES as LEARNERS
 
     name, options = parse_rule(text)
     return name, options, LEARNERS[name], inspect.signature(LEARNERS[name].__init__).parameters

@@ -1,9 +1,8 @@
-"""Make and compile a learner in one call; learners and rules by name."""
+"""Make and compile a learner in one call."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 from functools import partial
 from typing import Any
 
@@ -17,44 +16,9 @@ from .._online.sequence import Sequence
 from .._rules.rule import Rule
 from .config import ETraceConfig
 from .dni import DNI
-from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
-from .options import OptionsLearner
-from .published import (
-    OSTTP,
-    OTPE,
-    OTTT,
-    RFLO,
-    S_TLLR,
-    EProp,
-    OSTLFeedforward,
-    OSTLRecurrent,
-    ThreeFactor,
-)
+from .learners import BPTT, D_RTRL, ES_D_RTRL, UORO
+from .rule_choice import learner_named
 from .stateful import ETraceAlgorithm
-from .vjp_method import read_method
-
-NAMES: dict[str, type[ETraceAlgorithm]] = {
-    "d_rtrl": D_RTRL,
-    "es_d_rtrl": ES_D_RTRL,
-    "esd_rtrl": ES_D_RTRL,
-    "pp_prop": ES_D_RTRL,
-    "rtrl": RTRL,
-    "eprop": EProp,
-    "e_prop": EProp,
-    "rflo": RFLO,
-    "ostl_recurrent": OSTLRecurrent,
-    "ostl_feedforward": OSTLFeedforward,
-    "ottt": OTTT,
-    "otpe": OTPE,
-    "osttp": OSTTP,
-    "s_tllr": S_TLLR,
-    "three_factor": ThreeFactor,
-    "dni": DNI,
-    "bptt": BPTT,
-    "snap": SnAp,
-    "uoro": UORO,
-    "kf_rtrl": KF_RTRL,
-}
 
 
 def compile(
@@ -116,49 +80,6 @@ def compile(
     if verbose:
         learner.report.show(verbose)
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
-
-
-def learner_named(name: str, what: str = "algorithm") -> type[ETraceAlgorithm]:
-    """The class of learners of a name such as 'd_rtrl'; errors call it `what`."""
-    known = NAMES.get(name.strip().lower())
-    if known is None:
-        near = difflib.get_close_matches(name.lower(), NAMES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(map(repr, NAMES))}."
-        raise ValueError(f"Unknown {what} {name!r}; {hint}")
-    return known
-
-
-def as_rule(given: Any) -> Rule:
-    """A rule as a value, given as such, by its name, or as a class of rules or learners."""
-    made: Any = learner_named(given, "rule") if isinstance(given, str) else given
-    if isinstance(made, type) and issubclass(made, ETraceAlgorithm):
-        made = rule_and_window(made)[0]
-    elif isinstance(made, type) and issubclass(made, Rule):
-        made = made()
-    if not isinstance(made, Rule):
-        raise TypeError(
-            "`rule` is a rule such as `braintrace.rules.D_RTRL()`, a class such as `braintrace.D_RTRL`, or a "
-            f"name such as 'd_rtrl', not {given!r}."
-        )
-    return made
-
-
-def name_of_rule(given: Any) -> str:
-    """The name of a rule that is given as a value, a class or a name."""
-    made = learner_named(given, "rule") if isinstance(given, str) else given
-    return str(made.__name__) if isinstance(made, type) else as_rule(made).kind(False).name
-
-
-def rule_and_window(learner: type[ETraceAlgorithm], **options: Any) -> tuple[Rule, int | None]:
-    """The rule of a class of learners with these options, and the steps of its windows, if it takes some."""
-    if not issubclass(learner, OptionsLearner):
-        raise TypeError(f"{learner.__name__} has no rule by itself: pass a value of `braintrace.rules`.")
-    given, choice = learner.read_options(None, **options)
-    window = getattr(given, "window", None)
-    if window is None and choice.config is not None:
-        window = choice.config.window_size
-    method = read_method(choice.rule, getattr(given, "vjp_method", None), window)
-    return choice.rule, (window or 1) if method == "multi-step" else None
 
 
 def _learner_of(config: ETraceConfig) -> type[ETraceAlgorithm]:

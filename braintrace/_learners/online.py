@@ -10,9 +10,9 @@ from .._frontends.module_function import read_module, read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.request import WindowSize, check_window
 from .._rules import D_RTRL
-from .compile import as_rule
 from .compiled_step import CompiledStep
 from .learner import Learner
+from .rule_choice import RuleChoice
 
 
 def online(
@@ -34,9 +34,9 @@ def online(
         params: The parameters. Leaves that are not arrays are static.
         carry: The state before the first step. Inexact arrays in it are hidden states.
         x: The input of one step; only its shapes are used.
-        rule: A rule of `braintrace.rules`, its class or its name ('es_d_rtrl'); `D_RTRL()` by default. If
-            its learning signal has inputs, these are passed to `step` by name (`modulator=`, `target=`), and
-            as sequences to `grad`.
+        rule: A rule of `braintrace.rules`, its class or its name ('es_d_rtrl'), or a pair of one of these
+            and a dictionary of options; `D_RTRL()` by default. If its learning signal has inputs, these are
+            passed to `step` by name (`modulator=`, `target=`), and as sequences to `grad`.
         mark: 'auto' finds the operations that use parameters; 'ops' uses those that are marked by hand.
         window: Back-propagate through windows of this many steps; traces summarise earlier steps.
         order: The arguments of `step` after `params`, and its results, if not 'carry x -> carry y': 'x carry
@@ -78,10 +78,11 @@ def make_learner(
     function: Function, carry: Any, rule: Any = None, mark: Mark = "auto", window: WindowSize | None = None
 ) -> Learner:
     """Make a learner of a traced function; samples are reset to `carry`."""
-    rule = D_RTRL() if rule is None else as_rule(rule)
+    chosen, its_window = RuleChoice.of(D_RTRL() if rule is None else rule).read()
     check_mark(mark)
     check_window(window)
-    return Learner(CompiledStep(function, rule, mark, window), function.carry.leaves(carry))
+    compiled = CompiledStep(function, chosen, mark, its_window if window is None else window)
+    return Learner(compiled, function.carry.leaves(carry))
 
 
 def learner_of(

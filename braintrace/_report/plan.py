@@ -23,9 +23,9 @@ from .._executor.memory import device_memory
 from .._executor.sharding import names_of
 from .._frontends.module_function import read_module
 from .._learners import pickling
-from .._learners.compile import as_rule, name_of_rule
 from .._learners.compiled_step import CompiledStep
 from .._learners.learner import Learner
+from .._learners.rule_choice import RuleChoice
 from .._learners.stateful import ETraceAlgorithm
 from .._meshes import longer, on_one_mesh, part_of, spread_shape
 from .._online.choose import auto_window
@@ -204,7 +204,7 @@ class PlanRequest:
 
     def rows(self) -> list[tuple[str, Rule, int, dict[str, Any]]]:
         """The name and value of the rule, the chunk size and the options of each row."""
-        rules = [(name_of_rule(given), as_rule(given)) for given in self.rules]
+        rules = [(choice.name, choice.read()[0]) for choice in map(RuleChoice.of, self.rules)]
         length = self.length
         middle = even_chunks(length, math.isqrt(length))
         sizes = sorted({min(s, length) for s in (self.chunk_sizes or (1, middle, length))})

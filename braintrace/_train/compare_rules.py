@@ -25,7 +25,9 @@ from .._compiler.step import show_path
 from .._executor.memory import device_memory
 from .._executor.pull_back import is_inexact
 from .._learners.learner import Learner
+from .._learners.learners import D_RTRL, ES_D_RTRL, RTRL
 from .._learners.online import learner_of
+from .._learners.rule_choice import RuleChoice, read_rules
 from .._lines import raising_line
 from .._online.request import check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
@@ -33,7 +35,6 @@ from .._report.check import Gradients, compare_gradients, flatten, round_off, ze
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .batches import Batches, read, size_of
-from .candidates import YARDSTICK, Candidate, ladder, read_rules
 from .comparison import Agreement, Compared, Comparison
 from .engine import sequence_of, with_aux
 from .optimizers import optimizer_by_name
@@ -247,10 +248,10 @@ def _compare(
     training = read_training(train)
     if rules is None:
         small = lambda candidate: _is_small(problem, candidate, min(budget, RTRL_BYTES))
-        asked = ladder(problem.sequence.length, small)
+        asked = _ladder(problem.sequence.length, small)
     else:
         asked = read_rules(rules)
-    first = next((c for c in asked if c.is_bptt), YARDSTICK)
+    first = next((c for c in asked if c.is_bptt), RuleChoice.of("bptt"))
     rows: list[Compared] = []
     truth: Gradients = {}
     with Stages([first, *(c for c in asked if c is not first)], progress) as stages:
@@ -270,8 +271,17 @@ def _compare(
     )
 
 
+def _ladder(length: int, fits: Callable[[RuleChoice], bool]) -> list[RuleChoice]:
+    """Return rules from cheap to exact, for sequences of this length."""
+    windows = [k for k in (1, 5, 10) if k < length]  # one window over the sequence would be BPTT
+    given: list[Any] = [ES_D_RTRL, D_RTRL, *((D_RTRL, {"window": k}) for k in windows)]
+    given += [(D_RTRL, {"window": 5, "rank": 4})] if length > 5 else [(D_RTRL, {"rank": 4})]
+    whole = RuleChoice.of(RTRL)
+    return [*map(RuleChoice.of, given), *([whole] if fits(whole) else [])]
+
+
 def _measure(
-    problem: Problem, candidate: Candidate, truth: Gradients, training: Training | None, budget: int
+    problem: Problem, candidate: RuleChoice, truth: Gradients, training: Training | None, budget: int
 ) -> tuple[Compared, Gradients]:
     learner = candidate.on(problem.learner)
     needed = bytes_of(learner.trace_shapes.values())
@@ -349,7 +359,7 @@ def _best_time(function: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _is_small(problem: Problem, candidate: Candidate, most: int) -> bool:
+def _is_small(problem: Problem, candidate: RuleChoice, most: int) -> bool:
     try:
         return bytes_of(candidate.on(problem.learner).trace_shapes.values()) <= most
     except Exception:  # a rule that cannot be used is not tried unless asked for

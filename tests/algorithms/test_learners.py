@@ -19,7 +19,7 @@ import pytest
 import braintrace
 from braintrace import nn
 from braintrace._frontends.pure import Pure
-from braintrace._learners.compile import NAMES
+from braintrace._learners.rule_choice import NAMES
 from braintrace._rules import d_rtrl, es_d_rtrl
 
 from ..oracle import bptt

@@ -16,7 +16,7 @@ import braintrace as bt
 from braintrace._executor.executor import ETraceGraphExecutor
 from braintrace._executor.own_diagonal import own_diagonals
 from braintrace._frontends import compile_etrace_graph
-from braintrace._learners.compile import NAMES
+from braintrace._learners.rule_choice import NAMES
 from braintrace._rules.bounds import Normalized
 
 from ..oracle import Brute, Units, bptt, loss

@@ -1,0 +1,167 @@
+"""A rule as users give it: a name, a class, a value of `braintrace.rules`, or one of these with options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._frontends.modules import check_mark
+from .._online.request import WindowSize
+from .._report.tables import title_of
+from .._rules.rule import Rule
+from .dni import DNI
+from .learner import Learner
+from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
+from .options import OptionsLearner
+from .published import (
+    OSTTP,
+    OTPE,
+    OTTT,
+    RFLO,
+    S_TLLR,
+    EProp,
+    OSTLFeedforward,
+    OSTLRecurrent,
+    ThreeFactor,
+)
+from .stateful import ETraceAlgorithm
+from .vjp_method import read_method
+
+NAMES: dict[str, type[ETraceAlgorithm]] = {
+    "d_rtrl": D_RTRL,
+    "es_d_rtrl": ES_D_RTRL,
+    "esd_rtrl": ES_D_RTRL,
+    "pp_prop": ES_D_RTRL,
+    "rtrl": RTRL,
+    "eprop": EProp,
+    "e_prop": EProp,
+    "rflo": RFLO,
+    "ostl_recurrent": OSTLRecurrent,
+    "ostl_feedforward": OSTLFeedforward,
+    "ottt": OTTT,
+    "otpe": OTPE,
+    "osttp": OSTTP,
+    "s_tllr": S_TLLR,
+    "three_factor": ThreeFactor,
+    "dni": DNI,
+    "bptt": BPTT,
+    "snap": SnAp,
+    "uoro": UORO,
+    "kf_rtrl": KF_RTRL,
+}
+
+
+@dataclass(frozen=True)
+class RuleChoice:
+    """A rule with its options, and its label in a table."""
+
+    label: str
+    source: type[ETraceAlgorithm] | Rule
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(given: Any, label: str | None = None) -> RuleChoice:
+        """Read a rule that is given in any of the ways above."""
+        source, options = given, {}
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+            source, options = given[0], dict(given[1])
+        if isinstance(source, str):
+            source = learner_named(source, "rule")
+        if isinstance(source, type) and issubclass(source, Rule):
+            source = source()
+        is_class = isinstance(source, type) and issubclass(source, ETraceAlgorithm)
+        if not is_class and not isinstance(source, Rule):
+            raise TypeError(
+                f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {given!r}. A rule is a name such "
+                "as 'd_rtrl', a class such as `braintrace.D_RTRL`, a value of `braintrace.rules`, or a pair "
+                "of one of these and a dictionary of options."
+            )
+        return RuleChoice(label or _title(source, options), source, options)
+
+    @property
+    def name(self) -> str:
+        """The name of the rule, without its options."""
+        return self.source.kind(False).name if isinstance(self.source, Rule) else self.source.__name__
+
+    @property
+    def is_bptt(self) -> bool:
+        """Whether this is back-propagation through time, which gives the exact gradient."""
+        if isinstance(self.source, Rule):
+            return self.source.back_through_time
+        return issubclass(self.source, BPTT)
+
+    def read(self) -> tuple[Rule, WindowSize | None]:
+        """The rule as a value, and the steps of its windows, if it takes some."""
+        options = dict(self.options)
+        if isinstance(self.source, Rule):
+            method, window = options.pop("vjp_method", None), options.pop("window", None)
+            check_mark(options.pop("mark", "ops"))
+            if options:
+                raise TypeError(f"A value of `braintrace.rules` takes no option {min(options)!r} next to it.")
+            rule = self.source
+        elif issubclass(self.source, OptionsLearner):
+            given, choice = self.source.read_options(None, **options)
+            rule, window, method = choice.rule, *(getattr(given, k, None) for k in ("window", "vjp_method"))
+            if window is None and choice.config is not None:
+                window = choice.config.window_size
+        else:
+            name = self.source.__name__
+            raise TypeError(f"{name} has no rule by itself: pass a value of `braintrace.rules`.")
+        return rule, (window or 1) if read_method(rule, method, window) == "multi-step" else None
+
+    def on(self, learner: Learner) -> Learner:
+        """A learner of the same step function with this rule."""
+        compiled, (rule, window) = learner.compiled, self.read()
+        mark = self.options.get("mark", compiled.mark)
+        if mark != compiled.mark:  # which needs another graph
+            learner = replace(learner, compiled=replace(compiled, mark=mark))
+        return learner.with_rule(rule, window)
+
+
+def read_rules(rules: Any) -> list[RuleChoice]:
+    """The choices of a list of rules, or of a dictionary by label."""
+    if isinstance(rules, Mapping):
+        found = [RuleChoice.of(given, str(label)) for label, given in rules.items()]
+    else:
+        alone = isinstance(rules, str | type | Rule) or not isinstance(rules, Iterable)
+        found = [RuleChoice.of(given) for given in ([rules] if alone else rules)]
+    if not found:
+        raise ValueError("There is no rule to compare: `rules` is empty.")
+    for i, one in enumerate(found):
+        if one.label in [other.label for other in found[:i]]:
+            raise ValueError(
+                f"{one.label} is there twice; give them labels by a dictionary, `rules={{label: rule}}`."
+            )
+    return found
+
+
+def learner_named(name: str, what: str = "algorithm") -> type[ETraceAlgorithm]:
+    """The class of learners with a name such as 'd_rtrl'; errors call it `what`."""
+    known = NAMES.get(name.strip().lower())
+    if known is None:
+        near = difflib.get_close_matches(name.lower(), NAMES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(map(repr, NAMES))}."
+        raise ValueError(f"Unknown {what} {name!r}; {hint}")
+    return known
+
+
+def _title(source: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> str:
+    """The label of a rule with options."""
+    if isinstance(source, Rule):
+        name, given = type(source).__name__, {**_chosen(source), **options}
+    else:
+        name, given = source.__name__, dict(options)
+    method, window, rank = (given.pop(k, None) for k in ("vjp_method", "window", "rank"))
+    words = title_of(name, window or (1 if method == "multi-step" else None), rank)
+    return ", ".join([words, *(f"{k}={v}" for k, v in given.items())])
+
+
+def _chosen(rule: Any) -> dict[str, Any]:
+    """The fields of a rule that differ from their defaults."""
+    if not dataclasses.is_dataclass(rule):
+        return {}
+    found = {f.name: (getattr(rule, f.name), f.default) for f in dataclasses.fields(rule) if f.init}
+    return {k: v for k, (v, usual) in found.items() if v != usual}
