@@ -276,6 +276,10 @@ def packed(h: Any, i: Any, p: Any, mm: Any) -> Any:
     return (jnp.concatenate(new, -1),), out
 
 
+def packed_with_resets(h: Any, i: Any, p: Any, mm: Any) -> Any:
+    return packed((jnp.where(i[..., :1] > 0.5, 0, h[0]),), i, p, mm)
+
+
 def set_in_place(h: Any, i: Any, p: Any, mm: Any) -> Any:
     (a, b), out = cascade((h[0][..., :WIDTH], h[0][..., WIDTH:]), i, p, mm)
     return (h[0].at[..., :WIDTH].set(a).at[..., WIDTH:].set(b),), out
@@ -303,6 +307,7 @@ CELLS: dict[str, Any] = {
     "cascade": (cascade, [(WIDTH,)] * 2, {}),
     "delayed": (delayed, [(WIDTH,)] * 2, {}),
     "packed": (packed, [(2 * WIDTH,)], {}),
+    "packed with resets": (packed_with_resets, [(2 * WIDTH,)], {}),
     "set in place": (set_in_place, [(2 * WIDTH,)], {}),
     "stacked": (stacked, [(WIDTH,)], {}),
     "rotated": (rotated, [(WIDTH,)], {"d": (WIDTH,)}),

@@ -878,6 +878,22 @@ def _(p, s, x):
 
 @case(
     "state",
+    "packed_with_resets",
+    "matmul w: h.0:4 h.4:8",
+    x=(2, 3),
+    w=(3, 4),
+    h=_state(2, 8),
+    groups="h.0:4 h.4:8",
+)
+def _(p, s, x):
+    v, a = jnp.split(jnp.where(x[:, :1] > 0.5, 0, s.h), 2, -1)
+    v = 0.9 * v - 0.2 * a + bt.matmul(x, p.w)
+    h = jnp.concatenate([v, 0.8 * a + 0.3 * jnp.tanh(v)], -1)
+    return {"h": h}, jnp.tanh(h)
+
+
+@case(
+    "state",
     "layers_packed",
     "matmul w: h.0:1",
     w=(3, 4),

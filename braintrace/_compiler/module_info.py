@@ -331,7 +331,7 @@ def _hidden_states(
     found = []
     for h in (h for e in entries if e.of.role is Role.HIDDEN for h in hidden_arrays(e)):
         mine = [
-            replace(h, path=(*h.path, f"{p.start}:{p.stop}"), invar=old, outvar=p.new, part=p)
+            replace(h, path=(*h.path, str(p)), invar=old, outvar=p.new, part=p)
             for old, p in parts.items()
             if p.leaf is h.invar
         ]

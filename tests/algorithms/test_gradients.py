@@ -93,6 +93,11 @@ def adaptive(p: Any, v: Any, a: Any, x: Any) -> Any:
     return v, 0.8 * a + 0.2 * jnp.tanh(v)
 
 
+def reset(h: Any) -> Any:
+    """Reset one of two samples, and clip both."""
+    return jnp.clip(jnp.where(jnp.asarray([[True], [False]]), 0.1, h), -0.5, 0.5)
+
+
 PACKED: dict[str, Any] = {
     "joined": (lambda h: jnp.split(h, 2, -1), lambda parts, h: jnp.concatenate(parts, -1)),
     "stacked": (lambda h: (h[0], h[1]), lambda parts, h: jnp.stack(parts)),
@@ -105,7 +110,17 @@ PACKED: dict[str, Any] = {
         lambda h: (h.reshape(2, 2, 4)[:, 0], h.reshape(2, 2, 4)[:, 1]),
         lambda parts, h: jnp.stack(parts, 1).reshape(2, 8),
     ),
+    "interleaved": (
+        lambda h: (h[:, ::2], h[:, 1::2]),
+        lambda parts, h: jnp.stack(parts, -1).reshape(2, 8),
+    ),
+    "reset first": (lambda h: jnp.split(reset(h), 2, -1), lambda parts, h: jnp.concatenate(parts, -1)),
+    "reset last": (lambda h: jnp.split(h, 2, -1), lambda parts, h: reset(jnp.concatenate(parts, -1))),
+    "reset stacked": (lambda h: tuple(reset(h)), lambda parts, h: jnp.stack(parts)),
 }
+
+
+FIRST, LAST = ("reset first", "reset stacked"), ("reset last",)
 
 
 @pytest.mark.parametrize("form", every(5, PACKED))
@@ -129,14 +144,16 @@ def test_a_packed_state_is_its_parts(form, rule, window):
     xs = [jnp.asarray(rng.randn(2, 3)) for _ in range(4)]
 
     def apart(p: Any, s: Any, x: Any) -> Any:
-        v, a = adaptive(p, s.v, s.a, x)
-        return {"v": v, "a": a}, jnp.sin(v)
+        first, last = (reset if form in names else lambda h: h for names in (FIRST, LAST))
+        v, a = adaptive(p, first(s.v), first(s.a), x)
+        return {"v": last(v), "a": last(a)}, jnp.sin(v)
 
     def packed(p: Any, s: Any, x: Any) -> Any:
         v, a = adaptive(p, *take(s.h), x)
         return {"h": join([v, a], s.h)}, jnp.sin(v)
 
-    whole = jnp.concatenate(start, -1) if form in ("set", "reshaped") else join([*jnp.asarray(start)], None)
+    in_a_row = form in ("set", "reshaped", "reset last")
+    whole = jnp.concatenate(start, -1) if in_a_row else join([*jnp.asarray(start)], None)
     states = {"v": jnp.asarray(start[0]), "a": jnp.asarray(start[1])}
     two = online(rule(Step(apart, params, states)), xs, window)
     one = online(rule(Step(packed, params, {"h": whole})), xs, window)
