@@ -289,9 +289,10 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
         if samples.mixed:
             raise NotSupportedError(
                 f"The rule stores arrays per sample, but the samples of {show_paths(samples.mixed)} along "
-                f"axis {samples.axis} act on each other (a norm over the batch?). Set `samples` to the axis "
-                "of the states along which samples are independent (`samples=1`), or treat the batch as one "
-                "sample (`samples=None`)."
+                f"axis {samples.axis} cannot be shown to be independent: an operation that combines entries "
+                "along that axis (a norm over the batch, a linear solve with the batch in its columns) links "
+                "them. Set `samples` to the axis of the states along which samples are independent "
+                "(`samples=1`), or treat the batch as one sample (`samples=None`)."
             )
         if isinstance(axis, int) and not samples.have(axis):
             raise NotSupportedError(
