@@ -722,8 +722,7 @@ def test_a_layer_times_zero_drops_nothing_until_it_is_not_zero(product):
 
 def test_pairs_that_are_rotated_get_a_hint_that_helps():
     def f(p, s, x):
-        a, b = s.h[:, 0], s.h[:, 1]
-        h = jnp.stack([0.8 * a - 0.6 * b, 0.6 * a + 0.8 * b], -1) + bt.matmul(x, p.w).reshape(4, 2)
+        h = s.h @ jnp.asarray([[0.8, 0.6], [-0.6, 0.8]], s.h.dtype) + bt.matmul(x, p.w).reshape(4, 2)
         return {"h": h}, h
 
     (message,), verdict = warnings_of(f, {"w": (3, 8)}, {"h": (4, 2)})
@@ -732,6 +731,15 @@ def test_pairs_that_are_rotated_get_a_hint_that_helps():
     assert not verdict.exact
     group = lambda draw: brainstate.HiddenGroupState(draw((4, 2)))
     found, verdict = warnings_of(f, {"w": (3, 8)}, {"h": group})
+    assert found == []
+    assert verdict.exact
+
+    def stacked(p, s, x):  # read and written entry by entry: each is a state of its own
+        a, b = s.h[:, 0], s.h[:, 1]
+        h = jnp.stack([0.8 * a - 0.6 * b, 0.6 * a + 0.8 * b], -1) + bt.matmul(x, p.w).reshape(4, 2)
+        return {"h": h}, h
+
+    found, verdict = warnings_of(stacked, {"w": (3, 8)}, {"h": (4, 2)})
     assert found == []
     assert verdict.exact
 
