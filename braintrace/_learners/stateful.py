@@ -5,6 +5,7 @@ It reads the values of states, calls the pure functions of a `CompiledStep`, and
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._rules.rule import Rule, Values
+from .._types import Options, PyTree
 from . import pickling
 from .calling import call, split_call
 from .compiled_step import CompiledStep
@@ -38,7 +40,7 @@ from .not_compiled import time_first
 from .progress import Report, read_progress, unchanged_on_error
 from .sequences import Task, check_weights, evolve, run
 from .trace_states import EligibilityTrace, StepCounter, traces_of
-from .vjp_method import VjpMethod, read_method, with_options
+from .vjp_method import VjpMethod, read_method
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -150,19 +152,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Whether the form in use is that for these arguments and the states as they are."""
         return self._forms.key(args, kwargs) == self._forms.current
 
-    def set_for(
-        self, args: Any, kwargs: Any, traces: dict[str, EligibilityTrace] | None = None
-    ) -> CompiledStep:
-        """Use the form that was compiled for these arguments and the states as they are.
-
-        `traces` are states to hold the traces from now on; random feedback and signs continue in them.
-        """
-        lasting = {} if traces is None else self._lasting_values()
-        self.traces = self.traces if traces is None else traces
+    def set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
+        """Use the form that was compiled for these arguments and the states as they are."""
         if self._forms.select(args, kwargs, fresh=self._is_fresh()):
             self.init_etrace_state()
-        self._keep_lasting(lasting)
-        return self._forms.now
 
     def take_windows(
         self,
@@ -182,7 +175,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 "`braintrace.D_RTRL` has them."
             )
         options = {"rank": rank, "basis": basis, "across": across}
-        rule = with_options(rule, options, type(self).__name__)
+        given = {k: v for k, v in options.items() if v is not None}
+        for option in given:
+            if not hasattr(rule, option):
+                raise ValueError(f"{type(self).__name__} has no `{option}`; `braintrace.D_RTRL` has.")
+        rule = dataclasses.replace(rule, **given) if given else rule
         check_window(window)
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window
@@ -194,7 +191,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._change_rule(rule, reset=changed)
 
     def _change_rule(self, rule: Rule, *, reset: bool) -> None:
-        """Compile anew for a rule; `reset`: its traces are others, and start from zero."""
+        """Compile again for another rule; `reset`: it has other traces, which start from zero."""
         self.rule = rule
         self._forms = self._forms.with_rule(rule, self._window)
         if reset and self.is_compiled:
@@ -289,8 +286,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         with self._guards.reads.paused():  # so that a function being traced writes them before the counter
             _ = [st.value for st in hidden_of(form).values()]
         self.steps.value = jnp.zeros((), jnp.int32)
-        lasting = self._lasting_values()
         values = form.initial_traces(leaves_of(form), self._inputs_of(form))
+        as_stored = lambda a: (a.shape, a.dtype)
+        for key, value in self._lasting_values().items():
+            if as_stored(value) == as_stored(values[key]):
+                values[key] = value
         self._zeros = {k: weakref.ref(v) for k, v in values.items()}
         for key in [k for k in self.traces if k not in values]:
             del self.traces[key]
@@ -299,7 +299,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self.traces[key].value = value
             else:
                 self.traces[key] = EligibilityTrace(value)
-        self._keep_lasting(lasting)
         self._guards.reset_weights()
 
     def _lasting_values(self) -> Values:
@@ -307,14 +306,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         form = self._forms.now
         lasting = [] if form.rule.back_through_time else form.online.lasting
         return {k: self.traces[k].value for k in lasting if k in self.traces}
-
-    def _keep_lasting(self, values: Values) -> None:
-        """Store such arrays again, where they fit the shapes compiled for."""
-        for key, value in values.items():
-            now = self.traces[key].value
-            if (value.shape, value.dtype) == (now.shape, now.dtype):
-                self.traces[key].value = value
-                self._zeros[key] = weakref.ref(value)
 
     def _is_fresh(self) -> bool:
         """Whether the traces are known to be the zeros that they were set to."""

@@ -1,9 +1,8 @@
-"""The options `vjp_method`, `window` and `rank`: single steps, or windows of steps."""
+"""The option `vjp_method`: single steps, or windows of steps."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from .._online.request import WindowSize, check_window
 from .._rules.rule import Rule, TraceRule
@@ -23,13 +22,3 @@ def read_method(rule: Rule, vjp_method: VjpMethod | None, window: WindowSize | N
             "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
         )
     return vjp_method or ("multi-step" if in_windows else "single-step")
-
-
-def with_options(rule: Any, options: dict[str, Any], name: str) -> Rule:
-    """The rule with these options, except those that are None; `name` is that of the learner."""
-    given = {k: v for k, v in options.items() if v is not None}
-    for option in given:
-        if not hasattr(rule, option):
-            raise ValueError(f"{name} has no `{option}`; `braintrace.D_RTRL` has.")
-    changed: Rule = replace(rule, **given) if given else rule
-    return changed

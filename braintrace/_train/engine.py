@@ -52,7 +52,7 @@ class Engine:
     layout: Layout | None = None  # of a device mesh
     opt_state: Any = field(init=False)
     _shapes: Any = None  # of the batch that the states fit
-    _known: dict[Any, Any] = field(default_factory=dict)  # the learner's arguments and traces, by shapes
+    _arguments: dict[Any, Any] = field(default_factory=dict)  # those of the learner, by shapes
     _warned_of_unlearned: bool = False
 
     def __post_init__(self) -> None:
@@ -115,23 +115,17 @@ class Engine:
             _warn_of_batch_first(model, xs)
         _fitted.add(model)
         size = {"batch_size": size_of(xs)} if self.batched else {}
-        known = shapes in self._known
-        args, kwargs = self._known[shapes][0] if known else self._arguments(xs, ys)
+        if shapes not in self._arguments:
+            self._arguments[shapes] = self._find_arguments(xs, ys)
+        args, kwargs = self._arguments[shapes]
         with brainstate.environ.context(fit=True):
+            is_set = learner.is_set_for(args, kwargs)
             if not learner.is_compiled:
                 brainstate.nn.init_all_states(model, **size)
-                self._shard_states(xs)
-                learner.compile_graph(*args, **kwargs)
-            elif not learner.is_set_for(args, kwargs):
+            elif not is_set:
                 with brainstate.random.seed_context(0):  # a resumed run draws the same numbers
                     learner.reset_model(**size)
-                self._shard_states(xs)
-                if known:
-                    # the state objects of the compiled program
-                    learner.set_for(args, kwargs, self._known[shapes][1])
-                else:
-                    learner.compile_graph(*args, **kwargs)
-            elif self.layout is not None:  # compiled before the arrays were on the mesh
+            if not is_set or self.layout is not None:  # or compiled before the arrays were on the mesh
                 self._shard_states(xs)
                 learner.compile_graph(*args, **kwargs)
         if self.layout is not None:
@@ -139,7 +133,6 @@ class Engine:
             for state in kept:
                 state.value = self.layout.states(state.value, None)
             self._kept = {id(st): _shardings(st.value) for st in self._carried()}
-        self._known[shapes] = (args, kwargs), learner.traces
         self._shapes = shapes
 
     def _carried(self) -> list[brainstate.State]:
@@ -148,7 +141,7 @@ class Engine:
         own = [learner.steps, self.opt_state, *learner.traces.values()]
         return [*own, *learner.hidden_states.values(), *learner.param_states.values()]
 
-    def _arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
+    def _find_arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
         """Return the arguments with which `step_fn` calls the learner."""
         first = slice(0, self.chunk_size) if self.in_windows else 0
         slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
