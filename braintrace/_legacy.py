@@ -13,13 +13,14 @@ import brainstate
 from ._lines import warn_user
 from ._ops import conv, element_wise, lora_matmul, matmul, sparse_matmul
 from ._ops.primitive import without_marks
+from ._types import PyTree
 
 
 def _identity(w: Any) -> Any:
     return w
 
 
-def _say(old: Any, new: str) -> None:
+def _say(old: PyTree, new: str) -> None:
     warn_user(
         f"`braintrace.{type(old).__name__}` is of an older release. Instead: {new}.", DeprecationWarning
     )
@@ -33,10 +34,10 @@ class ETraceOp:
     def __init__(self) -> None:
         _say(self, self.new)
 
-    def __call__(self, x: Any, weights: Any) -> Any:
+    def __call__(self, x: PyTree, weights: PyTree) -> PyTree:
         return self.xw_to_y(x, weights)
 
-    def xw_to_y(self, x: Any, weights: Any) -> Any:
+    def xw_to_y(self, x: PyTree, weights: PyTree) -> PyTree:
         raise NotImplementedError
 
 
@@ -55,7 +56,7 @@ class MatMulOp(ETraceOp):
         self.weight_mask, self.weight_fn = weight_mask, weight_fn
         self.apply_weight_fn_before_mask = apply_weight_fn_before_mask
 
-    def xw_to_y(self, x: Any, weights: Any) -> Any:
+    def xw_to_y(self, x: PyTree, weights: PyTree) -> PyTree:
         mask = _identity if self.weight_mask is None else lambda w: w * self.weight_mask
         first, last = (self.weight_fn, mask) if self.apply_weight_fn_before_mask else (mask, self.weight_fn)
         return matmul(x, last(first(weights["weight"])), weights.get("bias"))
@@ -70,10 +71,10 @@ class ElemWiseOp(ETraceOp):
         super().__init__()
         self.fn = fn
 
-    def __call__(self, weights: Any) -> Any:  # type: ignore[override]
+    def __call__(self, weights: PyTree) -> PyTree:  # type: ignore[override]
         return self.xw_to_y(None, weights)
 
-    def xw_to_y(self, x: Any, weights: Any) -> Any:
+    def xw_to_y(self, x: PyTree, weights: PyTree) -> PyTree:
         return element_wise(weights, self.fn)
 
 
@@ -107,7 +108,7 @@ class ConvOp(ETraceOp):
             "dimension_numbers": dimension_numbers,
         }
 
-    def xw_to_y(self, x: Any, weights: Any) -> Any:
+    def xw_to_y(self, x: PyTree, weights: PyTree) -> PyTree:
         kernel = weights["weight"] if self.weight_mask is None else weights["weight"] * self.weight_mask
         return conv(x, self.weight_fn(kernel), weights.get("bias"), **self.options)
 
@@ -121,7 +122,7 @@ class SpMatMulOp(ETraceOp):
         super().__init__()
         self.sparse_mat, self.weight_fn = sparse_mat, weight_fn
 
-    def xw_to_y(self, x: Any, weights: Any) -> Any:
+    def xw_to_y(self, x: PyTree, weights: PyTree) -> PyTree:
         data = self.weight_fn(weights["weight"])
         return sparse_matmul(x, data, sparse_mat=self.sparse_mat, bias=weights.get("bias"))
 
@@ -135,7 +136,7 @@ class LoraOp(ETraceOp):
         super().__init__()
         self.alpha = 1.0 if alpha is None else alpha
 
-    def xw_to_y(self, x: Any, weights: Any) -> Any:
+    def xw_to_y(self, x: PyTree, weights: PyTree) -> PyTree:
         return lora_matmul(x, weights["B"], weights["A"], alpha=self.alpha, bias=weights.get("bias"))
 
 
@@ -147,7 +148,7 @@ class ETraceParam(brainstate.ParamState):
         super().__init__(weight, name=name)
         self.op = op
 
-    def execute(self, x: Any) -> Any:
+    def execute(self, x: PyTree) -> PyTree:
         return self.op(x, self.value)
 
 
@@ -161,7 +162,7 @@ class ElemWiseParam(brainstate.ParamState):
         super().__init__(weight, name=name)
         self.op = op.fn if isinstance(op, ElemWiseOp) else op
 
-    def execute(self) -> Any:
+    def execute(self) -> PyTree:
         return element_wise(self.value, self.op)
 
 
@@ -173,7 +174,7 @@ class NonTempParam(brainstate.ParamState):
         super().__init__(value, name=name)
         self.op = op
 
-    def execute(self, x: Any) -> Any:
+    def execute(self, x: PyTree) -> PyTree:
         apply = self.op.xw_to_y if isinstance(self.op, ETraceOp) else self.op
         with without_marks():
             return apply(x, self.value)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import nn
 from ._compiler.step import show_path
 from ._lines import warn_user
-from ._types import Path
+from ._types import Path, PyTree
 from .nn.dynamics import Dynamics
 
 
@@ -58,7 +58,7 @@ OTHER_CELLS = {
 }
 
 
-def load_parameters(model: brainstate.nn.Module, tree: Any, *, strict: bool = True) -> Loaded:
+def load_parameters(model: brainstate.nn.Module, tree: PyTree, *, strict: bool = True) -> Loaded:
     """Fill the parameters of `model` from `tree`, by path, and say what was missing or left over.
 
     The names may be our own, those of 0.2.x or those of `brainstate.nn`: gates apart or fused, `phi`, `h_re`
@@ -114,7 +114,7 @@ def load_parameters(model: brainstate.nn.Module, tree: Any, *, strict: bool = Tr
     return Loaded(missing, left_over)
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The arrays of a tree, each with its path; of states, those of their values."""
     if isinstance(tree, dict) or hasattr(tree, "items"):
         for key, part in tree.items():
@@ -144,7 +144,7 @@ def _translate(given: dict[Path, Any], path: Path, names: Names) -> None:
             given.update({(*path, name, *rest): part for name, part in zip(names.new, cut, strict=True)})
 
 
-def _fitted(path: Path, value: Any, like: Any, unfit: list[str]) -> Any:
+def _fitted(path: Path, value: Any, like: PyTree, unfit: list[str]) -> Any:
     """A value with the type and the unit of what it replaces."""
     (have, unit), (want, wanted) = ((jnp.shape(u.get_mantissa(v)), u.get_unit(v)) for v in (value, like))
     if have != want:
@@ -158,7 +158,7 @@ def _fitted(path: Path, value: Any, like: Any, unfit: list[str]) -> Any:
     return u.Quantity(array, unit=wanted) if _has_unit(like) else array
 
 
-def _has_unit(leaf: Any) -> bool:
+def _has_unit(leaf: PyTree) -> bool:
     return isinstance(leaf, u.Quantity)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from ._learners.online import make_learner
 from ._online.arguments import as_shape
 from ._online.request import WindowSize
 from ._report.report import CompilationReport
+from ._types import ArrayLike, Function, PyTree
 
 
 class Carry(nnx.Variable):
@@ -50,8 +50,8 @@ class Learner(nnx.Module):
     def __init__(
         self,
         module: nnx.Module,
-        carry: Any,
-        x: Any,
+        carry: PyTree,
+        x: PyTree,
         *,
         rule: Any = None,
         mark: Mark = "auto",
@@ -67,7 +67,7 @@ class Learner(nnx.Module):
         )
         _write(self.traces, self.split()[-1])
 
-    def __call__(self, x: Any, **given: Any) -> Any:
+    def __call__(self, x: PyTree, **given: Any) -> PyTree:
         """One step; its derivative in the parameters is the online gradient.
 
         `given` are the inputs of the rule's learning signal: `modulator=`, `target=`.
@@ -79,13 +79,13 @@ class Learner(nnx.Module):
 
     def grad(
         self,
-        loss: Callable[..., Any],
-        xs: Any,
-        *more: Any,
+        loss: Function,
+        xs: PyTree,
+        *more: PyTree,
         has_aux: bool = False,
         return_value: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> PyTree:
         """The gradients over a sequence, an `nnx.State` as `nnx.Optimizer.update(module, grads)` takes it.
 
         With `return_value` a tuple of them and the loss of each step; with `has_aux`, of them and the second
@@ -100,7 +100,7 @@ class Learner(nnx.Module):
         found = [grads, *([losses] if return_value else []), *([aux] if has_aux else [])]
         return found[0] if len(found) == 1 else tuple(found)
 
-    def reset(self, rows: Any = None) -> None:
+    def reset(self, rows: ArrayLike | None = None) -> None:
         """Reset to the first carry and traces of zero: all samples, or those flagged in `rows`."""
         net, _, carried, traces = self.split()
         carried, traces = net.reset(carried, traces, rows)
@@ -129,7 +129,7 @@ class Learner(nnx.Module):
             traces = net.init(params, carried)
         return net.with_start((_read(self.start), variables)), params, carried, traces
 
-    def _keep(self, carried: Any, traces: Any) -> None:
+    def _keep(self, carried: PyTree, traces: PyTree) -> None:
         carry, variables = carried
         _write(self.carry, carry)
         _write(self.traces, traces)
@@ -139,12 +139,12 @@ class Learner(nnx.Module):
 class _Forms:
     """The functions of each form that the module has had: `module.eval()` makes another."""
 
-    def __init__(self, call: Any, x: Any, rule: Any, mark: Mark, window: WindowSize | None) -> None:
+    def __init__(self, call: Function, x: PyTree, rule: Any, mark: Mark, window: WindowSize | None) -> None:
         self.call, self.x, self.options = call, x, (rule, mark, window)
         self.known: dict[Any, FunctionalLearner] = {}
 
-    def functions(self, form: Any, name: str, params: Any, carried: Any) -> FunctionalLearner:
-        def step(params: Any, carried: Any, x: Any) -> Any:
+    def functions(self, form: Any, name: str, params: PyTree, carried: PyTree) -> FunctionalLearner:
+        def step(params: PyTree, carried: PyTree, x: PyTree) -> PyTree:
             carry, variables = carried
             module = nnx.merge(form, params, variables)
             carry, y = self.call(module, carry, x)

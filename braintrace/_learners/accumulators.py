@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.es_d_rtrl import as_decay
+from .._types import PyTree
 
 
 class _Average(brainstate.ShortTermState):
     """A state that is set back to zeros."""
 
-    def __init__(self, init_value: Any) -> None:
+    def __init__(self, init_value: PyTree) -> None:
         value = jnp.asarray(init_value)
         super().__init__(value)
         self._shape, self._dtype = value.shape, value.dtype
@@ -36,13 +37,13 @@ class PresynapticTrace(_Average):
     [1.5 1.5]
     """
 
-    def __init__(self, init_value: Any, leak: float) -> None:
+    def __init__(self, init_value: PyTree, leak: float) -> None:
         if not 0 < leak < 1:
             raise ValueError(f"`leak` is between 0 and 1, not {leak!r}.")
         super().__init__(init_value)
         self.leak = leak
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: PyTree) -> PyTree:
         """Take one step; the new sum."""
         self.value = self.leak * self.value + x
         return self.value
@@ -58,13 +59,13 @@ class KappaFilter(_Average):
     [0.75 0.75]
     """
 
-    def __init__(self, init_value: Any, kappa: float) -> None:
+    def __init__(self, init_value: PyTree, kappa: float) -> None:
         if not 0 <= kappa < 1:
             raise ValueError(f"`kappa` is at least 0 and less than 1, not {kappa!r}.")
         super().__init__(init_value)
         self.kappa = kappa
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: PyTree) -> PyTree:
         """Take one step; the new average."""
         self.value = (1 - self.kappa) * x + self.kappa * self.value
         return self.value
@@ -82,7 +83,7 @@ class FixedRandomFeedback:
         self.n_target, self.n_layer = n_target, n_layer
         self.B = jax.lax.stop_gradient(init_scale * jax.random.normal(key, (n_target, n_layer)))
 
-    def project(self, y_target: Any) -> Any:
+    def project(self, y_target: PyTree) -> Any:
         """`y_target B`."""
         return y_target @ self.B
 
@@ -100,7 +101,7 @@ class GradExpon(brainstate.nn.Module):
     Array([1.5, 1.5], dtype=float32)
     """
 
-    def __init__(self, grad_shape: Any, tau_or_decay: Any) -> None:
+    def __init__(self, grad_shape: PyTree, tau_or_decay: Any) -> None:
         super().__init__()
         if isinstance(tau_or_decay, u.Quantity):
             self.decay = float(u.math.exp(-brainstate.environ.get_dt() / tau_or_decay))
@@ -110,7 +111,7 @@ class GradExpon(brainstate.nn.Module):
             self.decay = as_decay(float(tau_or_decay))
         self.gradients = brainstate.LongTermState(_zeros(grad_shape))
 
-    def update(self, grads: Any) -> Any:
+    def update(self, grads: PyTree) -> PyTree:
         """Take in the gradients of one step; the new sum."""
         old = self.gradients.value
         self.gradients.value = jax.tree.map(lambda a, g: self.decay * a + g, old, grads, is_leaf=_has_unit)
@@ -121,9 +122,9 @@ class GradExpon(brainstate.nn.Module):
         self.gradients.value = _zeros(self.gradients.value)
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: PyTree) -> Any:
     return jax.tree.map(u.math.zeros_like, tree, is_leaf=_has_unit)
 
 
-def _has_unit(leaf: Any) -> bool:
+def _has_unit(leaf: PyTree) -> bool:
     return isinstance(leaf, u.Quantity)

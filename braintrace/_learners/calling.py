@@ -6,7 +6,7 @@ In evaluations and for BPTT, `calling` makes a learner call its model, or anothe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .._online.data import MultiStepData, SingleStepData, one_step, time_axes
 from .._online.sequence import NeverCalledError
 from .._rules.rule import Values
+from .._types import Array, Function, Options, PyTree
 from .compiled_step import CompiledStep
 from .model_states import hidden_of, leaves_of, states_of
 from .progress import unchanged_on_error
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
 
 
-def call(learner: ETraceAlgorithm, args: Any, kwargs: dict[str, Any]) -> Any:
+def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
     """Advance the model and its traces; see `ETraceAlgorithm.update`."""
     given, args, kwargs = split_call(learner, args, kwargs)
     guards = learner._guards
@@ -58,7 +59,7 @@ def call(learner: ETraceAlgorithm, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def split_call(
-    learner: ETraceAlgorithm, args: Any, kwargs: dict[str, Any]
+    learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options
 ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """The arguments of a call for the rule's signal, and those for the model."""
     signal = learner.rule.signal
@@ -66,8 +67,8 @@ def split_call(
     given = signal.named({k: v for k, v in kwargs.items() if k in names})
     compiled_for = max((len(a) for a, _ in learner._forms.examples.values()), default=len(args))
     if signal.comes_last and not given and len(args) == compiled_for + 1:
-        *args, given[signal.takes[0]] = args
-    return given, tuple(args), {k: v for k, v in kwargs.items() if k not in names}
+        args, given[signal.takes[0]] = args[:-1], args[-1]
+    return given, args, {k: v for k, v in kwargs.items() if k not in names}
 
 
 def _signal(learner: ETraceAlgorithm, given: Values) -> Values:
@@ -85,7 +86,7 @@ def _signal(learner: ETraceAlgorithm, given: Values) -> Values:
 
 
 def _write(
-    learner: ETraceAlgorithm, form: CompiledStep, leaves: list[Any], traces: Values, steps: int
+    learner: ETraceAlgorithm, form: CompiledStep, leaves: list[Array], traces: Values, steps: int
 ) -> None:
     """Store the new values of the carried states, of the traces and the counter."""
     items = iter(leaves)
@@ -98,7 +99,7 @@ def _write(
 
 
 @contextmanager
-def calling(learner: ETraceAlgorithm, function: Callable[..., Any]) -> Iterator[None]:
+def calling(learner: ETraceAlgorithm, function: Function) -> Iterator[None]:
     """Have `learner(...)` call another function."""
     object.__setattr__(learner, "update", function)
     try:
@@ -110,18 +111,18 @@ def calling(learner: ETraceAlgorithm, function: Callable[..., Any]) -> Iterator[
 def calling_model(learner: ETraceAlgorithm) -> AbstractContextManager[None]:
     """Have `learner(...)` call its model, without traces."""
 
-    def update(*args: Any, **kwargs: Any) -> Any:
+    def update(*args: PyTree, **kwargs: Any) -> PyTree:
         _, args, kwargs = split_call(learner, args, kwargs)
         return call_model(learner.model, *args, **kwargs)
 
     return calling(learner, update)
 
 
-def called_with(learner: ETraceAlgorithm, step_fn: Callable[..., Any], slices: Any) -> tuple[Any, Any]:
+def called_with(learner: ETraceAlgorithm, step_fn: Function, slices: PyTree) -> tuple[PyTree, PyTree]:
     """The arguments that `step_fn(*slices)` calls the learner with; no state is changed."""
     seen: list[Any] = []
 
-    def stop(*args: Any, **kwargs: Any) -> None:
+    def stop(*args: PyTree, **kwargs: Any) -> None:
         seen.append((args, kwargs))
         raise _CalledError
 
@@ -139,11 +140,11 @@ class _CalledError(Exception):
     """The learner was called."""
 
 
-def call_model(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_model(model: brainstate.nn.Module, *args: PyTree, **kwargs: Any) -> PyTree:
     """Call a model with the arguments of a learner: those of one step, or of a window of steps."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_data)
 
-    def step(*slices: Any) -> Any:
+    def step(*slices: PyTree) -> PyTree:
         now = iter(slices)
         one = [next(now) if isinstance(a, MultiStepData) else a.data if is_data(a) else a for a in leaves]
         args, kwargs = jax.tree.unflatten(tree, one)

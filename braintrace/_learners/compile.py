@@ -14,6 +14,7 @@ from .. import _meshes
 from .._executor.window import where_rows
 from .._online.sequence import Sequence
 from .._rules.rule import Rule
+from .._types import Array, ArrayLike, Function, PyTree
 from .config import ETraceConfig
 from .dni import DNI
 from .learners import BPTT, D_RTRL, ES_D_RTRL, UORO
@@ -24,7 +25,7 @@ from .stateful import ETraceAlgorithm
 def compile(
     model: brainstate.nn.Module,
     algorithm: type[ETraceAlgorithm] | Rule | str | ETraceConfig,
-    *example_inputs: Any,
+    *example_inputs: PyTree,
     batch_size: int | None = None,
     seed: int | None = None,
     verbose: int = 0,
@@ -71,7 +72,7 @@ def compile(
             learner.compile_graph(*example_inputs)
         else:
 
-            def init(*inputs: Any) -> None:
+            def init(*inputs: PyTree) -> None:
                 brainstate.nn.init_all_states(model)
                 learner.compile_graph(*inputs)
 
@@ -109,7 +110,7 @@ class ETraceVmap(brainstate.nn.Vmap):
         super().__init__(module, in_axes, out_axes, vmap_states, out_states, axis_name, axis_size)
         self.vmap_states = vmap_states
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
         """Advance states and traces of every sample by one call."""
         guards = self.module._guards
         # `vmap` hands tracers of one sample to the learner, so states are compared out here
@@ -118,23 +119,25 @@ class ETraceVmap(brainstate.nn.Vmap):
         guards.after_call()
         return out
 
-    def etrace_evolve(self, *sequences: Any, step_fn: Any = None, **options: Any) -> Any:
+    def etrace_evolve(self, *sequences: PyTree, step_fn: Function | None = None, **options: Any) -> PyTree:
         """Advance states and traces of every sample over a sequence; time first, then samples."""
         return self.module.etrace_evolve(*sequences, step_fn=step_fn or self, **options)
 
-    def etrace_grad(self, *sequences: Any, step_fn: Any, reset: Any = None, **options: Any) -> Any:
+    def etrace_grad(
+        self, *sequences: PyTree, step_fn: Function, reset: ArrayLike | None = None, **options: Any
+    ) -> PyTree:
         """As the learner's own; `step_fn` calls this object."""
         if reset is None:
             return self.module.etrace_grad(*sequences, step_fn=step_fn, **options)
         flags = Sequence.check(sequences, None, reset).reset
 
-        def with_reset(rows: Any, *slices: Any) -> Any:
+        def with_reset(rows: Array, *slices: PyTree) -> PyTree:
             self.reset_state(rows=rows)
             return step_fn(*slices)
 
         return self.module.etrace_grad(flags, *sequences, step_fn=with_reset, **options)
 
-    def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
+    def reset_state(self, batch_size: int | None = None, *, rows: ArrayLike | None = None) -> None:
         """Reset the states, traces and step counter of every sample; or states and traces of some `rows`."""
         if batch_size is not None and self.axis_size not in (None, batch_size):
             raise ValueError(

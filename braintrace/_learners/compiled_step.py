@@ -31,6 +31,7 @@ from .._online.request import WindowSize
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules.rule import Rule, TraceRule, Values
+from .._types import Array
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -207,6 +208,6 @@ class CompiledStep:
             budget=budget or memory_budget(),
         )
 
-    def reset_traces(self, traces: Values, rows: Any) -> Values:
+    def reset_traces(self, traces: Values, rows: Array) -> Values:
         """The traces, with those of the samples flagged in `rows` set to zero."""
         return {**traces, **self.rule.forget(self.online.executor, traces, rows)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import brainstate
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
+from .._types import Function, PyTree
 from .config import ETraceConfig
 from .model_states import leaves_of
 from .options import Choice, OptionsLearner
@@ -80,7 +82,7 @@ class DNI(OptionsLearner):
     defaults: ClassVar = {"vjp_method": "multi-step"}
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         if options.vjp_method != "multi-step":
             raise ValueError("DNI is about what comes after a window: `vjp_method` is 'multi-step'.")
         config = options.config or ETraceConfig(learning_signal="bootstrapped")
@@ -103,7 +105,7 @@ class DNI(OptionsLearner):
 
 def train_synthetic_gradient(
     learner: DNI,
-    inputs: Any,
+    inputs: PyTree,
     *,
     chunk_size: int = 1,
     loss_fn: Callable[[Any], Any] | None = None,
@@ -144,14 +146,14 @@ def train_synthetic_gradient(
         return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
 
     @jax.jit
-    def window(values: Any, params: Any, rest: Any, xs: Any) -> Any:
+    def window(values: PyTree, params: PyTree, rest: PyTree, xs: PyTree) -> PyTree:
         """The target at the start of a window, and the states after it."""
         flat, tree = jax.tree.flatten(rest)
 
-        def total(hidden: dict[int, Any]) -> Any:
+        def total(hidden: dict[int, Any]) -> PyTree:
             now = [hidden.get(i, a) for i, a in enumerate(flat)]
 
-            def body(rest: Any, x: Any) -> Any:
+            def body(rest: PyTree, x: PyTree) -> PyTree:
                 outs, new, _, _ = executor.outputs(params, jax.tree.leaves(x), consts, rest)
                 return new, loss(jax.tree.unflatten(info.out_tree, outs))
 
@@ -182,10 +184,10 @@ def train_synthetic_gradient(
     return history
 
 
-def _fitting(net: Any) -> Callable[..., Any]:
+def _fitting(net: Any) -> Function:
     """A function of a synthesizer's parameters: its mean squared error at some states, and the gradient."""
 
-    def error(values: Any, states: Any, targets: Any) -> Any:
+    def error(values: PyTree, states: PyTree, targets: PyTree) -> PyTree:
         found = net.apply(values, states)
         total = sum(jnp.sum((found[k] - targets[k]) ** 2) for k in found)
         return total / sum(found[k].size for k in found)
@@ -193,7 +195,7 @@ def _fitting(net: Any) -> Callable[..., Any]:
     return jax.jit(jax.value_and_grad(error))
 
 
-def _improve(net: Any, fit: Any, states: Any, targets: Any, optimizer: Any, lr: float) -> float:
+def _improve(net: Any, fit: Function, states: PyTree, targets: PyTree, optimizer: Any, lr: float) -> float:
     """Take one step of an optimiser, or of size `lr`; the error before it."""
     error, grads = fit(net.param_values(), states, targets)
     if optimizer is not None:

@@ -16,6 +16,7 @@ from .._frontends.modules import Mark, traced_again
 from .._online.arguments import as_shape
 from .._online.request import WindowSize
 from .._rules.rule import Rule, TraceRule
+from .._types import Options, PyTree
 from .compiled_step import CompiledStep
 from .not_compiled import Key, NotCompiledError, shapes_of_states
 
@@ -46,10 +47,10 @@ class Forms:
         """The forms of the same shapes under another rule, not compiled yet."""
         return replace(self, rule=rule, window=window, _compiled={}, _others=[])
 
-    def key(self, args: Any, kwargs: Any) -> Key:
+    def key(self, args: tuple[PyTree, ...], kwargs: Options) -> Key:
         return Key.of(self.model, args, kwargs)
 
-    def compile(self, args: Any, kwargs: Any) -> None:
+    def compile(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
         """Compile for these arguments, unless that was done before, and use that form."""
         key = self.key(args, kwargs)
         if key not in self.examples:
@@ -57,7 +58,7 @@ class Forms:
             self.examples[key] = jax.tree.map(as_shape, (args, kwargs))
         self.current = key
 
-    def _new(self, args: Any, kwargs: Any) -> CompiledStep:
+    def _new(self, args: tuple[PyTree, ...], kwargs: Options) -> CompiledStep:
         with _meshes.no_types():
             function = read_module(self.model, args, kwargs)
         form = CompiledStep(function, self.rule, self.mark, self.window, complete=False)
@@ -84,7 +85,7 @@ class Forms:
         """The form in use, if it is compiled in this process."""
         return None if self.current is None else self._compiled.get(self.current)
 
-    def select(self, args: Any, kwargs: Any, *, fresh: bool) -> bool:
+    def select(self, args: tuple[PyTree, ...], kwargs: Options, *, fresh: bool) -> bool:
         """Use the form for these arguments and the states as they are; whether its traces are others.
 
         `fresh`: the traces are zero, so that nothing is lost if they are others.
@@ -115,7 +116,7 @@ class Forms:
         self.current = (alike or fitting)[-1]
         return True
 
-    def with_constants(self, args: Any, kwargs: Any) -> tuple[CompiledStep, list[Any]]:
+    def with_constants(self, args: tuple[PyTree, ...], kwargs: Options) -> tuple[CompiledStep, list[Any]]:
         """The form of the model as it is now, and the values that its step closes over."""
         closed = traced_again(self.model, args, kwargs)
         for form in (self.now, *self._others):

@@ -6,7 +6,6 @@ of zero. For BPTT, a call of the learner is a call of its model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from .._frontends.pure import Pure
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence
 from .._report.check import GradientCheck, Gradients, compare_gradients, round_off
+from .._types import ArrayLike, Function, PyTree
 from .calling import calling, split_call
 from .learners import BPTT
 from .stateful import ETraceAlgorithm
@@ -24,11 +24,11 @@ from .stateful import ETraceAlgorithm
 
 def check_gradients(
     learner: ETraceAlgorithm,
-    *sequences: Any,
-    step_fn: Callable[..., Any],
-    mask: Any = None,
+    *sequences: PyTree,
+    step_fn: Function,
+    mask: ArrayLike | None = None,
     chunk_size: int | None = None,
-    weights: Any = None,
+    weights: PyTree = None,
     reduction: str = "mean",
     has_aux: bool = False,
     tolerance: float | None = None,
@@ -65,23 +65,23 @@ def check_gradients(
     exact = BPTT(learner.model)
     exact._forms = learner._forms.with_rule(rules.BPTT(), None)
 
-    def one_loss(*slices: Any) -> Any:
+    def one_loss(*slices: PyTree) -> PyTree:
         """The loss of a step; if `step_fn` takes windows, of a window of one step."""
         lead = (1,) if in_windows else ()
         out = step_fn(*jax.tree.map(lambda a: a.reshape(*lead, *a.shape), slices))
         return split_loss(out, has_aux, lead, sequence.mask.shape[1:])[0].reshape(sequence.mask.shape[1:])
 
-    def online(*arrays: Any) -> Any:
+    def online(*arrays: PyTree) -> PyTree:
         grads = learner.etrace_grad(
             *arrays, step_fn=step_fn, has_aux=has_aux, chunk_size=chunk_size, **options
         )
         return grads[0] if has_aux else grads
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: Any) -> PyTree:
         _, args, kwargs = split_call(learner, args, kwargs)  # without the inputs of the rule's signal
         return exact.update(*args, **kwargs)
 
-    def by_bptt(*arrays: Any) -> Any:
+    def by_bptt(*arrays: PyTree) -> PyTree:
         with calling(learner, call):
             return exact.etrace_grad(*arrays, step_fn=one_loss, **options)
 
@@ -92,7 +92,7 @@ def check_gradients(
     return compare_gradients(found, expected, exactness, sequence.length, tolerance)
 
 
-def _gradient(function: Callable[..., Any], learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:
+def _gradient(function: Function, learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:
     """The gradients that `function` returns, from traces of zero; no state is written."""
     pure = Pure.trace(function, *sequence.arrays)
     traces = [st for k, st in learner.traces.items() if k not in learner._lasting_values()]

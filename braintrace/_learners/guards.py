@@ -15,6 +15,7 @@ from .. import _compat
 from .._compiler.step import show_path
 from .._lines import warn_user
 from .._online.sequence import is_traced
+from .._types import PyTree
 from .model_states import by_path, hidden_of
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def _tracing(value: Any) -> Tracing | None:
     return next((weakref.ref(_compat.trace_of(a)) for a in tracers), None)
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _differ(a: PyTree, b: PyTree) -> bool:
     """Whether two arrays of one shape are not equal; with another shape, a state has other traces as well."""
     if a is b or np.shape(a) != np.shape(b) or not getattr(b, "is_fully_addressable", True):
         return False

@@ -24,6 +24,7 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
+from .._types import Array, ArrayLike, Key, Mesh, PyTree
 from .compiled_step import CompiledStep, Leaves
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .._report.report import CompilationReport
     from .._train.comparison import Comparison
 
-Loss = Callable[..., Any]
+Loss = Callable[..., PyTree]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class Learner:
         """A learner of the same step function with another rule, in windows if `window` is set."""
         return replace(self, compiled=self.compiled.with_rule(rule, window))
 
-    def with_start(self, carry: Any) -> Learner:
+    def with_start(self, carry: PyTree) -> Learner:
         """A copy that resets samples to another carry."""
         return replace(self, start=self.function.carry.leaves(carry))
 
@@ -88,10 +89,10 @@ class Learner:
     def check(
         self,
         loss: Loss,
-        params: Any,
-        carry: Any,
-        xs: Any,
-        *more: Any,
+        params: PyTree,
+        carry: PyTree,
+        xs: PyTree,
+        *more: PyTree,
         tolerance: float | None = None,
         **options: Any,
     ) -> GradientCheck:
@@ -113,7 +114,7 @@ class Learner:
         inputs = {k: v for k, v in options.items() if k in (*signal.takes, *signal.spellings)}
         options = {k: v for k, v in options.items() if k not in inputs}
 
-        def gradient(learner: Learner, **inputs: Any) -> dict[Path, Leaves]:
+        def gradient(learner: Learner, **inputs: PyTree) -> dict[Path, Leaves]:
             traces = learner.init(params, carry)
             grads = learner.grad(loss, params, carry, traces, xs, *more, **inputs, **options)[0]
             return self.function.by_parameter(grads)
@@ -134,7 +135,7 @@ class Learner:
         window: WindowSize | None = None,
         rank: int = 0,
         across: str | None = None,
-        mesh: Any = None,
+        mesh: Mesh | None = None,
     ) -> Plan:
         """The cost of each rule on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
         from .._report.plan import Layout, PlanRequest, plan_learner
@@ -146,7 +147,9 @@ class Learner:
         compiled = self.compiled.sharded(layout.of_param, layout.of_state, layout.of_input)
         return plan_learner(Learner(compiled, compiled.function.carry.like), request, layout)
 
-    def compare(self, loss: Loss, params: Any, carry: Any, xs: Any, *more: Any, **options: Any) -> Comparison:
+    def compare(
+        self, loss: Loss, params: PyTree, carry: PyTree, xs: PyTree, *more: PyTree, **options: Any
+    ) -> Comparison:
         """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
 
         `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
@@ -157,7 +160,7 @@ class Learner:
 
     # -- the pure functions ------------------------------------------------------------------------
 
-    def init(self, params: Any, carry: Any, *, key: Any = None) -> Values:
+    def init(self, params: PyTree, carry: PyTree, *, key: Key | int | None = None) -> Values:
         """The traces before the first step, a pytree.
 
         Rules with random signs (`UORO`, `KF_RTRL`) draw them from `key`, an integer or a random key. The
@@ -168,7 +171,9 @@ class Learner:
         values = self.compiled.initial_traces(leaves, self.function.x.like)
         return values if key is None else self.rule.seeded(values, key)
 
-    def step(self, params: Any, carry: Any, traces: Values, x: Any, **given: Any) -> tuple[Any, Values, Any]:
+    def step(
+        self, params: PyTree, carry: PyTree, traces: Values, x: PyTree, **given: Any
+    ) -> tuple[PyTree, Values, PyTree]:
         """Take one step: the new carry, traces and output. Its derivative in `params` is the online gradient.
 
         `given` are the inputs of the rule's learning signal: `modulator=`, `target=`.
@@ -184,19 +189,19 @@ class Learner:
     def grad(
         self,
         loss: Loss,
-        params: Any,
-        carry: Any,
+        params: PyTree,
+        carry: PyTree,
         traces: Values,
-        xs: Any,
-        *more: Any,
-        mask: Any = None,
-        reset: Any = None,
+        xs: PyTree,
+        *more: PyTree,
+        mask: ArrayLike | None = None,
+        reset: ArrayLike | None = None,
         window: WindowSize | None = None,
         chunk_size: int | None = None,
         reduction: str = "mean",
         has_aux: bool = False,
         **given: Any,
-    ) -> tuple[Any, tuple[Any, Values], tuple[Any, Any]]:
+    ) -> tuple[PyTree, tuple[PyTree, Values], tuple[PyTree, PyTree]]:
         """The online gradient over a sequence.
 
         Args:
@@ -234,7 +239,7 @@ class Learner:
         sequence = Sequence.check((xs, *more, moving), mask, reset)
         request = Request(sequence, has_aux, reduction, return_value=True)
 
-        def returned(y: Any, slices: tuple[Any, ...]) -> Any:
+        def returned(y: PyTree, slices: tuple[Any, ...]) -> Any:
             return request.split(loss(y, *slices))
 
         step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
@@ -253,8 +258,8 @@ class Learner:
 
     @_meshes.no_types()
     def evolve(
-        self, params: Any, carry: Any, traces: Values, xs: Any, *, chunk_size: int | None = None
-    ) -> tuple[Any, Values, Any]:
+        self, params: PyTree, carry: PyTree, traces: Values, xs: PyTree, *, chunk_size: int | None = None
+    ) -> tuple[PyTree, Values, PyTree]:
         """Advance over a sequence without a loss: the new carry, the traces, and the outputs of all steps."""
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
@@ -264,7 +269,7 @@ class Learner:
         outs, after = self.compiled.programs.run(Drive.evolve, drive, given, sequence)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 
-    def reset(self, carry: Any, traces: Values, rows: Any = None) -> tuple[Any, Values]:
+    def reset(self, carry: PyTree, traces: Values, rows: ArrayLike | None = None) -> tuple[PyTree, Values]:
         """Reset to the carry that the learner was made with, and to traces of zero.
 
         `rows`, a boolean for each sample of the batch, restricts the reset to the samples flagged.
@@ -277,7 +282,7 @@ class Learner:
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
-        def resetted(rows: Any, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
+        def resetted(rows: Array, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
             return list(map(partial(where_rows, rows), start, old)), self.compiled.reset_traces(traces, rows)
 
         found, traces = _meshes.in_auto_like((old, traces), resetted, rows, start, old, traces)
@@ -304,7 +309,7 @@ class Learner:
         return found
 
     def _trace(
-        self, returned: Loss, params: Any, carry: Any, traces: Values, sequence: Sequence, fixed: Values
+        self, returned: Loss, params: PyTree, carry: PyTree, traces: Values, sequence: Sequence, fixed: Values
     ) -> tuple[UserStep, Any, Leaves]:
         """Trace a step and `returned` of its output: the step, the structure of its result, all leaves."""
         states = self.function.leaves(params, carry)
@@ -315,7 +320,7 @@ class Learner:
         tree = jax.tree.structure(traces)
         out_trees: list[Any] = []
 
-        def flat(slices: Any, leaves: Leaves) -> Leaves:
+        def flat(slices: PyTree, leaves: Leaves) -> Leaves:
             x, *more, given = slices
             values = jax.tree.unflatten(tree, leaves[num:])
             x = self.function.x.same(x)
@@ -348,7 +353,7 @@ class Learner:
         traces = {k: len(entries) + n for n, k in enumerate(keys)}
         return UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], traces, carried)
 
-    def _after(self, leaves: Leaves) -> tuple[Any, Values]:
+    def _after(self, leaves: Leaves) -> tuple[PyTree, Values]:
         """The carry and the traces among all leaves after a sequence."""
         keys = sorted(self.compiled.online.initial_names)
         values = dict(zip(keys, leaves[len(leaves) - len(keys) :], strict=True))

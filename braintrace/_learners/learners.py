@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax
 from .. import _rules as rules
 from .._executor.trace_recursion import Own, Recursion
 from .._online.data import MultiStepData, one_step
+from .._types import PyTree
 from .calling import call_model, is_data
 from .config import ETraceConfig
 from .options import Choice, OptionsLearner, as_config
@@ -33,7 +35,7 @@ class D_RTRL(OptionsLearner):
     )
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         o = options
         rule: rules.Rule = rules.D_RTRL(o.trace_dtype, o.rank, o.samples, o.basis, across=o.across)
         if o.config is not None and (o.rank or o.across):
@@ -61,7 +63,7 @@ class ES_D_RTRL(OptionsLearner):
     )
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         rule = rules.ES_D_RTRL(options.decay_or_rank, options.trace_dtype)
         config = options.config or ETraceConfig("io_factorized", decay=(rule.inp, rule.out))
         return Choice(cls.configured(options, "io_factorized") or rule, config)
@@ -89,7 +91,7 @@ class RTRL(OptionsLearner):
     takes = "* mark name"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         return Choice(rules.RTRL())
 
 
@@ -118,7 +120,7 @@ class SnAp(OptionsLearner):
     )
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         n, most = options.n, options.snap_max_jacobian_elements
         rule: rules.Rule = rules.SnAp(n, most, options.samples)
         if n == 1:
@@ -144,7 +146,7 @@ class UORO(OptionsLearner):
     )
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         config = options.config or ETraceConfig("random_projection", recurrence_scope="coupled")
         as_config(config, cls, "random_projection").rule()  # which checks the other axes
         return Choice(rules.UORO(options.projection_key, options.projection_eps, options.samples), config)
@@ -173,7 +175,7 @@ class KF_RTRL(OptionsLearner):
     takes = "name vjp_method projection_key projection_eps * window samples mark"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         return Choice(rules.KF_RTRL(options.projection_key, options.projection_eps, options.samples))
 
 
@@ -191,10 +193,10 @@ class BPTT(OptionsLearner):
     takes = "* mark name"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         return Choice(rules.BPTT())
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
         """Advance the model itself, so that a rematerialised cell stays one."""
         self.set_for(*one_step(args, kwargs))
         data = jax.tree.leaves((args, kwargs), is_leaf=is_data)

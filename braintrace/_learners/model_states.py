@@ -20,6 +20,7 @@ from .._executor.window import where_rows
 from .._frontends.pure import Pure
 from .._lines import warn_user
 from .._rules.rule import Values
+from .._types import Array, PyTree
 from .compiled_step import CompiledStep
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def strengthen(model: brainstate.nn.Module) -> None:
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
-def initial_states(learner: Any, size: int, hidden: Any) -> dict[Path, Any]:
+def initial_states(learner: Any, size: int, hidden: PyTree) -> dict[Path, Any]:
     """The initial values of the states that a reset sets and that have `size` samples in front, by path."""
     model = learner.model
 
@@ -185,7 +186,7 @@ def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
         )
 
 
-def reset_rows(learner: ETraceAlgorithm, rows: Any) -> None:
+def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
     """Reset the states and traces of the samples that are flagged in `rows`."""
     if rows.ndim != 1 or rows.dtype != bool:
         raise ValueError(
@@ -195,7 +196,7 @@ def reset_rows(learner: ETraceAlgorithm, rows: Any) -> None:
     start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
     old = {path: found[path].value for path in start}, learner._values()
 
-    def resetted(rows: Any, start: Any, states: Any, traces: Values) -> Any:
+    def resetted(rows: Array, start: PyTree, states: PyTree, traces: Values) -> Any:
         return jax.tree.map(partial(where_rows, rows), start, states), reset_traces(learner, traces, rows)
 
     states, traces = _meshes.in_auto_like(old, resetted, rows, start, *old)
@@ -205,7 +206,7 @@ def reset_rows(learner: ETraceAlgorithm, rows: Any) -> None:
     learner.steps.value = learner.steps.value  # so that `StateChanges` sees the states as set by the learner
 
 
-def reset_traces(learner: ETraceAlgorithm, values: Values, rows: Any) -> Values:
+def reset_traces(learner: ETraceAlgorithm, values: Values, rows: Array) -> Values:
     """The traces, with those of the samples flagged in `rows` set to zero."""
     form = learner._forms.now
     if form.rule.back_through_time:
@@ -218,12 +219,12 @@ def reset_traces(learner: ETraceAlgorithm, values: Values, rows: Any) -> Values:
     return form.reset_traces(values, rows)
 
 
-def _has_numbers(tree: Any) -> bool:
+def _has_numbers(tree: PyTree) -> bool:
     """Whether a tree has an inexact array with axes; a counter or a clock has none."""
     leaves = jax.tree.leaves(tree)
     return any(jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves)
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> Any:
     leaves, structure = jax.tree.flatten(tree)  # which knows units
     return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar, cast
 
 import brainstate
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from .._compiler import CompilationError
 from .._online.arguments import split_static
+from .._types import Function, Options, PyTree
 
-Drives = TypeVar("Drives", bound=Callable[..., Any])
+Drives = TypeVar("Drives", bound=Function)
 
 
 class Key(NamedTuple):
@@ -24,7 +25,7 @@ class Key(NamedTuple):
     states: tuple[Any, ...]
 
     @staticmethod
-    def of(model: brainstate.nn.Module, args: Any, kwargs: Any) -> Key:
+    def of(model: brainstate.nn.Module, args: tuple[PyTree, ...], kwargs: Options) -> Key:
         data, _, static = split_static(args, kwargs)
         try:
             hash(static)
@@ -62,7 +63,7 @@ def time_first(drive: Drives) -> Drives:
     """A method over sequences whose error names a batch axis that seems to come before time."""
 
     @functools.wraps(drive)
-    def checked(self: Any, *sequences: Any, **options: Any) -> Any:
+    def checked(self: Any, *sequences: PyTree, **options: Any) -> Any:
         try:
             return drive(self, *sequences, **options)
         except NotCompiledError as e:
@@ -144,7 +145,7 @@ def _mistake(asked: Key, known: Key) -> str | None:
     return None
 
 
-def _shape(leaf: Any) -> tuple[tuple[int, ...], str]:
+def _shape(leaf: PyTree) -> tuple[tuple[int, ...], str]:
     return tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))
 
 

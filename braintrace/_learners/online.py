@@ -10,6 +10,7 @@ from .._frontends.module_function import read_module, read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.request import WindowSize, check_window
 from .._rules import D_RTRL
+from .._types import Options, PyTree
 from .compiled_step import CompiledStep
 from .learner import Learner
 from .rule_choice import RuleChoice
@@ -17,9 +18,9 @@ from .rule_choice import RuleChoice
 
 def online(
     step: Callable[..., Any],
-    params: Any,
-    carry: Any,
-    x: Any,
+    params: PyTree,
+    carry: PyTree,
+    x: PyTree,
     *,
     rule: Any = None,
     mark: Mark = "auto",
@@ -75,7 +76,7 @@ def online(
 
 
 def make_learner(
-    function: Function, carry: Any, rule: Any = None, mark: Mark = "auto", window: WindowSize | None = None
+    function: Function, carry: PyTree, rule: Any = None, mark: Mark = "auto", window: WindowSize | None = None
 ) -> Learner:
     """Make a learner of a traced function; samples are reset to `carry`."""
     chosen, its_window = RuleChoice.of(D_RTRL() if rule is None else rule).read()
@@ -90,7 +91,7 @@ def learner_of(
     args: Iterable[Any],
     rule: Any = None,
     *,
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Options | None = None,
     mark: Mark = "ops",
     window: WindowSize | None = None,
     function: Callable[..., Any] | None = None,

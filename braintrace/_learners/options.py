@@ -20,6 +20,7 @@ from .._online.request import WindowSize
 from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
+from .._types import PyTree
 from .config import ETraceConfig
 from .stateful import ETraceAlgorithm
 from .vjp_method import VjpMethod
@@ -99,11 +100,11 @@ class OptionsLearner(ETraceAlgorithm):
             cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls)}"
         super().__init_subclass__()
 
-    def __init__(self, model: brainstate.nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(self, model: brainstate.nn.Module, *args: PyTree, **options: Any) -> None:
         raise NotImplementedError  # each class has its own
 
     @classmethod
-    def read_options(cls, model: Any, *args: Any, **options: Any) -> tuple[SimpleNamespace, Choice]:
+    def read_options(cls, model: Any, *args: PyTree, **options: Any) -> tuple[SimpleNamespace, Choice]:
         """The values of all options, checked, and what they choose; the model is not used."""
         try:
             bound = _signature(cls).bind(None, model, *args, **options)
@@ -119,12 +120,12 @@ class OptionsLearner(ETraceAlgorithm):
         return given, choice
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         """The rule for values of the options."""
         raise NotImplementedError
 
     @classmethod
-    def configured(cls, options: Any, factorization: str) -> Rule | None:
+    def configured(cls, options: SimpleNamespace, factorization: str) -> Rule | None:
         """The rule of the option `config`, if that is given."""
         if options.config is None:
             return None
@@ -151,7 +152,7 @@ def _constructor(cls: type[OptionsLearner]) -> Any:
     """An `__init__` with the signature that the class lists."""
     signature = _signature(cls)
 
-    def __init__(self: OptionsLearner, *args: Any, **options: Any) -> None:
+    def __init__(self: OptionsLearner, *args: PyTree, **options: Any) -> None:
         given, choice = type(self).read_options(*args, **options)
         shared = {k: v for k, v in vars(given).items() if k in ("vjp_method", "window", "mark", "name")}
         ETraceAlgorithm.__init__(self, given.model, choice.rule, config=choice.config, **shared)

@@ -5,6 +5,7 @@ Every learner here is approximate unless its report says otherwise.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class EProp(OptionsLearner):
     example = "feedback='random'"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         o = options
         rule = rules.EProp(
             o.feedback,
@@ -66,7 +67,7 @@ class RFLO(OptionsLearner):
     example = "leak=0.9"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         key, decay = options.random_feedback_key, options.feedback_decay
         more = {"key": key, "feedback_decay": decay, "trace_dtype": options.trace_dtype}
         return Choice(rules.RFLO(options.leak, options.feedback, **more))
@@ -88,7 +89,7 @@ class OSTLRecurrent(OptionsLearner):
     )
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         rule = cls.configured(options, "per_param") or rules.OSTLRecurrent(trace_dtype=options.trace_dtype)
         return Choice(rule, options.config or ETraceConfig(recurrence_scope="coupled"))
 
@@ -109,7 +110,7 @@ class OSTLFeedforward(OptionsLearner):
     defaults: ClassVar = {"decay_or_rank": None}
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         rule = rules.OSTLFeedforward(options.decay_or_rank, trace_dtype=options.trace_dtype)
         return Choice(cls.configured(options, "io_factorized") or rule, options.config)
 
@@ -128,7 +129,7 @@ class OTTT(OptionsLearner):
     example = "leak=0.9"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         check_choice("mode", options.mode, ("A", "O"))
         rule = rules.OTTT(options.leak, trace_dtype=options.trace_dtype)
         return Choice(rule, attributes={"mode": options.mode})
@@ -152,7 +153,7 @@ class OTPE(OptionsLearner):
     example = "leak=0.9"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         o = options
         rule = rules.OTPE(o.leak, o.mode, trace_clip_abs=o.trace_clip_abs, trace_dtype=o.trace_dtype)
         return Choice(rule, attributes={"mode": o.mode})
@@ -176,7 +177,7 @@ class OSTTP(OptionsLearner):
     example = "num_targets=2"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         o = options
         check_choice("target_timing", o.target_timing, ("per-step", "sequence-end"))
         rule = rules.OSTTP(o.B_list, num_targets=o.num_targets, key=o.key, trace_dtype=o.trace_dtype)
@@ -200,7 +201,7 @@ class S_TLLR(OptionsLearner):
     example = "lambda_post=0.5, lambda_pre=0.5"
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         o = options
         decays, weights = (o.lambda_post, o.lambda_pre), (o.alpha_post, o.alpha_pre)
         return Choice(rules.S_TLLR(*decays, *weights, trace_dtype=o.trace_dtype))
@@ -223,7 +224,7 @@ class ThreeFactor(OptionsLearner):
     )
 
     @classmethod
-    def choose(cls, options: Any) -> Choice:
+    def choose(cls, options: SimpleNamespace) -> Choice:
         rule = rules.ThreeFactor(trace_dtype=options.trace_dtype)
         config = ETraceConfig(learning_signal="modulatory")
         return Choice(rule, config, {"modulator": options.modulator})

@@ -27,6 +27,7 @@ from .._online.parts import Given
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
+from .._types import Array, Function, PyTree
 from .calling import called_with
 from .model_states import by_path, hidden_of, initial_states, leaves_of, reset_traces, strengthen
 from .not_compiled import NotCompiledError
@@ -48,7 +49,7 @@ class TracedStep:
     first: dict[int, int]  # of each state, by its identity: its first leaf
 
     @staticmethod
-    def of(learner: ETraceAlgorithm, function: Callable[..., Any], arrays: Any) -> TracedStep:
+    def of(learner: ETraceAlgorithm, function: Function, arrays: PyTree) -> TracedStep:
         """Trace `function` on one step of the arrays."""
         slices = jax.tree.map(_meshes.slice_of, arrays)
         strengthen(learner.model)
@@ -84,7 +85,7 @@ class TracedStep:
             if id(st) in self.first
         }
 
-    def assign(self, leaves: list[Any]) -> None:
+    def assign(self, leaves: list[Array]) -> None:
         self.pure.assign(cut(leaves, self.pure.trees))
 
 
@@ -94,12 +95,12 @@ class Task:
 
     learner: ETraceAlgorithm
     request: Request
-    step_fn: Callable[..., Any]
+    step_fn: Function
     weights: Weights
     keep: bool  # the traces are used afterwards
 
 
-def check_weights(learner: ETraceAlgorithm, weights: Any) -> Any:
+def check_weights(learner: ETraceAlgorithm, weights: PyTree) -> Any:
     """The weights whose gradient is asked for, after a check that they are parameters."""
     if not isinstance(weights, Mapping):
         raise TypeError(
@@ -115,7 +116,7 @@ def check_weights(learner: ETraceAlgorithm, weights: Any) -> Any:
     return weights
 
 
-def trace(learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequence) -> TracedStep:
+def trace(learner: ETraceAlgorithm, function: Function, sequence: Sequence) -> TracedStep:
     """A user's step, traced on one step of the sequence."""
     before, learner._is_tracing = learner._is_tracing, True
     try:
@@ -124,7 +125,7 @@ def trace(learner: ETraceAlgorithm, function: Callable[..., Any], sequence: Sequ
         learner._is_tracing = before
 
 
-def run(task: Task, chunk_size: int | None, report: Report | None) -> tuple[Any, Any, Any]:
+def run(task: Task, chunk_size: int | None, report: Report | None) -> tuple[PyTree, PyTree, PyTree]:
     """The result of `gradient`; states and traces are as before if it fails, or after the last report."""
     learner = task.learner
     before = learner.steps.value
@@ -144,7 +145,7 @@ def run(task: Task, chunk_size: int | None, report: Report | None) -> tuple[Any,
     return found
 
 
-def gradient(task: Task, chunk_size: int | None) -> tuple[Any, Any, Any]:
+def gradient(task: Task, chunk_size: int | None) -> tuple[PyTree, PyTree, PyTree]:
     """The summed gradients, and the losses and other outputs of every step."""
     taken = task.learner.steps_at_once(chunk_size)
     if taken is None:
@@ -162,7 +163,7 @@ def _calls_with_window(task: Task) -> bool:
     return any(isinstance(a, MultiStepData) for a in jax.tree.leaves(called, is_leaf=is_data))
 
 
-def _windows(task: Task, size: int) -> tuple[Any, Any, Any]:
+def _windows(task: Task, size: int) -> tuple[PyTree, PyTree, PyTree]:
     """The gradient if `step_fn` takes windows of `size` steps; a shorter one takes the remainder."""
     if task.request.sequence.reset is not None:
         raise ValueError(
@@ -188,10 +189,10 @@ def _windows(task: Task, size: int) -> tuple[Any, Any, Any]:
 @_meshes.no_types()
 def _steps(
     task: Task, sequence: Sequence, chunk_size: int | None, lead: tuple[int, ...] = ()
-) -> tuple[Any, Any, Any]:
+) -> tuple[PyTree, PyTree, PyTree]:
     learner, weights = task.learner, task.weights
 
-    def function(*slices: Any) -> Any:
+    def function(*slices: PyTree) -> PyTree:
         return task.request.split(task.step_fn(*slices), lead)
 
     traced = trace(learner, function, sequence)
@@ -227,11 +228,11 @@ def _steps(
 def evolve(
     learner: ETraceAlgorithm,
     sequence: Sequence,
-    step: Callable[..., Any],
+    step: Function,
     chunk_size: int | None,
     *,
     alone: bool,
-) -> Any:
+) -> PyTree:
     """The results of all steps; `alone`: a step is a call of the learner and nothing else."""
     taken = learner.steps_at_once(chunk_size)
     if taken is None or taken == 1 or alone:
@@ -241,9 +242,7 @@ def evolve(
 
 
 @_meshes.no_types()
-def _evolve(
-    learner: ETraceAlgorithm, sequence: Sequence, step: Callable[..., Any], chunk_size: int | None
-) -> Any:
+def _evolve(learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_size: int | None) -> PyTree:
     traced = trace(learner, step, sequence)
     leaves = [leaf for values in traced.pure.values() for leaf in values]
     drive = _drive(learner, traced.step, sequence, chunk_size, True)
@@ -284,10 +283,10 @@ def _run(
     traced: TracedStep,
     drive: Drive,
     sequence: Sequence,
-    leaves: list[Any],
-    initial: list[Any],
+    leaves: list[Array],
+    initial: list[Array],
     function: Callable[[Drive, Given, Sequence], Any],
-) -> Any:
+) -> PyTree:
     given = Given(list(traced.step.program.consts.values()), leaves, initial)
     return learner._forms.now.programs.run(function, drive, given, _reporting(traced, sequence))
 
@@ -298,7 +297,7 @@ def _reporting(traced: TracedStep, sequence: Sequence) -> Sequence:
     if report is None:
         return sequence
 
-    def progress(done: int, total: int, carry: Any) -> None:
+    def progress(done: int, total: int, carry: PyTree) -> None:
         if carry is not None:
             leaves = [leaf for values in traced.pure.values() for leaf in values]
             now = dict(zip(traced.step.moving, carry.moving, strict=True))
@@ -348,7 +347,7 @@ def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
     return found
 
 
-def _joined(outs: list[Any]) -> Any:
+def _joined(outs: list[PyTree]) -> PyTree:
     """The results of windows, with one time axis."""
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
     return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -27,7 +26,7 @@ from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._rules.rule import Rule, Values
-from .._types import Options, PyTree
+from .._types import ArrayLike, Function, Key, Options, PyTree
 from . import pickling
 from .calling import call, split_call
 from .compiled_step import CompiledStep
@@ -81,7 +80,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         mark: Mark = "ops",
         name: str | None = None,
         config: ETraceConfig | None = None,
-        random_feedback_key: Any = None,
+        random_feedback_key: Key | int | None = None,
     ) -> None:
         super().__init__()
         if isinstance(model, type) or not callable(getattr(model, "update", None)):
@@ -134,7 +133,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Steps of a window; None for single steps."""
         return self.window if self.vjp_method == "multi-step" else None
 
-    def compile_graph(self, *args: Any, **kwargs: Any) -> None:
+    def compile_graph(self, *args: PyTree, **kwargs: Any) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
         args, kwargs = one_step(args, split_call(self, (), kwargs)[2])
         strengthen(self.model)
@@ -148,7 +147,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.init_etrace_state()
         self._guards.before_call(self, keep=True)
 
-    def is_set_for(self, args: Any, kwargs: Any) -> bool:
+    def is_set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> bool:
         """Whether the form in use is that for these arguments and the states as they are."""
         return self._forms.key(args, kwargs) == self._forms.current
 
@@ -312,7 +311,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         known, lasting = {k: ref() for k, ref in self._zeros.items()}, self._lasting_values()
         return all(known.get(k) is vars(st)["_value"] for k, st in self.traces.items() if k not in lasting)
 
-    def reset_state(self, batch_size: int | None = None, *, rows: Any = None) -> None:
+    def reset_state(self, batch_size: int | None = None, *, rows: ArrayLike | None = None) -> None:
         """Reset the model's states, the traces and the step counter.
 
         A module's states are reset by its `reset_state` or, if it has none, to the values that its
@@ -346,7 +345,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     # -- calls and sequences -----------------------------------------------------------------------
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
         """Advance the model and its traces; the derivative of the result is the online gradient.
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
@@ -356,19 +355,19 @@ class ETraceAlgorithm(brainstate.nn.Module):
     @time_first
     def etrace_grad(
         self,
-        *sequences: Any,
-        step_fn: Callable[..., Any],
-        mask: Any = None,
+        *sequences: PyTree,
+        step_fn: Function,
+        mask: ArrayLike | None = None,
         chunk_size: int | None = None,
-        weights: Any = None,
+        weights: PyTree = None,
         reduction: str = "mean",
         loss_output: str = "per_step",
         has_aux: bool = False,
         return_value: bool = False,
         keep_traces: bool = True,
-        reset: Any = None,
+        reset: ArrayLike | None = None,
         progress: bool | Report = False,
-    ) -> Any:
+    ) -> PyTree:
         """Drive a whole sequence and return the accumulated online gradient, by parameter.
 
         Args:
@@ -411,11 +410,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
     @time_first
     def etrace_evolve(
         self,
-        *sequences: Any,
-        step_fn: Callable[..., Any] | None = None,
+        *sequences: PyTree,
+        step_fn: Function | None = None,
         chunk_size: int | None = None,
         return_outputs: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Advance states and traces over a sequence, with no loss; `step_fn` is the learner by default.
 
         `chunk_size` is that of `etrace_grad`.
@@ -423,7 +422,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._begin_sequence(chunk_size, keep=True)
         sequence = Sequence.check(sequences, None)
 
-        def step(*slices: Any) -> Any:
+        def step(*slices: PyTree) -> PyTree:
             out = (step_fn or self)(*slices)
             return out if return_outputs else None
 

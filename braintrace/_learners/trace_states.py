@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import _compat
 from .._compiler.step import show_path
+from .._types import PyTree
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -37,7 +38,7 @@ class StepCounter(brainstate.ShortTermState):
     def __int__(self) -> int:
         return int(self.value)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: PyTree, **kwargs: Any) -> Any:
         return np.asarray(self.value, *args, **kwargs)
 
 

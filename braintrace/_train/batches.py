@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._types import ArrayLike, PyTree
+
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 class Batch(NamedTuple):
     """Inputs, targets, weights of the losses, and flags of samples that are reset before a step."""
 
-    xs: Any
-    ys: Any
-    mask: Any
+    xs: PyTree
+    ys: PyTree
+    mask: ArrayLike
     reset: Any = None
 
 
@@ -92,7 +94,7 @@ def probable_cause(batch: Batch) -> str:
     )
 
 
-def not_finite(xs: Any, ys: Any) -> str:
+def not_finite(xs: PyTree, ys: PyTree) -> str:
     """Return where inputs or targets have NaN or infinite values; empty if they have none."""
     for name, tree in (("xs", xs), ("ys", ys)):
         for a in jax.tree.leaves(tree):
@@ -104,7 +106,7 @@ def not_finite(xs: Any, ys: Any) -> str:
     return ""
 
 
-def steps_of(xs: Any) -> int:
+def steps_of(xs: PyTree) -> int:
     """Return the number of time steps."""
     shape = np.shape(jax.tree.leaves(xs)[0])
     if not shape:
@@ -112,7 +114,7 @@ def steps_of(xs: Any) -> int:
     return int(shape[0])
 
 
-def size_of(xs: Any) -> int:
+def size_of(xs: PyTree) -> int:
     """Return the number of sequences of a batch."""
     shape = np.shape(jax.tree.leaves(xs)[0])
     if len(shape) < 2:

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .._rules.projection import BASIS
+from .._types import PyTree
 from .engine import Engine
 from .lock import locked
 from .sharding import Layout
@@ -81,7 +82,7 @@ class Checkpoints:
             loaded = self._manager.restore(number, args=self._ocp.args.Composite(arrays=arrays))
         return loaded["arrays"]  # type: ignore[no-any-return]
 
-    def _how(self, saved: Any, like: Any) -> Any:
+    def _how(self, saved: Any, like: PyTree) -> Any:
         """Return how to read an array: sharded as `like` is, else onto one device."""
         if _is_sharded(like) and tuple(saved.shape) == like.shape:
             return self._ocp.ArrayRestoreArgs(sharding=like.sharding)
@@ -199,7 +200,7 @@ def _saved(value: Any) -> dict[str, Any]:
     return {str(i): a if _is_sharded(a) else np.asarray(a) for i, a in enumerate(raw)}
 
 
-def _restored(value: Any, saved: Any, name: str, where: Path, layout: Layout | None) -> Any:
+def _restored(value: Any, saved: Any, name: str, where: Path, layout: Layout | None) -> PyTree:
     """Return the saved values with the structure and sharding of `value`."""
     leaves, tree = jax.tree.flatten(value)
     found = [saved[str(i)] for i in range(len(saved))]

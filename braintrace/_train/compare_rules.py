@@ -34,6 +34,7 @@ from .._online.sequence import NeverCalledError, Sequence
 from .._report.check import Gradients, compare_gradients, flatten, round_off, zeros
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
+from .._types import Array, ArrayLike, Function, PyTree
 from .batches import Batches, read, size_of
 from .comparison import Agreement, Compared, Comparison
 from .engine import sequence_of, with_aux
@@ -59,9 +60,9 @@ class Problem:
     """A step function with its parameters and carry, a loss, and data."""
 
     learner: Learner
-    loss: Callable[..., Any]
-    params: Any
-    carry: Any
+    loss: Function
+    params: PyTree
+    carry: PyTree
     sequence: Sequence  # its arrays are the arguments of `grad` after the traces
     chunk_size: int | None
     arguments: Callable[[Any, Any], tuple[Any, ...]]  # of `grad`, from the xs and ys of a training batch
@@ -84,8 +85,8 @@ class Problem:
         takes_target = "target" in learner.rule.signal.takes
 
         def gradient(
-            params: Any, carry: Any, arrays: Any, mask: Any, key: Any = None
-        ) -> tuple[Any, Any, Any]:
+            params: PyTree, carry: PyTree, arrays: PyTree, mask: Array, key: Any = None
+        ) -> tuple[PyTree, PyTree, PyTree]:
             params, carry = params_tree.rebuild(params), carry_tree.rebuild(carry)
             traces = learner.init(params, carry, key=key)
             signal = {"target": jax.tree.leaves(arrays)[-1]} if takes_target else {}
@@ -116,13 +117,13 @@ class Problem:
 
 def compare(
     model: brainstate.nn.Module,
-    xs: Any,
-    ys: Any,
-    step_fn: Callable[..., Any],
+    xs: PyTree,
+    ys: PyTree,
+    step_fn: Function,
     rules: Any = None,
     *,
     train: Any = None,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
     chunk_size: int | None = None,
     batched: bool = True,
     seed: int = 0,
@@ -175,14 +176,14 @@ def compare(
         raise TypeError(f"`step_fn` is called as step_fn(learner, {names}) ({error}).") from error
     calls: list[None] = []
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: PyTree, **kwargs: Any) -> Any:
         calls.append(None)
         return model(*args, **kwargs)
 
     slices = jax.tree.map(lambda a: a[0], sequence.arrays)
     wrong: list[Exception] = []
 
-    def loss_of(*slices: Any) -> Any:
+    def loss_of(*slices: PyTree) -> PyTree:
         found = with_aux(step_fn(called, *slices))
         try:
             return split_loss(found, True, samples=sequence.mask.shape[1:])[0]
@@ -202,13 +203,13 @@ def compare(
 
 def compare_learner(
     learner: Learner,
-    loss: Callable[..., Any],
-    params: Any,
-    carry: Any,
-    *sequences: Any,
+    loss: Function,
+    params: PyTree,
+    carry: PyTree,
+    *sequences: PyTree,
     rules: Any = None,
     train: Any = None,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool = True,
@@ -324,7 +325,7 @@ def _train(problem: Problem, gradient: Any, training: Training) -> tuple[list[fl
     state = optimizer.init(weights)
 
     @jax.jit
-    def update(weights: Any, carry: Any, state: Any, arrays: Any, mask: Any, key: Any) -> Any:
+    def update(weights: PyTree, carry: PyTree, state: Any, arrays: PyTree, mask: Array, key: Any) -> PyTree:
         now = list(params)
         for i, w in zip(positions, weights, strict=True):
             now[i] = w

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .._types import PyTree
 from .canvas import Drawing, scale, ticks
 from .result import COUNTS, FitResult
 
@@ -28,8 +29,8 @@ class Line:
 
     name: str
     number: int  # of the run
-    x: Any
-    y: Any
+    x: PyTree
+    y: PyTree
     raw: tuple[Any, Any] | None = None  # the batches, drawn behind the curve
 
     @property
@@ -119,7 +120,7 @@ def draw_panel(
             at -= 34
 
 
-def smooth(x: Any, y: Any) -> tuple[Any, Any]:
+def smooth(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
     """Return moving averages over a twentieth of the batches."""
     if len(x) < 20:
         return x, y
@@ -128,6 +129,6 @@ def smooth(x: Any, y: Any) -> tuple[Any, Any]:
     return _thin(x[width - 1 :], mean)
 
 
-def _thin(x: Any, y: Any) -> tuple[Any, Any]:
+def _thin(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(int))
     return x[keep], y[keep]

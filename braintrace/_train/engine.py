@@ -27,6 +27,7 @@ from .._online.parts import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.check import about_zeros, by_name
+from .._types import Array, ArrayLike, Function, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
 from .sharding import Layout
 from .unlearned import warn_of_unlearned
@@ -42,7 +43,7 @@ class Engine:
     """A learner, its optimiser and the functions that train and evaluate on a batch."""
 
     learner: ETraceAlgorithm
-    step_fn: Callable[..., Any]
+    step_fn: Function
     optimizer: Any
     update_every: int | None  # steps; None for once per sequence
     chunk_size: int | None
@@ -50,7 +51,7 @@ class Engine:
     reset: bool
     batched: bool
     layout: Layout | None = None  # of a device mesh
-    opt_state: Any = field(init=False)
+    opt_state: PyTree = field(init=False)
     _shapes: Any = None  # of the batch that the states fit
     _arguments: dict[Any, Any] = field(default_factory=dict)  # those of the learner, by shapes
     _warned_of_unlearned: bool = False
@@ -91,7 +92,7 @@ class Engine:
         """Return a batch on its devices."""
         return batch if self.layout is None else self.layout.batch(batch, self.batched)
 
-    def _shard_states(self, xs: Any) -> None:
+    def _shard_states(self, xs: PyTree) -> None:
         """Shard the states of the model over the device mesh."""
         if self.layout is not None:
             samples = size_of(xs) if self.batched else None
@@ -141,7 +142,7 @@ class Engine:
         own = [learner.steps, self.opt_state, *learner.traces.values()]
         return [*own, *learner.hidden_states.values(), *learner.param_states.values()]
 
-    def _find_arguments(self, xs: Any, ys: Any) -> tuple[Any, Any]:
+    def _find_arguments(self, xs: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
         """Return the arguments with which `step_fn` calls the learner."""
         first = slice(0, self.chunk_size) if self.in_windows else 0
         slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
@@ -185,7 +186,9 @@ class Engine:
                 warn_user(about_zeros(zeros))
         return found
 
-    def _train_batch(self, xs: Any, ys: Any, mask: Any, reset: Any, *, checked: bool) -> dict[str, Any]:
+    def _train_batch(
+        self, xs: PyTree, ys: PyTree, mask: Array, reset: Array | None, *, checked: bool
+    ) -> dict[str, Any]:
         unkept = [(state, state.value) for state in self._unkept_traces()]
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
@@ -221,7 +224,7 @@ class Engine:
         return found if self.layout is None else self.layout.everywhere(found)
 
     def _update(
-        self, sums: Any, arrays: Any, mask: Any, reset: Any, *, checked: bool
+        self, sums: PyTree, arrays: PyTree, mask: Array, reset: Array | None, *, checked: bool
     ) -> tuple[Any, tuple[Any, Any, Any]]:
         """Update the weights from some steps; return sums of gradients, losses, aux and bad parameters."""
         learner, params = self.learner, self.parameters()
@@ -259,31 +262,34 @@ class Engine:
         sums = jax.tree.map(lambda s, g: s + abs(g).astype(s.dtype), sums, grads)
         return sums, (losses, aux, jnp.broadcast_to(bad, (len(losses), bad.size)))
 
-    def _gradient_of_step(self, arrays: Any, mask: Any, reset: Any) -> tuple[Any, Any, Any]:
+    def _gradient_of_step(
+        self, arrays: PyTree, mask: Array, reset: Array | None
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Return the gradient of a single step, in one pass over each trace."""
         slices = jax.tree.map(lambda a: a[0], arrays)
         if reset is not None:
-            flags = {"rows": reset[0]} if self.batched else {}
-            brainstate.transform.cond(reset.any(), lambda: self.learner.reset_state(**flags), lambda: None)
+            rows = reset[0] if self.batched else None
+            again = lambda: self.learner.reset_state(rows=rows)
+            brainstate.transform.cond(reset.any(), again, lambda: None)
 
-        def loss_of() -> Any:
+        def loss_of() -> PyTree:
             loss, aux = split_loss(self._step(*slices), has_aux=True, samples=mask.shape[1:])
             return self._mean(loss, mask[0]), (loss, aux)
 
         grads, kept = brainstate.transform.grad(loss_of, self.learner.param_states, has_aux=True)()
         return grads, *jax.tree.map(lambda a: jnp.asarray(a)[None], kept)
 
-    def _step(self, *slices: Any) -> tuple[Any, Any]:
+    def _step(self, *slices: PyTree) -> tuple[PyTree, PyTree]:
         return with_aux(self.step_fn(*slices))
 
     @staticmethod
-    def _mean(values: Any, mask: Any) -> Any:
+    def _mean(values: PyTree, mask: Array) -> PyTree:
         weights = mask.astype(jnp.result_type(float))
         total = weights.sum()
         counted = jnp.where(weights != 0, values.astype(weights.dtype), jnp.zeros_like(weights))
         return (counted * weights).sum() / jnp.where(total == 0, 1, total)
 
-    def _scores(self, losses: Any, aux: Any, sequence: Sequence) -> dict[str, Any]:
+    def _scores(self, losses: PyTree, aux: PyTree, sequence: Sequence) -> dict[str, Any]:
         mask, (_, ys) = sequence.mask, sequence.arrays
         weights = {mask.shape[:1]: mask.sum(tuple(range(1, mask.ndim))), mask.shape: mask}
         scores = {"loss": self._mean(losses, mask)}
@@ -301,7 +307,7 @@ class Engine:
         with brainstate.environ.context(fit=False):
             return jax.device_get(self._evaluate(*batch[:3]))  # type: ignore[no-any-return]
 
-    def _evaluate_batch(self, xs: Any, ys: Any, mask: Any) -> dict[str, Any]:
+    def _evaluate_batch(self, xs: PyTree, ys: PyTree, mask: Array) -> dict[str, Any]:
         model = self.learner.model
         kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
         sequence = sequence_of(xs, ys, mask)
@@ -321,12 +327,12 @@ class Engine:
         return self._everywhere(self._scores(losses, aux, sequence))
 
 
-def with_aux(out: Any) -> tuple[Any, Any]:
+def with_aux(out: PyTree) -> tuple[PyTree, PyTree]:
     """Return a loss, or a pair of a loss and auxiliary values, as a pair."""
     return out if isinstance(out, tuple) and len(out) == 2 else (out, {})
 
 
-def sequence_of(xs: Any, ys: Any, mask: Any) -> Sequence:
+def sequence_of(xs: PyTree, ys: PyTree, mask: ArrayLike | None) -> Sequence:
     """Return a batch as a sequence; targets of weight zero are made finite, because 0 * NaN is NaN."""
     sequence = Sequence.check((xs, ys), mask)
     xs, ys = sequence.arrays
@@ -335,7 +341,7 @@ def sequence_of(xs: Any, ys: Any, mask: Any) -> Sequence:
     return replace(sequence, arrays=(xs, jax.tree.unflatten(tree, finite)))
 
 
-def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
+def _warn_of_batch_first(model: brainstate.nn.Module, xs: PyTree) -> None:
     """Warn if the batch size of a model's states is the number of steps of the sequences."""
     states = jax.tree.leaves([st.value for st in model.states(brainstate.HiddenState).values()])
     rows = {jnp.shape(a)[0] for a in states if jnp.ndim(a) > 1}
@@ -346,7 +352,7 @@ def _warn_of_batch_first(model: brainstate.nn.Module, xs: Any) -> None:
         )
 
 
-def _shardings(tree: Any) -> Any:
+def _shardings(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: getattr(a, "sharding", None), tree)
 
 
@@ -354,19 +360,19 @@ def _is_quantity(value: Any) -> bool:
     return isinstance(value, u.Quantity)
 
 
-def _mantissas(tree: Any) -> Any:
+def _mantissas(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda v: v.mantissa if _is_quantity(v) else v, tree, is_leaf=_is_quantity)
 
 
-def _with_units(tree: Any, like: Any) -> Any:
+def _with_units(tree: PyTree, like: PyTree) -> PyTree:
     leaves = jax.tree.leaves(tree)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _descent(grads: Any) -> Any:
+def _descent(grads: PyTree) -> PyTree:
     """Return directions of ascent: JAX's gradients of complex parameters are conjugates of these."""
     return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, _mantissas(grads))
 
 
-def _all_finite(tree: Any) -> Any:
+def _all_finite(tree: PyTree) -> PyTree:
     return jnp.stack([jnp.isfinite(a).all() for a in jax.tree.leaves(tree)]).all()

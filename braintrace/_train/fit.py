@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from .._learners.stateful import ETraceAlgorithm
 from .._online.request import WindowSize
+from .._types import Function, Mesh
 from .batches import Batches
 from .checkpoint import Checkpoints
 from .engine import Engine, Metric
@@ -23,7 +24,7 @@ from .training_run import Interrupt, Run, Schedule
 def fit(
     learner: ETraceAlgorithm,
     batches: Batches | Stream,
-    step_fn: Callable[..., Any],
+    step_fn: Function,
     optimizer: Any,
     *,
     epochs: int | None = None,
@@ -46,7 +47,7 @@ def fit(
     resume: bool = False,
     metrics_file: str | Path | None = None,
     progress: bool = True,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
 ) -> FitResult:
     """Train a learner with an optimiser of Optax, and return the history of the run.
 

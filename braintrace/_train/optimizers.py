@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._types import PyTree
+
 if TYPE_CHECKING:
     import optax
 
@@ -25,7 +27,7 @@ class SecondMoments(NamedTuple):
     """The state of `adaptive_obgd`: the number of updates, and running averages of squared updates."""
 
     count: Any
-    moments: Any
+    moments: PyTree
 
 
 def obgd(learning_rate: Any = 1.0, kappa: float = 2.0) -> optax.GradientTransformationExtraArgs:
@@ -53,10 +55,10 @@ def obgd(learning_rate: Any = 1.0, kappa: float = 2.0) -> optax.GradientTransfor
     """
     import optax
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
-    def update(traces: Any, state: Any, params: Any = None, *, error: Any = None, **_: Any) -> Any:
+    def update(traces: PyTree, state: Any, params: PyTree = None, *, error: Any = None, **_: Any) -> PyTree:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         moves = _bounded_steps(traces, rate, kappa, error)
         return moves, optax.ScaleByScheduleState(state.count + 1)
@@ -88,10 +90,12 @@ def adaptive_obgd(
     """
     import optax
 
-    def init(params: Any) -> SecondMoments:
+    def init(params: PyTree) -> SecondMoments:
         return SecondMoments(jnp.zeros([], jnp.int32), jax.tree.map(lambda w: jnp.zeros_like(abs(w)), params))
 
-    def update(traces: Any, state: SecondMoments, params: Any = None, *, error: Any = None, **_: Any) -> Any:
+    def update(
+        traces: PyTree, state: SecondMoments, params: PyTree = None, *, error: Any = None, **_: Any
+    ) -> PyTree:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = state.count + 1
         size = 1.0 if error is None else abs(error)
@@ -103,7 +107,7 @@ def adaptive_obgd(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _bounded_steps(traces: Any, learning_rate: Any, kappa: float, error: Any) -> Any:
+def _bounded_steps(traces: PyTree, learning_rate: Any, kappa: float, error: Any) -> Any:
     """Return steps along `error * traces`, or against `traces` without an error, that do not overshoot."""
     norm = sum(jnp.sum(abs(z)) for z in jax.tree.leaves(traces))
     error = -1.0 if error is None else error

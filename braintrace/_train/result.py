@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .._types import PyTree
+
 Row = dict[str, float]
 COUNTS = ("batch", "epoch", "step")  # columns that are no scores; `step` for streams only
 
@@ -51,7 +53,7 @@ class FitResult:
         names = [k for k in (rows[0] if rows else ()) if k not in (*COUNTS, "seconds")]
         return {k: float(np.mean([r[k] for r in rows])) for k in names}
 
-    def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[Any, Any]:
+    def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[PyTree, PyTree]:
         """Return batch numbers and the values of one metric, of training or of the evaluations."""
         rows = [r for r in (self.evaluations if evaluation else self.history) if name in r]
         return np.array([r["batch"] for r in rows], int), np.array([r[name] for r in rows])

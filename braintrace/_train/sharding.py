@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._lines import warn_user
+from .._types import PyTree
 from .batches import Batch, size_of
 
 MODEL = "model"  # the mesh axis along which the columns of weights are sharded
@@ -86,15 +87,15 @@ class Layout:
         placed: Batch = jax.tree.map(lambda a: a if self._has(a) else put(a, spec(a)), batch)
         return placed
 
-    def parameters(self, tree: Any) -> Any:
+    def parameters(self, tree: PyTree) -> PyTree:
         """Shard the columns of parameters along 'model'; parameters on the mesh keep their sharding."""
         own = lambda a: self._put(a, a.sharding.spec if self._has(a) else self._columns(a))
         return jax.tree.map(own, tree)
 
-    def states(self, tree: Any, samples: int | None) -> Any:
+    def states(self, tree: PyTree, samples: int | None) -> PyTree:
         """Shard states with a batch axis of this size along the first mesh axis, and units along 'model'."""
 
-        def one(a: Any) -> Any:
+        def one(a: PyTree) -> Any:
             shape = np.shape(a)
             if self._has(a) or samples is None or not shape or shape[0] != samples:
                 return self.as_before(a, a)
@@ -103,11 +104,11 @@ class Layout:
 
         return jax.tree.map(one, tree)
 
-    def like(self, tree: Any, parameters: Any) -> Any:
+    def like(self, tree: PyTree, parameters: PyTree) -> PyTree:
         """Shard an optimiser's state: arrays with the path and shape of a parameter get its sharding."""
         known = [(path, a) for path, a in jax.tree_util.tree_flatten_with_path(parameters)[0]]
 
-        def one(path: Any, a: Any) -> Any:
+        def one(path: Any, a: PyTree) -> Any:
             for name, p in known:
                 if path[-len(name) :] == name and np.shape(a) == np.shape(p):
                     return self.as_before(a, p)
@@ -115,24 +116,24 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
-    def as_before(self, a: Any, before: Any) -> Any:
+    def as_before(self, a: PyTree, before: Any) -> PyTree:
         """Give an array the sharding of another one, or replicate it if that is not on the mesh."""
         return self._put(a, before.sharding.spec if self._has(before) else P())
 
-    def keep(self, tree: Any, like: Any) -> Any:
+    def keep(self, tree: PyTree, like: PyTree) -> PyTree:
         """Constrain the shardings of arrays inside a compiled function."""
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, like)
 
-    def everywhere(self, tree: Any) -> Any:
+    def everywhere(self, tree: PyTree) -> PyTree:
         """Replicate arrays inside a compiled function."""
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
-    def _columns(self, a: Any) -> P:
+    def _columns(self, a: PyTree) -> P:
         shape = np.shape(a)
         ways = self.mesh.shape.get(MODEL, 1)
         return P(*[None] * (len(shape) - 1), MODEL) if ways > 1 and shape and shape[-1] % ways == 0 else P()
 
-    def _has(self, a: Any) -> bool:
+    def _has(self, a: PyTree) -> bool:
         """Return whether an array is on the mesh."""
         found = getattr(a, "sharding", None)
         return isinstance(found, NamedSharding) and np.array_equal(found.mesh.devices, self.mesh.devices)
@@ -143,7 +144,7 @@ class Layout:
         parts = [p if p is None or n % ways(p) == 0 else None for p, n in zip(spec, shape, strict=False)]
         return NamedSharding(self.mesh, P(*parts))
 
-    def _put(self, a: Any, spec: P) -> Any:
+    def _put(self, a: PyTree, spec: P) -> PyTree:
         """Shard an array that every process has as a whole."""
         where = self._fitting(spec, np.shape(a))
         if self.processes == 1 or self._has(a):
@@ -155,7 +156,7 @@ class Layout:
         host = host.astype(jnp.result_type(host))
         return jax.make_array_from_callback(host.shape, where, lambda part: host[part])
 
-    def _from_parts(self, a: Any, spec: P) -> Any:
+    def _from_parts(self, a: PyTree, spec: P) -> PyTree:
         """Make a global array of the parts that the processes have."""
         if self.processes == 1:
             return self._put(a, spec)
@@ -171,7 +172,7 @@ class Layout:
                 f"that of its devices along {self.mesh.axis_names[0]!r}."
             ) from error
 
-    def warn_of_unused(self, parameters: Any) -> None:
+    def warn_of_unused(self, parameters: PyTree) -> None:
         """Warn of mesh axes along which nothing is sharded: their devices all compute the same."""
         specs = [a.sharding.spec for a in jax.tree.leaves(parameters) if self._has(a)]
         used = {n for spec in specs for part in spec if part is not None for n in np.atleast_1d(part)}

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._lines import warn_user
+from .._types import PyTree
 from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Checkpoints, collect, restore
 from .engine import Engine, sequence_of
@@ -258,7 +259,7 @@ class Run:
         first = {"loss": float(scores.pop("loss"))}
         return {**counts, **first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
 
-    def _stop_if_diverged(self, losses: Any, bad: Any, batch: Batch) -> None:
+    def _stop_if_diverged(self, losses: PyTree, bad: Any, batch: Batch) -> None:
         if bad is None:
             return
         steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import brainstate
 import jax
 
 from .._compiler.step import show_path
+from .._types import Function
 
 
 def warn_of_unlearned(
-    step_fn: Callable[..., Any], used: Iterable[brainstate.State], model: brainstate.nn.Module
+    step_fn: Function, used: Iterable[brainstate.State], model: brainstate.nn.Module
 ) -> None:
     """Warn of parameters among the states in use that are not the model's."""
     own = {id(st) for st in model.states().values()}
@@ -29,7 +29,7 @@ def warn_of_unlearned(
         )
 
 
-def _names(step_fn: Callable[..., Any]) -> dict[int, str]:
+def _names(step_fn: Function) -> dict[int, str]:
     """Return the names of parameters in the closure of a function, by identity."""
     if not inspect.isroutine(step_fn):
         return {}
