@@ -3,6 +3,7 @@
 from .compare_rules import compare as compare
 from .comparison import Comparison as Comparison
 from .curves import save_curves as save_curves
+from .curves import show_curves as show_curves
 from .failures import DivergedError as DivergedError
 from .failures import LostProcessError as LostProcessError
 from .fit import fit as fit
@@ -11,4 +12,3 @@ from .optimizers import obgd as obgd
 from .report_page import write_report as write_report
 from .result import FitResult as FitResult
 from .stream import Stream as Stream
-from .terminal_curves import show_curves as show_curves

@@ -164,6 +164,18 @@ def compare(
     """
     check_chunk_size(chunk_size)
     sequence = Sequence.check((xs,), mask) if ys is None else sequence_of(xs, ys, mask)
+    with _initialised(model, {"batch_size": size_of(xs)} if batched else {}, seed):
+        learner, params, carry = _with_loss(model, step_fn, sequence)
+    arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
+    sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
+    problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)
+    return _compare(problem, rules, train, memory_budget, progress)
+
+
+def _with_loss(
+    model: brainstate.nn.Module, step_fn: Function, sequence: Sequence
+) -> tuple[Learner, PyTree, PyTree]:
+    """A learner whose step is `step_fn`, with the loss as its output; its parameters and carry."""
     if not callable(step_fn):
         raise TypeError(
             "`step_fn(learner, x, y)` is a function that calls the learner and returns the loss of a step, "
@@ -172,16 +184,14 @@ def compare(
     try:
         inspect.signature(step_fn).bind(model, *sequence.arrays)
     except TypeError as error:
-        names = "x" if ys is None else "x, y"
+        names = ", ".join("xy"[: len(sequence.arrays)])
         raise TypeError(f"`step_fn` is called as step_fn(learner, {names}) ({error}).") from error
     calls: list[None] = []
+    wrong: list[Exception] = []
 
-    def called(*args: PyTree, **kwargs: Any) -> Any:
+    def called(*args: PyTree, **kwargs: Any) -> PyTree:
         calls.append(None)
         return model(*args, **kwargs)
-
-    slices = jax.tree.map(lambda a: a[0], sequence.arrays)
-    wrong: list[Exception] = []
 
     def loss_of(*slices: PyTree) -> PyTree:
         found = with_aux(step_fn(called, *slices))
@@ -191,14 +201,11 @@ def compare(
             wrong.append(error)
             return jnp.zeros(())
 
-    with _initialised(model, {"batch_size": size_of(xs)} if batched else {}, seed):
-        learner, params, carry = learner_of(model, slices, function=loss_of)
+    slices = jax.tree.map(lambda a: a[0], sequence.arrays)
+    found = learner_of(model, slices, function=loss_of)
     if wrong or not calls:
         raise wrong[0] if wrong else NeverCalledError
-    arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
-    sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
-    problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)
-    return _compare(problem, rules, train, memory_budget, progress)
+    return found
 
 
 def compare_learner(

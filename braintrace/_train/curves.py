@@ -1,4 +1,4 @@
-"""Learning curves of runs, and pictures of them."""
+"""Learning curves of runs, as pictures and in a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from .._types import PyTree
 from .canvas import Drawing, scale, ticks
@@ -17,6 +19,7 @@ COLORS = (
     *("#2563eb", "#e4572e", "#0d9488", "#a855f7", "#ca8a04", "#64748b"),
     *("#db2777", "#65a30d", "#0891b2", "#92400e", "#4338ca", "#dc2626"),
 )
+TERMINAL_COLORS = ("blue", "red", "green", "magenta", "yellow", "white")
 POINTS = 300  # the most points of a line
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 16, 34, 40
 Runs = Mapping[str, FitResult]
@@ -132,3 +135,62 @@ def smooth(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
 def _thin(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(int))
     return x[keep], y[keep]
+
+
+def show_curves(runs: Runs, metric: str = "loss") -> None:
+    """Print curves of one metric of several runs.
+
+    Args:
+        runs: Results of `fit`, by name.
+        metric: The name of the metric. Default the loss.
+    """
+    if lines := lines_of(runs, metric):
+        Console(highlight=False).print(draw_text(lines, metric))
+
+
+def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) -> Text:
+    """Draw curves with Braille dots, two across and four down in a character.
+
+    >>> print(draw_text([Line("a", 0, np.arange(3), np.arange(3.0))], "loss", width=4, height=2))
+    loss  ── a
+        2 ┤⠀⠀⡠⠊
+        0 ┤⡠⠊⠀⠀
+          └────
+          0  2
+    """
+    xs = np.concatenate([line.x for line in lines])
+    ys = np.concatenate([line.y for line in lines])
+    low, high, wide = float(np.nanmin(ys)), float(np.nanmax(ys)), max(float(xs.max()), 1)
+    dots = np.zeros((4 * height, 2 * width), int)
+    owner = np.full((height, width), -1)
+    for line in lines:
+        column = np.arange(2 * width)
+        y = np.interp(column * wide / (2 * width - 1), line.x, line.y, left=np.nan)
+        before: int | None = None
+        for c in column[np.isfinite(y)]:
+            r = round((4 * height - 1) * (1 - (y[c] - low) / ((high - low) or 1)))
+            last = r if before is None else before
+            # a steep curve has no gaps
+            for row in range(r, last, 1 if last > r else -1) if last != r else [r]:
+                dots[row, c] = 1
+                owner[row // 4, c // 2] = line.number
+            before = r
+    bits = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+    text = Text(title, style="bold")
+    for line in lines:
+        text.append("  ──", style=_terminal_color(line.number))
+        text.append(f" {line.name}", style="not bold")
+    for r in range(height):
+        label = f"{high:.3g}" if r == 0 else f"{low:.3g}" if r == height - 1 else ""
+        text.append(f"\n{label:>5} ┤", style="not bold dim")
+        for c in range(width):
+            cell = int((dots[4 * r : 4 * r + 4, 2 * c : 2 * c + 2] * bits).sum())
+            style = _terminal_color(owner[r, c]) if owner[r, c] >= 0 else ""
+            text.append(chr(0x2800 + cell), style=f"not bold {style}".strip())
+    text.append(f"\n      └{'─' * width}", style="not bold dim")
+    text.append(f"\n      {'0':<{width // 2}}{f'{wide:g}':>{width - width // 2}}", style="not bold dim")
+    return text
+
+
+def _terminal_color(number: int) -> str:
+    return TERMINAL_COLORS[number % len(TERMINAL_COLORS)]

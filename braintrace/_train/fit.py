@@ -13,12 +13,10 @@ from .._types import Function, Mesh
 from .batches import Batches
 from .checkpoint import Checkpoints
 from .engine import Engine, Metric
-from .failures import naming_lost_process
-from .progress_bar import Watch
-from .result import FitResult, Log, Row
+from .result import FitResult, Row
 from .sharding import Layout
 from .stream import Stream
-from .training_run import Interrupt, Run, Schedule
+from .training_run import Run, Schedule
 
 
 def fit(
@@ -120,39 +118,25 @@ def fit(
     _check_stream(batches, epochs, max_steps, update_every)
     if any(option is not None for option in (window, rank, basis, across)):
         learner.take_windows(window, rank, basis, across)
-    every = None if update_every == "sequence" else update_every
     layout = None if mesh is None else Layout.of(mesh)
-    shows = layout is None or layout.is_first
-    on_mesh = contextlib.nullcontext if layout is None else layout.set
-    with on_mesh():
+    with contextlib.nullcontext() if layout is None else layout.set():
         engine = Engine(
             learner,
             step_fn,
             optimizer,
-            every,
+            None if update_every == "sequence" else update_every,
             chunk_size,
             dict(metrics or {}),
             reset and not streams,
             batched,
             layout,
         )
-    if epochs is None and not streams and (max_batches is None or isinstance(batches, Iterator)):
-        epochs = 1
-    schedule = Schedule(epochs, max_batches, max_steps, eval_every, checkpoint_every, stop_when)
-    checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None
-    run = Run(engine, batches, eval_batches, schedule, checkpoints)
-    try:
-        with on_mesh(), naming_lost_process(layout.processes if layout else 1, checkpoints):
-            run.start(resume)
-            run.log = Log(metrics_file if shows else None, run.batch)
-            watch = Watch(schedule.total(batches), progress and shows, run.result if streams else None)
-            with watch as run.watch, Interrupt(run.watch.say) as run.interrupt:
-                run.go()
-    finally:
-        run.log.close()
-        if checkpoints is not None:
-            checkpoints.close()
-    return run.result
+        if epochs is None and not streams and (max_batches is None or isinstance(batches, Iterator)):
+            epochs = 1
+        schedule = Schedule(epochs, max_batches, max_steps, eval_every, checkpoint_every, stop_when)
+        checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None
+        run = Run(engine, batches, eval_batches, schedule, checkpoints)
+        return run.go(resume=resume, metrics_file=metrics_file, progress=progress)
 
 
 def _check(learner: Any, optimizer: Any, update_every: Any, limits: tuple[int | None, ...]) -> None:

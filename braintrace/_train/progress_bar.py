@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._report.tables import show_bytes
-from .curves import lines_of
+from .curves import draw_text, lines_of
 from .result import COUNTS, FitResult, Row
-from .terminal_curves import draw_text
 
 LINE_EVERY = 10.0  # seconds between lines, without a terminal
 CURVE_EVERY = 1.0  # seconds between drawings of the live curve

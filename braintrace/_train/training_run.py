@@ -22,7 +22,7 @@ from .._types import PyTree
 from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Checkpoints, collect, restore
 from .engine import Engine, sequence_of
-from .failures import DivergedError
+from .failures import DivergedError, naming_lost_process
 from .progress_bar import Watch
 from .result import COUNTS, FitResult, Log, Row, to_columns, to_rows
 from .stream import Averages, Stream
@@ -73,9 +73,27 @@ class Run:
         self._trained_size: int | None = None  # the number of its sequences
         self._left: Iterator[Batch] | None = None  # the remaining batches of the epoch
 
+    def go(self, *, resume: bool, metrics_file: str | Path | None, progress: bool) -> FitResult:
+        """Train until something ends the run, from the newest checkpoint on if `resume`."""
+        layout, checkpoints = self.engine.layout, self.checkpoints
+        shows = layout is None or layout.is_first
+        try:
+            with naming_lost_process(layout.processes if layout else 1, checkpoints):
+                self._start(resume)
+                self.log = Log(metrics_file if shows else None, self.batch)
+                live = self.result if self.stream is not None else None
+                watch = Watch(self.schedule.total(self.batches), progress and shows, live)
+                with watch as self.watch, Interrupt(self.watch.say) as self.interrupt:
+                    self._train_all()
+        finally:
+            self.log.close()
+            if checkpoints is not None:
+                checkpoints.close()
+        return self.result
+
     # -- start and resume --------------------------------------------------------------------------
 
-    def start(self, resume: bool) -> None:
+    def _start(self, resume: bool) -> None:
         """Continue from the newest checkpoint, if there is one."""
         if self.checkpoints is None:
             if resume:
@@ -169,8 +187,8 @@ class Run:
 
     # -- batch after batch -------------------------------------------------------------------------
 
-    def go(self) -> None:
-        """Train until something ends the run."""
+    def _train_all(self) -> None:
+        """Train on batch after batch until something ends the run."""
         before = self.batch
         while not self._is_over():
             self._left = self._read() if self._left is None else self._left
