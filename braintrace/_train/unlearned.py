@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable
 
 import brainstate
 import jax
 
 from .._compiler.step import show_path
+from .._lines import warn_user
 from .._types import Function
 
 
@@ -22,10 +22,9 @@ def warn_of_unlearned(
     if others:
         names = _names(step_fn)
         shown = ", ".join(names.get(id(st)) or f"a parameter {_shapes(st)}" for st in others)
-        warnings.warn(
+        warn_user(
             f"`step_fn` uses parameters that are no part of `learner.model`, so `fit` does not learn them: "
-            f"{shown}. Call them in the model's `update`, or keep constants in plain arrays.",
-            stacklevel=6,  # the call of `fit`
+            f"{shown}. Call them in the model's `update`, or keep constants in plain arrays."
         )
 
 
