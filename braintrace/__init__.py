@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ._executor import *
     from ._frontends import *
     from ._learners import *
+    from ._learners.compare import *
     from ._legacy import *
     from ._loading import *
     from ._ops import *
@@ -48,6 +49,7 @@ _HOMES = {
         "ParamDimVjpAlgorithm PresynapticTrace RandomProjectionVjpAlgorithm SingleStepData SnAp "
         "SyntheticGradient ThreeFactor check_gradients compile online pp_prop train_synthetic_gradient"
     ),
+    "_learners.compare": "compare",
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "
         "SpMatMulOp"
@@ -63,7 +65,7 @@ _HOMES = {
     "_report.report": "CompilationReport",
     "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (
-        "Comparison DivergedError FitResult LostProcessError Stream adaptive_obgd compare fit obgd "
+        "Comparison DivergedError FitResult LostProcessError Stream adaptive_obgd fit obgd "
         "save_curves show_curves write_report"
     ),
 }

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "braintrace"
 # from the ground up; `braintrace/__init__.py` re-exports all of them
 CORE = "_types _compat _lines _meshes _precision _ops _compiler _executor _rules _online".split()
-SHELLS = """_diagnostics _frontends _learners _report _train rules nn tasks agents nir nnx _legacy
+SHELLS = """_diagnostics _frontends _report _train _learners rules nn tasks agents nir nnx _legacy
 _loading _cli __main__ __init__""".split()
 ROOMS = [*CORE, *SHELLS]
 FRAMEWORKS = {"brainstate", "brainunit", "flax", "equinox", "haiku"}
@@ -21,8 +21,7 @@ UPWARDS = {
     ("_rules", "_report"),
     ("_frontends", "_report"),
     ("_frontends", "nn"),
-    ("_learners", "_report"),
-    ("_learners", "_train"),
+    ("_report", "_learners"),
 }
 UNITS_IN_THE_CORE = {"_online.request", "_ops.dense", "_ops.primitive"}
 

@@ -154,7 +154,7 @@ class Learner:
 
         `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
         """
-        from .._train.compare_rules import compare_learner
+        from .compare import compare_learner
 
         return compare_learner(self, loss, params, carry, xs, *more, **options)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -28,7 +29,7 @@ from .._online.sequence import Sequence
 from .._rules.rule import Rule, Values
 from .._types import ArrayLike, Function, Key, Options, PyTree
 from . import pickling
-from .calling import call, split_call
+from .calling import call, called_with, calling_model, split_call
 from .compiled_step import CompiledStep
 from .config import ETraceConfig
 from .forms import Forms
@@ -351,6 +352,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
         """
         return call(self, args, kwargs)
+
+    def _calling_model(self) -> AbstractContextManager[None]:
+        """In this context, a call of the learner is one of its model, without traces."""
+        return calling_model(self)
+
+    def _called_with(self, step_fn: Function, slices: PyTree) -> tuple[tuple[PyTree, ...], Options]:
+        """The arguments with which `step_fn(*slices)` calls the learner; no state is changed."""
+        return called_with(self, step_fn, slices)
 
     @time_first
     def etrace_grad(

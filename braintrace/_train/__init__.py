@@ -1,6 +1,5 @@
-"""Training: `fit`, on batches of sequences or streams; `compare`, of rules; optimisers for streams."""
+"""Training: `fit`, on batches of sequences or streams; comparisons of rules; optimisers for streams."""
 
-from .compare_rules import compare as compare
 from .comparison import Comparison as Comparison
 from .curves import save_curves as save_curves
 from .curves import show_curves as show_curves

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import brainstate
 import brainunit as u
@@ -20,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._diagnostics.step_warnings import frozen_parameters
-from .._learners.calling import called_with, calling_model
-from .._learners.stateful import ETraceAlgorithm
 from .._lines import warn_user
 from .._online.parts import finite_targets
 from .._online.request import split_loss
@@ -31,6 +29,9 @@ from .._types import Array, ArrayLike, Function, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
 from .sharding import Layout
 from .unlearned import warn_of_unlearned
+
+if TYPE_CHECKING:
+    from .._learners.stateful import ETraceAlgorithm
 
 Metric = Callable[[Any, Any, Any], Any]
 Parameters = dict[str, Any]
@@ -146,7 +147,7 @@ class Engine:
         """Return the arguments with which `step_fn` calls the learner."""
         first = slice(0, self.chunk_size) if self.in_windows else 0
         slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
-        return called_with(self.learner, self.step_fn, slices)
+        return self.learner._called_with(self.step_fn, slices)
 
     @property
     def in_windows(self) -> bool:
@@ -314,7 +315,7 @@ class Engine:
         self.learner.reset_model(**({"batch_size": size_of(xs)} if self.batched else {}))
 
         checked = lambda out, *lead: split_loss(out, True, lead, sequence.mask.shape[1:])
-        with calling_model(self.learner):
+        with self.learner._calling_model():
             if self.in_windows:
                 run = lambda c, arrays, mask, _: (c, checked(self._step(*arrays), len(mask)))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan

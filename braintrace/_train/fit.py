@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from .._learners.stateful import ETraceAlgorithm
 from .._online.request import WindowSize
 from .._types import Function, Mesh
 from .batches import Batches
@@ -17,6 +16,9 @@ from .result import FitResult, Row
 from .sharding import Layout
 from .stream import Stream
 from .training_run import Run, Schedule
+
+if TYPE_CHECKING:
+    from .._learners.stateful import ETraceAlgorithm
 
 
 def fit(
@@ -140,7 +142,7 @@ def fit(
 
 
 def _check(learner: Any, optimizer: Any, update_every: Any, limits: tuple[int | None, ...]) -> None:
-    if not isinstance(learner, ETraceAlgorithm):
+    if not hasattr(type(learner), "compile_graph"):
         raise TypeError(
             f"`fit` trains a learner, such as `braintrace.D_RTRL(model)` or `braintrace.BPTT(model)`, not "
             f"{type(learner)}."

@@ -7,12 +7,14 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._learners.stateful import ETraceAlgorithm
 from .._report.markup import Markup, join, tag
 from .curves import COLORS, Runs, draw_curves, names_of
 from .result import FitResult
+
+if TYPE_CHECKING:
+    from .._learners.stateful import ETraceAlgorithm
 
 BREAK = Markup("<br>")
 
