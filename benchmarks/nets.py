@@ -34,7 +34,7 @@ class Case:
 
     @property
     def is_spiking(self) -> bool:
-        return self.net in ("LIF", "ALIF")
+        return self.net in ("LIF", "LIF, detached reset", "ALIF")
 
     @property
     def size(self) -> str:
@@ -50,7 +50,8 @@ Neuron = Callable[[str, int], Any]
 
 
 def neuron(name: str, size: int) -> Any:
-    return getattr(braintrace.nn, name)(size)
+    name, _, detached = name.partition(", ")
+    return getattr(braintrace.nn, name)(size, **({"reset_gradient": False} if detached else {}))
 
 
 class Recurrent(brainstate.nn.Module):

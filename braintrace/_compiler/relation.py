@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._compat import ClosedJaxpr
-from .._ops.axis_labels import Layout
+from .._ops.axis_labels import Labels, Layout
 from .._ops.primitive import ETPPrimitive
 from .groups import HiddenGroup
 from .links import Array
@@ -63,6 +63,8 @@ class HiddenParamOpRelation:
     trainable_leaf_indices: dict[str, int]
     trainable_leaves: dict[str, tuple[tuple[Path, int], ...]]  # all leaves that a weight depends on
     varying: tuple[str, ...] = ()
+    # axis labels along which a trace is uniform, by weight and group, if the rule stores it without them
+    uniform: Mapping[tuple[str, int], Labels] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         names = [

@@ -28,6 +28,7 @@ from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import States, add_up, promoted, states, times, weigh
+from .weight_gradients import product
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Slot:
     name: str  # name of the effective weight
     group: HiddenGroup
     positions: PositionMap
+    uniform: Labels = ()  # axes of the weight along which the trace is the same, which it therefore lacks
 
     @property
     def key(self) -> str:
@@ -129,7 +131,15 @@ class Slot:
     @property
     def labels(self) -> Labels:
         """The labels of the trace."""
-        return tuple(a for a in self.at if a not in self.layout.w) + self.layout.w
+        w = tuple(a for a in self.layout.w if a not in self.uniform)
+        return tuple(a for a in self.at if a not in self.layout.w) + w
+
+    def _narrow(self, q: Array, have: Labels, lead: int) -> tuple[Array, Labels]:
+        """An array, with `lead` axes in front of those in `have`, without its uniform axes."""
+        for axis, label in reversed(list(enumerate(have))):
+            if label in self.uniform:
+                q = jax.lax.index_in_dim(q, 0, lead + axis, keepdims=False)
+        return q, tuple(a for a in have if a not in self.uniform)
 
     @cached_property
     def _map(self) -> NpArray:
@@ -243,10 +253,11 @@ class Slot:
 
         `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
         """
-        y, labels, summed = over + self.y, self.labels, over + self.summed
+        J, y = self._narrow(J, over + self.y, 1)
+        labels, summed = self.labels, over + self.summed
         if factor is None:
             q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in summed))
-            result = _align_states(q, self.at, labels)
+            result = _align_states(q, tuple(a for a in y if a not in summed), labels)
         elif not summed:
             x, have = factor
             x, J = promoted(x, J)
@@ -274,8 +285,9 @@ class Slot:
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
+        D, at = self._narrow(D, self.at, 2)
         n = self.group.num_state
-        blocks = [[align(D[s, r], self.at, self.labels) for r in range(n)] for s in range(n)]
+        blocks = [[align(D[s, r], at, self.labels) for r in range(n)] for s in range(n)]
         if n == 1:
             return times(blocks[0][0][None], trace)
         each = states(trace, 0)
@@ -294,12 +306,21 @@ class Slot:
 
         With `parts`, the result has per-device partial sums in front.
         """
+        if self.uniform:
+            return self._product(g, trace, parts)
         g, trace = promoted(_align_states(g, self.at, self.labels), trace)
         if parts is None:
             return self._contract(g, trace)
         axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
         return jax.vmap(self._contract, axis)(g, trace)
+
+    def _product(self, g: Array, trace: Array, parts: Parts | None) -> Array:
+        """`sum g trace` of a trace that lacks axes of the weight."""
+        pairs, w = [(g, ("states", *self.at)), (trace, ("states", *self.labels))], self.layout.w
+        if parts is not None:
+            pairs, w = [parts.of(*pair) for pair in pairs], (PARTS, *w)
+        return product(pairs, w)
 
     def _contract(self, g: Array, trace: Array) -> Array:
         lead = 1 + len(self.labels) - len(self.layout.w)
@@ -315,7 +336,8 @@ class Slot:
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
         kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
-        kept = jnp.broadcast_to(_align_states(kept, self.at, self.labels), trace.shape)
+        kept, at = self._narrow(kept, self.at, 1)
+        kept = jnp.broadcast_to(_align_states(kept, at, self.labels), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
     def where_instant(self, keep: Array, J: Array) -> Array:
@@ -428,7 +450,7 @@ def _align_states(q: Array, have: Labels, want: Labels) -> Array:
 def find_slots(relations: Sequence[HiddenParamOpRelation]) -> list[Slot]:
     """A slot for every trace of a graph, in program order."""
     return [
-        Slot(relation, name, group, positions)
+        Slot(relation, name, group, positions, relation.uniform.get((name, group.index), ()))
         for relation in relations
         for name in relation.layouts
         for group, positions in relation.feeds

@@ -19,6 +19,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.leaky_readouts import with_filters
 from .._compiler.states_with_memory import remembering
 from .._executor.executor import Local
+from .._executor.filtered_inputs import with_filtered_inputs
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
 from .._executor.sharding import whole
 from .._executor.slots import Slot
@@ -97,7 +98,11 @@ class D_RTRL(TraceRule):
     def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
         if not windows and (self.follows_chains or self.by_readouts):
             graph = with_filters(graph, exact=not self.by_readouts)
-        return remembering(graph) if self.follows_chains and not windows else graph
+        if self.follows_chains and not windows:
+            graph = remembering(graph)
+        # a bound and corrections act on traces of each weight
+        plain = self.recursion is None and self.bound is None and self.correction is None
+        return with_filtered_inputs(graph) if plain else graph
 
     @property
     def one_pass(self) -> bool:

@@ -190,3 +190,104 @@ def test_of_functions():
     run = lambda p: jnp.sum(jax.vmap(total)(jax.lax.scan(lambda h, x: step(p, h, x), h, xs)[1]))
     for a, b in zip(found, jax.grad(run)(params), strict=True):
         assert jnp.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def integrator(keep: Any = lambda p, s, x: 0.9, gain: Any = lambda y: y, reset: Any = lambda v: v) -> Any:
+    """A state with a decay, an input gain and a reset."""
+    return lambda p, s, x: (
+        {"v": (v := keep(p, s, x) * reset(s.v) + gain(bt.matmul(x, p.w, p.b)))},
+        jnp.tanh(v) @ p.o,
+    )
+
+
+def coupled(p: Any, s: Any, x: Any) -> Any:
+    """Two states with a decay that depends on time, and a norm of the input."""
+    y = bt.matmul(x, p.w, p.b)
+    v = 0.9 * s.v - 0.2 * s.u + jnp.linalg.norm(x, axis=-1, keepdims=True) * y
+    u = jnp.cos(x[..., :1]) * s.u + 0.3 * s.v + 0.5 * y
+    return {"v": v, "u": u}, jnp.tanh(v * u) @ p.o
+
+
+def _squares(v: Any) -> Any:
+    return jnp.sum(v**2, axis=-1, keepdims=True)
+
+
+def spike_reset(stop: Any) -> Any:
+    return lambda v: v - stop(vjp_spike(v - 0.1))
+
+
+# a step, and whether its traces are filtered inputs
+INTEGRATORS = {
+    "one decay": (integrator(), True),
+    "two states": (coupled, True),
+    "decay of data": (integrator(lambda p, s, x: jnp.cos(x[..., :1])), True),
+    "decay of all states": (integrator(lambda p, s, x: _squares(lax.stop_gradient(s.v))), True),
+    "equal decays": (integrator(lambda p, s, x: jnp.asarray([0.9] * 4)), True),
+    "reset without derivative": (integrator(reset=spike_reset(lax.stop_gradient)), True),
+    "gain of data": (integrator(gain=lambda y: jnp.asarray(BANK[0, 0, 0]) * y), True),
+    "each its own decay": (integrator(lambda p, s, x: jnp.asarray([0.9, 0.9, 0.9, 0.8])), False),
+    "decay of units": (
+        integrator(lambda p, s, x: jnp.cos(x[..., :1]) * jnp.tanh(lax.stop_gradient(s.v))),
+        False,
+    ),
+    "gain of each": (integrator(gain=lambda y: jnp.asarray([0.3, 0.3, 0.3, 0.7]) * y), False),
+    "rectified": (integrator(gain=jax.nn.relu), False),
+    "reset": (integrator(reset=spike_reset(lambda z: z)), False),
+    "reversed": (integrator(reset=lambda v: v[..., ::-1]), True),
+    "masked": (integrator(gain=lambda y: jnp.where(jnp.arange(4) < 3, y, 0.0)), False),
+}
+
+
+@pytest.mark.parametrize("name", every(3, INTEGRATORS))
+@pytest.mark.parametrize("batched", [False, True])
+@jax.numpy_rank_promotion("allow")
+def test_traces_of_integrators_are_filtered_inputs(name, batched):
+    step, is_filter = INTEGRATORS[name]
+    shape = (2, 4) if batched else 4
+    states: dict[str, Any] = {"v": shape, **({"u": shape} if step is coupled else {})}
+    build = lambda: Step(step, {"w": (3, 4), "b": 4, "o": (4, 2)}, states)
+    xs = [jnp.asarray(x) for x in np.random.RandomState(1).randn(6, *[2] * batched, 3)]
+    truth, learner = bptt(build(), xs), bt.D_RTRL(build())
+    found = online(learner, xs)
+    num = len(states)
+    traces = {tuple(v.value.shape) for v in learner.states(bt.EligibilityTrace).values()}
+    lead, units = (num, *[2] * batched), () if is_filter else (4,)
+    assert traces == {(*lead, 3, *units), (*lead, *units)}
+    exact = learner.report.exactness.exact
+    assert exact == (name != "reversed")
+    for size in (4, None):
+        assert agree(found, in_chunks(bt.D_RTRL(build()), xs, size), ROUND_OFF)
+    if exact:
+        assert agree(truth, found, ROUND_OFF), difference(truth, found)
+        assert agree(truth, in_chunks(bt.D_RTRL(build(), window=2), xs, 4), ROUND_OFF)
+
+
+@pytest.mark.parametrize("vmap", [False, True])
+@pytest.mark.parametrize("unit", [1.0, pytest.param(u.mV, marks=pytest.mark.slow)])
+def test_spiking_layers_without_a_derivative_of_the_reset_keep_filtered_inputs(vmap, unit):
+    xs = jnp.asarray(2 * np.random.RandomState(0).randn(6, 2, 3))
+    begins = jnp.asarray(np.random.RandomState(3).rand(6, 2) < 0.3)
+
+    def layers() -> Any:
+        brainstate.random.seed(0)
+        into = nn.Linear(3, 4, w_init=brainstate.nn.init.KaimingNormal(unit=u.get_unit(unit)), b_init=None)
+        neuron = nn.LIF(4, R=5.0, V_th=0.2 * unit, reset_gradient=False)
+        return brainstate.nn.Sequential(into, neuron, brainstate.nn.Linear(4, 2))
+
+    allowed = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with allowed[0], allowed[1], brainstate.environ.context(dt=1.0 * u.ms):
+
+        def gradient(rule: Any, size: int | None) -> Any:
+            learner = bt.compile(layers(), rule, xs[0], batch_size=2, vmap=vmap)
+            traces = [v.value for v in learner.states(bt.EligibilityTrace).values()]
+            assert sum(a.size for a in jax.tree.leaves(traces)) == (0 if rule is bt.BPTT else 2 * 3)
+            step = lambda x: jnp.sum(learner(x) ** 2)
+            return learner.etrace_grad(xs, step_fn=step, chunk_size=size, reset=begins, reduction="sum")
+
+        truth = gradient(bt.BPTT, None)
+        mantissas = lambda tree: jax.tree.map(
+            u.get_mantissa, tree, is_leaf=lambda a: isinstance(a, u.Quantity)
+        )
+        assert all(jnp.any(a != 0) for a in jax.tree.leaves(mantissas(truth)))
+        for size in (1, 2, None):
+            assert agree(mantissas(truth), mantissas(gradient(bt.D_RTRL, size)), ROUND_OFF)
