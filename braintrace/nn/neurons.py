@@ -13,9 +13,9 @@ With `R=1` a step adds only about `dt / tau` of an input to the voltage, and uni
 hardly ever fire. With `R=tau/dt` each input adds its weight: at `dt` of 1 ms, `LIF(n, R=5.0)` and `ALIF` fire
 in 3 to 25 % of the steps for standard normal inputs and for spikes at rates of 10 to 50 %.
 
-The reset is differentiated by default, as in Norse, SpikingJelly and brainpy. With `reset_gradient=False`, as
-in snnTorch, the spike is a constant in it. Then `LIF` and `IF` with `soft_reset` and one `tau` for all units
-are linear in their inputs, and `D_RTRL` stores one filtered input in place of a trace of each weight.
+The reset is differentiated by default, as in SpikingJelly and brainpy. With `reset_gradient=False`, as in
+snnTorch and Norse, the spike is a constant in it. `LIF` and `IF` with `soft_reset` and one `tau` for all
+units are then linear in their inputs, and `D_RTRL` stores filtered inputs in place of a trace per weight.
 
 Voltages and times may have units or not, as long as all fit together.
 """
