@@ -11,7 +11,6 @@ assumed to read the outputs or, if no output depends on a hidden state, the hidd
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .dataflow import settled
+from .findings import WITHOUT_TRACE, Finding, Found, Use
 from .groups import HiddenGroup
 from .influence_pattern import find_reached
 from .layers_above import Across
 from .leaky_readouts import followed_by_filters
-from .outcomes import KeepsOnePosition, NoTrace, Use, WhyNot
 from .program import Node, Site, Var
 from .provenance import Goal
 from .reachability import Carried, find_reachability, opened_sites
@@ -79,53 +78,9 @@ class RuleKind:
 BY_STEPS = RuleKind(filters=True)  # D_RTRL, one step at a time
 
 
-class Cut(enum.Enum):
-    """Why a path is dropped: the edge at which it leaves the traces."""
-
-    NO_TRACE = enum.auto()  # a site feeds states without a trace
-    LEFT_IN_STATE = enum.auto()  # a site feeds states that have no traces
-    THROUGH_OP = enum.auto()  # a site feeds states through another site
-    OTHER_POSITIONS = enum.auto()  # a site feeds more positions than its trace keeps
-    AVERAGED = enum.auto()  # the trace of a site is factorised into averages
-    OTHER_SIGNAL = enum.auto()  # the learning signal is not the back-propagated one
-    GIVEN_LEAK = enum.auto()  # the trace of a site has a fixed decay
-    FILTERED = enum.auto()  # the trace of a site is low-pass filtered
-    BOUNDED = enum.auto()  # the trace of a site is clipped
-    ESTIMATED = enum.auto()  # the effect of a parameter beyond a window is estimated
-    UNKNOWN_RULE = enum.auto()  # the rule is not one of the library's
-    WITHOUT_MARK = enum.auto()  # a parameter feeds states through unmarked operations
-    RECURRENT_OP = enum.auto()  # a state feeds its own group through a site
-    OTHER_UNITS = enum.auto()  # units of a state feed other units
-    OTHER_GROUP = enum.auto()  # a state feeds another group
-    OTHER_STATE = enum.auto()  # a state feeds a state without a trace
-    WHILE = enum.auto()  # a path to the outputs passes a loop without reverse mode
-    OWN_DERIVATIVE = enum.auto()  # a function with a custom derivative rule contains a site
-    NOT_LINEAR = enum.auto()  # a custom derivative rule is not linear
-    OUT_OF_REACH = enum.auto()  # a parameter reaches states only after more steps than the pattern covers
-    RANDOM = enum.auto()  # the influence of a parameter is a random estimate
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """One path from a parameter to later losses that the gradient does not include."""
-
-    weight_path: Path
-    cut: Cut
-    of: Use | Path | None = None  # where the dropped edge starts: a site, a parameter or a state
-    states: tuple[Path, ...] = ()  # where it ends
-    by: Use | Node | None = None  # the op or node on the edge
-    why: WhyNot | None = None  # reason if there is no trace
-
-    @property
-    def hidden_paths(self) -> tuple[Path, ...]:
-        """The states on the dropped path."""
-        keeps = self.cut in (Cut.OTHER_GROUP, Cut.OTHER_STATE)
-        return (self.of, *self.states) if isinstance(self.of, tuple) and keeps else self.states
-
-
 def find_dropped(
     graph: ETraceGraph, rule: RuleKind | None = None, seen: Iterable[Path] = ()
-) -> list[Dropped]:
+) -> list[Finding]:
     """The paths that the gradient of a rule (by default `D_RTRL`) drops, in the order of parameters.
 
     The loss reads the outputs, and the hidden states in `seen`.
@@ -134,7 +89,7 @@ def find_dropped(
     >>> cell = braintrace.nn.ValinaRNNCell(2, 3)
     >>> _ = brainstate.nn.init_all_states(cell)
     >>> graph = braintrace.compile_etrace_graph(cell, jnp.ones(2))
-    >>> [(d.weight_path, d.cut.name, d.states) for d in find_dropped(graph)]
+    >>> [(d.weight_path, d.kind.name, d.states) for d in find_dropped(graph)]
     [(('W', 'weight'), 'RECURRENT_OP', (('h',),))]
     """
     rule = rule or BY_STEPS
@@ -147,11 +102,11 @@ def find_dropped(
     if whole:
         found = verdict.not_linear()
     elif rule.estimate:
-        found = itertools.chain(verdict.estimated(Cut.RANDOM), verdict.not_linear())
+        found = itertools.chain(verdict.estimated(Found.RANDOM), verdict.not_linear())
     elif rule.reach is not None:
         found = verdict.out_of_reach(rule.reach)
     else:
-        found = verdict.dropped() if rule.kept else verdict.estimated(Cut.ESTIMATED)
+        found = verdict.dropped() if rule.kept else verdict.estimated(Found.ESTIMATED)
     if rule.across:
         found = _not_followed(found, Across(graph).followed)
     if rule.filters:
@@ -172,7 +127,7 @@ def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
     return {path: weights for path, weights in missed.items() if weights}
 
 
-def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
+def _not_followed(dropped: Iterator[Finding], followed: dict[Path, set[Path]]) -> Iterator[Finding]:
     """Leave out paths to states on which the influence of the parameter is stored densely."""
     for d in dropped:
         states = tuple(s for s in d.states if s not in followed.get(d.weight_path, ()))
@@ -180,10 +135,10 @@ def _not_followed(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -
             yield replace(d, states=states)
 
 
-def _not_filtered(dropped: Iterator[Dropped], followed: dict[Path, set[Path]]) -> Iterator[Dropped]:
+def _not_filtered(dropped: Iterator[Finding], followed: dict[Path, set[Path]]) -> Iterator[Finding]:
     """Leave out paths to leaky readouts that traces cover."""
     for d in dropped:
-        by_filter = d.cut is Cut.OTHER_GROUP and isinstance(d.of, tuple) and followed.get(d.of, set())
+        by_filter = d.kind is Found.OTHER_GROUP and isinstance(d.of, tuple) and followed.get(d.of, set())
         if not by_filter or not set(d.states) <= by_filter:
             yield d
 
@@ -201,7 +156,7 @@ class _Verdict:
         spares = rule.broadcast or rule.leak is not None or rule.filter is not None
         self.readouts = find_readouts(graph) if spares else set()
 
-    def dropped(self) -> Iterator[Dropped]:
+    def dropped(self) -> Iterator[Finding]:
         for site in self.sites.values():
             if self.behind[site.index]:
                 yield from self._from_site(site)
@@ -211,10 +166,10 @@ class _Verdict:
         if self.flows.loops:
             yield from self._in_loops()
         for opened, site in opened_sites(self.graph.module_info.program):
-            yield from _each(self.behind[site.index], Cut.OWN_DERIVATIVE, self._use(site), by=opened)
+            yield from _each(self.behind[site.index], Found.OWN_DERIVATIVE, self._use(site), by=opened)
         yield from self.not_linear()
 
-    def estimated(self, cut: Cut) -> Iterator[Dropped]:
+    def estimated(self, kind: Found) -> Iterator[Finding]:
         """All paths from one window to the next."""
         for entry in self.graph.module_info.params:
             goals = [self.flows.whole.get(v, Goal()) for v in entry.invars]
@@ -222,13 +177,13 @@ class _Verdict:
             for goal in goals:
                 missed |= (goal.direct | goal.crossing) & self.flows.live
             if missed:
-                yield Dropped(entry.path, cut, entry.path, self._paths(missed))
+                yield Finding(kind, (entry.path,), entry.path, self._paths(missed))
 
-    def not_linear(self) -> Iterator[Dropped]:
+    def not_linear(self) -> Iterator[Finding]:
         for node, paths in self.flows.not_linear:
-            yield from _each(paths, Cut.NOT_LINEAR, by=node)
+            yield from _each(paths, Found.NOT_LINEAR, by=node)
 
-    def out_of_reach(self, steps: int) -> Iterator[Dropped]:
+    def out_of_reach(self, steps: int) -> Iterator[Finding]:
         """The parameters that reach further states in one more step than the pattern covers."""
         info = self.graph.module_info.marked
         leaves = [(e, v) for e in info.fixed for v in e.invars]
@@ -245,50 +200,50 @@ class _Verdict:
             more = np.flatnonzero(new.any(axis=0))
             states = (reached.state_of[n] for n in more if reached.state_of[n] in live)
             if missed := tuple(dict.fromkeys(states)):
-                yield Dropped(leaves[i][0].path, Cut.OUT_OF_REACH, leaves[i][0].path, missed)
+                yield Finding(Found.OUT_OF_REACH, (leaves[i][0].path,), leaves[i][0].path, missed)
         yield from self.not_linear()
 
     # -- from a parameter to a new state -----------------------------------------------------------
 
-    def _from_site(self, site: Site) -> Iterator[Dropped]:
+    def _from_site(self, site: Site) -> Iterator[Finding]:
         live, goal = self.flows.live, self.flows.from_sites.get(site.index, Goal())
         relation, use = self.relations.get(site.index), self._use(site)
         fed = sum(self.flows.group_bits(g.index) for g in relation.hidden_groups) if relation else 0
         hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
         if missed := goal.direct & ~fed & hidden & live:
-            outcomes = self.graph.diagnostics.outcomes
-            why = next((o.why for o in outcomes if isinstance(o, NoTrace) and o.use.site is site), None)
-            yield from _each(use.params, Cut.NO_TRACE, use, self._paths(missed), use, why)
+            findings = self.graph.diagnostics.found
+            why = next((f.kind for f in findings if f.kind in WITHOUT_TRACE and f.use.site is site), None)
+            yield from _each(use.params, Found.NO_TRACE, use, self._paths(missed), use, why)
         if missed := (goal.direct | goal.crossing) & ~hidden & live:
-            yield from _each(use.params, Cut.LEFT_IN_STATE, use, self._paths(missed), use)
+            yield from _each(use.params, Found.LEFT_IN_STATE, use, self._paths(missed), use)
         if missed := goal.crossing & hidden & live:
             for other in self._next_sites(site, missed):
                 by = self._use(other)
-                yield from _each(use.params, Cut.THROUGH_OP, use, self._paths(missed), by)
+                yield from _each(use.params, Found.THROUGH_OP, use, self._paths(missed), by)
         if relation is not None:
             yield from self._of_traces(relation, use)
 
-    def _of_traces(self, relation: HiddenParamOpRelation, use: Use) -> Iterator[Dropped]:
+    def _of_traces(self, relation: HiddenParamOpRelation, use: Use) -> Iterator[Finding]:
         for group, places in relation.feeds:
             bits = self.flows.group_bits(group.index)
             states = self._paths(bits)
             if not places.complete and bits & self.flows.live:
                 by = self._mixing_node(use.site, group)
-                yield from _each(use.params, Cut.OTHER_POSITIONS, use, states, by)
+                yield from _each(use.params, Found.OTHER_POSITIONS, use, states, by)
             averaged = self.rule.averages is not None and not self._is_average(relation, group)
             if averaged and bits & self.harmful:
-                yield from _each(use.params, Cut.AVERAGED, use, states, use)
+                yield from _each(use.params, Found.AVERAGED, use, states, use)
             own = group.index in self.readouts  # it uses its own traces and the back-propagated signal
             if self.rule.signal and not (own and self.rule.broadcast) and bits & self.flows.matters:
-                yield from _each(use.params, Cut.OTHER_SIGNAL, use, states)
+                yield from _each(use.params, Found.OTHER_SIGNAL, use, states)
             if self.rule.leak is not None and not own and bits & self.harmful:
-                yield from _each(use.params, Cut.GIVEN_LEAK, use, states)
+                yield from _each(use.params, Found.GIVEN_LEAK, use, states)
             if self.rule.filter is not None and not own and bits & self.flows.matters:
-                yield from _each(use.params, Cut.FILTERED, use, states)
+                yield from _each(use.params, Found.FILTERED, use, states)
             if self.rule.bounded and bits & self.flows.matters:
-                yield from _each(use.params, Cut.BOUNDED, use, states)
+                yield from _each(use.params, Found.BOUNDED, use, states)
             if not self.rule.known and bits & self.harmful:
-                yield from _each(use.params, Cut.UNKNOWN_RULE, use, states, use)
+                yield from _each(use.params, Found.UNKNOWN_RULE, use, states, use)
 
     def _is_average(self, relation: HiddenParamOpRelation, group: HiddenGroup) -> bool:
         """Whether the averages equal the trace: there is no memory, and nothing to average over."""
@@ -298,18 +253,18 @@ class _Verdict:
         constant = all(layout.x is None for layout in relation.layouts.values())
         return not remembers and (inp == out == 0 or (inp == out and constant))
 
-    def _without_mark(self) -> Iterator[Dropped]:
+    def _without_mark(self) -> Iterator[Finding]:
         for entry in self.graph.module_info.params:
             for var in entry.invars:
                 goal = self.flows.from_params.get(var, Goal())
                 if missed := (goal.direct | goal.crossing) & self.flows.live:
                     tag = self.flows.param_tag(entry.path)
                     node = self.flows.passed(tag, missed, self.flows.from_params)
-                    yield Dropped(entry.path, Cut.WITHOUT_MARK, entry.path, self._paths(missed), node)
+                    yield Finding(Found.UNMARKED, (entry.path,), entry.path, self._paths(missed), by=node)
 
     # -- from a state to a new state ---------------------------------------------------------------
 
-    def _from_group(self, group: HiddenGroup) -> Iterator[Dropped]:
+    def _from_group(self, group: HiddenGroup) -> Iterator[Finding]:
         own = self.flows.group_bits(group.index)
         hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
         for c, within in zip(self.flows.of(own), group.within, strict=True):
@@ -323,26 +278,26 @@ class _Verdict:
                 for d in self.flows.of(own):
                     tags |= self.flows.tag(d, new=True)
                 for by in self._uses(tags, missed) or [None]:
-                    yield from _each(params, Cut.RECURRENT_OP, c.path, self._paths(missed), by)
+                    yield from _each(params, Found.RECURRENT_OP, c.path, self._paths(missed), by)
             positions = next(h.positions for h in group.hidden if h.invar is c.old)
             if not within.stays_at(positions) and own & old.direct & self.harmful:
                 node = next(iter(group.mixers), None)
-                yield from _each(params, Cut.OTHER_UNITS, c.path, (c.path,), node)
+                yield from _each(params, Found.OTHER_UNITS, c.path, (c.path,), node)
             beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful
             beyond |= (new.direct | new.crossing) & hidden & ~own & self.flows.live
             kept = (old.direct | old.crossing | new.direct | new.crossing) & ~hidden & self.flows.live
             yield from self._to_others(params, c, beyond | kept)
 
-    def _to_others(self, params: list[Path], c: Carried, bits: int) -> Iterator[Dropped]:
+    def _to_others(self, params: list[Path], c: Carried, bits: int) -> Iterator[Finding]:
         apart: dict[Any, int] = {}  # by group, or by state without a trace
         for d in self.flows.of(bits):
             key = d.path if d.group is None else d.group
             apart[key] = apart.get(key, 0) | d.bit
         tags = self.flows.tag(c, new=False) | self.flows.tag(c, new=True)
         for key, missed in apart.items():
-            cut = Cut.OTHER_STATE if isinstance(key, tuple) else Cut.OTHER_GROUP
+            kind = Found.OTHER_STATE if isinstance(key, tuple) else Found.OTHER_GROUP
             for by in self._uses(tags, missed) or [self.flows.passed(tags, missed, self.flows.from_states)]:
-                yield from _each(params, cut, c.path, self._paths(missed), by)
+                yield from _each(params, kind, c.path, self._paths(missed), by)
 
     def _learned_through(self, c: Carried, group: HiddenGroup) -> list[Path]:
         """The parameters whose traces pass through one array of a group."""
@@ -357,18 +312,18 @@ class _Verdict:
                 found.update(dict.fromkeys(self.behind[site.index]))
         return list(found)
 
-    def _in_loops(self) -> Iterator[Dropped]:
+    def _in_loops(self) -> Iterator[Finding]:
         lost, loop = self.flows.lost_in_loops, self.flows.loops[0]
         for entry in self.graph.module_info.params:
             if any(v in lost for v in entry.invars):
-                yield Dropped(entry.path, Cut.WHILE, by=loop)
+                yield Finding(Found.WHILE, (entry.path,), by=loop)
         for site in self.sites.values():
             if site.output in lost:
-                yield from _each(self.behind[site.index], Cut.WHILE, by=loop)
+                yield from _each(self.behind[site.index], Found.WHILE, by=loop)
         for group in self.graph.hidden_groups:
             for c in self.flows.of(self.flows.group_bits(group.index)):
                 if c.old in lost or c.new in lost:
-                    yield from _each(self._learned_through(c, group), Cut.WHILE, None, (c.path,), loop)
+                    yield from _each(self._learned_through(c, group), Found.WHILE, None, (c.path,), loop)
 
     # -- what is on the way ------------------------------------------------------------------------
 
@@ -387,9 +342,10 @@ class _Verdict:
         ] or [site]
 
     def _mixing_node(self, site: Site, group: HiddenGroup) -> Node | None:
-        for o in self.graph.diagnostics.outcomes:
-            if isinstance(o, KeepsOnePosition) and o.use.site is site and o.group.index == group.index:
-                return next(iter(o.nodes), None)
+        for f in self.graph.diagnostics.found:
+            mixed = f.kind in (Found.MIXED_ON_THE_WAY, Found.INDEXED_ON_THE_WAY)
+            if mixed and f.use.site is site and f.states == tuple(group.hidden_paths):
+                return next(iter(f.nodes), None)
         return None
 
     def _uses(self, tags: int, missed: int) -> list[Use | Node | None]:
@@ -402,5 +358,13 @@ class _Verdict:
         return tuple(c.path for c in self.flows.of(bits))
 
 
-def _each(params: Sequence[Path], cut: Cut, *details: Any, **more: Any) -> Iterator[Dropped]:
-    return (Dropped(path, cut, *details, **more) for path in params)
+def _each(
+    params: Sequence[Path],
+    kind: Found,
+    of: Use | Path | None = None,
+    states: tuple[Path, ...] = (),
+    by: Use | Node | None = None,
+    why: Found | None = None,
+) -> Iterator[Finding]:
+    """A dropped path for each parameter."""
+    return (Finding(kind, (path,), of, states, by=by, detail=why) for path in params)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .errors import NotSupportedError
+from .findings import Finding, Found
 from .groups import HiddenGroup
 from .links import numbered
 from .module_info import ModuleInfo
-from .outcomes import InControlFlow, NoTrace, Outcome, WhyNot
 from .positions import Positions
 from .program import Site, Var
 from .provenance import Goal, Provenance
@@ -25,7 +25,7 @@ def find_relations(
     positions: Positions,
     origin: Provenance,
     site_goals: dict[int, Goal],
-) -> tuple[list[HiddenParamOpRelation], list[Outcome]]:
+) -> tuple[list[HiddenParamOpRelation], list[Finding]]:
     """One relation for each site that feeds a group and has parameters behind it, in program order."""
     leaves = [(g, h.path) for g in groups for h in g.hidden]
     bits = {g.index: sum(1 << i for i, (other, _) in enumerate(leaves) if other is g) for g in groups}
@@ -35,7 +35,7 @@ def find_relations(
         for g, stop in zip(groups, stops, strict=True)
     ]
     relations: list[HiddenParamOpRelation] = []
-    outcomes: list[Outcome] = []
+    findings: list[Finding] = []
     for site in info.program.sites:
         weights = SiteWeights(info, site, origin)
         if "while" in site.context:
@@ -46,7 +46,7 @@ def find_relations(
             )
         weights.refuse_integers()
         if site.context:
-            outcomes.append(InControlFlow(weights.use))
+            findings.append(Finding(Found.IN_CONTROL_FLOW, of=weights.use))
         goal = site_goals.get(site.index, Goal())
         classes = {}
         for i, (_, path) in enumerate(leaves):
@@ -60,7 +60,7 @@ def find_relations(
                     else PathClassification.ALL_THROUGH_OTHER_ETP
                 )
         if (why_not := weights.why_not(goal)) is not None:
-            outcomes.append(why_not)
+            findings.append(why_not)
             continue
         fed: list[HiddenGroup] = []
         maps: list[PositionMap] = []
@@ -69,12 +69,13 @@ def find_relations(
                 continue
             found = _position_map(site, group, sites.get(site.index), positions, stop)
             if found is None:
-                outcomes.append(NoTrace(weights.use, WhyNot.NO_POSITION, group=group))
+                paths, shape = tuple(group.hidden_paths), tuple(group.varshape)
+                findings.append(Finding(Found.NO_POSITION, of=weights.use, states=paths, detail=shape))
                 continue
             fed.append(group)
             maps.append(found[0])
             if not found[0].complete:
-                outcomes.append(keeps_one_position(info, weights.use, group, found[1], env, sites))
+                findings.append(keeps_one_position(info, weights.use, group, found[1], env, sites))
         if not fed:
             continue
         relation = HiddenParamOpRelation(
@@ -89,8 +90,8 @@ def find_relations(
             varying=weights.varying,
         )
         relations.append(relation)
-        outcomes += included(relation, weights)
-    return relations, outcomes
+        findings += included(relation, weights)
+    return relations, findings
 
 
 def _others(groups: Sequence[HiddenGroup], group: HiddenGroup) -> Callable[[Var], bool]:

@@ -10,20 +10,9 @@ from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
 from .find_relations import find_relations
-from .groups import HiddenGroup, find_groups, group_outcomes
+from .findings import Finding, Findings, Found
+from .groups import HiddenGroup, find_groups, group_findings
 from .module_info import ModuleInfo, StateEntry, is_read
-from .outcomes import (
-    Cascade,
-    Findings,
-    NeverRead,
-    NoGradient,
-    NoMarkedOp,
-    NotLinear,
-    Outcome,
-    OwnDerivativeUnused,
-    StateWithoutTrace,
-    WithoutMark,
-)
 from .perturbation import HiddenPerturbation
 from .positions import positions_of
 from .primitives import ELEMENT_WISE
@@ -125,7 +114,7 @@ def graph_from_info(
         graph = graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
     flows = find_reachability(graph)
     later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
-    return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.outcomes, *later)))
+    return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.found, *later)))
 
 
 def graph_of(
@@ -141,9 +130,9 @@ def graph_of(
     var_goals, site_goals = goals(info.program, new, group_of)
     relations, of_sites = find_relations(info, groups, positions, origin, site_goals)
     learned = {g.index for r in relations for g in r.hidden_groups}
-    outcomes = (
+    findings = (
         *_of_program(info, var_goals),
-        *group_outcomes(groups, info),
+        *group_findings(groups, info),
         *_without_mark(info, groups, var_goals, origin),
         *_cascades(info, groups, var_goals, learned),
         *of_sites,
@@ -154,7 +143,7 @@ def graph_of(
         hid_path_to_group={p: g for g in groups for p in g.hidden_paths},
         hidden_param_op_relations=relations,
         hidden_perturb=HiddenPerturbation(info, tuple(groups)) if include_hidden_perturb else None,
-        diagnostics=Findings(info.step, outcomes),
+        diagnostics=Findings(info.step, findings),
     )
 
 
@@ -193,13 +182,16 @@ def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
     return bits
 
 
-def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Outcome]:
-    found: list[Outcome] = [OwnDerivativeUnused(node) for node in info.program.opened]
+def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Finding]:
+    found: list[Finding] = [
+        Finding(Found.OWN_DERIVATIVE_UNUSED, nodes=(node,)) for node in info.program.opened
+    ]
     if not any(is_read(info.program, h) for h in info.hidden):
-        found.append(NeverRead(tuple(h.path for h in info.hidden)))
+        found.append(Finding(Found.NEVER_READ, states=tuple(h.path for h in info.hidden)))
     if not info.program.sites:
-        params = tuple((e.path, _first_use(info, e)) for e in info.params)
-        found.append(NoMarkedOp(params, tuple(e.path for e in info.params if _feeds(e, var_goals))))
+        uses = tuple((e.path, _first_use(info, e)) for e in info.params)
+        feeding = tuple(e.path for e in info.params if _feeds(e, var_goals))
+        found.append(Finding(Found.NO_MARKED_OP, feeding, detail=uses))
     return found
 
 
@@ -212,28 +204,30 @@ def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> Node
 
 def _without_mark(
     info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], origin: Provenance
-) -> list[Outcome]:
+) -> list[Finding]:
     """Parameters that feed a state through unmarked operations, in a model with marked ones."""
     weights = [w for site in info.program.sites for w in site.weights.values()]
     hidden = [h.path for g in groups for h in g.hidden]
-    found: list[Outcome] = []
+    found: list[Finding] = []
     for entry in info.params if info.program.sites else ():
         if bits := _feeds(entry, var_goals):
             paths = tuple(p for i, p in enumerate(hidden) if bits >> i & 1)
             marked = any(v in origin.of(w)[0] for v in entry.invars for w in weights)
-            found.append(WithoutMark(entry.path, paths, _first_use(info, entry, plain=True), marked))
+            kind = Found.ALSO_WITHOUT_MARK if marked else Found.WITHOUT_MARK
+            node = _first_use(info, entry, plain=True)
+            found.append(Finding(kind, (entry.path,), states=paths, nodes=(node,) if node else ()))
     return found
 
 
 def _cascades(
     info: ModuleInfo, groups: list[HiddenGroup], var_goals: dict[Var, Goal], learned: set[int]
-) -> list[Outcome]:
+) -> list[Finding]:
     """Groups that reach new states of another group without a marked op: a path that no trace covers.
 
     No gradient is lost if nothing is learned through the first group (a clock, say).
     """
     group_of = [g for g in groups for _ in g.hidden]
-    found: list[Outcome] = []
+    found: list[Finding] = []
     for group in groups:
         own = [*group.hidden_invars, *group.hidden_outvars]
         reached: dict[int, None] = {}
@@ -242,26 +236,31 @@ def _cascades(
             reached |= {g.index: None for i, g in enumerate(group_of) if bits >> i & 1 and g is not group}
         for other in map(groups.__getitem__, reached):
             ways = between(info.program, own, other.hidden_outvars)
-            node = next((n for n in ways if n.primitive not in ELEMENT_WISE), ways[0] if ways else None)
-            found.append(Cascade(group, other, node, group.index in learned))
+            nodes = tuple([*(n for n in ways if n.primitive not in ELEMENT_WISE), *ways][:1])
+            kind = Found.CASCADE if group.index in learned else Found.UNLEARNED_CASCADE
+            states, others = tuple(group.hidden_paths), tuple(other.hidden_paths)
+            found.append(Finding(kind, states=states, nodes=nodes, detail=others))
     return found
 
 
-def _untraced(flows: Reachability) -> list[Outcome]:
+def _untraced(flows: Reachability) -> list[Finding]:
     """States without a trace through which parameters affect later losses, such as long delays."""
-    states = {e.path: e.of for e in flows.info.entries}
-    return [StateWithoutTrace(states[c.path], tuple(params)) for c, params in flows.untraced]
+    kinds = {e.path: e.of.kind for e in flows.info.entries}
+    return [
+        Finding(Found.STATE_WITHOUT_TRACE, tuple(params), states=(c.path,), detail=kinds[c.path])
+        for c, params in flows.untraced
+    ]
 
 
-def _unheard(graph: ETraceGraph, flows: Reachability) -> list[Outcome]:
+def _unheard(graph: ETraceGraph, flows: Reachability) -> list[Finding]:
     """Parameters without any gradient."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
     first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins
-    return [NoGradient(path, first[path]) for path in flows.unheard if path in first]
+    return [Finding(Found.NO_GRADIENT, (p,), detail=first[p]) for p in flows.unheard if p in first]
 
 
-def _not_linear(flows: Reachability) -> list[Outcome]:
-    return [NotLinear(node, tuple(params)) for node, params in flows.not_linear]
+def _not_linear(flows: Reachability) -> list[Finding]:
+    return [Finding(Found.RULE_NOT_LINEAR, tuple(params), nodes=(node,)) for node, params in flows.not_linear]
 
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:

@@ -13,9 +13,9 @@ import numpy as np
 
 from .._compat import ClosedJaxpr
 from .custom_derivatives import PullBack, has_own_rule
+from .findings import Finding, Found
 from .links import Array
 from .module_info import Hidden, ModuleInfo
-from .outcomes import Coupled, MixedUnits, Outcome, ThroughWhile
 from .positions import Positions, positions_of
 from .primitives import ELEMENT_WISE, NOT_COMPLEX
 from .program import Node, Var, is_complex
@@ -260,18 +260,21 @@ def _has_no_complex_derivative(node: Node) -> bool:
     return any(_has_no_complex_derivative(n) for program in programs for n in program.nodes)
 
 
-def group_outcomes(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Outcome]:
+def group_findings(groups: Sequence[HiddenGroup], info: ModuleInfo) -> list[Finding]:
     """The findings about the groups of a step."""
-    outcomes: list[Outcome] = []
+    found: list[Finding] = []
     loops = any(has_while(node) for node in info.program.nodes)
     for group in groups:
+        states = tuple(group.hidden_paths)
         if len(group.hidden) > 1:
-            outcomes.append(Coupled(group))
+            found.append(Finding(Found.COUPLED, states=states))
         if not group.is_local:
-            outcomes.append(MixedUnits(group, _width_of_units(group)))
+            width = _width_of_units(group)
+            kind = Found.MIXED_UNITS if width is None else Found.MIXED_PAIRS
+            found.append(Finding(kind, states=states, nodes=group.mixers, detail=width))
         if loops and uses_while(info.program, group.hidden_invars, group.hidden_outvars):
-            outcomes.append(ThroughWhile(group))
-    return outcomes
+            found.append(Finding(Found.THROUGH_WHILE, states=states))
+    return found
 
 
 def _width_of_units(group: HiddenGroup) -> int | None:

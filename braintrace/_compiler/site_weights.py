@@ -7,9 +7,9 @@ from functools import cached_property
 import jax.numpy as jnp
 
 from .errors import CompilationError
+from .findings import Finding, Found, Use
 from .groups import HiddenGroup, mixing_nodes
 from .module_info import ModuleInfo
-from .outcomes import AlsoThroughOps, Included, KeepsOnePosition, NoTrace, Outcome, SeveralLeaves, Use, WhyNot
 from .primitives import INDICES
 from .program import Atom, Node, Site, Var
 from .provenance import Goal, Provenance, provenance
@@ -57,20 +57,20 @@ class SiteWeights:
                         f"{self.site.source} has type {dtype}, which has no gradient. Make it floating."
                     )
 
-    def why_not(self, goal: Goal) -> NoTrace | None:
+    def why_not(self, goal: Goal) -> Finding | None:
         """Why a site that reaches `goal` has no trace; None if it has one."""
         if not self.paths:
             if frozen := self._frozen():
-                return NoTrace(Use(self.site, frozen), WhyNot.FROZEN)
-            return NoTrace(self.use, WhyNot.NO_PARAMETER)
+                return Finding(Found.FROZEN, of=Use(self.site, frozen))
+            return Finding(Found.NO_PARAMETER, of=self.use)
         if (foreign := self.changed_by()) is not None:
-            return NoTrace(self.use, WhyNot.CHANGES, tuple(map(self._state_of, foreign)))
+            return Finding(Found.CHANGES, of=self.use, detail=tuple(map(self._state_of, foreign)))
         # the trace of an op with index inputs (a sparse one) depends on them: unknown in a branch not taken
         if "cond" in self.site.context and self.site.num_inputs > 1:
-            return NoTrace(self.use, WhyNot.UNKNOWN_INDICES)
+            return Finding(Found.UNKNOWN_INDICES, of=self.use)
         if goal.direct:
             return None
-        return NoTrace(self.use, WhyNot.BEHIND_ANOTHER if goal.crossing else WhyNot.NO_STATE)
+        return Finding(Found.BEHIND_ANOTHER if goal.crossing else Found.NO_STATE, of=self.use)
 
     def changed_by(self) -> list[Var] | None:
         """The inputs of the step that change a weight from step to step; None if no input does.
@@ -103,27 +103,29 @@ def keeps_one_position(
     came: dict[Var, Reach],
     env: dict[Var, Reach],
     sites: dict[int, Reach],
-) -> KeepsOnePosition:
+) -> Finding:
+    """The nodes that mix the output of a site on its way to a group."""
     site = use.site
     nodes = tuple(mixing_nodes(info, came, {**env, site.output: sites[site.index]}))
     origin = provenance(info.program)
     by_indices = bool(nodes) and any(origin.of(a)[0] for a in _indices(nodes[0]))
-    return KeepsOnePosition(use, group, nodes, by_indices)
+    kind = Found.INDEXED_ON_THE_WAY if by_indices else Found.MIXED_ON_THE_WAY
+    return Finding(kind, of=use, states=tuple(group.hidden_paths), nodes=nodes)
 
 
 def _indices(node: Node) -> tuple[Atom, ...]:
     return node.inputs[INDICES.get(node.primitive, slice(0))]
 
 
-def included(relation: HiddenParamOpRelation, weights: SiteWeights) -> list[Outcome]:
+def included(relation: HiddenParamOpRelation, weights: SiteWeights) -> list[Finding]:
     """The findings about a site that has traces."""
     use, classes = weights.use, relation.path_classification
     crossing = tuple(p for p, c in classes.items() if c != PathClassification.ALL_DIRECT)
     return [
-        Included(use, tuple(relation.connected_hidden_paths)),
-        *([AlsoThroughOps(use, crossing)] if crossing else []),
+        Finding(Found.INCLUDED, of=use, states=tuple(relation.connected_hidden_paths)),
+        *([Finding(Found.ALSO_THROUGH_OPS, of=use, states=crossing)] if crossing else []),
         *(
-            SeveralLeaves(use, name, tuple(p for p, _ in leaves))
+            Finding(Found.SEVERAL_LEAVES, tuple(p for p, _ in leaves), use, detail=name)
             for name, leaves in weights.behind.items()
             if len(leaves) > 1
         ),

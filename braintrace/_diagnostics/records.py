@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._compiler.exactness import RuleKind
+from .._compiler.findings import Found
 from .._compiler.graph import ETraceGraph
 from .._compiler.leaky_readouts import find_filters
-from .._compiler.outcomes import WhyNot
 from .._compiler.readouts import decay_of
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
@@ -52,14 +52,14 @@ class DiagnosticKind(enum.Enum):
     STATE_WITHOUT_TRACE = "acts on later losses through a state without a trace"
 
 
-KIND_OF = {
-    WhyNot.FROZEN: DiagnosticKind.RELATION_EXCLUDED_FROZEN,
-    WhyNot.NO_PARAMETER: DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
-    WhyNot.CHANGES: DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
-    WhyNot.UNKNOWN_INDICES: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
-    WhyNot.BEHIND_ANOTHER: DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
-    WhyNot.NO_STATE: DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
-    WhyNot.NO_POSITION: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+KIND_OF = {  # of a site without a trace
+    Found.FROZEN: DiagnosticKind.RELATION_EXCLUDED_FROZEN,
+    Found.NO_PARAMETER: DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
+    Found.CHANGES: DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
+    Found.UNKNOWN_INDICES: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+    Found.BEHIND_ANOTHER: DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
+    Found.NO_STATE: DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
+    Found.NO_POSITION: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
 }
 
 

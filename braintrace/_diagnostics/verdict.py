@@ -6,38 +6,38 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._compiler.exactness import Cut, Dropped, RuleKind, find_unseen
+from .._compiler.exactness import RuleKind, find_unseen
+from .._compiler.findings import Finding, Found, Use
 from .._compiler.graph import ETraceGraph
-from .._compiler.outcomes import Use
 from .._compiler.step import Path, show_path, show_paths
 from .records import KIND_OF
 
 # what is not counted, `of` what, on its way `to` which states; and how the op on that way is told
 _WORDS = {
-    Cut.NO_TRACE: ("how {of} acts on {to} beyond the step: it has no trace{why}", ""),
-    Cut.LEFT_IN_STATE: ("what {of} leaves in {to}, which is carried from step to step without a trace", ""),
-    Cut.THROUGH_OP: ("how {of} acts on {to} beyond the step", "through"),
-    Cut.OTHER_POSITIONS: ("how {of} acts on other units of {to} beyond the step", "by"),
-    Cut.AVERAGED: (
+    Found.NO_TRACE: ("how {of} acts on {to} beyond the step: it has no trace{why}", ""),
+    Found.LEFT_IN_STATE: ("what {of} leaves in {to}, which is carried from step to step without a trace", ""),
+    Found.THROUGH_OP: ("how {of} acts on {to} beyond the step", "through"),
+    Found.OTHER_POSITIONS: ("how {of} acts on other units of {to} beyond the step", "by"),
+    Found.AVERAGED: (
         "what inputs and states of {of} do together: their averages are kept, not their products",
         "",
     ),
-    Cut.OTHER_SIGNAL: ("what losses of each step say of {to}, for {of}: {rule} has another signal", ""),
-    Cut.GIVEN_LEAK: ("how {to} go on from step to step, for {of}: its trace decays by a given leak", ""),
-    Cut.FILTERED: ("what {to} do at one step, for {of}: its trace is averaged over steps", ""),
-    Cut.BOUNDED: ("what {of} does to {to} beyond the bound that its trace is held below", ""),
-    Cut.ESTIMATED: ("what {of} does to {to} beyond a window, for which an estimate stands", ""),
-    Cut.UNKNOWN_RULE: ("whatever the rule {rule} leaves out in its trace of {of}", ""),
-    Cut.WITHOUT_MARK: ("how {of} acts on {to} beyond the step, without a mark", "by"),
-    Cut.RECURRENT_OP: ("what {of} passes on to {to}", "through"),
-    Cut.OTHER_UNITS: ("how units of {of} act on other units", "by"),
-    Cut.OTHER_GROUP: ("what {to} keeps of {of}", "through"),
-    Cut.OTHER_STATE: ("what {to}, which has no trace, keeps of {of}", "through"),
-    Cut.WHILE: ("what goes to the outputs", "through a loop without reverse mode,"),
-    Cut.OWN_DERIVATIVE: ("the derivative rule of a function that holds {of}", "inside"),
-    Cut.OUT_OF_REACH: ("what {of} does to {to} only after more steps than are followed", ""),
-    Cut.RANDOM: ("how far a random estimate of what {of} does to {to} is off", ""),
-    Cut.NOT_LINEAR: (
+    Found.OTHER_SIGNAL: ("what losses of each step say of {to}, for {of}: {rule} has another signal", ""),
+    Found.GIVEN_LEAK: ("how {to} go on from step to step, for {of}: its trace decays by a given leak", ""),
+    Found.FILTERED: ("what {to} do at one step, for {of}: its trace is averaged over steps", ""),
+    Found.BOUNDED: ("what {of} does to {to} beyond the bound that its trace is held below", ""),
+    Found.ESTIMATED: ("what {of} does to {to} beyond a window, for which an estimate stands", ""),
+    Found.UNKNOWN_RULE: ("whatever the rule {rule} leaves out in its trace of {of}", ""),
+    Found.UNMARKED: ("how {of} acts on {to} beyond the step, without a mark", "by"),
+    Found.RECURRENT_OP: ("what {of} passes on to {to}", "through"),
+    Found.OTHER_UNITS: ("how units of {of} act on other units", "by"),
+    Found.OTHER_GROUP: ("what {to} keeps of {of}", "through"),
+    Found.OTHER_STATE: ("what {to}, which has no trace, keeps of {of}", "through"),
+    Found.WHILE: ("what goes to the outputs", "through a loop without reverse mode,"),
+    Found.OWN_DERIVATIVE: ("the derivative rule of a function that holds {of}", "inside"),
+    Found.OUT_OF_REACH: ("what {of} does to {to} only after more steps than are followed", ""),
+    Found.RANDOM: ("how far a random estimate of what {of} does to {to} is off", ""),
+    Found.NOT_LINEAR: (
         "what losses of several steps do together in a derivative rule that is not seen to be linear,",
         "that of",
     ),
@@ -81,7 +81,7 @@ class Exactness:
     unseen: dict[Path, list[Path]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Dropped]) -> Exactness:
+    def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Finding]) -> Exactness:
         """The verdict on a compiled model of which a rule drops these paths."""
         found = dict.fromkeys(dropped_path(d, rule.name) for d in dropped)
         return Exactness(
@@ -181,13 +181,13 @@ class Exactness:
         p.text(str(self))
 
 
-def dropped_path(d: Dropped, rule: str = "") -> DroppedPath:
+def dropped_path(d: Finding, rule: str = "") -> DroppedPath:
     """A truncated path, in words."""
-    what, how = _WORDS[d.cut]
+    what, how = _WORDS[d.kind]
     of = _label(d.of) if isinstance(d.of, Use) else show_paths([d.of] if d.of else [])
-    to = "itself" if d.cut is Cut.RECURRENT_OP and d.states == (d.of,) else show_paths(d.states)
-    why = f", since {KIND_OF[d.why].value}" if d.why else ""
-    way = "through marked ops" if d.cut is Cut.RECURRENT_OP else ""
+    to = "itself" if d.kind is Found.RECURRENT_OP and d.states == (d.of,) else show_paths(d.states)
+    why = f", since {KIND_OF[d.detail].value}" if d.detail else ""
+    way = "through marked ops" if d.kind is Found.RECURRENT_OP else ""
     at = d.by.site if isinstance(d.by, Use) else d.by
     if how and d.by is not None:
         way = f"{how} {_label(d.by) if isinstance(d.by, Use) else f'`{d.by.primitive.name}`'}"

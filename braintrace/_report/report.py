@@ -9,7 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .._compiler.exactness import BY_STEPS, Dropped, RuleKind, find_dropped
+from .._compiler.exactness import BY_STEPS, RuleKind, find_dropped
+from .._compiler.findings import Finding
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.layers_above import Across
@@ -30,7 +31,7 @@ class CompilationReport:
     rule: RuleKind | None = None  # D_RTRL
 
     @cached_property
-    def dropped(self) -> list[Dropped]:
+    def dropped(self) -> list[Finding]:
         """Every path that the rule drops."""
         return find_dropped(self.graph, self._rule)
 

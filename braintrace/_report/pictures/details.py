@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..._compiler.findings import WITHOUT_TRACE
 from ..._compiler.graph import ETraceGraph
-from ..._compiler.outcomes import NoTrace
 from ..._compiler.step import show_path
 from ..._diagnostics.records import KIND_OF
 from ..tables import show_bytes
@@ -15,9 +15,9 @@ Note = list[tuple[str, str]]
 def details(diagram: Diagram, graph: ETraceGraph) -> dict[str, Note]:
     """For each box, by its key, names and what to say of them."""
     why: dict[int, str] = {}
-    for o in graph.diagnostics.outcomes:
-        if isinstance(o, NoTrace):
-            why.setdefault(o.use.site.index, KIND_OF[o.why].value)
+    for f in graph.diagnostics.found:
+        if f.kind in WITHOUT_TRACE:
+            why.setdefault(f.use.site.index, KIND_OF[f.kind].value)
     return {key: _note(box, why) for key, box in diagram.boxes.items()}
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from ... import _compat
 from ..._compat import Literal as JaxLiteral
 from ..._compat import primitives
+from ..._compiler.findings import Use
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.module_info import ModuleInfo
-from ..._compiler.outcomes import Use
 from ..._compiler.program import Atom, Node, Program, Site, Var
 from ..._compiler.provenance import goals
 from ..._compiler.relation import HiddenParamOpRelation
