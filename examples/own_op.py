@@ -1,7 +1,7 @@
-"""An operation of one's own: neurons with dendrites, each with synapses that no other neuron has.
+"""An operation of your own: neurons with dendrites, each with synapses that no other neuron has.
 
-An op is an ordinary JAX function and its index letters. `bnk,nk->bn` says that the weight (n, k) meets the
-input (batch, n, k) and that the output (batch, n) keeps the neuron's letter: that is all a trace needs.
+An operation is an ordinary JAX function and its axis labels. In `bnk,nk->bn`, the weight (n, k) is multiplied
+by the input (batch, n, k) and summed over k. Shape and arithmetic of the trace follow from these labels.
 
     python examples/own_op.py [--quick]
 """

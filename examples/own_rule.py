@@ -1,7 +1,7 @@
-"""A learning rule of one's own: random-feedback-like traces that forget at a fixed rate (RFLO).
+"""A learning rule of your own: random-feedback-like traces that forget at a fixed rate (RFLO).
 
-A rule is three pure functions over a dictionary of arrays: what to keep, how it advances in a step, and what
-gradient it makes of a learning signal. Here the local Jacobian `D` of D-RTRL is replaced by a constant:
+A rule is three pure functions over a dictionary of arrays: `init`, `update` (one step) and `gradient` (traces
+times learning signals). Here the local Jacobian `D` of D-RTRL is replaced by a constant:
 
     trace[t] = decay * trace[t-1] + J[t] x[t]        (Murray 2019, eLife 8:e43299)
 

@@ -55,13 +55,14 @@ brainstate.random.seed(0)
 brainstate.environ.set(dt=1.0 * u.ms)
 net = Net()
 start = np.array(net.signed(net.recurrent.value))
+number = 10 if QUICK else 400  # of batches
 learner = braintrace.D_RTRL(net)
 result = braintrace.fit(
     learner,
     task.batches(seed=0, batch_size=32),
     task.step(learner),  # of each time step the loss, and the output for the metric
-    optax.adam(5e-3),
-    max_batches=10 if QUICK else 300,
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, number))),
+    max_batches=number,
     metrics={"accuracy": task.metric},
     eval_batches=list(task.batches(seed=0, batch_size=32, split="test")),
 )

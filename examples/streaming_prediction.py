@@ -38,7 +38,7 @@ def step(x: Any, y: Any) -> Any:
 
 
 brainstate.random.seed(0)
-learner = braintrace.D_RTRL(Net())
+learner = braintrace.D_RTRL(Net(), window=1)  # the signal passes through recurrent weights, too
 pieces = [(series[i : i + 100], series[i + AHEAD : i + AHEAD + 100]) for i in range(0, STEPS, 100)]
 result = braintrace.fit(
     learner,
