@@ -12,6 +12,7 @@ import nir
 import numpy as np
 
 from .. import nn
+from ..nn.dynamics import initial
 from .errors import NIRError
 
 _MISSING = {
@@ -58,11 +59,14 @@ def _nodes_of(layer: Any, name: str, time_step: Callable[[], float]) -> Iterator
         yield _conv(layer, name)
     elif isinstance(layer, nn.LIF):
         times = {"tau": _seconds(layer.tau, layer, name), "v_leak": _plain(layer.V_rest, layer, name)}
+        _check_start(layer, name, times["v_leak"])
         yield nir.LIF(r=_plain(layer.R, layer, name), **times, **_firing(layer, name))
     elif isinstance(layer, nn.IF):
+        _check_start(layer, name, 0.0)
         r = _plain(layer.R, layer, name) / _seconds(layer.tau, layer, name)
         yield nir.IF(r=r, **_firing(layer, name))
     elif isinstance(layer, nn.LeakyRateReadout):
+        _check_start(layer, name, 0.0)
         tau = _seconds(layer.tau, layer, name)
         # `r <- decay r + y` is a leaky integrator with this resistance, at this time step
         yield _dense(layer.weight.value, None, name)
@@ -81,6 +85,14 @@ def _plain(value: Any, layer: Any, name: str) -> np.ndarray:
     if isinstance(value, u.Quantity):
         raise NIRError(f"{name} has voltages with a unit ({value.unit}), which NIR does not know.")
     return np.broadcast_to(np.asarray(value, np.float64), layer.out_size).astype(brainstate.environ.dftype())
+
+
+def _check_start(layer: Any, name: str, expected: Any) -> None:
+    """Refuse initial values that NIR does not have."""
+    for state, value in layer.initial_values.items():
+        start = _plain(initial(value, layer.out_size, None), layer, name)
+        if not np.all(start == expected):
+            raise NIRError(f"{name}: `{state}` has an initial value of its own; in NIR it starts at rest.")
 
 
 def _seconds(tau: Any, layer: Any, name: str) -> np.ndarray:

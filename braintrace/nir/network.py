@@ -251,9 +251,8 @@ def _sources(nodes: dict[str, Any], edges: list[tuple[str, str]]) -> dict[str, l
     into: dict[str, set[str]] = {name: set() for name in nodes}
     for a, b in edges:
         into[b].add(a)
-    outermost = {name for name, node in nodes.items() if "/" not in name}
     for name, node in nodes.items():
-        outer = name in outermost
+        outer = "/" not in name
         if not into[name] and not (outer and isinstance(node, nir.Input)):
             raise NIRError(f"`{name}` has no input: no edge leads to it.")
         if into[name] and outer and isinstance(node, nir.Input):

@@ -69,6 +69,9 @@ def test_firing_at_the_threshold_is_kept(tmp_path):
         (lambda: nn.GIF(4), "`GIF`: an adaptive threshold and spike-triggered"),
         (lambda: nn.LIF(4), "`LIF` has the reset `soft_reset`"),
         (lambda: hard(V_th=1.0 * u.mV), "voltages with a unit"),
+        (lambda: hard(V_initializer=0.5), "`LIF`: `V` has an initial value of its own"),
+        (lambda: hard(nn.IF, V_initializer=brainstate.nn.init.Uniform(0.1, 0.9)), "`IF`: `V` has an initial"),
+        (lambda: nn.LeakyRateReadout(4, 4, r_init=1.0), "`r` has an initial value"),
         (lambda: nn.STP(4), "`STP`: short-term plasticity"),
         (
             lambda: nn.GRUCell(4, 4, w_init=brainstate.nn.init.XavierNormal()),
