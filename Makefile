@@ -43,8 +43,14 @@ bench: .venv/ready .venv-yardstick/ready ## measure time and memory beside BPTT 
 	.venv/bin/python benchmarks/bench.py $(BENCH)
 
 docs: .venv-docs/ready ## build the pages in docs/_build, running all their code
-	JAX_PLATFORMS=cpu .venv-docs/bin/python -m sphinx -T -E -W -q docs docs/_build/html
-	@echo "Open docs/_build/html/index.html"
+	JAX_PLATFORMS=cpu .venv-docs/bin/python -m sphinx -T -E -W -q -j auto docs docs/_build/html
+	@echo "Open docs/_build/html/index.html, or run: make docs-serve"
+
+docs-serve: docs ## show the pages at http://localhost:8000, with previews in the search
+	.venv-docs/bin/python -m http.server 8000 -b localhost -d docs/_build/html
+
+gallery: .venv/ready ## run all examples and draw their pictures for the gallery (about half an hour)
+	JAX_PLATFORMS=cpu PYTHONPATH=. .venv/bin/python docs/gallery.py
 
 dist: .venv/ready ## build sdist and wheel in dist, the wheel from the sdist, and check it in a clean environment
 	rm -rf dist .venv-dist
@@ -64,7 +70,7 @@ clean: ## remove the environments and caches
 	    dist build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help demo test check test-oldest fuzz scores streams bench docs dist format clean
+.PHONY: help demo test check test-oldest fuzz scores streams bench docs docs-serve gallery dist format clean
 
 .venv/ready: packages = --group dev -e .
 .venv-oldest/ready: packages = --group dev -e . $(OLDEST)

@@ -47,9 +47,12 @@ def to_html(report: CompilationReport) -> str:
 
 
 def to_frame(report: CompilationReport) -> str:
-    """The page inside a frame, for notebooks: its style and script stay its own."""
+    """Return the page inside a frame, for notebooks and reports: its style and script stay its own."""
     style = "width: 100%; height: 640px; border: 0"
-    return tag("iframe", srcdoc=to_html(report), style=style, title="what feeds what in one step")
+    # as high as its content; where scripts of the outer page are not run, the frame scrolls
+    grow = "this.style.height = this.contentDocument.documentElement.scrollHeight + 'px'"
+    title = "the graph of one step"
+    return tag("iframe", srcdoc=to_html(report), style=style, title=title, onload=grow)
 
 
 def _verdict(report: CompilationReport) -> Markup:
