@@ -4,6 +4,8 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import brainstate
@@ -54,18 +56,29 @@ def test_failing_blocks_are_not_swallowed(tmp_path):
     assert "three" in blocks.run("```sh\necho three\n```", "page.md", tmp_path).splitlines()
 
 
+RUN_ALL = """
+import sys
+from pathlib import Path
+from docs import blocks
+folder = Path(sys.argv[1])
+page = "text\\n```sh\\necho $RANDOM$RANDOM > drawn; cat drawn\\n```"
+first = blocks.run_all({"a": page, "api/b": page}, folder)
+assert first["a"] != first["api/b"]
+assert (folder / "api" / "b" / "drawn").read_text().strip() == first["api/b"][0]
+other = page.replace("cat", "echo two; cat")
+second = blocks.run_all({"a": f"other {page}", "api/b": other}, folder)
+assert second["a"] == first["a"]
+assert second["api/b"][0].startswith("two")
+blocks.run_all({"a": "```sh\\nexit 3\\n```"}, folder)
+"""
+
+
 def test_pages_in_processes(tmp_path):
-    """Each page runs once, in a folder of its own; it runs again only if its code changes."""
-    page = "text\n```sh\necho $RANDOM > drawn; cat drawn\n```"
-    first = blocks.run_all({"a": page, "api/b": page}, tmp_path)
-    assert first["a"] != first["api/b"]
-    assert (tmp_path / "api" / "b" / "drawn").read_text().strip() == first["api/b"][0]
-    other = page.replace("cat", "echo two; cat")
-    second = blocks.run_all({"a": f"other {page}", "api/b": other}, tmp_path)
-    assert second["a"] == first["a"]
-    assert second["api/b"][0].startswith("two")
-    with pytest.raises(RuntimeError, match="exit code 3"):
-        blocks.run_all({"a": "```sh\nexit 3\n```"}, tmp_path)
+    """Each page runs in a folder of its own, and again only if its code changes; an error ends the build."""
+    command = [sys.executable, "-c", RUN_ALL, str(tmp_path)]  # before a fork, nothing may have been computed
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "AssertionError" not in done.stderr
+    assert "docs/a.md:2: exit code 3" in done.stderr
 
 
 def test_notebook():
