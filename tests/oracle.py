@@ -234,6 +234,7 @@ class Brute:
         self._site_vjp = jit(self._pull_sites)
         self._full = jit(self._whole_jacobian, static_argnums=0)
         self._units = jit(self._at_units, static_argnums=(0, 1))
+        self._flows: dict[Any, Any] = {}
 
     def unravel(self, theta: Any) -> list[Any]:
         ends = np.cumsum([p.size for p in self.f.params])
@@ -595,7 +596,8 @@ class Brute:
         return np.concatenate(list(found.values()))
 
     def _flow_of(self, leaves: Sequence[int]) -> Any:
-        flow = self.jit(partial(self._flow, leaves))
+        key = tuple(leaves)
+        flow = self._flows[key] = self._flows.get(key) or self.jit(partial(self._flow, leaves))
         return lambda theta, states, xs: jax.tree.map(np.asarray, flow(theta, states, stack(xs)))
 
     def _flow(self, leaves: Sequence[int], theta: Any, states: Any, chunk: Any) -> tuple[Any, ...]:

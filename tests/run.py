@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zlib
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import brainstate
@@ -18,7 +18,7 @@ import braintrace
 from braintrace._compat import primitives
 from braintrace._frontends.pure import Pure
 
-from .oracle import bptt, loss, windows_of
+from .oracle import Brute, bptt, loss, windows_of
 from .zoo import CASES
 
 
@@ -140,12 +140,30 @@ def by_d_rtrl(name: str) -> tuple[Any, dict[Any, Any]]:
 
 
 @cache
-def by_bptt(name: str) -> dict[Any, Any]:
-    """The gradient of a model of the zoo through time."""
-    case, xs = CASES[name], sequence(CASES[name])
+def graph_of(name: str) -> Any:
+    """The compiled graph of a model of the zoo, which is the same for every rule."""
+    case = CASES[name]
     with warnings.catch_warnings(action="ignore"):
-        graph = braintrace.compile_etrace_graph(case.build(), *as_args(xs[0]))
-    return bptt(case.build(), xs, forward=loops_forever(graph))
+        return braintrace.compile_etrace_graph(case.build(), *as_args(sequence(case, 1)[0]))
+
+
+@cache
+def by_bptt(name: str, length: int = 4) -> dict[Any, Any]:
+    """The gradient of a model of the zoo through time."""
+    case, xs = CASES[name], sequence(CASES[name], length)
+    return bptt(case.build(), xs, forward=loops_forever(graph_of(name)))
+
+
+@lru_cache(maxsize=8)  # tests of a model run one after the other
+def brute_force(name: str) -> Brute:
+    """The definitions of the rules on a model of the zoo; its programs are compiled once for all tests."""
+    case = CASES[name]
+    return Brute(case.build(), sequence(case, 1)[0], graph_of(name))
+
+
+def is_flat(graph: Any) -> bool:
+    """Whether brute force can follow every site: none is inside control flow."""
+    return not any(s.context for s in graph.module_info.program.sites)
 
 
 def loops_forever(graph: Any) -> bool:

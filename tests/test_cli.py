@@ -139,7 +139,10 @@ def test_tables_fit_the_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     rules = ["--rules", "d_rtrl", "d_rtrl(window=2, rank=2)", "rtrl", "es_d_rtrl"]
     short = ["braintrace.nn:GRUCell(3, 4)", "--input", "3", "--length", "6"]
-    for command in (["compare", *short, *rules], ["plan", *short, "--window", "2", "--rank", "2"]):
+    for command in (
+        ["compare", *short, *rules],
+        ["plan", *short, *"--window 2 --rank 2 --basis pushed".split()],
+    ):
         assert main(command) == 0
         shown = capsys.readouterr().out
         assert max(map(len, shown.splitlines())) <= 80

@@ -105,8 +105,7 @@ def check(given: argparse.Namespace) -> int:
 
 
 def show_plan(given: argparse.Namespace) -> int:
-    more: dict[str, Any] = {"window": given.window or None, "rank": given.rank, "across": given.across}
-    more |= {"basis": given.basis} if given.basis else {}
+    more = {name: getattr(given, name) for name in DIAL if getattr(given, name)}
     more |= {"rules": [PLANNED[name] for name in given.rules]} if given.rules else {}
     with devices.mesh_of(given) as mesh, models.build(given) as (model, _):
         model.learner.plan(given.length, mesh=mesh, **more).show()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -125,22 +125,15 @@ class Learner:
         length = Sequence.check((xs, *more), None).length
         return compare_gradients(found, expected, self.report.exactness, length, tolerance)
 
-    def plan(
-        self,
-        length: int = 100,
-        *,
-        rules: Iterable[Any] = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT"),
-        chunk_sizes: Iterable[int] | None = None,
-        memory_budget: int | None = None,
-        window: WindowSize | None = None,
-        rank: int = 0,
-        across: str | None = None,
-        mesh: Mesh | None = None,
-    ) -> Plan:
-        """The cost of each rule on a sequence of `length` steps, as `braintrace.plan`; nothing is run."""
+    def plan(self, length: int = 100, *, mesh: Mesh | None = None, **options: Any) -> Plan:
+        """Estimate the memory and operations of each rule on a sequence of `length` steps; nothing is run.
+
+        The options are those of `braintrace.plan`: `rules`, `chunk_sizes`, `memory_budget`, `window`, `rank`,
+        `basis`, `across` and `mesh`.
+        """
         from .._report.plan import Layout, PlanRequest, plan_learner
 
-        request = PlanRequest(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+        request = PlanRequest(length, **options)
         if mesh is None:
             return plan_learner(self, request, None)
         layout = Layout.of(mesh)

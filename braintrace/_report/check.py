@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,10 @@ import numpy as np
 
 from .._compiler.step import Path, show_path, show_paths
 from .._diagnostics.verdict import DroppedPath, Exactness
+from .._types import NumPyArray, Options, PyTree
 from .tables import Table, Tabled
 
-Gradients = Mapping[Path, Any]
+Gradients = Mapping[Path, PyTree]
 
 # how far apart two ways of computing one gradient may be: sums of products in another order
 _ROUND_OFF = {8: 1e-9, 4: 1e-4, 2: 3e-2}
@@ -88,7 +88,7 @@ class GradientCheck(Tabled):
             )
         return "\n".join(words)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Options:
         """Everything as plain data."""
         names = ("rule", "length", "relative_error", "cosine", "norm_ratio", "tolerance", "explanation")
         found = {name: getattr(self, name) for name in names} | {"exact": self.exactness.exact}
@@ -142,14 +142,14 @@ def compare_gradients(
     return GradientCheck(exactness.rule, length, rows, *_compare(a, b), exactness, tolerance, zeros(expected))
 
 
-def flatten(tree: Any) -> np.ndarray[Any, Any]:
+def flatten(tree: PyTree) -> NumPyArray:
     """The leaves as one vector, in double precision; a complex number as two."""
     leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
     parts = [p for v in leaves for p in ((v.real, v.imag) if np.iscomplexobj(v) else (v,))]
     return np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)])
 
 
-def _compare(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, float, float]:
+def _compare(a: NumPyArray, b: NumPyArray) -> tuple[float, float, float]:
     """The relative error of `a` against `b`, their cosine and the ratio of norms; two zeros are equal."""
     na, nb = float(np.linalg.norm(a)), float(np.linalg.norm(b))
     if nb == 0:
@@ -158,13 +158,13 @@ def _compare(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float, f
     return float(np.linalg.norm(a - b)) / nb, cosine, na / nb
 
 
-def round_off(values: Any) -> float:
+def round_off(values: PyTree) -> float:
     """By the coarsest type among parameters and traces."""
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
 
 
-def by_name(trees: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(trees: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The arrays of parameters or their gradients, by names such as `readout.weight['bias']`."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(trees))
     return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}

@@ -1,45 +1,52 @@
-"""How many floating operations a jaxpr takes: a multiplication or an addition is one.
+"""Count the floating-point operations of a jaxpr: one for each multiplication or addition.
 
-Counted as XLA does, and loops as often as they run: what no output needs, and what was computed before from
-the same values, is left out; a transcendental function counts nothing.
+As in XLA's own count, dead code, common subexpressions and transcendental functions count nothing. A loop
+counts as often as it runs.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._compat import Literal, primitives
+from .._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from .._compiler.primitives import ARITHMETIC, CUMULATIVE, REDUCTIONS, WINDOWS, named
 from .._ops.primitive import ETPPrimitive
+from .._types import Aval
+
+Source: TypeAlias = object  # identifies a value: equal for values computed from the same sources
 
 
-def count_flops(closed: Any) -> float:
+def count_flops(closed: ClosedJaxpr) -> float:
     """The operations of a closed jaxpr."""
     return _count(*_compat.parts(closed))
 
 
-def _count(jaxpr: Any, consts: Any = ()) -> float:
+def _count(jaxpr: Jaxpr, consts: Iterable[object] = ()) -> float:
     flat = _Flat()
     return flat.cost(flat.inline(jaxpr, list(map(_constant, consts)), [object() for _ in jaxpr.invars], None))
 
 
 class _Flat:
-    """A jaxpr with its calls read through; values are known by what they are computed from."""
+    """A jaxpr with its calls inlined; values that are computed from the same sources are one."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, list[Any]] = {}
-        self.made: list[tuple[list[Any], list[Any], Any]] = []  # outputs, inputs, equation
+        self.known: dict[object, list[Source]] = {}
+        self.made: list[tuple[list[Source], list[Source], JaxprEqn]] = []  # outputs, inputs, equation
 
-    def inline(self, jaxpr: Any, consts: list[Any], args: list[Any], apart: Any) -> list[Any]:
+    def inline(
+        self, jaxpr: Jaxpr, consts: list[Source], args: list[Source], apart: JaxprEqn | None
+    ) -> list[Source]:
+        """The outputs of a jaxpr; subexpressions inside the rematerialised call `apart` are its own."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Any) -> Source:
             return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -61,7 +68,7 @@ class _Flat:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def unchanged(self, eqn: Any, ins: list[Any]) -> Any:
+    def unchanged(self, eqn: JaxprEqn, ins: list[Source]) -> Source | None:
         """The input that an equation passes on as it is, if it does: a copy, or a sum with zero."""
         if eqn.primitive in _UNCHANGED:
             return ins[0]
@@ -71,7 +78,7 @@ class _Flat:
             return ins[1] if _is_zero(ins[0]) else ins[0]
         return None
 
-    def cost(self, wanted: list[Any]) -> float:
+    def cost(self, wanted: list[Source]) -> float:
         live, total = set(wanted), 0.0
         for outs, ins, eqn in reversed(self.made):
             if eqn.effects or any(o in live for o in outs):
@@ -86,7 +93,7 @@ _KEEPS_ZERO = named("broadcast_in_dim convert_element_type")
 _SUMS = named("add add_jaxvals")
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: Any) -> Source:
     """A name for a constant, the same for equal numbers."""
     number = np.ndim(value) == 0 and not _compat.is_tracer(value)
     dtype = getattr(value, "dtype", float)
@@ -95,20 +102,22 @@ def _constant(value: Any) -> Any:
     return _ZERO if value == 0 else f"{value}"
 
 
-def _is_zero(value: Any) -> bool:
+def _is_zero(value: Source) -> bool:
     return isinstance(value, str) and value == _ZERO
 
 
-def _key(param: Any) -> Any:
+def _key(param: object) -> object:
     return (
         id(param) if isinstance(param, _compat.ClosedJaxpr | _compat.Jaxpr) or callable(param) else str(param)
     )
 
 
-def _cost(eqn: Any) -> float:
-    out: Any = eqn.outvars[0].aval if eqn.outvars else None
+def _cost(eqn: JaxprEqn) -> float:
+    """The operations of one equation."""
+    out: Aval = eqn.outvars[0].aval if eqn.outvars else None
+    ins: list[Aval] = [v.aval for v in eqn.invars]
     if isinstance(eqn.primitive, ETPPrimitive):
-        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ins]
         made = jax.make_jaxpr(lambda *a: eqn.primitive.impl(*a, **eqn.params))(*structs)
         return count_flops(made)
     inner = [_count(j, [object() for _ in j.constvars]) for j in _compat.all_jaxprs(eqn)]
@@ -118,14 +127,14 @@ def _cost(eqn: Any) -> float:
         return max(inner)
     if eqn.primitive is primitives.dot_general_p:
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return float(2 * out.size * math.prod(eqn.invars[0].aval.shape[i] for i in contracted))
+        return float(2 * out.size * math.prod(ins[0].shape[i] for i in contracted))
     if eqn.primitive is primitives.conv_general_dilated_p:
-        kernel, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
+        kernel, spec = ins[1], eqn.params["dimension_numbers"].rhs_spec
         return float(2 * out.size * kernel.size / kernel.shape[spec[0]])
     if eqn.primitive is primitives.scatter_add_p:
-        return float(eqn.invars[-1].aval.size)
+        return float(ins[-1].size)
     if eqn.primitive in REDUCTIONS | WINDOWS | CUMULATIVE:
-        return float(eqn.invars[0].aval.size)
+        return float(ins[0].size)
     if eqn.primitive in ARITHMETIC:
         return float(out.size)
     return sum(inner)

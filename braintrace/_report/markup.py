@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
 
 class Markup(str):
     """A string that is HTML or SVG already."""
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+def tag(name: str, *children: object, **attributes: object) -> Markup:
     """An element; attributes, and children that are not `Markup`, are escaped.
 
     An attribute that is None is left out; underscores in names become hyphens, the last one is dropped.
@@ -23,6 +22,6 @@ def tag(name: str, *children: Any, **attributes: Any) -> Markup:
     return Markup(f"<{name}{named}>{join(*children)}</{name}>")
 
 
-def join(*parts: Any) -> Markup:
+def join(*parts: object) -> Markup:
     """Parts side by side, those that are not `Markup` escaped."""
     return Markup("".join(p if isinstance(p, Markup) else escape(str(p)) for p in parts))

@@ -1,8 +1,8 @@
-"""The cost of training, before anything is allocated.
+"""Estimate the memory and operations of training, before anything is allocated.
 
-The size of traces follows from their shapes. Activations are the memory that XLA allocates for the gradient
-of the whole sequence: that is traced and compiled with shapes alone, for the device in use, and never run.
-The loss is the mean square of the outputs.
+The size of traces is that of `jax.eval_shape` of the rule's `init`. Activations are the memory that XLA
+allocates for the gradient of the whole sequence, which is compiled for the device in use and never run. The
+loss is the mean square of the outputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,15 +33,15 @@ from .._online.choose import memory_budget as default_budget
 from .._online.request import WindowSize
 from .._online.sequence import even_chunks
 from .._rules.rule import Rule
+from .._types import Array, Aval, Mesh, Model, Options, PyTree, RuleLike
 from .collectives import bytes_sent
 from .flops import count_flops
 from .tables import Table, Tabled, show_bytes, show_count, title_of
 
-_USUAL = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
-RULES = (*_USUAL, "SnAp", "UORO", "KF_RTRL")  # those that the command line offers
+RULES = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
 
-# on a CPU buffers are assigned before machine code is made, so that code need not be good
-_QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# On a CPU, XLA assigns buffers before it makes machine code, so that the code need not be fast.
+_QUICKLY: Options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ class PlanRow:
     """The cost of one rule with one chunk size, or with one `window`."""
 
     rule: str
-    chunk_size: int  # steps whose values are kept at once
-    exact: bool  # whether the gradient is that of BPTT
-    trace_bytes: int  # kept from step to step
-    activation_bytes: int  # set aside while the gradient of the sequence is computed
+    chunk_size: int  # steps per backward pass
+    exact: bool  # whether the gradient equals that of BPTT
+    trace_bytes: int
+    activation_bytes: int  # allocated while the gradient of the sequence is computed
     flops_per_step: float
     window: int | None = None
     rank: int = 0
+    basis: str | None = None
     across: str | None = None
-    sent_per_step: float = 0.0  # bytes that collectives hand to a device
+    sent_per_step: float = 0.0  # bytes that a device receives from others
     sent_per_chunk: float = 0.0
 
     @property
@@ -72,7 +73,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan(Tabled):
-    """The costs of every rule on one model, and which to take."""
+    """The costs of several rules on one model, and a recommendation."""
 
     batch_size: int | None
     length: int
@@ -85,7 +86,7 @@ class Plan(Tabled):
     mesh: dict[str, int] | None = None  # its axes and their sizes; bytes are those of one device
 
     def row(self, rule: str, chunk_size: int | None = None, *, window: int | None = None) -> PlanRow:
-        """One row; without a chunk size, that of the largest chunk."""
+        """Return one row; without a chunk size, that of the largest chunk."""
         asked = lambda r: (r.rule, r.window) == (rule, window) and chunk_size in (None, r.chunk_size)
         found = list(filter(asked, self.rows))
         if not found:
@@ -93,11 +94,11 @@ class Plan(Tabled):
         return max(found, key=lambda r: r.chunk_size)
 
     def fits(self, row: PlanRow) -> bool:
-        """Whether it fits in `memory_budget`, with the parameters and states."""
+        """Return whether a row fits in `memory_budget`, with the parameters and states."""
         return row.total_bytes + self.parameter_bytes + self.state_bytes <= self.memory_budget
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+    def to_dict(self) -> Options:
+        """Return all fields as plain data."""
         return asdict(self)
 
     @property
@@ -123,45 +124,53 @@ class Plan(Tabled):
             what += f"; on each of {math.prod(self.mesh.values())} devices ({axes})"
             columns[1], columns[6:] = "at once", ["flops", "sent per step", "per chunk"]
             notes.append(
-                "Bytes are of one device: what it holds, and what others send it. Flops: of all, in a step."
+                "Bytes stored and received are those of one device. Flops are those of all, per step."
             )
         parameters, states = show_bytes(self.parameter_bytes), show_bytes(self.state_bytes)
         title = f"{what}; parameters {parameters}, states {states}"
         if not all(map(self.fits, self.rows)):
             where = " of a device" if self.mesh else ""
-            notes.append(
-                f"! With parameters and states more than the {show_bytes(self.memory_budget)}{where}."
-            )
+            notes.append(f"! More than {show_bytes(self.memory_budget)}{where}, with parameters and states.")
         return Table(title, columns, rows, notes)
 
 
 def plan(
-    model: brainstate.nn.Module,
-    x0: Any,
+    model: Model,
+    x0: PyTree,
     batch_size: int | None = None,
     length: int = 100,
     *,
-    rules: Sequence[Any] = _USUAL,
-    chunk_sizes: Sequence[int] | None = None,
+    rules: Iterable[RuleLike] = RULES,
+    chunk_sizes: Iterable[int] | None = None,
     memory_budget: int | None = None,
     window: WindowSize | None = None,
     rank: int = 0,
+    basis: str | None = None,
     across: str | None = None,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
 ) -> Plan:
-    """The cost of each rule on a sequence of `length` steps; the model is not changed.
+    """Estimate the memory and operations of each rule on a sequence; the model is not changed.
 
-    `x0` is one step's input (a tuple: several arguments), an array or a `jax.ShapeDtypeStruct`. With a
-    `batch_size` the states are taken as `init_all_states(model, batch_size=batch_size)` would make them, else
-    as they are.
-    Chunks are of one step, of about the square root of the length and of all steps, unless given;
-    `memory_budget` (bytes, of each device) is what the recommendation may use: the device's memory, or half
-    of the machine's, which the devices of a CPU share.
-    With a `window`, a `rank` or `across='layers'`, there is a row of D_RTRL in windows, too. With a `mesh`
-    all bytes are those of one of its devices: samples, the first axis of states and of `x0`, are sharded over
-    the first axis of the mesh, units, the last axis of states and parameters, over 'model' or else the
-    second; parameters that are on a mesh stay as they are. `sent_per_step` and `sent_per_chunk` are what a
-    device is handed by others.
+    Args:
+        model: A module of brainstate.
+        x0: The input of one step, or a tuple of several: arrays or `jax.ShapeDtypeStruct`s.
+        batch_size: Take the states as `init_all_states(model, batch_size=batch_size)` would make them.
+            Default the states as they are.
+        length: The number of steps of the sequence. Default 100.
+        rules: Names, classes or values of `braintrace.rules`. Default D_RTRL, ES_D_RTRL, RTRL and BPTT.
+        chunk_sizes: Steps per backward pass. Default 1, about the square root of the length, and all steps.
+        memory_budget: The bytes that the recommendation may use on each device. Default the memory of the
+            device, or half of the machine's, which the devices of a CPU share.
+        window: Add a row for D_RTRL in windows of so many steps, or 'auto'.
+        rank: The rank of the correction in that row. Default 0.
+        basis: How the basis of that correction is found: 'balanced' or 'pushed'.
+        across: 'layers' for the influence on the layers above a weight, in that row.
+        mesh: A mesh of devices; all bytes are then those of one of them. The first axis of states and of `x0`
+            is sharded over the first axis of the mesh; the last axis of states and parameters over 'model',
+            or else the second axis. Parameters that are on a mesh stay as they are.
+
+    Returns:
+        A `Plan`: a row for each rule and chunk size, and a recommendation.
 
     >>> import braintrace, jax, jax.numpy as jnp
     >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
@@ -182,7 +191,7 @@ def plan(
     learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
         _ = learner.graph
-    request = PlanRequest(tuple(rules), length, chunk_sizes, memory_budget, window, rank, across)
+    request = PlanRequest(length, rules, chunk_sizes, memory_budget, window, rank, basis, across)
     return replace(plan_learner(learner, request, layout), batch_size=batch_size)
 
 
@@ -190,30 +199,32 @@ def plan(
 class PlanRequest:
     """The rules and sizes that a plan is asked for; see `plan`."""
 
-    rules: tuple[Any, ...]  # names, classes or values
     length: int
+    rules: Iterable[RuleLike] = RULES
     chunk_sizes: Iterable[int] | None = None
     memory_budget: int | None = None
     window: WindowSize | None = None
     rank: int = 0
+    basis: str | None = None
     across: str | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"`length` must be at least 1, not {self.length}.")
 
-    def rows(self) -> list[tuple[str, Rule, int, dict[str, Any]]]:
-        """The name and value of the rule, the chunk size and the options of each row."""
+    def rows(self) -> list[tuple[str, Rule, int, Options]]:
+        """Return the name of the rule, its value, the chunk size and the options of each row."""
         rules = [(choice.name, choice.read()[0]) for choice in map(RuleChoice.of, self.rules)]
         length = self.length
         middle = even_chunks(length, math.isqrt(length))
         sizes = sorted({min(s, length) for s in (self.chunk_sizes or (1, middle, length))})
         steps = {rule: [1] for rule in ("RTRL", "SnAp", "UORO", "KF_RTRL")}  # they advance step by step
         steps["BPTT"] = [s for s in sizes if s > 1] or [length]
-        rows: list[tuple[str, Rule, int, dict[str, Any]]] = [
+        rows: list[tuple[str, Rule, int, Options]] = [
             (name, rule, size, {}) for name, rule in rules for size in steps.get(name, sizes)
         ]
-        options: dict[str, Any] = {k: v for k, v in (("rank", self.rank), ("across", self.across)) if v}
+        given = {"rank": self.rank, "basis": self.basis, "across": self.across}
+        options: Options = {k: v for k, v in given.items() if v}
         if any(name == "D_RTRL" for name, _ in rules) and (self.window or options):
             assert self.window != "auto"
             window = self.window or 1
@@ -223,7 +234,7 @@ class PlanRequest:
 
 
 def plan_learner(learner: Learner, request: PlanRequest, layout: Layout | None) -> Plan:
-    """The plan for a learner's step function; its arrays are sharded as the layout says, if there is one."""
+    """Estimate the costs of a learner's step function, with arrays sharded by `layout` if there is one."""
     params, states = learner.function.params.like, learner.function.carry.like
     if request.window == "auto":
         longest = auto_window(learner.compiled.online, request.length, default_budget())
@@ -247,41 +258,41 @@ def plan_learner(learner: Learner, request: PlanRequest, layout: Layout | None) 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sharding over a mesh of arrays that have none of their own."""
+    """The default sharding of inputs, states and parameters over a mesh."""
 
-    mesh: Any
+    mesh: Mesh
     samples: str
     units: str | None
 
     @staticmethod
-    def of(mesh: Any) -> Layout:
-        """The layout on a mesh, with all axes left to XLA: types of axes change no number."""
+    def of(mesh: Mesh) -> Layout:
+        """Return the sharding for a mesh, with all axes of type Auto."""
         auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
         first, *others = mesh.axis_names
         units = "model" if "model" in others else next(iter(others), None)
         return Layout(jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto), first, units)
 
-    def of_input(self, a: Any) -> Any:
+    def of_input(self, a: Aval) -> Aval:
         return self._put(a, [self.samples])
 
-    def of_state(self, a: Any) -> Any:
+    def of_state(self, a: Aval) -> Aval:
         return self._put(a, [self.samples, *[None] * (len(a.shape) - 2), self.units])
 
-    def of_param(self, a: Any) -> Any:
+    def of_param(self, a: Aval) -> Aval:
         given = getattr(a, "sharding", None)
         if isinstance(given, jax.sharding.NamedSharding) and given.mesh.axis_names == self.mesh.axis_names:
             return self._put(a, given.spec)
         return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
-    def _put(self, a: Any, names: Iterable[Any]) -> Any:
-        """A shape sharded along these axes of the mesh; an axis that they do not divide is not sharded."""
+    def _put(self, a: Aval, names: Iterable[Any]) -> Aval:
+        """Shard a shape over axes of the mesh; array axes that these do not divide are not sharded."""
         ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
         spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
         return spread_shape(a, self.mesh, spec)
 
 
-def _shard(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layout) -> None:
-    """Give the states of a model of shapes a layout; parameters may have one in the model itself."""
+def _shard(twin: Model, model: Model, layout: Layout) -> None:
+    """Shard the states of an abstract copy; parameters keep the sharding that they have in the model."""
     given = model.states()
     for path, state in twin.states().items():
         if isinstance(state, brainstate.ParamState):
@@ -290,8 +301,8 @@ def _shard(twin: brainstate.nn.Module, model: brainstate.nn.Module, layout: Layo
             state.value = jax.tree.map(layout.of_state, state.value)
 
 
-def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brainstate.nn.Module:
-    """A copy of the model with shapes in place of values."""
+def _abstract_copy(model: Model, batch_size: int | None) -> Model:
+    """Copy a model, with shapes in place of values."""
     memo: dict[int, Any] = {}
     for state in model.states().values():
         memo[id(state)] = pickling.copy_state(state)
@@ -299,7 +310,7 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     twin = copy.deepcopy(model, memo)
     key = brainstate.random.DEFAULT.value
 
-    def init() -> Any:
+    def init() -> PyTree:
         if batch_size is not None:
             brainstate.nn.init_all_states(twin, batch_size=batch_size)
         return {path: state.value for path, state in twin.states().items()}
@@ -313,13 +324,13 @@ def _abstract_copy(model: brainstate.nn.Module, batch_size: int | None) -> brain
     return twin
 
 
-def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, options: dict[str, Any]) -> PlanRow:
-    """The cost of a rule: its gradient over a sequence is compiled for shapes, and not run."""
+def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, options: Options) -> PlanRow:
+    """Estimate the cost of a rule by compiling its gradient over a sequence, for shapes."""
     window = options.get("window")
     learner = learner.with_rule(rule, window or learner.window)
     function = learner.function
 
-    def gradient(params: Any, carry: Any, xs: Any, traces: Any) -> Any:
+    def gradient(params: PyTree, carry: PyTree, xs: PyTree, traces: PyTree) -> PyTree:
         params, carry, xs = function.rebuild(params, carry, xs)
         return learner.grad(_loss, params, carry, traces, xs, chunk_size=None if options else size)
 
@@ -346,7 +357,7 @@ def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, option
     )
 
 
-def _loss(y: Any) -> Any:
+def _loss(y: PyTree) -> Array:
     outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
     return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
@@ -357,9 +368,9 @@ _ABOUT = 1.1  # more operations than this are not worth the memory that they sav
 def _recommend(
     rows: list[PlanRow], length: int, budget: int, always: int, devices: int
 ) -> tuple[PlanRow | None, str]:
-    """The row to take and why: exact before approximate, little memory at about the fewest operations.
+    """Choose a row and explain why: exact before approximate, then least memory at about the fewest flops.
 
-    `always` are the bytes of parameters and states, which every rule needs.
+    `always` is the size of parameters and states in bytes, which every rule needs.
     """
     online = [r for r in rows if r.rule != "BPTT"]
     fits = [r for r in online if r.total_bytes + always <= budget]
@@ -369,7 +380,7 @@ def _recommend(
         least = min(online, key=lambda r: r.total_bytes)
         return None, (
             f"Nothing fits in {show_bytes(budget)}{' of a device' if devices else ''}: the least is "
-            f"{least.title} with {show_bytes(least.total_bytes)}, beside {show_bytes(always)} of parameters "
+            f"{least.title} with {show_bytes(least.total_bytes)}, and {show_bytes(always)} of parameters "
             f"and states. Take {'more devices, ' if devices else ''}a smaller batch, or traces of less "
             "precision (`trace_dtype=jnp.bfloat16`)."
         )
@@ -381,7 +392,7 @@ def _recommend(
     how = "" if best.window else f", {_in_chunks(best, length)}"
     words = [
         f"{best.title}{how}: {show_bytes(best.total_bytes)}; its gradient on this model is "
-        + ("exact." if best.exact else "an approximation (`report.exactness` says what it misses).")
+        + ("exact." if best.exact else "an approximation (`report.exactness` lists the truncated paths).")
     ]
     bptt = next((r for r in rows if r.rule == "BPTT" and r.chunk_size == length), None)
     steady = [r for r in rows if r.title == best.title and r.chunk_size < length]
@@ -406,12 +417,12 @@ def _in_chunks(row: PlanRow, length: int) -> str:
     return known.get(row.chunk_size, f"in chunks of {row.chunk_size}")
 
 
-def bytes_of(avals: Any) -> int:
-    """Of arrays or shapes; of those that are on a mesh, the part of one device."""
+def bytes_of(avals: Iterable[Aval]) -> int:
+    """Return the bytes of arrays or shapes; of sharded ones, those on one device."""
     return int(sum(math.prod(part_of(a)) * jnp.dtype(a.dtype).itemsize for a in avals))
 
 
-def _struct(leaf: Any) -> Any:
+def _struct(leaf: Aval) -> Aval:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from brainstate.nn import init, sigmoid
 
-from .._compat import primitives
+from .._compat import Primitive, primitives
 from .._ops import ETPPrimitive, element_wise, matmul
+from .._types import Activation, Function, Initializer, PyTree, Size, Value
 from .linear import Linear
 
 Cell = TypeVar("Cell", bound=type)
@@ -34,7 +35,9 @@ def _sized(cell: Cell) -> Cell:
     own: Any = cell.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
-    def init(self: Any, *args: Any, in_size: Any = None, out_size: Any = None, **options: Any) -> None:
+    def init(
+        self: Any, *args: Any, in_size: Size | None = None, out_size: Size | None = None, **options: Any
+    ) -> None:
         given = {"num_in": in_size, "num_out": out_size}
         options |= {name: size for name, size in given.items() if size is not None}
         options |= {name: _units(name, options[name]) for name in given if name in options}
@@ -54,20 +57,20 @@ def _units(name: str, size: Any) -> int:
         raise TypeError(f"`{name}` of a cell is a number of units or a tuple of one, not {size!r}.") from None
 
 
-def _join(*parts: Any) -> Any:
+def _join(*parts: Value) -> Value:
     return jnp.concatenate(parts, axis=-1)
 
 
-def _split(y: Any, parts: int) -> list[Any]:
+def _split(y: Value, parts: int) -> list[Value]:
     return list(jnp.split(y, parts, axis=-1))
 
 
-def _as_row(weight: Any, like: Any) -> Any:
+def _as_row(weight: Value, like: Value) -> Value:
     """A weight for each unit, with the axes of a batch in front."""
     return jnp.expand_dims(weight, tuple(range(like.ndim - weight.ndim)))
 
 
-def _keep(what: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., Any]:
+def _keep(what: Callable[..., bool], step: Function) -> Function:
     """A step of which back-propagation through time stores `what`, and computes the rest again.
 
     That is half of what it would store, and 3 to 6 % faster on CPU.
@@ -75,11 +78,11 @@ def _keep(what: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., 
     return jax.checkpoint(step, policy=what, prevent_cse=False)
 
 
-def _products(primitive: Any, *_: Any, **__: Any) -> bool:
+def _products(primitive: Primitive, *_: object, **__: object) -> bool:
     return isinstance(primitive, ETPPrimitive)
 
 
-def _gates(primitive: Any, *_: Any, **__: Any) -> bool:
+def _gates(primitive: Primitive, *_: object, **__: object) -> bool:
     return primitive in (primitives.logistic_p, primitives.tanh_p)  # which give their own derivatives
 
 
@@ -94,7 +97,7 @@ class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
     (2, 4)
     """
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         y = matmul(_join(x, self.h.value), **self.W.weight.value)
         self.h.value = self.activation(y)
         return self.h.value
@@ -113,7 +116,7 @@ class MGUCell(brainstate.nn.MGUCell):
     (2, 4)
     """
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         h = self.h.value
         f = sigmoid(matmul(_join(x, h), **self.Wf.weight.value))
         new = self.activation(matmul(_join(x, f * h), **self.Wh.weight.value))
@@ -134,8 +137,8 @@ class LSTMCell(brainstate.nn.LSTMCell):
     (2, 4)
     """
 
-    def update(self, x: Any) -> Any:
-        def step(x: Any, h: Any, c: Any, W: Any) -> Any:
+    def update(self, x: Value) -> Value:
+        def step(x: Value, h: Value, c: Value, W: PyTree) -> Value:
             i, g, f, o = _split(matmul(_join(x, h), **W), 4)
             c = sigmoid(f + 1.0) * c + sigmoid(i) * self.activation(g)
             return sigmoid(o) * self.activation(c), c
@@ -161,7 +164,7 @@ class URLSTMCell(brainstate.nn.URLSTMCell):
     (2, 4)
     """
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         f, r, n, o = _split(matmul(_join(x, self.h.value), **self.W.weight.value), 4)
         b = _as_row(element_wise(self.bias.value), f)
         f, r = sigmoid(f + b), sigmoid(r - b)
@@ -175,13 +178,13 @@ class URLSTMCell(brainstate.nn.URLSTMCell):
 class _Cell(brainstate.nn.RNNCell):
     """A cell with one state `h` of `num_out` units."""
 
-    def __init__(self, num_in: int, num_out: int, state_init: Any, name: str | None) -> None:
+    def __init__(self, num_in: int, num_out: int, state_init: Initializer, name: str | None) -> None:
         super().__init__(name=name)
         self.num_in, self.num_out = num_in, num_out
         self.in_size, self.out_size = (num_in,), (num_out,)
         self._state_initializer = state_init
 
-    def _initial(self, batch_size: int | None) -> Any:
+    def _initial(self, batch_size: int | None) -> Value:
         return init.param(self._state_initializer, [self.num_out], batch_size)
 
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -191,7 +194,7 @@ class _Cell(brainstate.nn.RNNCell):
         self.h.value = self._initial(batch_size)
 
 
-def _function(activation: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _function(activation: Activation) -> Function:
     return getattr(brainstate.nn, activation) if isinstance(activation, str) else activation
 
 
@@ -213,10 +216,10 @@ class GRUCell(_Cell):
         self,
         num_in: int,
         num_out: int,
-        w_init: Any = init.Orthogonal(),
-        b_init: Any = init.ZeroInit(),
-        state_init: Any = init.ZeroInit(),
-        activation: str | Callable[[Any], Any] = "tanh",
+        w_init: Initializer = init.Orthogonal(),
+        b_init: Initializer = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
+        activation: Activation = "tanh",
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
@@ -225,8 +228,8 @@ class GRUCell(_Cell):
         self.Wr = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
         self.Wh = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
 
-    def update(self, x: Any) -> Any:
-        def step(x: Any, h: Any, Wz: Any, Wr: Any, Wh: Any) -> Any:
+    def update(self, x: Value) -> Value:
+        def step(x: Value, h: Value, Wz: PyTree, Wr: PyTree, Wh: PyTree) -> Value:
             xh = _join(x, h)
             z, r = sigmoid(matmul(xh, **Wz)), sigmoid(matmul(xh, **Wr))
             return h + z * (self.activation(matmul(_join(x, r * h), **Wh)) - h)
@@ -254,10 +257,10 @@ class CFNCell(_Cell):
         self,
         num_in: int,
         num_out: int,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = init.ZeroInit(),
-        state_init: Any = init.ZeroInit(),
-        activation: str | Callable[[Any], Any] = "tanh",
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
+        activation: Activation = "tanh",
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
@@ -265,7 +268,7 @@ class CFNCell(_Cell):
         self.Wfi = Linear(num_in + num_out, 2 * num_out, w_init=w_init, b_init=b_init)
         self.Wh = Linear(num_in, num_out, w_init=w_init, b_init=b_init)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         h = self.h.value
         f, i = _split(sigmoid(self.Wfi(_join(x, h))), 2)
         self.h.value = f * self.activation(h) + i * self.activation(self.Wh(x))
@@ -289,10 +292,10 @@ class MinimalRNNCell(_Cell):
         self,
         num_in: int,
         num_out: int,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = init.ZeroInit(),
-        state_init: Any = init.ZeroInit(),
-        activation: str | Callable[[Any], Any] = "tanh",
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
+        activation: Activation = "tanh",
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
@@ -300,7 +303,7 @@ class MinimalRNNCell(_Cell):
         self.Wx = Linear(num_in, num_out, w_init=w_init, b_init=b_init)
         self.Wf = Linear(2 * num_out, num_out, w_init=w_init, b_init=b_init)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         h = self.h.value
         n = self.activation(self.Wx(x))
         f = sigmoid(self.Wf(_join(n, h)))
@@ -325,15 +328,15 @@ class MiniGRU(_Cell):
         self,
         num_in: int,
         num_out: int,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = init.ZeroInit(),
-        state_init: Any = init.ZeroInit(),
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
         self.W = Linear(num_in, 2 * num_out, w_init=w_init, b_init=b_init)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         z, n = _split(self.W(x), 2)
         z = sigmoid(z)
         self.h.value = (1 - z) * self.h.value + z * n
@@ -357,15 +360,15 @@ class MiniLSTM(_Cell):
         self,
         num_in: int,
         num_out: int,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = init.ZeroInit(),
-        state_init: Any = init.ZeroInit(),
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
         self.W = Linear(num_in, 3 * num_out, w_init=w_init, b_init=b_init)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         f, i, n = _split(self.W(x), 3)
         f, i = sigmoid(f), sigmoid(i)
         self.h.value = (f * self.h.value + i * n) / (f + i)

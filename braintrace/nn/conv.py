@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import brainstate
 from brainstate.nn import init
 
 from .._ops import conv
+from .._types import ArrayLike, Initializer, Options, Shape, Size, Value
 
 
 class _Conv(brainstate.nn.Module):
@@ -21,15 +21,15 @@ class _Conv(brainstate.nn.Module):
         self,
         in_size: int | Sequence[int],
         out_channels: int,
-        kernel_size: int | tuple[int, ...],
-        stride: int | tuple[int, ...] = 1,
+        kernel_size: int | Shape,
+        stride: int | Shape = 1,
         padding: str | int | tuple[int, int] | Sequence[tuple[int, int]] = "SAME",
-        lhs_dilation: int | tuple[int, ...] = 1,
-        rhs_dilation: int | tuple[int, ...] = 1,
+        lhs_dilation: int | Shape = 1,
+        rhs_dilation: int | Shape = 1,
         groups: int = 1,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = None,
-        w_mask: Any = None,
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = None,
+        w_mask: ArrayLike | None = None,
         channel_first: bool = False,
         name: str | None = None,
         param_type: type = brainstate.ParamState,
@@ -59,11 +59,11 @@ class _Conv(brainstate.nn.Module):
         if any_space:
             self._in_size = self._out_size = None
 
-    def _each(self, value: Any) -> tuple[int, ...]:
+    def _each(self, value: Size) -> Shape:
         values = tuple(value) if isinstance(value, Sequence) else (value,)
         return values * self.num_spatial_dims if len(values) == 1 else values
 
-    def _check_input_dim(self, x: Any) -> None:
+    def _check_input_dim(self, x: Value) -> None:
         if not self.any_space:
             super()._check_input_dim(x)
             return
@@ -75,7 +75,7 @@ class _Conv(brainstate.nn.Module):
                 f"channels first, not {x.shape}."
             )
 
-    def _conv_op(self, x: Any, params: dict[str, Any]) -> Any:
+    def _conv_op(self, x: Value, params: Options) -> Value:
         kernel = params["weight"] if self.w_mask is None else params["weight"] * self.w_mask
         return conv(
             x,

@@ -10,7 +10,6 @@ higher layers; `D_RTRL(model, across='layers')` follows these paths too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import brainstate
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from brainstate.nn import init, sigmoid
 
 from .._ops import element_wise
+from .._types import Activation, Initializer, Model, PyTree, Value
 from .cells import _as_row, _Cell, _function, _join, _sized, _split
 from .linear import Linear
 
@@ -55,13 +55,13 @@ class RTUCell(brainstate.nn.RNNCell):
         self,
         num_in: int,
         num_units: int,
-        activation: str | Callable[[Any], Any] = "relu",
+        activation: Activation = "relu",
         linear: bool = True,
         r_min: float = 0.0,
         r_max: float = 1.0,
         max_phase: float = 6.28,
-        w_init: Any = init.XavierNormal(),
-        state_init: Any = init.ZeroInit(),
+        w_init: Initializer = init.XavierNormal(),
+        state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -76,7 +76,7 @@ class RTUCell(brainstate.nn.RNNCell):
         self.theta = brainstate.ParamState(jnp.log(max_phase * draw(size=(num_units,)).astype(dtype) + tiny))
         self.W = Linear(num_in, 2 * num_units, w_init=w_init, b_init=None)
 
-    def _initial(self, batch_size: int | None) -> Any:
+    def _initial(self, batch_size: int | None) -> Value:
         return init.param(self._state_initializer, [self.num_units], batch_size)
 
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class RTUCell(brainstate.nn.RNNCell):
         self.re.value = self._initial(batch_size)
         self.im.value = self._initial(batch_size)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         re, im = self.re.value, self.im.value
         rate = _as_row(element_wise(self.nu.value, jnp.exp), re)
         phase = _as_row(element_wise(self.theta.value, jnp.exp), re)
@@ -103,7 +103,7 @@ class RTUCell(brainstate.nn.RNNCell):
 
 
 @jax.custom_jvp
-def _cos_sin(angle: Any) -> tuple[Any, Any]:
+def _cos_sin(angle: Value) -> tuple[Value, Value]:
     """The cosine and sine of an angle, by series in arithmetic that XLA vectorises.
 
     XLA on CPU calls the C library for every element of `jnp.cos` and `jnp.sin`, which takes most of an
@@ -123,7 +123,7 @@ def _cos_sin(angle: Any) -> tuple[Any, Any]:
 
 
 @_cos_sin.defjvp
-def _(angles: Any, tangents: Any) -> Any:
+def _(angles: PyTree, tangents: PyTree) -> PyTree:
     cos, sin = _cos_sin(*angles)
     (tangent,) = tangents
     return (cos, sin), (-sin * tangent, cos * tangent)
@@ -160,9 +160,9 @@ class RGLRUCell(_Cell):
         num_out: int,
         a_min: float = 0.9,
         a_max: float = 0.999,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = init.ZeroInit(),
-        state_init: Any = init.ZeroInit(),
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
@@ -171,7 +171,7 @@ class RGLRUCell(_Cell):
         self.Lambda = brainstate.ParamState(jnp.log(a) - jnp.log1p(-a))
         self.W = Linear(num_in, 3 * num_out, w_init=w_init, b_init=b_init)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         r, i, v = _split(self.W(x), 3)
         rate = _as_row(element_wise(self.Lambda.value, lambda a: 8 * jax.nn.softplus(-a)), r)
         log_a = -rate * sigmoid(r)
@@ -208,10 +208,10 @@ class ELSTMCell(_Cell):
         self,
         num_in: int,
         num_out: int,
-        w_init: Any = init.XavierNormal(),
-        b_init: Any = init.ZeroInit(),
-        recurrent_init: Any = init.Normal(0.1),
-        state_init: Any = init.ZeroInit(),
+        w_init: Initializer = init.XavierNormal(),
+        b_init: Initializer = init.ZeroInit(),
+        recurrent_init: Initializer = init.Normal(0.1),
+        state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(num_in, num_out, state_init, name)
@@ -226,7 +226,7 @@ class ELSTMCell(_Cell):
     def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
         self.c.value = self._initial(batch_size)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         c = self.c.value
         wf, wz = (_as_row(element_wise(w.value), c) for w in (self.wf, self.wz))
         f, z = _split(self.Wfz(x), 2)
@@ -264,9 +264,9 @@ class DiagonalBlock(brainstate.nn.Module):
     def __init__(
         self,
         d_model: int,
-        cell: Any,
+        cell: Model,
         num_hidden: int | None = None,
-        w_init: Any = init.XavierNormal(),
+        w_init: Initializer = init.XavierNormal(),
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -284,11 +284,11 @@ class DiagonalBlock(brainstate.nn.Module):
         self.up = Linear(d_model, num_hidden, w_init=w_init)
         self.down = Linear(num_hidden, d_model, w_init=w_init)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         n = _norm(x)
         y = x + self.out(self.cell(n) * jax.nn.gelu(self.gate(n)))
         return y + self.down(jax.nn.gelu(self.up(_norm(y))))
 
 
-def _norm(x: Any) -> Any:
+def _norm(x: Value) -> Value:
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)

@@ -1,4 +1,4 @@
-"""What neurons, synapses and leaky readouts share: states with initial values, exact decay over a step."""
+"""Base of neurons, synapses and leaky readouts: states with initial values, exact decay over a step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import brainstate
 import brainunit as u
 import jax.numpy as jnp
 
+from .._types import Options, Shape, Size, Value
+
 
 class Dynamics(brainstate.nn.Module):
     """A module whose hidden states are its `initial_values`: by name, an initialiser or a value."""
 
-    def __init__(self, in_size: Any, out_size: Any, name: str | None, initial_values: dict[str, Any]) -> None:
+    in_size: Any  # set as a number or a shape, read as a shape
+    out_size: Any
+
+    def __init__(self, in_size: Size, out_size: Size, name: str | None, initial_values: Options) -> None:
         super().__init__(name=name)
         self.in_size, self.out_size = in_size, out_size
         self.initial_values = initial_values
@@ -26,8 +31,8 @@ class Dynamics(brainstate.nn.Module):
             getattr(self, name).value = initial(value, self.out_size, batch_size)
 
 
-def initial(value: Any, size: tuple[int, ...], batch_size: int | None) -> Any:
-    """What an initialiser gives, or a number or an array for all units."""
+def initial(value: Value, size: Shape, batch_size: int | None) -> Value:
+    """The initial value of a state: that of an initialiser, or a number or an array for all units."""
     shape = size if batch_size is None else (batch_size, *size)
     if callable(value):
         return value(shape)
@@ -35,15 +40,15 @@ def initial(value: Any, size: tuple[int, ...], batch_size: int | None) -> Any:
     return with_unit(jnp.broadcast_to(mantissa, shape), value)
 
 
-def zero_like(value: Any) -> Any:
+def zero_like(value: Value) -> Value:
     """Zero, in the unit of `value`."""
     return with_unit(0.0, value)
 
 
-def with_unit(number: Any, like: Any) -> Any:
+def with_unit(number: Value, like: Value) -> Value:
     return u.maybe_decimal(u.Quantity(number, unit=u.get_unit(like)))
 
 
-def decay(tau: Any) -> Any:
-    """What is left after a step of `dt` (of `brainstate.environ`): `exp(-dt / tau)`."""
+def decay(tau: Value) -> Value:
+    """The factor by which a state decays in a step of `dt` (of `brainstate.environ`): `exp(-dt / tau)`."""
     return u.math.exp(-brainstate.environ.get_dt() / tau)

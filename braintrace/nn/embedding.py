@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from .._ops import embedding
+from .._types import Value
 
 
 class Embedding(brainstate.nn.Embedding):
@@ -23,7 +22,7 @@ class Embedding(brainstate.nn.Embedding):
     (2, 3)
     """
 
-    def update(self, indices: Any) -> Any:
+    def update(self, indices: Value) -> Value:
         indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise TypeError(f"An embedding takes integer indices, not {indices.dtype}.")
@@ -42,7 +41,7 @@ class Embedding(brainstate.nn.Embedding):
             y = y + jax.lax.stop_gradient(self._shortened(y, indices) - y)
         return y.reshape(*indices.shape, *self.embedding_size)
 
-    def _shortened(self, y: Any, indices: Any) -> Any:
+    def _shortened(self, y: Value, indices: Value) -> Value:
         norm = jnp.linalg.norm(y, ord=self.norm_type, axis=-1, keepdims=True)
         scale = jnp.minimum(1.0, self.max_norm / (norm + 1e-8))
         if self.padding_idx is not None:

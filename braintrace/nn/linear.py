@@ -10,6 +10,7 @@ import jax
 from brainstate.nn import init
 
 from .._ops import grouped_matmul, lora_matmul, matmul, sparse_matmul
+from .._types import Initializer, Model, PyTree, Shape, Size, Value
 
 
 class Linear(brainstate.nn.Linear):
@@ -20,7 +21,7 @@ class Linear(brainstate.nn.Linear):
     (5, 2)
     """
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         params = self.weight.value
         weight = params["weight"] if self.w_mask is None else params["weight"] * self.w_mask
         return matmul(x, weight, params.get("bias"))
@@ -38,7 +39,7 @@ class SignedWLinear(brainstate.nn.SignedWLinear):
     [1.0]
     """
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         weight = u.math.abs(self.weight.value)
         return matmul(x, weight if self.w_sign is None else weight * self.w_sign)
 
@@ -51,7 +52,7 @@ class ScaledWSLinear(brainstate.nn.ScaledWSLinear):
     (5, 2)
     """
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         params = self.weight.value
         weight = brainstate.nn.weight_standardization(params["weight"], self.eps, params.get("gain"))
         if self.w_mask is not None:
@@ -76,8 +77,8 @@ class SparseLinear(brainstate.nn.Module):
 
     def __init__(
         self,
-        spar_mat: Any,
-        b_init: Any = None,
+        spar_mat: PyTree,
+        b_init: Initializer = None,
         in_size: Any = None,
         name: str | None = None,
         param_type: type = brainstate.ParamState,
@@ -95,7 +96,7 @@ class SparseLinear(brainstate.nn.Module):
             params["bias"] = init.param(b_init, self.out_size[-1], allow_none=False)
         self.weight = param_type(params)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         params = self.weight.value
         return sparse_matmul(x, params["weight"], sparse_mat=self.spar_mat, bias=params.get("bias"))
 
@@ -116,8 +117,8 @@ class GroupedLinear(brainstate.nn.Module):
         num_groups: int,
         in_features: int,
         out_features: int,
-        w_init: Any = init.KaimingNormal(),
-        b_init: Any = init.ZeroInit(),
+        w_init: Initializer = init.KaimingNormal(),
+        b_init: Initializer = init.ZeroInit(),
         name: str | None = None,
         param_type: type = brainstate.ParamState,
     ) -> None:
@@ -130,12 +131,12 @@ class GroupedLinear(brainstate.nn.Module):
             params["bias"] = self._each(b_init, (out_features,))
         self.weight = param_type(params)
 
-    def _each(self, initial: Any, shape: tuple[int, ...]) -> Any:
+    def _each(self, initial: Initializer, shape: Shape) -> Value:
         if callable(initial):
             return u.math.stack([initial(shape) for _ in range(self.num_groups)])
         return u.math.broadcast_to(initial, (self.num_groups, *shape))
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         return grouped_matmul(x, **self.weight.value)
 
 
@@ -156,10 +157,10 @@ class LoRA(brainstate.nn.LoRA):
         lora_rank: int,
         out_features: int,
         *,
-        base_module: Any = None,
-        kernel_init: Any = init.LecunNormal(),
+        base_module: Model = None,
+        kernel_init: Initializer = init.LecunNormal(),
         param_type: type = brainstate.ParamState,
-        in_size: Any = None,
+        in_size: Size | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__(
@@ -173,13 +174,13 @@ class LoRA(brainstate.nn.LoRA):
         )
         self.scale = scale
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         params = self.weight.value
         y = lora_matmul(x, params["lora_a"], params["lora_b"], alpha=self.scale)
         return y if self.base_module is None else y + frozen(self.base_module, x)
 
 
-def frozen(module: Any, x: Any) -> Any:
+def frozen(module: Model, x: Value) -> Value:
     """`module(x)` with no gradient for its parameters; `x` gets its own."""
     found = module.states(brainstate.ParamState).values() if hasattr(module, "states") else ()
     states = [(state, state.value) for state in found]

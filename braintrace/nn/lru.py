@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from brainstate.nn import init
 
 from .._ops import element_wise
+from .._types import Initializer, Value
 from .cells import _as_row, _join, _split
 from .linear import Linear
 
@@ -37,7 +38,7 @@ class LRUCell(brainstate.nn.RNNCell):
         r_min: float = 0.0,
         r_max: float = 1.0,
         max_phase: float = 6.28,
-        state_init: Any = init.ZeroInit(),
+        state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -54,7 +55,7 @@ class LRUCell(brainstate.nn.RNNCell):
         self.C = Linear(2 * d_hidden, d_model, w_init=init.Normal(d_hidden**-0.5), b_init=None)
         self.D = brainstate.ParamState(init.Normal(1.0)((d_model,)))
 
-    def _initial(self, batch_size: int | None) -> Any:
+    def _initial(self, batch_size: int | None) -> Value:
         return init.param(self._state_initializer, [self.d_hidden], batch_size)
 
     def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -65,7 +66,7 @@ class LRUCell(brainstate.nn.RNNCell):
         self.re.value = self._initial(batch_size)
         self.im.value = self._initial(batch_size)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         re, im = self.re.value, self.im.value
         modulus = _as_row(element_wise(self.nu.value, lambda nu: jnp.exp(-jnp.exp(nu))), re)
         phase = _as_row(element_wise(self.theta.value, jnp.exp), re)

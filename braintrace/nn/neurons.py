@@ -23,27 +23,28 @@ Voltages and times may have units or not, as long as all fit together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import brainstate
 import brainunit as u
 import jax
 
+from .._types import Initializer, Options, Size, Value
 from . import surrogate
 from .dynamics import Dynamics, decay, with_unit, zero_like
 
-Spike = Callable[[Any], Any]
-Reset = Callable[[Any, Any, Any, Any], Any]
+Spike = Callable[[Value], Value]
+Reset = Callable[[Value, Value, Value, Value], Value]
 
 
 class Conductance(NamedTuple):
     """An input whose current depends on the voltage: `g (E - V)`."""
 
-    g: Any
-    E: Any
+    g: Value
+    E: Value
 
 
-def soft_reset(V: Any, z: Any, V_th: Any, V_reset: Any) -> Any:
+def soft_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
     """A spike lowers the voltage by as much as the threshold is above the reset.
 
     >>> soft_reset(1.5, 1.0, V_th=1.0, V_reset=0.0)
@@ -52,7 +53,7 @@ def soft_reset(V: Any, z: Any, V_th: Any, V_reset: Any) -> Any:
     return V - z * (V_th - V_reset)
 
 
-def hard_reset(V: Any, z: Any, V_th: Any, V_reset: Any) -> Any:
+def hard_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
     """A spike sets the voltage to the reset.
 
     >>> hard_reset(1.5, 1.0, V_th=1.0, V_reset=0.0)
@@ -70,35 +71,35 @@ class Neuron(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
-        out_size: Any,
-        V_th: Any,
-        V_reset: Any,
+        in_size: Size,
+        out_size: Size,
+        V_th: Value,
+        V_reset: Value,
         spk_fun: Spike,
         reset: Reset,
         reset_gradient: bool,
         name: str | None,
-        initial_values: dict[str, Any],
+        initial_values: Options,
     ) -> None:
         super().__init__(in_size, out_size, name, initial_values)
         self.V_reset = zero_like(V_th) if V_reset is None else V_reset
         self.V_range = V_th - self.V_reset
         self.spk_fun, self.reset, self.reset_gradient = spk_fun, reset, reset_gradient
 
-    def threshold(self) -> Any:
+    def threshold(self) -> Value:
         raise NotImplementedError
 
-    def get_spike(self) -> Any:
+    def get_spike(self) -> Value:
         """The spikes of the last step."""
         return self.spk_fun((self.V.value - self.threshold()) / self.V_range)
 
-    def after_reset(self, z: Any, V_th: Any) -> Any:
+    def after_reset(self, z: Value, V_th: Value) -> Value:
         """The voltage at the beginning of a step, after the spikes `z` of the last one."""
         z = z if self.reset_gradient else jax.lax.stop_gradient(z)
         return self.reset(self.V.value, z, V_th, self.V_reset)
 
 
-def leaky_step(V: Any, V_rest: Any, R: Any, tau: Any, inputs: Any) -> Any:
+def leaky_step(V: Value, V_rest: Value, R: Value, tau: Value, inputs: Value) -> Value:
     """`tau dV/dt = V_rest - V + R I(V)` over one step."""
     f, k = V_rest, 1.0
     for i in inputs:
@@ -125,12 +126,12 @@ class IF(Neuron):
 
     def __init__(
         self,
-        in_size: Any,
-        R: Any = 1.0,
-        tau: Any = 5.0 * u.ms,
-        V_th: Any = 1.0,
-        V_reset: Any = None,
-        V_initializer: Any = None,
+        in_size: Size,
+        R: Value = 1.0,
+        tau: Value = 5.0 * u.ms,
+        V_th: Value = 1.0,
+        V_reset: Value = None,
+        V_initializer: Initializer = None,
         spk_fun: Spike = surrogate.sigmoid(),
         reset: Reset = soft_reset,
         reset_gradient: bool = True,
@@ -140,10 +141,10 @@ class IF(Neuron):
         super().__init__(in_size, in_size, V_th, V_reset, spk_fun, reset, reset_gradient, name, {"V": start})
         self.R, self.tau, self.V_th = R, tau, V_th
 
-    def threshold(self) -> Any:
+    def threshold(self) -> Value:
         return self.V_th
 
-    def update(self, *inputs: Any) -> Any:
+    def update(self, *inputs: Value) -> Value:
         V = self.after_reset(self.get_spike(), self.V_th)
         f, k = zero_like(V), zero_like(1.0)
         for i in inputs:
@@ -173,13 +174,13 @@ class LIF(Neuron):
 
     def __init__(
         self,
-        in_size: Any,
-        R: Any = 1.0,
-        tau: Any = 5.0 * u.ms,
-        V_th: Any = 1.0,
-        V_reset: Any = None,
-        V_rest: Any = None,
-        V_initializer: Any = None,
+        in_size: Size,
+        R: Value = 1.0,
+        tau: Value = 5.0 * u.ms,
+        V_th: Value = 1.0,
+        V_reset: Value = None,
+        V_rest: Value = None,
+        V_initializer: Initializer = None,
         spk_fun: Spike = surrogate.sigmoid(),
         reset: Reset = soft_reset,
         reset_gradient: bool = True,
@@ -190,10 +191,10 @@ class LIF(Neuron):
         super().__init__(in_size, in_size, V_th, V_reset, spk_fun, reset, reset_gradient, name, {"V": start})
         self.R, self.tau, self.V_th, self.V_rest = R, tau, V_th, V_rest
 
-    def threshold(self) -> Any:
+    def threshold(self) -> Value:
         return self.V_th
 
-    def update(self, *inputs: Any) -> Any:
+    def update(self, *inputs: Value) -> Value:
         V = self.after_reset(self.get_spike(), self.V_th)
         self.V.value = leaky_step(V, self.V_rest, self.R, self.tau, inputs)
         return self.get_spike()
@@ -214,16 +215,16 @@ class ALIF(Neuron):
 
     def __init__(
         self,
-        in_size: Any,
-        R: Any = 1.0,
-        tau: Any = 5.0 * u.ms,
-        tau_a: Any = 100.0 * u.ms,
-        V_th: Any = 1.0,
-        V_reset: Any = None,
-        V_rest: Any = None,
-        beta: Any = None,
-        V_initializer: Any = None,
-        a_initializer: Any = 0.0,
+        in_size: Size,
+        R: Value = 1.0,
+        tau: Value = 5.0 * u.ms,
+        tau_a: Value = 100.0 * u.ms,
+        V_th: Value = 1.0,
+        V_reset: Value = None,
+        V_rest: Value = None,
+        beta: Value = None,
+        V_initializer: Initializer = None,
+        a_initializer: Initializer = 0.0,
         spk_fun: Spike = surrogate.sigmoid(),
         reset: Reset = soft_reset,
         reset_gradient: bool = True,
@@ -235,10 +236,10 @@ class ALIF(Neuron):
         self.R, self.tau, self.tau_a, self.V_th, self.V_rest = R, tau, tau_a, V_th, V_rest
         self.beta = with_unit(0.1, V_th) if beta is None else beta
 
-    def threshold(self) -> Any:
+    def threshold(self) -> Value:
         return self.V_th + self.beta * self.a.value
 
-    def update(self, *inputs: Any) -> Any:
+    def update(self, *inputs: Value) -> Value:
         z = self.get_spike()
         V = self.after_reset(z, self.V_th)
         self.V.value = leaky_step(V, self.V_rest, self.R, self.tau, inputs)
@@ -266,21 +267,21 @@ class GIF(Neuron):
 
     def __init__(
         self,
-        in_size: Any,
-        R: Any = 1.0,
-        tau: Any = 20.0 * u.ms,
-        V_rest: Any = None,
-        V_reset: Any = None,
-        V_th_inf: Any = 1.0,
-        V_th_reset: Any = None,
-        a: Any = 0.0 / u.ms,
-        b: Any = 0.01 / u.ms,
-        k1: Any = 0.2 / u.ms,
-        k2: Any = 0.02 / u.ms,
-        R1: Any = 0.0,
-        R2: Any = 1.0,
-        A1: Any = None,
-        A2: Any = None,
+        in_size: Size,
+        R: Value = 1.0,
+        tau: Value = 20.0 * u.ms,
+        V_rest: Value = None,
+        V_reset: Value = None,
+        V_th_inf: Value = 1.0,
+        V_th_reset: Value = None,
+        a: Value = 0.0 / u.ms,
+        b: Value = 0.01 / u.ms,
+        k1: Value = 0.2 / u.ms,
+        k2: Value = 0.02 / u.ms,
+        R1: Value = 0.0,
+        R2: Value = 1.0,
+        A1: Value = None,
+        A2: Value = None,
         spk_fun: Spike = surrogate.sigmoid(),
         reset: Reset = hard_reset,
         reset_gradient: bool = True,
@@ -295,10 +296,10 @@ class GIF(Neuron):
         self.a, self.b, self.k1, self.k2, self.R1, self.R2 = a, b, k1, k2, R1, R2
         self.A1, self.A2 = (none if A is None else A for A in (A1, A2))
 
-    def threshold(self) -> Any:
+    def threshold(self) -> Value:
         return self.V_th.value
 
-    def update(self, *inputs: Any) -> Any:
+    def update(self, *inputs: Value) -> Value:
         z, I1, I2, V_th = self.get_spike(), self.I1.value, self.I2.value, self.V_th.value
         V = self.after_reset(z, V_th)
         I1 = I1 + z * (self.R1 * I1 + self.A1 - I1)

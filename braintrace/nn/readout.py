@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainstate
 import brainunit as u
 from brainstate.nn import init
 
 from .._ops import matmul
+from .._types import Initializer, Size, Value
 from . import surrogate
 from .dynamics import Dynamics, decay, zero_like
 from .neurons import Neuron, Reset, Spike, leaky_step, soft_reset
@@ -30,20 +29,20 @@ class LeakyRateReadout(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
-        out_size: Any,
-        tau: Any = 5.0 * u.ms,
-        w_init: Any = init.KaimingNormal(),
-        r_initializer: Any = init.ZeroInit(),
+        in_size: Size,
+        out_size: Size,
+        tau: Value = 5.0 * u.ms,
+        w_init: Initializer = init.KaimingNormal(),
+        r_initializer: Initializer = init.ZeroInit(),
         name: str | None = None,
         param_type: type = brainstate.ParamState,
-        r_init: Any = None,
+        r_init: Initializer = None,
     ) -> None:
         super().__init__(in_size, out_size, name, {"r": r_initializer if r_init is None else r_init})
         self.tau = tau
         self.weight = param_type(init.param(w_init, (self.in_size[-1], self.out_size[-1]), allow_none=False))
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         self.r.value = self.r.value * decay(self.tau) + matmul(x, self.weight.value)
         return self.r.value
 
@@ -64,13 +63,13 @@ class LeakySpikeReadout(Neuron):
 
     def __init__(
         self,
-        in_size: Any,
-        out_size: Any,
-        tau: Any = 5.0 * u.ms,
-        V_th: Any = 1.0,
-        V_reset: Any = None,
-        w_init: Any = init.KaimingNormal(),
-        V_initializer: Any = None,
+        in_size: Size,
+        out_size: Size,
+        tau: Value = 5.0 * u.ms,
+        V_th: Value = 1.0,
+        V_reset: Value = None,
+        w_init: Initializer = init.KaimingNormal(),
+        V_initializer: Initializer = None,
         spk_fun: Spike = surrogate.sigmoid(),
         reset: Reset = soft_reset,
         reset_gradient: bool = True,
@@ -82,10 +81,10 @@ class LeakySpikeReadout(Neuron):
         self.tau, self.V_th = tau, V_th
         self.weight = param_type(init.param(w_init, (self.in_size[-1], self.out_size[-1]), allow_none=False))
 
-    def threshold(self) -> Any:
+    def threshold(self) -> Value:
         return self.V_th
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         V = self.after_reset(self.get_spike(), self.V_th)
         current = matmul(x, self.weight.value)
         self.V.value = leaky_step(V, zero_like(V), 1.0, self.tau, [current])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainstate
 import jax.numpy as jnp
 
 from .._ops import element_wise
+from .._types import Size, Value
 from . import surrogate
 from .cells import _as_row
 from .dynamics import Dynamics
@@ -46,7 +45,7 @@ class BRF(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
+        in_size: Size,
         omega: tuple[float, float] = (5.0, 10.0),
         b_offset: tuple[float, float] = (2.0, 3.0),
         theta: float = 1.0,
@@ -68,11 +67,11 @@ class BRF(Dynamics):
             for between in (omega, b_offset)
         )
 
-    def get_spike(self) -> Any:
+    def get_spike(self) -> Value:
         """The spikes of the last step."""
         return self.spk_fun(self.u.value - self.theta - self.q.value)
 
-    def update(self, *inputs: Any) -> Any:
+    def update(self, *inputs: Value) -> Value:
         u, v, delta = self.u.value, self.v.value, self.delta
         omega = _as_row(element_wise(self.omega.value), u)
         offset = _as_row(element_wise(self.b_offset.value, jnp.abs), u)

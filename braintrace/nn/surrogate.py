@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Function = Callable[[Any], Any]
+from .._types import Value
+
+Function = Callable[[Value], Value]
 
 
 def with_derivative(derivative: Function) -> Function:
@@ -31,17 +32,17 @@ def with_derivative(derivative: Function) -> Function:
     return partial(_spike, derivative=derivative)  # not a closure: neurons can be pickled
 
 
-def _spike(x: Any, derivative: Function) -> Any:
+def _spike(x: Value, derivative: Function) -> Value:
     return _step(derivative, x)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _step(derivative: Function, x: Any) -> Any:
+def _step(derivative: Function, x: Value) -> Value:
     return jnp.asarray(x >= 0, jnp.result_type(x))
 
 
 @_step.defjvp
-def _step_jvp(derivative: Function, primals: Any, tangents: Any) -> Any:
+def _step_jvp(derivative: Function, primals: Value, tangents: Value) -> Value:
     (x,), (dx,) = primals, tangents
     return _step(derivative, x), derivative(x) * dx
 
@@ -55,7 +56,7 @@ def sigmoid(alpha: float = 4.0) -> Function:
     return with_derivative(partial(_sigmoid, alpha=alpha))
 
 
-def _sigmoid(x: Any, alpha: float) -> Any:
+def _sigmoid(x: Value, alpha: float) -> Value:
     s = jax.nn.sigmoid(alpha * x)
     return alpha * s * (1 - s)
 
@@ -69,7 +70,7 @@ def triangle(height: float = 0.3, width: float = 1.0) -> Function:
     return with_derivative(partial(_triangle, height=height, width=width))
 
 
-def _triangle(x: Any, height: float, width: float) -> Any:
+def _triangle(x: Value, height: float, width: float) -> Value:
     return height * jnp.maximum(0.0, 1 - jnp.abs(x) / width)
 
 
@@ -82,7 +83,7 @@ def arctan(alpha: float = 2.0) -> Function:
     return with_derivative(partial(_arctan, alpha=alpha))
 
 
-def _arctan(x: Any, alpha: float) -> Any:
+def _arctan(x: Value, alpha: float) -> Value:
     return alpha / 2 / (1 + (jnp.pi / 2 * alpha * x) ** 2)
 
 
@@ -95,7 +96,7 @@ def fast_sigmoid(alpha: float = 10.0) -> Function:
     return with_derivative(partial(_fast_sigmoid, alpha=alpha))
 
 
-def _fast_sigmoid(x: Any, alpha: float) -> Any:
+def _fast_sigmoid(x: Value, alpha: float) -> Value:
     return 1 / (1 + alpha * jnp.abs(x)) ** 2
 
 
@@ -108,7 +109,7 @@ def gaussian(sigma: float = 0.5) -> Function:
     return with_derivative(partial(_normal, sigma=sigma))
 
 
-def _normal(x: Any, sigma: float, mean: float = 0.0) -> Any:
+def _normal(x: Value, sigma: float, mean: float = 0.0) -> Value:
     return jnp.exp(-(((x - mean) / sigma) ** 2) / 2) / (sigma * (2 * jnp.pi) ** 0.5)
 
 
@@ -123,6 +124,6 @@ def multi_gaussian(scale: float = 0.5, sigma: float = 0.5, h: float = 0.15, s: f
     return with_derivative(partial(_multi_gaussian, scale=scale, sigma=sigma, h=h, s=s))
 
 
-def _multi_gaussian(x: Any, scale: float, sigma: float, h: float, s: float) -> Any:
+def _multi_gaussian(x: Value, scale: float, sigma: float, h: float, s: float) -> Value:
     flanks = _normal(x, s * sigma, sigma) + _normal(x, s * sigma, -sigma)
     return scale * ((1 + h) * _normal(x, sigma) - h * flanks)

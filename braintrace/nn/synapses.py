@@ -9,13 +9,12 @@ send the spikes, and gives what each of them releases.
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainstate
 import brainunit as u
 import numpy as np
 from brainstate.nn import init
 
+from .._types import Initializer, Size, Value
 from .dynamics import Dynamics, decay
 from .neurons import Conductance
 
@@ -33,15 +32,15 @@ class Expon(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
-        tau: Any = 8.0 * u.ms,
-        g_initializer: Any = init.ZeroInit(),
+        in_size: Size,
+        tau: Value = 8.0 * u.ms,
+        g_initializer: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(in_size, in_size, name, {"g": g_initializer})
         self.tau = tau
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         self.g.value = self.g.value * decay(self.tau) + x
         return self.g.value
 
@@ -61,24 +60,24 @@ class DualExpon(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
-        tau_decay: Any = 10.0 * u.ms,
-        tau_rise: Any = 1.0 * u.ms,
-        amplitude: Any = None,
-        g_initializer: Any = init.ZeroInit(),
+        in_size: Size,
+        tau_decay: Value = 10.0 * u.ms,
+        tau_rise: Value = 1.0 * u.ms,
+        amplitude: Value = None,
+        g_initializer: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(in_size, in_size, name, {"g_decay": g_initializer, "g_rise": g_initializer})
         self.tau_decay, self.tau_rise = tau_decay, tau_rise
         self.amplitude = _one_over_peak(tau_decay / tau_rise) if amplitude is None else amplitude
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         self.g_decay.value = self.g_decay.value * decay(self.tau_decay) + x
         self.g_rise.value = self.g_rise.value * decay(self.tau_rise) + x
         return self.amplitude * (self.g_decay.value - self.g_rise.value)
 
 
-def _one_over_peak(ratio: Any) -> Any:
+def _one_over_peak(ratio: Value) -> Value:
     """The kernel peaks at `t = tau_decay log(ratio) / (ratio - 1)`, where `ratio = tau_decay / tau_rise`."""
     if np.any(np.asarray(ratio) == 1.0):
         raise ValueError("`tau_decay` and `tau_rise` must differ; with one time constant use `Alpha`.")
@@ -98,15 +97,15 @@ class Alpha(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
-        tau: Any = 8.0 * u.ms,
-        g_initializer: Any = init.ZeroInit(),
+        in_size: Size,
+        tau: Value = 8.0 * u.ms,
+        g_initializer: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
         super().__init__(in_size, in_size, name, {"g": g_initializer, "h": g_initializer})
         self.tau = tau
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         g, h, kept = self.g.value, self.h.value, decay(self.tau)
         self.g.value = (g + h * (brainstate.environ.get_dt() / self.tau)) * kept
         self.h.value = h * kept + np.e * x
@@ -130,16 +129,16 @@ class STP(Dynamics):
 
     def __init__(
         self,
-        in_size: Any,
-        U: Any = 0.15,
-        tau_f: Any = 1500.0 * u.ms,
-        tau_d: Any = 200.0 * u.ms,
+        in_size: Size,
+        U: Value = 0.15,
+        tau_f: Value = 1500.0 * u.ms,
+        tau_d: Value = 200.0 * u.ms,
         name: str | None = None,
     ) -> None:
         super().__init__(in_size, in_size, name, {"u": U, "x": 1.0})
         self.U, self.tau_f, self.tau_d = U, tau_f, tau_d
 
-    def update(self, z: Any) -> Any:
+    def update(self, z: Value) -> Value:
         old_u, old_x = self.u.value, self.x.value
         use = old_u * decay(self.tau_f) + z * self.U * (1 - old_u)
         left = 1 - (1 - old_x) * decay(self.tau_d)
@@ -162,11 +161,13 @@ class STD(Dynamics):
     [1.0, 0.0, 0.505]
     """
 
-    def __init__(self, in_size: Any, tau: Any = 200.0 * u.ms, U: Any = 0.07, name: str | None = None) -> None:
+    def __init__(
+        self, in_size: Size, tau: Value = 200.0 * u.ms, U: Value = 0.07, name: str | None = None
+    ) -> None:
         super().__init__(in_size, in_size, name, {"x": 1.0})
         self.tau, self.U = tau, U
 
-    def update(self, z: Any) -> Any:
+    def update(self, z: Value) -> Value:
         left = 1 - (1 - self.x.value) * decay(self.tau)
         self.x.value = left - z * self.U * self.x.value
         return z * left
@@ -180,11 +181,11 @@ class CUBA(brainstate.nn.Module):
     [2.0]
     """
 
-    def __init__(self, scale: Any = 1.0, name: str | None = None) -> None:
+    def __init__(self, scale: Value = 1.0, name: str | None = None) -> None:
         super().__init__(name=name)
         self.scale = scale
 
-    def update(self, g: Any) -> Any:
+    def update(self, g: Value) -> Value:
         return self.scale * g
 
 
@@ -196,9 +197,9 @@ class COBA(brainstate.nn.Module):
     3.0
     """
 
-    def __init__(self, E: Any, name: str | None = None) -> None:
+    def __init__(self, E: Value, name: str | None = None) -> None:
         super().__init__(name=name)
         self.E = E
 
-    def update(self, g: Any) -> Conductance:
+    def update(self, g: Value) -> Conductance:
         return Conductance(g, self.E)

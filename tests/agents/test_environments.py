@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -21,11 +22,16 @@ ALL = [
 ]
 
 
+@lru_cache(maxsize=4)
+def _compiled(env: Any) -> tuple[Any, Any]:
+    return jax.jit(env.reset), jax.jit(env.step)
+
+
 def roll(env: Any, actions: Any, seed: int = 0) -> list[Any]:
     """Observation, reward, terminated and state of each step, the first after a reset."""
-    step = jax.jit(env.step)
+    reset, step = _compiled(env)
     key, begin = jax.random.split(jax.random.key(seed))
-    observation, state = env.reset(begin, None)
+    observation, state = reset(begin, None)
     found = [(np.asarray(observation), 0.0, False, state)]
     for action in actions:
         key, now = jax.random.split(key)
@@ -45,8 +51,9 @@ def test_environments_are_deterministic_and_map(env: Any) -> None:
     assert not all(same(first, roll(env, actions, seed)) for seed in (1, 2, 3))
     assert first[0][0].shape == (env.observation_size,)
     assert first[0][0].dtype == np.float32
-    observations, states = jax.vmap(env.reset)(jax.random.split(jax.random.key(0), 5))
-    stepped = jax.vmap(env.step)(jax.random.split(jax.random.key(1), 5), states, jnp.zeros(5, int))
+    observations, states = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 5))
+    keys = jax.random.split(jax.random.key(1), 5)
+    stepped = jax.jit(jax.vmap(env.step))(keys, states, jnp.zeros(5, int))
     assert observations.shape == stepped[0].shape == (5, env.observation_size)
 
 

@@ -17,38 +17,47 @@ from braintrace._rules import projection
 from braintrace._rules import rank as rank_file
 from braintrace._rules.rank import per_sample
 
-from ..oracle import Brute, bptt
-from ..run import agree, by_bptt, compiled, difference, every, in_one_pass, loops_forever, online, sequence
-from ..zoo import CASES, Step
-from .test_gradients import is_flat
+from ..oracle import bptt
+from ..run import (
+    agree,
+    brute_force,
+    by_bptt,
+    compiled,
+    difference,
+    digest,
+    every,
+    in_one_pass,
+    online,
+    sequence,
+    some,
+)
+from ..zoo import CASES, IN_CONTROL_FLOW, WITH_WHILE, Step
 
 ALL = 10**6  # more directions than any model here carries numbers
+EXACT = [n for n, c in CASES.items() if c.exact]
 TOGETHER = {"norms_of_two_states": {"samples": None}}  # where samples act on each other
 
 
 def by_definition() -> list[Any]:
     """Models on which the diagonal is approximate and some others, each with a rank, a window and a basis."""
-    names = [
-        n for i, (n, c) in enumerate(CASES.items()) if c.kind != "complex" and (not c.exact or i % 24 == 0)
-    ]
+    flat = [n for n in CASES if n not in IN_CONTROL_FLOW | WITH_WHILE]  # BPTT speaks for the others, below
+    exact = set(some(24, EXACT))
+    names = [n for n in flat if CASES[n].kind != "complex" and (not CASES[n].exact or n in exact)]
     ways = [(1, 1), (3, 2), (3, 1), (1, 5), (1, 2), (3, 5)]
+    fast = set(some(16, names))
     return [
-        pytest.param(n, *ways[i % len(ways)], basis, marks=() if i % 16 == 1 else pytest.mark.slow)
-        for i, n in enumerate(names)
+        pytest.param(n, *ways[digest(n) % len(ways)], basis, marks=() if n in fast else pytest.mark.slow)
+        for n in names
         for basis in ("balanced", "pushed")
     ]
 
 
 @pytest.mark.parametrize(("name", "rank", "window", "basis"), by_definition())
 def test_rank_equals_its_definition(name, rank, window, basis):
-    case = CASES[name]
+    case, brute = CASES[name], brute_force(name)
     xs = sequence(case, 4 if window < 5 else 10)  # more than one window, all of one length
     options = {"rank": rank, "basis": basis, **TOGETHER.get(name, {})}
-    learner = compiled(braintrace.D_RTRL(case.build(), **options), xs[0])
-    graph = learner.graph
-    if not is_flat(graph) or loops_forever(graph):
-        return  # BPTT speaks for these, below
-    brute = Brute(case.build(), xs[0], graph)
+    learner = compiled(braintrace.D_RTRL(case.build(), window=window, **options), xs[0])
     samples = per_sample(learner.executor, learner.rule.samples).samples
     places = [
         (e.path, i, v) for e in learner.graph.module_info.marked.carried for i, v in enumerate(e.invars)
@@ -59,13 +68,14 @@ def test_rank_equals_its_definition(name, rank, window, basis):
         leaves.append([n for n, p in enumerate(brute.f.state_paths) if p == path][i])
     pair = random_pair(samples.numbers, rank) if basis == "balanced" else None
     expected = brute.d_rtrl_rank(xs, window, rank, leaves, samples.axis, pair)
-    if basis == "pushed":  # a call at a time, in which a balanced pair would be renewed
-        found = online(learner, xs, window)
-        assert agree(expected, found, 1e-9), difference(expected, found)
-    for chunk_size in (None, window) if window < 5 else (None,):
-        learner = braintrace.D_RTRL(case.build(), window=window, **options)
-        prepare = None if pair is None else partial(set_pair, pair)
-        found = in_one_pass(learner, xs, prepare, chunk_size=chunk_size)
+    # Of each model one basis goes window by window too, and one in one pass; a call at a time would renew a
+    # balanced pair.
+    by_window = (digest(name) // 8 + (basis == "pushed")) % 2 == 0 and window < 5
+    prepare = None if pair is None else partial(set_pair, pair)
+    found = in_one_pass(learner, xs, prepare, chunk_size=window if by_window else None)
+    assert agree(expected, found, 1e-9), difference(expected, found)
+    if basis == "pushed":
+        found = online(braintrace.D_RTRL(case.build(), **options), xs, window)
         assert agree(expected, found, 1e-9), difference(expected, found)
 
 
@@ -84,11 +94,16 @@ def set_pair(pair: Any, learner: Any) -> None:
 
 
 def with_all_directions() -> list[Any]:
-    """All models, but of the many with exact diagonals and a tail or weight of their own every second."""
-    many = [n for n, c in CASES.items() if c.exact and c.kind in ("tail", "weight", "spike")]
+    """Models whose diagonal is approximate, and of each kind with exact diagonals about a third."""
+    kinds = dict.fromkeys(c.kind for c in CASES.values())
+    exact = {n for kind in kinds for n in some(3, [n for n in EXACT if CASES[n].kind == kind] or [""])}
+    names = [n for n in CASES if (n in exact or n not in EXACT) and n not in WITH_WHILE]
+    fast = set(some(50, names))
     return [
-        pytest.param(n, 1 + (i % 4 == 0), i % 8 < 2, marks=() if i % 50 == 8 else pytest.mark.slow)
-        for i, n in enumerate(n for n in CASES if n not in many[1::2])
+        pytest.param(
+            n, 1 + (digest(n) % 4 == 0), digest(n) % 16 < 4, marks=() if n in fast else pytest.mark.slow
+        )
+        for n in names
     ]
 
 
@@ -98,20 +113,19 @@ def test_with_all_directions_it_is_bptt(name, window, apart, monkeypatch):
     xs = sequence(case)
     if not apart:  # rows in one array, as where there are many
         monkeypatch.setattr(rank_file, "_APART", 0)
-    learner = compiled(braintrace.D_RTRL(case.build(), rank=ALL, **TOGETHER.get(name, {})), xs[0])
-    if loops_forever(learner.graph):
-        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
-            online(learner, xs, window)
-        return
-    if apart:
-        found = online(learner, xs, window)
-    else:
-        found = in_one_pass(
-            braintrace.D_RTRL(case.build(), window=window, rank=ALL, **TOGETHER.get(name, {})), xs
-        )
+    options = {"rank": ALL, **TOGETHER.get(name, {})}
+    learner = braintrace.D_RTRL(case.build(), **options if apart else {"window": window, **options})
+    found = online(learner, xs, window) if apart else in_one_pass(learner, xs)
     truth = by_bptt(name)
     assert agree(truth, found, 1e-10), difference(truth, found)
     assert learner.report.exactness.exact, str(learner.report.exactness)
+
+
+@pytest.mark.parametrize("name", every(2, sorted(WITH_WHILE)))
+def test_loops_of_unknown_length_have_no_rank(name):
+    learner = compiled(braintrace.D_RTRL(CASES[name].build(), rank=ALL), sequence(CASES[name], 1)[0])
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        online(learner, sequence(CASES[name]), 1)
 
 
 @pytest.mark.parametrize(("name", "numbers"), every(2, [("rnn_batched", 4), ("gru_fused", 3)]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..._compiler.step import Path, show_path
+from ..._types import Aval
 from .diagram import Box, Diagram, Edge, show_aval
 
 TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels
@@ -163,7 +163,7 @@ def _prefix(box: Box) -> Path:
     return common
 
 
-def _largest(avals: Sequence[Any]) -> str:
+def _largest(avals: Sequence[Aval]) -> str:
     """The shape of the largest leaf of a parameter, for a short label."""
     return f"[{','.join(map(str, max(avals, key=lambda a: a.size).shape))}]"
 

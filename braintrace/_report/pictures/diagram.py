@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -23,6 +23,7 @@ from ..._compiler.provenance import goals
 from ..._compiler.relation import HiddenParamOpRelation
 from ..._compiler.states_with_memory import remembered
 from ..._compiler.step import Path, show_path
+from ..._types import Aval
 from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
 
@@ -38,7 +39,7 @@ class Box:
     order: int  # in the program
     label: str = ""
     shape: str = ""
-    params: dict[Path, list[Any]] = field(default_factory=dict)  # and the types of their leaves
+    params: dict[Path, list[Aval]] = field(default_factory=dict)  # and the types of their leaves
     site: Site | None = None
     relation: HiddenParamOpRelation | None = None
     group: HiddenGroup | None = None
@@ -83,12 +84,12 @@ def marked_by(site: Site) -> str:
     return "found" if site.found else "marked by hand"
 
 
-def show_aval(aval: Any) -> str:
+def show_aval(aval: Aval) -> str:
     """`f32[16,32]`, as in a jaxpr."""
     return str(aval.str_short(short_dtypes=True))
 
 
-def show_avals(avals: Iterable[Any]) -> str:
+def show_avals(avals: Iterable[Aval]) -> str:
     return ", ".join(map(show_aval, avals))
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable
 from importlib import resources
 from string import Template
-from typing import Any
 
 from ..._compiler.step import Path, show_path
 from ..._diagnostics.records import DiagnosticLevel
@@ -79,7 +78,7 @@ def _names(paths: Iterable[Path], between: str) -> Markup:
     return join(*found[1:])
 
 
-def _row(kind: str, *cells: Any, class_: str | None = None) -> Markup:
+def _row(kind: str, *cells: object, class_: str | None = None) -> Markup:
     """A row of a table; a pair is a cell and its class."""
     pairs = [c if isinstance(c, tuple) else (c, None) for c in cells]
     return tag("tr", *(tag(kind, c, class_=name) for c, name in pairs), class_=class_)
