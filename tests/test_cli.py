@@ -19,7 +19,7 @@ import pytest
 
 from braintrace import tasks
 from braintrace._cli import main
-from braintrace._cli.train import CELLS
+from braintrace._cli.options import CELLS, RULES
 from braintrace._train.lock import locked
 
 pytestmark = pytest.mark.slow
@@ -511,13 +511,10 @@ def test_cells_make_nets(cell):
 
 
 def test_rules_are_those_of_the_table():
-    from braintrace._cli.inspection import PLANNED
-    from braintrace._cli.rule_options import NAMES, learner_of
-    from braintrace._learners.rule_choice import NAMES as LEARNERS
-    from braintrace._report.plan import RULES
+    from braintrace._cli.rules import learner_of
+    from braintrace._learners.rule_choice import NAMES
 
-    assert [*LEARNERS] == NAMES
-    assert [*PLANNED.values()] == [*RULES]
+    assert [*NAMES] == RULES
     assert learner_of("osttp", {}, num_targets=3)[1] == {"num_targets": 3}
 
 

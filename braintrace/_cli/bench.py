@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .common import UsageError, add_command
-from .models import positive, time_step
-from .rule_options import learner_of, parse_rule, signal_of
-from .train import CELLS
+from .models import time_step
+from .options import UsageError, add_command, add_options
+from .rules import learner_of, parse_rule, signal_of
 
 OUTPUTS = 8
 
@@ -30,13 +29,8 @@ examples:
 
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "bench", "time the rules and BPTT on this machine", ABOUT, run)
-    parser.add_argument("--cell", choices=CELLS, default="gru", help="default: gru")
-    sizes = {"inputs": 32, "hidden": 128, "batch-size": 16, "length": 50}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=positive, default=default, help=f"default: {default}")
-    parser.add_argument(
-        "--rules", nargs="+", metavar="RULE", help="rules, with options in brackets (default: cheap to exact)"
-    )
+    sizes = {"inputs": 32, "hidden": 128, "batch_size": 16, "length": 50}
+    add_options(parser, "cell inputs hidden batch_size length rules", cell="gru", **sizes)
     parser.add_argument("--suite", action="store_true", help="run the benchmarks of a checkout")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
 
@@ -77,7 +71,7 @@ def _compare(given: argparse.Namespace) -> None:
     rules = None
     if given.rules:
         options = {"num_targets": OUTPUTS, "modulator": 1.0}
-        rules = [(parse_rule(text)[0], learner_of(text, {}, **options)[1]) for text in given.rules]
+        rules = [(parse_rule(text, "--rules")[0], learner_of(text, {}, **options)[1]) for text in given.rules]
     brainstate.random.seed(0)
     found = braintrace.compare(
         make_net(given.cell, sizes, given.hidden),

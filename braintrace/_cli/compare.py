@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import frameworks, models
-from .common import UsageError, add_command
 from .inspection import distance, random_data
-from .rule_options import parse_rule
-from .train import CELLS, DEFAULTS, check_folder, make_optimizer, make_task, task_option
+from .options import UsageError, add_command, add_options, count
+from .rules import parse_rules
+from .train import DEFAULTS, check_folder, make_optimizer, make_task, task_option
 
 ABOUT = """\
 Compare learning rules on a model: how close their gradients are to the exact one, time, memory and, with
@@ -36,30 +36,10 @@ def add_to(commands: Any) -> None:
     short = "compare rules by gradient, time, memory and learning, and recommend one"
     parser = add_command(commands, "compare", short, ABOUT, run, epilog=frameworks.KINDS)
     models.add_arguments(parser, required=False)
-    add = parser.add_argument
-    add(
-        "--rules",
-        nargs="+",
-        metavar="RULE",
-        help="names, with options in brackets: 'd_rtrl(window=5)' (default: from cheap to exact)",
-    )
-    add("--task", help="the task to learn; `braintrace tasks` lists them")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the task")
-    add(
-        "--data",
-        type=models.path,
-        metavar="FILE",
-        help="a file of numpy (.npz) with xs, ys and optionally mask",
-    )
-    add("--cell", choices=CELLS, help="a network for the task instead of a model (default: gru, or alif)")
-    add("--hidden", type=models.positive, default=32, help="units of that network (default: 32)")
-    add("--length", type=models.positive, default=50, help="steps of random data (default: 50)")
-    add("--chunk-size", type=models.positive, metavar="K", help="steps per backward pass; changes speed only")
-    add("--train", type=models.count, default=0, metavar="N", help="train each rule for N updates")
-    rate, optimizer = DEFAULTS["learning_rate"], DEFAULTS["optimizer"]
-    add("--learning-rate", "--lr", type=float, default=rate, help=f"learning rate (default: {rate})")
-    add("--optimizer", default=optimizer, help=f"one of Optax, or obgd (default: {optimizer})")
-    add("--out", type=models.path, metavar="FOLDER", help="folder of the page, the picture and the data")
+    usual = {name: DEFAULTS[name] for name in ("learning_rate", "optimizer")}
+    names = "rules task set data cell hidden length chunk_size learning_rate optimizer out"
+    add_options(parser, names, set=[], hidden=32, length=50, **usual)
+    parser.add_argument("--train", type=count, default=0, metavar="N", help="train each rule for N updates")
 
 
 @dataclass(frozen=True)
@@ -75,15 +55,9 @@ class Data:
 
 
 def run(given: argparse.Namespace) -> int:
-    from .._learners.rule_choice import read_rules
-
     if given.out is not None:
         check_folder(given.out)
-    rules = given.rules and [parse_rule(text) for text in given.rules]
-    try:
-        _ = rules and read_rules(rules)
-    except ValueError as error:
-        raise UsageError(f"--rules: {error}") from error
+    rules = parse_rules(given.rules)
     if given.task and given.data:
         raise UsageError("Give a --task or --data, not both.")
     with _opened(given) as (model, data):

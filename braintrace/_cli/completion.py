@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import add_command
-from .models import path
-from .rule_options import NAMES
+from .options import RULES, add_command, path
 
 ABOUT = """\
 Print a script for tab completion.
@@ -45,7 +43,7 @@ def _choices(action: argparse.Action) -> list[str]:
 
         return tasks.names()
     if action.dest in ("rule", "rules"):
-        return list(NAMES)
+        return RULES
     return [str(c) for c in action.choices or ()]
 
 

@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from .common import UsageError
-from .models import positive
+from .options import UsageError, positive
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process is lost
 WAIT = 300  # seconds within which all processes must start

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .common import UsageError
+from .options import UsageError
 
 KINDS = """\
 models:

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from . import devices, frameworks, models
-from .common import add_command
-from .rule_options import DIAL, add_dial, add_rule, learner_of
-
-# the rules that `braintrace.plan` knows, the default ones first
-PLANNED = {n.lower(): n for n in ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT", "SnAp", "UORO", "KF_RTRL")}
+from .options import add_command, add_options
+from .options import path as path_of
+from .rules import DIAL, learner_of, parse_rules
 
 GRAPH = """\
 Show how each parameter is learned: groups of hidden states, the weights that feed them, and excluded weights.
@@ -47,6 +45,7 @@ Estimate the memory and operations of each rule and of BPTT, before anything is 
 examples:
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000 --window 10
+  braintrace plan my_pkg.my_mod:Model --input 28 --rules d_rtrl 'd_rtrl(window=5, rank=4)' snap bptt
   braintrace plan my_pkg.my_mod:Model --input 28 --batch-size 32 --length 1000 --devices 8 --model-parallel 2
 """
 
@@ -60,27 +59,15 @@ def add_to(commands: Any) -> None:
     ):
         parser = parsers[name] = add_command(commands, name, short, about, run, epilog=frameworks.KINDS)
         models.add_arguments(parser)
-        add_dial(parser)
-        parser.set_defaults(**DIAL)
+        add_options(parser, " ".join(DIAL), **DIAL)
     for name in ("graph", "check"):
-        add_rule(parsers[name], "d_rtrl")
-        parsers[name].set_defaults(rule="d_rtrl")
+        add_options(parsers[name], "rule", rule="d_rtrl")
     for kind, content in {"html": "an interactive page", "svg": "a drawing", "dot": "for graphviz"}.items():
-        parsers["graph"].add_argument(f"--{kind}", type=models.path, metavar="FILE", help=f"write {content}")
-    for name, length in (("check", 10), ("plan", 100)):
-        about = f"steps of a sequence (default: {length})"
-        parsers[name].add_argument("--length", type=models.positive, default=length, help=about)
-    add = parsers["check"].add_argument
-    add("--chunk-size", type=models.positive, metavar="K", help="steps per backward pass; changes speed only")
-    add("--exact", action="store_true", help="fail unless the gradients are equal")
+        parsers["graph"].add_argument(f"--{kind}", type=path_of, metavar="FILE", help=f"write {content}")
+    add_options(parsers["check"], "length chunk_size", length=10)
+    parsers["check"].add_argument("--exact", action="store_true", help="fail unless the gradients are equal")
+    add_options(parsers["plan"], "length rules", length=100)
     devices.add_counts(parsers["plan"])
-    parsers["plan"].add_argument(
-        "--rules",
-        nargs="+",
-        choices=[*PLANNED],
-        metavar="RULE",
-        help=f"some of {', '.join(PLANNED)} (default: {' '.join([*PLANNED][:4])})",
-    )
 
 
 def graph(given: argparse.Namespace) -> int:
@@ -106,7 +93,8 @@ def check(given: argparse.Namespace) -> int:
 
 def show_plan(given: argparse.Namespace) -> int:
     more = {name: getattr(given, name) for name in DIAL if getattr(given, name)}
-    more |= {"rules": [PLANNED[name] for name in given.rules]} if given.rules else {}
+    if rules := parse_rules(given.rules):
+        more["rules"] = rules
     with devices.mesh_of(given) as mesh, models.build(given) as (model, _):
         model.learner.plan(given.length, mesh=mesh, **more).show()
     return 0

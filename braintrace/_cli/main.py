@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from .._lines import raising_line
 from . import bench, compare, completion, devices, inspection, tasks, train
-from .common import UsageError
+from .options import UsageError
 
 ABOUT = """\
 Train recurrent and spiking networks online, forward in time, with eligibility traces.

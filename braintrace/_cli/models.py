@@ -18,9 +18,7 @@ from typing import Any
 
 from .._lines import raising_line
 from . import frameworks
-from .common import UsageError
-
-SPEC = "module:Model, file.py:Model, net.nir or, with arguments, 'module:Model(3, hidden=32)'"
+from .options import SPEC, UsageError, add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -39,34 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
         "a NIR file states its own",
     )
     add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
-    add("--batch-size", type=positive, help="number of sequences (default: no batch axis)")
     add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
-    add("--seed", type=int, default=0, help="seed of the parameters (default: 0)")
-
-
-def window_size(text: str) -> int | str:
-    """Parse a number of steps, or 'auto'."""
-    return text if text == "auto" else count(text)
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def path(text: str) -> Path:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("the name is empty")
-    return Path(text)
+    add_options(parser, "batch_size seed", seed=0)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import Any
 
-from .common import UsageError, add_command, hint
+from .options import UsageError, add_command, hint
 
 ABOUT = """\
 List the tasks, or describe one. None needs a download; some read data inside installed packages.

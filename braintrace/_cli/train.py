@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import devices
-from .common import UsageError, add_command
-from .models import SPEC, path, positive
-from .rule_options import DIAL, add_dial, add_rule, has_windows, learner_of, signal_of
+from .options import OPTIONS, SPEC, UsageError, add_command, add_options
+from .rules import DIAL, has_windows, learner_of, signal_of
 
-CELLS = (
-    "gru lstm urlstm mgu rnn minimal cfn minigru minilstm lru lif alif".split()
-)  # those of nets.py, which takes long to import
 DEFAULTS: dict[str, Any] = {
     "task": None,
     "set": {},
@@ -71,37 +67,11 @@ def add_to(commands: Any) -> None:
     short = "learn a task with an online rule, or with BPTT"
     # no defaults here, so that options that were typed are known
     parser = add_command(commands, "train", short, ABOUT, run, argument_default=argparse.SUPPRESS)
-    described = lambda name, text: f"{text} (default: {DEFAULTS[name]})"
+    names = [name for name in DEFAULTS if name in OPTIONS]
+    add_options(parser, " ".join([*names, "out"]), **{**DEFAULTS, "chunk_size": None})
     add = parser.add_argument
-    add("--task", help="the task to learn")
-    add("--set", action="append", metavar="NAME=VALUE", help="an option of the task, such as delay=20")
-    add_rule(parser, DEFAULTS["rule"])
-    add_dial(parser, DEFAULTS["window"])
-    add("--cell", choices=CELLS, help="default: gru, or alif where the inputs are spikes")
     add("--model", metavar="MODULE:MODEL", help=f"your own model instead of a cell: {SPEC}")
-    add("--hidden", type=positive, help=described("hidden", "units"))
-    add("--batches", type=positive, help=described("batches", "batches to train on"))
-    add("--batch-size", type=positive, help=described("batch_size", "sequences in a batch"))
-    add("--learning-rate", "--lr", type=float, help=described("learning_rate", "learning rate"))
-    add("--optimizer", help=described("optimizer", "one of Optax that takes a learning rate, or obgd"))
-    add("--clip", type=float, help=described("clip", "largest global norm of a gradient; 0 for no limit"))
-    add("--update-every", metavar="K", help=described("update_every", "time steps between updates"))
-    add("--chunk-size", type=positive, metavar="K", help="steps per backward pass; changes speed only")
-    add(
-        "--eval-every",
-        type=positive,
-        metavar="N",
-        help=described("eval_every", "batches between evaluations"),
-    )
-    add(
-        "--checkpoint-every",
-        type=positive,
-        metavar="N",
-        help=described("checkpoint_every", "batches between checkpoints"),
-    )
-    add("--seed", type=int, help=described("seed", "seed of parameters and data"))
     add("--to-target", action="store_true", help="stop when the task's target is reached")
-    add("--out", type=path, metavar="FOLDER", help="folder of the results")
     add("--resume", action="store_true", help="continue the run in --out")
     add("--trust", action="store_true", help="with --resume: import the model that the run folder names")
     devices.add_arguments(parser)

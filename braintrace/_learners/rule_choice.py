@@ -154,8 +154,9 @@ def _title(source: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> 
         name, given = type(source).__name__, {**_chosen(source), **options}
     else:
         name, given = source.__name__, dict(options)
-    method, window, rank = (given.pop(k, None) for k in ("vjp_method", "window", "rank"))
+    method, window, rank, across = (given.pop(k, None) for k in ("vjp_method", "window", "rank", "across"))
     words = title_of(name, window or (1 if method == "multi-step" else None), rank)
+    words += f", across {across}" if across else ""
     return ", ".join([words, *(f"{k}={v}" for k, v in given.items())])
 
 

@@ -32,11 +32,10 @@ from .._online.choose import auto_window
 from .._online.choose import memory_budget as default_budget
 from .._online.request import WindowSize
 from .._online.sequence import even_chunks
-from .._rules.rule import Rule
 from .._types import Array, Aval, Mesh, Model, Options, PyTree, RuleLike
 from .collectives import bytes_sent
 from .flops import count_flops
-from .tables import Table, Tabled, show_bytes, show_count, title_of
+from .tables import Table, Tabled, show_bytes, show_count
 
 RULES = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
 
@@ -48,27 +47,20 @@ _QUICKLY: Options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expe
 class PlanRow:
     """The cost of one rule with one chunk size, or with one `window`."""
 
-    rule: str
+    rule: str  # its name
+    title: str  # with its options
     chunk_size: int  # steps per backward pass
     exact: bool  # whether the gradient equals that of BPTT
     trace_bytes: int
     activation_bytes: int  # allocated while the gradient of the sequence is computed
     flops_per_step: float
     window: int | None = None
-    rank: int = 0
-    basis: str | None = None
-    across: str | None = None
     sent_per_step: float = 0.0  # bytes that a device receives from others
     sent_per_chunk: float = 0.0
 
     @property
     def total_bytes(self) -> int:
         return self.trace_bytes + self.activation_bytes
-
-    @property
-    def title(self) -> str:
-        across = f", across {self.across}" if self.across else ""
-        return title_of(self.rule, self.window, self.rank) + across
 
 
 @dataclass(frozen=True)
@@ -212,34 +204,28 @@ class PlanRequest:
         if self.length < 1:
             raise ValueError(f"`length` must be at least 1, not {self.length}.")
 
-    def rows(self) -> list[tuple[str, Rule, int, Options]]:
-        """Return the name of the rule, its value, the chunk size and the options of each row."""
-        rules = [(choice.name, choice.read()[0]) for choice in map(RuleChoice.of, self.rules)]
-        length = self.length
-        middle = even_chunks(length, math.isqrt(length))
-        sizes = sorted({min(s, length) for s in (self.chunk_sizes or (1, middle, length))})
-        steps = {rule: [1] for rule in ("RTRL", "SnAp", "UORO", "KF_RTRL")}  # they advance step by step
-        steps["BPTT"] = [s for s in sizes if s > 1] or [length]
-        rows: list[tuple[str, Rule, int, Options]] = [
-            (name, rule, size, {}) for name, rule in rules for size in steps.get(name, sizes)
-        ]
-        given = {"rank": self.rank, "basis": self.basis, "across": self.across}
-        options: Options = {k: v for k, v in given.items() if v}
-        if any(name == "D_RTRL" for name, _ in rules) and (self.window or options):
-            assert self.window != "auto"
-            window = self.window or 1
-            rule = _rules.D_RTRL(**options)
-            rows.append(("D_RTRL", rule, min(window, length), {"window": window, **options}))
-        return rows
+    def choices(self) -> list[RuleChoice]:
+        """Return the rules, with D_RTRL in windows behind them if that is asked for."""
+        found = [RuleChoice.of(given) for given in self.rules]
+        given = {"window": self.window, "rank": self.rank, "basis": self.basis, "across": self.across}
+        options = {name: value for name, value in given.items() if value}
+        if options and any(choice.name == "D_RTRL" for choice in found):
+            found.append(RuleChoice.of(("D_RTRL", {"window": 1, **options})))
+        return found
+
+    def sizes(self, name: str) -> list[int]:
+        """Return the chunk sizes for a rule; some go step by step, and BPTT needs more than one step."""
+        if name in ("RTRL", "SnAp", "UORO", "KF_RTRL"):
+            return [1]
+        middle = even_chunks(self.length, math.isqrt(self.length))
+        sizes = sorted({min(s, self.length) for s in (self.chunk_sizes or (1, middle, self.length))})
+        return [s for s in sizes if s > 1] or [self.length] if name == "BPTT" else sizes
 
 
 def plan_learner(learner: Learner, request: PlanRequest, layout: Layout | None) -> Plan:
     """Estimate the costs of a learner's step function, with arrays sharded by `layout` if there is one."""
     params, states = learner.function.params.like, learner.function.carry.like
-    if request.window == "auto":
-        longest = auto_window(learner.compiled.online, request.length, default_budget())
-        request = replace(request, window=longest)
-    rows = [_row(learner, request.length, *row) for row in request.rows()]
+    rows = [row for choice in request.choices() for row in _rows(learner, request, choice)]
     devices = () if layout is None else tuple(layout.mesh.devices.flat)
     budget = device_memory(devices) if request.memory_budget is None else request.memory_budget
     best, words = _recommend(rows, request.length, budget, bytes_of([*params, *states]), len(devices))
@@ -324,15 +310,26 @@ def _abstract_copy(model: Model, batch_size: int | None) -> Model:
     return twin
 
 
-def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, options: Options) -> PlanRow:
-    """Estimate the cost of a rule by compiling its gradient over a sequence, for shapes."""
-    window = options.get("window")
-    learner = learner.with_rule(rule, window or learner.window)
+def _rows(learner: Learner, request: PlanRequest, choice: RuleChoice) -> list[PlanRow]:
+    """Estimate the cost of a rule in windows, or with each chunk size."""
+    rule, window = choice.read()
+    if window == "auto":
+        window = auto_window(learner.compiled.online, request.length, default_budget())
+        choice = RuleChoice.of((choice.source, {**choice.options, "window": window}))
+    if window is None:
+        learner = learner.with_rule(rule, learner.window)
+        return [_row(learner, request.length, choice, size, None) for size in request.sizes(choice.name)]
+    size = min(window, request.length)
+    return [_row(learner.with_rule(rule, window), request.length, choice, size, window)]
+
+
+def _row(learner: Learner, length: int, choice: RuleChoice, size: int, window: int | None) -> PlanRow:
+    """Estimate the cost of a learner by compiling its gradient over a sequence, for shapes."""
     function = learner.function
 
     def gradient(params: PyTree, carry: PyTree, xs: PyTree, traces: PyTree) -> PyTree:
         params, carry, xs = function.rebuild(params, carry, xs)
-        return learner.grad(_loss, params, carry, traces, xs, chunk_size=None if options else size)
+        return learner.grad(_loss, params, carry, traces, xs, chunk_size=None if window else size)
 
     with warnings.catch_warnings(action="ignore"):
         traces = learner.trace_shapes
@@ -345,7 +342,8 @@ def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, option
     several = any(s.num_devices > 1 for s in jax.tree.leaves(compiled.input_shardings))
     sent = bytes_sent(compiled.as_text()) if several else 0
     return PlanRow(
-        rule=name,
+        rule=choice.name,
+        title=choice.label,
         chunk_size=size,
         exact=learner.report.exactness.exact or (window or 0) >= length,
         trace_bytes=bytes_of(jax.tree.leaves(traces)),
@@ -353,7 +351,7 @@ def _row(learner: Learner, length: int, name: str, rule: Rule, size: int, option
         flops_per_step=count_flops(traced.jaxpr) / length,
         sent_per_step=sent / length,
         sent_per_chunk=sent / math.ceil(length / size),
-        **options,
+        window=window,
     )
 
 

@@ -1,47 +1,20 @@
-"""The options that choose a rule: --rule, --window, --rank, --basis and --across."""
+"""Rules as they are typed: `--rule`, with `--window`, `--rank`, `--basis` and `--across`, and `--rules`."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .common import UsageError, hint
-from .models import count, parse_call, window_size
+from .._types import Options, PyTree
+from .models import parse_call
+from .options import RULES, UsageError, hint
 
-# the names of `braintrace.compile`, which takes long to import
-NAMES = (
-    "d_rtrl es_d_rtrl esd_rtrl pp_prop rtrl eprop e_prop rflo ostl_recurrent ostl_feedforward ottt otpe "
-    "osttp s_tllr three_factor dni bptt snap uoro kf_rtrl"
-).split()
 DIAL = {"window": 0, "rank": 0, "basis": None, "across": None}  # options of rules with windows, and defaults
 REPLACES = {"num_targets": ("B_list",)}  # an option, and others that make it superfluous
 
 
-def add_rule(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add `--rule`."""
-    text = f"the learning rule, with options in brackets: 'rflo(leak=0.9)' (default: {default}); one of "
-    parser.add_argument("--rule", metavar="RULE", help=text + ", ".join(NAMES))
-
-
-def add_dial(parser: argparse.ArgumentParser, window: int = 0) -> None:
-    """Add `--window`, with this default, `--rank`, `--basis` and `--across`."""
-    usual = f"default: {window}" if window else "default: single steps"
-    add = parser.add_argument
-    add(
-        "--window",
-        type=window_size,
-        metavar="K",
-        help="back-propagate through windows of K steps, with traces for earlier ones; 0: none; 'auto': "
-        f"the longest that fit into memory ({usual})",
-    )
-    add("--rank", type=count, metavar="R", help="rank of a correction to the diagonal traces (default: 0)")
-    add("--basis", choices=("balanced", "pushed"), help="how the basis of that correction is found")
-    add("--across", choices=("layers",), help="keep the influence on the layers above a weight")
-
-
-def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
+def parse_rule(text: str, option: str = "--rule") -> tuple[str, Options]:
     """Return the name of a rule and its options.
 
     >>> parse_rule("d_rtrl(window=5, rank=4)")
@@ -49,13 +22,29 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, args, options = parse_call(text)
     if args or not name:
-        raise UsageError(f"--rule: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'.")
-    if name.lower() not in NAMES:
-        raise UsageError(f"--rule: there is no rule {name!r}; {hint(name, NAMES)}")
+        raise UsageError(
+            f"{option}: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'."
+        )
+    if name.lower() not in RULES:
+        raise UsageError(f"{option}: there is no rule {name!r}; {hint(name, RULES)}")
     return name.lower(), options
 
 
-def _read(text: str) -> tuple[str, dict[str, Any], Any, Mapping[str, inspect.Parameter]]:
+def parse_rules(texts: Sequence[str] | None) -> list[tuple[str, Options]] | None:
+    """Return the names and options of the rules of `--rules`, or None for the default ones."""
+    from .._learners.rule_choice import read_rules
+
+    if not texts:
+        return None
+    rules = [parse_rule(text, "--rules") for text in texts]
+    try:
+        read_rules(rules)
+    except ValueError as error:
+        raise UsageError(f"--rules: {error}") from error
+    return rules
+
+
+def _read(text: str) -> tuple[str, Options, Any, Mapping[str, inspect.Parameter]]:
     """Return the name of a rule, its options, its learner class and the parameters of that."""
     from .._learners.rule_choice import NAMES as LEARNERS
 
@@ -63,7 +52,7 @@ def _read(text: str) -> tuple[str, dict[str, Any], Any, Mapping[str, inspect.Par
     return name, options, LEARNERS[name], inspect.signature(LEARNERS[name].__init__).parameters
 
 
-def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any, dict[str, Any]]:
+def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any, Options]:
     """Return the learner class of a rule and its options.
 
     Args:
@@ -88,7 +77,7 @@ def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any
     return make, {**more, **chosen, **options}
 
 
-def signal_of(learner: Any, target: Any) -> dict[str, Any]:
+def signal_of(learner: Any, target: PyTree) -> Options:
     """Return the keyword arguments of a call, for rules whose learning signal is made of the target."""
     rule = getattr(learner, "rule", None)  # BPTT has none
     return {} if rule is None or "target" not in rule.signal.takes else {"target": target}
