@@ -6,11 +6,14 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .models import time_step
 from .options import UsageError, add_command, add_options
 from .rules import learner_of, parse_rule, signal_of
+
+if TYPE_CHECKING:
+    from .options import Commands
 
 OUTPUTS = 8
 
@@ -27,7 +30,7 @@ examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Commands) -> None:
     parser = add_command(commands, "bench", "time the rules and BPTT on this machine", ABOUT, run)
     sizes = {"inputs": 32, "hidden": 128, "batch_size": 16, "length": 50}
     add_options(parser, "cell inputs hidden batch_size length rules", cell="gru", **sizes)

@@ -7,13 +7,17 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from . import frameworks, models
 from .inspection import distance, random_data
 from .options import UsageError, add_command, add_options, count
 from .rules import parse_rules
 from .train import DEFAULTS, check_folder, make_optimizer, make_task, task_option
+
+if TYPE_CHECKING:
+    from .._types import Function, PyTree
+    from .options import Commands
 
 ABOUT = """\
 Compare learning rules on a model: how close their gradients are to the exact one, time, memory and, with
@@ -32,7 +36,7 @@ examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Commands) -> None:
     short = "compare rules by gradient, time, memory and learning, and recommend one"
     parser = add_command(commands, "compare", short, ABOUT, run, epilog=frameworks.KINDS)
     models.add_arguments(parser, required=False)
@@ -46,11 +50,11 @@ def add_to(commands: Any) -> None:
 class Data:
     """Sequences, and the loss of outputs."""
 
-    xs: Any
-    ys: Any  # a list of sequences
-    mask: Any
-    loss: Any  # of outputs and targets
-    batches: Any = None  # to train on; the sequences themselves by default
+    xs: PyTree
+    ys: list[PyTree]
+    mask: PyTree
+    loss: Function  # of outputs and targets
+    batches: Function | None = None  # to train on; the sequences themselves by default
     random: bool = False
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .options import RULES, add_command, path
+
+if TYPE_CHECKING:
+    from .options import Commands
 
 ABOUT = """\
 Print a script for tab completion.
@@ -17,7 +20,7 @@ examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Commands) -> None:
     parser = add_command(commands, "completion", "print a script for tab completion", ABOUT, run)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 

@@ -10,9 +10,12 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .options import UsageError, positive
+
+if TYPE_CHECKING:
+    from .._types import Mesh, Options
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process is lost
 WAIT = 300  # seconds within which all processes must start
@@ -42,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seconds("--wait", help=f"time within which all processes must start (default: {WAIT})")
 
 
-def add_counts(parser: argparse.ArgumentParser) -> Any:
+def add_counts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("devices")
     add = functools.partial(group.add_argument, type=positive)
     add("--devices", metavar="N", help="devices of all processes together, over which batches are sharded")
@@ -51,7 +54,7 @@ def add_counts(parser: argparse.ArgumentParser) -> Any:
 
 
 @contextlib.contextmanager
-def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
+def mesh_of(given: argparse.Namespace) -> Iterator[Mesh | None]:
     """Yield the mesh of the options, or None; only the first of several processes prints in here."""
     typed = vars(given)
     devices, model = typed.get("devices"), typed.get("model_parallel") or 1
@@ -69,7 +72,7 @@ def mesh_of(given: argparse.Namespace) -> Iterator[Any]:
         yield _mesh(devices, model)
 
 
-def describe(mesh: Any) -> str:
+def describe(mesh: Mesh) -> str:
     """Return a sentence about the devices in use."""
     axes = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
     found = mesh.devices.ravel()
@@ -90,7 +93,7 @@ def leave(code: int, error: Exception | None = None) -> None:
         os._exit(code)
 
 
-def _mesh(devices: int | None, model: int) -> Any:
+def _mesh(devices: int | None, model: int) -> Mesh:
     import jax
 
     if devices is not None and not jax.distributed.is_initialized():
@@ -118,7 +121,7 @@ def _count_cpus(number: int) -> None:
             jax.config.update("jax_num_cpu_devices", number)
 
 
-def _join(typed: dict[str, Any]) -> None:
+def _join(typed: Options) -> None:
     """Connect to the other processes."""
     import jax
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .options import UsageError
+
+if TYPE_CHECKING:
+    from .._learners.learner import Learner
+    from .._types import Function, PyTree
 
 KINDS = """\
 models:
@@ -28,18 +32,20 @@ Functions with an argument `key`, `rngs` or `batch_size` get it from --seed and 
 class Model:
     """A functional learner, with the parameters and carry of its model."""
 
-    learner: Any
-    params: Any
-    carry: Any
+    learner: Learner
+    params: PyTree
+    carry: PyTree
 
 
-def call(function: Any, given: argparse.Namespace | None, args: Sequence[Any] = (), **kwargs: Any) -> Any:
+def call(
+    function: Function, given: argparse.Namespace | None, args: Sequence[object] = (), **kwargs: Any
+) -> Any:
     """Call a function, with the key, random streams and batch size that its signature asks for."""
     import jax
 
     is_class = isinstance(function, type)  # the signature of a class may be that of its metaclass
     signature = inspect.signature(function.__init__ if is_class else function)
-    offered: dict[str, Callable[[], Any]] = {}
+    offered: dict[str, Function] = {}
     if given is not None:
         offered = {"key": lambda: jax.random.key(given.seed), "batch_size": lambda: given.batch_size}
         if nnx := sys.modules.get("flax.nnx"):
@@ -50,12 +56,12 @@ def call(function: Any, given: argparse.Namespace | None, args: Sequence[Any] = 
     return function(*args, **kwargs)
 
 
-def is_made(found: Any) -> bool:
+def is_made(found: object) -> bool:
     """Return whether this is a model, not a function that makes one."""
     return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
 
 
-def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse.Namespace) -> Model:
+def read(model: Any, params: PyTree, carry: PyTree, inputs: list[PyTree], given: argparse.Namespace) -> Model:
     """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
     import brainstate
     import jax
@@ -91,21 +97,21 @@ def read(model: Any, params: Any, carry: Any, inputs: list[Any], given: argparse
     return Model(online(step, params, carry, x), params, carry)
 
 
-def _of(found: Any, *packages: str) -> bool:
+def _of(found: object, *packages: str) -> bool:
     """Return whether this is a module of a framework, which then is imported already."""
     known = [sys.modules[name].Module for name in packages if name in sys.modules]
     return isinstance(found, tuple(known))
 
 
-def _is_triple(found: Any) -> bool:
+def _is_triple(found: object) -> bool:
     return isinstance(found, tuple) and len(found) == 3 and callable(found[0])
 
 
-def _is_haiku(found: Any) -> bool:
+def _is_haiku(found: object) -> bool:
     return isinstance(found, tuple) and getattr(found, "_fields", None) == ("init", "apply")
 
 
-def _carry(carry: Any, model: Any, make: Callable[[], Any] | None = None) -> Any:
+def _carry(carry: PyTree, model: Any, make: Function | None = None) -> Any:
     if carry is not None:
         return carry
     if make is None or not hasattr(model, "initialize_carry"):
@@ -116,13 +122,13 @@ def _carry(carry: Any, model: Any, make: Callable[[], Any] | None = None) -> Any
     return make()
 
 
-def _haiku_step(model: Any) -> Callable[..., Any]:
+def _haiku_step(model: Any) -> Function:
     if "rng" in inspect.signature(model.apply).parameters:
         return lambda params, carry, x: model.apply(params, None, carry, x)
     return model.apply  # type: ignore[no-any-return]
 
 
-def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, Any]:
+def _equinox(model: Any, carry: PyTree, batch_size: int | None) -> tuple[Function, PyTree, PyTree]:
     """Return step, params and carry; Equinox modules have no batch axis, its cells take the input first."""
     import equinox as eqx
     import jax
@@ -130,13 +136,13 @@ def _equinox(model: Any, carry: Any, batch_size: int | None) -> tuple[Any, Any, 
 
     is_cell = isinstance(model, eqx.nn.GRUCell | eqx.nn.LSTMCell)
 
-    def one(model: Any, carry: Any, x: Any) -> Any:
+    def one(model: Any, carry: PyTree, x: PyTree) -> PyTree:
         if not is_cell:
             return model(carry, x)
         carry = model(x, carry)
         return carry, carry[0] if isinstance(carry, tuple) else carry
 
-    def step(model: Any, carry: Any, x: Any) -> Any:
+    def step(model: Any, carry: PyTree, x: PyTree) -> PyTree:
         return one(model, carry, x) if batch_size is None else jax.vmap(partial(one, model))(carry, x)
 
     if carry is None and is_cell:

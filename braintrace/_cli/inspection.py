@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from . import devices, frameworks, models
 from .options import add_command, add_options
 from .options import path as path_of
 from .rules import DIAL, learner_of, parse_rules
+
+if TYPE_CHECKING:
+    from .._types import Array, Aval, PyTree
+    from .options import Commands
 
 GRAPH = """\
 Show how each parameter is learned: groups of hidden states, the weights that feed them, and excluded weights.
@@ -50,7 +54,7 @@ examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Commands) -> None:
     parsers = {}
     for name, about, run, short in (
         ("graph", GRAPH, graph, "show how each parameter of a model is learned"),
@@ -101,7 +105,7 @@ def show_plan(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
+def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
     """Yield the model under the rule of the options, and the shapes of its inputs."""
     from .._learners.rule_choice import RuleChoice
 
@@ -110,14 +114,16 @@ def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, li
         yield replace(model, learner=choice.on(model.learner)), inputs
 
 
-def random_data(given: argparse.Namespace, model: frameworks.Model, inputs: list[Any]) -> tuple[Any, Any]:
+def random_data(
+    given: argparse.Namespace, model: frameworks.Model, inputs: list[Aval]
+) -> tuple[PyTree, PyTree]:
     """Draw sequences of inputs, an array or a tuple of several, and of targets for each output."""
     import jax.numpy as jnp
     import numpy as np
 
     rng = np.random.default_rng(given.seed)
 
-    def draw(like: Any) -> Any:
+    def draw(like: Aval) -> Array:
         shape = (given.length, *like.shape)
         if jnp.issubdtype(like.dtype, jnp.integer):
             return jnp.asarray(rng.integers(2, size=shape), like.dtype)
@@ -127,15 +133,15 @@ def random_data(given: argparse.Namespace, model: frameworks.Model, inputs: list
     return xs[0] if len(xs) == 1 else xs, list(map(draw, float_outputs(model.learner.function.outputs)))
 
 
-def distance(outputs: Any, *targets: Any) -> Any:
+def distance(outputs: PyTree, *targets: Array) -> Array:
     """Return the mean squared distance of outputs from targets."""
     import jax.numpy as jnp
 
     found = float_outputs(outputs)
-    return sum(jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)) / len(found)
+    return jnp.stack([jnp.mean(jnp.abs(a - b) ** 2) for a, b in zip(found, targets, strict=True)]).mean()
 
 
-def float_outputs(outputs: Any) -> list[Any]:
+def float_outputs(outputs: PyTree) -> list[Array]:
     """Return the inexact outputs, without units, from which a loss can be computed."""
     import jax
     import jax.numpy as jnp

@@ -128,7 +128,7 @@ def _report(error: Exception, given: argparse.Namespace) -> int:
 def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    def found(name: str) -> Any:
+    def found(name: str) -> str:
         try:
             return version(name)
         except PackageNotFoundError:

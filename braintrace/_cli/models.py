@@ -10,15 +10,18 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._lines import raising_line
 from . import frameworks
 from .options import SPEC, UsageError, add_options
+
+if TYPE_CHECKING:
+    from .._types import Aval, Function, Model, Options, PyTree
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -42,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
 
 
 @contextmanager
-def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Any]]]:
+def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
     """Yield the functional learner of the model, and the shape of each input with its batch axis."""
     import brainstate
 
@@ -54,7 +57,7 @@ def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[An
         yield frameworks.read(make(), params, carry, inputs, given), inputs
 
 
-def _given(name: str, given: argparse.Namespace) -> Any:
+def _given(name: str, given: argparse.Namespace) -> PyTree:
     """Return the value of `--params` or `--carry`: a name in the model's module, or `module:name`."""
     spec = getattr(given, name)
     if spec is None:
@@ -78,7 +81,7 @@ def time_step(dt: float | None = None) -> Iterator[None]:
             yield
 
 
-def shapes(given: argparse.Namespace) -> list[Any]:
+def shapes(given: argparse.Namespace) -> list[Aval]:
     import jax
     import jax.numpy as jnp
 
@@ -106,7 +109,7 @@ def shapes(given: argparse.Namespace) -> list[Any]:
     return found
 
 
-def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any]:
+def find(spec: str, given: argparse.Namespace | None = None) -> Function:
     """Import the module of a model, and return a function that makes the model.
 
     Args:
@@ -119,7 +122,7 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
         return lambda: _load_nir(spec)
     found, args, kwargs = _look_up(spec)
 
-    def is_made(model: Any) -> bool:
+    def is_made(model: object) -> bool:
         return isinstance(model, brainstate.nn.Module) or (given is not None and frameworks.is_made(model))
 
     if not callable(found) and not is_made(found):
@@ -128,7 +131,7 @@ def find(spec: str, given: argparse.Namespace | None = None) -> Callable[[], Any
     if given is not None and is_step and given.carry is None:
         raise UsageError("A step function needs both --params and --carry.")
 
-    def make() -> Any:
+    def make() -> Model:
         if is_made(found) or is_step:
             return found
         try:
@@ -153,7 +156,7 @@ def _is_nir(spec: str) -> bool:
     return spec.partition("(")[0].endswith(".nir")
 
 
-def _load_nir(spec: str) -> Any:
+def _load_nir(spec: str) -> Model:
     """The network of a NIR file: `net.nir`, or with arguments of `load`, `net.nir(dt=1e-4)`."""
     from .. import nir
 
@@ -165,7 +168,7 @@ def _load_nir(spec: str) -> Any:
         raise UsageError(str(error)) from error
 
 
-def _look_up(spec: str) -> tuple[Any, list[Any], dict[str, Any]]:
+def _look_up(spec: str) -> tuple[Any, list[Any], Options]:
     """Import the object of a name; return it, and the arguments after the name."""
     where, colon, what = spec.partition(":")
     if not colon or not where or not what:
@@ -228,7 +231,7 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def parse_call(what: str) -> tuple[str, list[Any], dict[str, Any]]:
+def parse_call(what: str) -> tuple[str, list[Any], Options]:
     """Return a dotted name, and the arguments of a call, which are Python literals."""
     try:
         tree = ast.parse(what, mode="eval").body

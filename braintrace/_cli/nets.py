@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import brainstate
@@ -9,6 +10,8 @@ import brainunit as u
 import jax.numpy as jnp
 
 from .. import nn
+from .._types import Value
+from ..tasks.task import Task
 
 RATE = {
     "gru": nn.GRUCell,
@@ -32,7 +35,7 @@ class RateNet(brainstate.nn.Module):
         self.cell = RATE[cell](inputs, hidden, **options)
         self.readout = nn.Linear(hidden, outputs)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         return self.readout(self.cell(x))
 
 
@@ -45,7 +48,7 @@ class DiagonalNet(brainstate.nn.Module):
         self.cell = nn.LRUCell(hidden, hidden, r_min=0.9, r_max=0.999)
         self.readout = nn.Linear(hidden, outputs)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         return self.readout(jnp.tanh(self.cell(self.embed(x))))
 
 
@@ -67,12 +70,12 @@ class SpikingNet(brainstate.nn.Module):
             self.neurons = nn.LIF(hidden, R=20.0, tau=tau)
         self.readout = nn.LeakyRateReadout(hidden, outputs, tau=tau)
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Value) -> Value:
         inputs = jnp.concatenate([x, self.neurons.get_spike()], -1)
         return self.readout(self.neurons(self.weights(inputs)))
 
 
-def make_net(cell: str, task: Any, hidden: int) -> Any:
+def make_net(cell: str, task: Task | Namespace, hidden: int) -> brainstate.nn.Module:
     """Return a network for a task."""
     if cell == "lru":
         return DiagonalNet(task.inputs, hidden, task.outputs)

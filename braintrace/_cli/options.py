@@ -6,9 +6,13 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._types import Options
+if TYPE_CHECKING:
+    from .._types import Options
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 
 SPEC = "module:Model, file.py:Model, net.nir or, with arguments, 'module:Model(3, hidden=32)'"
 # the names of `braintrace.compile` and the cells of nets.py, which take long to import
@@ -99,7 +103,7 @@ OPTIONS: dict[str, Options] = {
 
 
 def add_command(
-    commands: Any, name: str, short: str, about: str, run: Callable[..., int], **options: Any
+    commands: Commands, name: str, short: str, about: str, run: Callable[..., int], **options: Any
 ) -> argparse.ArgumentParser:
     """Add the parser of a command, which calls `run`."""
     form = argparse.RawDescriptionHelpFormatter

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._types import Options, PyTree
 from .models import parse_call
 from .options import RULES, UsageError, hint
+
+if TYPE_CHECKING:
+    from .._types import Options, PyTree
 
 DIAL = {"window": 0, "rank": 0, "basis": None, "across": None}  # options of rules with windows, and defaults
 REPLACES = {"num_targets": ("B_list",)}  # an option, and others that make it superfluous

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .options import UsageError, add_command, hint
+
+if TYPE_CHECKING:
+    from .options import Commands
 
 ABOUT = """\
 List the tasks, or describe one. None needs a download; some read data inside installed packages.
@@ -18,7 +21,7 @@ examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Commands) -> None:
     parser = add_command(commands, "tasks", "list the tasks, or describe one", ABOUT, run)
     parser.add_argument("task", nargs="?", help="the task to describe")
 

@@ -8,15 +8,21 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import devices
 from .options import OPTIONS, SPEC, UsageError, add_command, add_options
 from .rules import DIAL, has_windows, learner_of, signal_of
 
-DEFAULTS: dict[str, Any] = {
+if TYPE_CHECKING:
+    from .._learners.stateful import ETraceAlgorithm
+    from .._train.result import FitResult
+    from .._types import Function, Mesh, Options, PyTree
+    from ..tasks.task import Task
+    from .options import Commands
+
+DEFAULTS: Options = {
     "task": None,
     "set": {},
     "rule": "d_rtrl",
@@ -63,7 +69,7 @@ examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Commands) -> None:
     short = "learn a task with an online rule, or with BPTT"
     # no defaults here, so that options that were typed are known
     parser = add_command(commands, "train", short, ABOUT, run, argument_default=argparse.SUPPRESS)
@@ -82,7 +88,7 @@ def run(given: argparse.Namespace) -> int:
         return _run(given, mesh)
 
 
-def _run(given: argparse.Namespace, mesh: Any) -> int:
+def _run(given: argparse.Namespace, mesh: Mesh | None) -> int:
     from .._train.lock import locked
     from .models import find, time_step
     from .nets import make_net
@@ -123,8 +129,8 @@ def _check_trust(spec: str, out: Path, trusted: bool) -> None:
 
 
 def train(
-    settings: dict[str, Any], task: Any, make: Callable[[], Any], out: Path, resume: bool, mesh: Any = None
-) -> Any:
+    settings: Options, task: Task, make: Function, out: Path, resume: bool, mesh: Mesh | None = None
+) -> FitResult:
     """Train with these settings, and write the results to `out`."""
     import brainstate
     import jax
@@ -133,6 +139,7 @@ def train(
 
     import braintrace
 
+    from .._train.batches import Batch
     from .._train.sharding import Layout
 
     size, seed = settings["batch_size"], settings["seed"]
@@ -151,7 +158,7 @@ def train(
         fresh.write_text(json.dumps(settings, indent=1) + "\n")
         fresh.replace(out / "config.json")
     # every process draws whole batches, so that the data do not depend on the number of processes
-    own = Layout.of(mesh).own if mesh is not None else lambda batch: batch
+    own: Function = lambda batch: batch if mesh is None else Layout.of(mesh).own(Batch(*batch))
     every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
         learner,
@@ -176,18 +183,20 @@ def train(
     return result
 
 
-def _step(learner: Any, task: Any) -> Callable[..., Any]:
+def _step(learner: ETraceAlgorithm, task: Task) -> Function:
     """Return the loss of a step, which gives the target to rules that take it."""
     import jax
 
-    def step(x: Any, y: Any) -> Any:
+    def step(x: PyTree, y: PyTree) -> PyTree:
         target = jax.nn.one_hot(y, task.outputs) if y.ndim == 1 else y
         return task.step(lambda x: learner(x, **signal_of(learner, target)))(x, y)
 
     return step
 
 
-def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, Any], out: Path) -> None:
+def _write(
+    result: FitResult, learner: ETraceAlgorithm, task: Task, name: str, settings: Options, out: Path
+) -> None:
     """Write the curves and, for a finished run, the report; print the score."""
     from .._report.tables import title_of
     from .._train.curves import save_curves
@@ -215,14 +224,14 @@ def _write(result: Any, learner: Any, task: Any, name: str, settings: dict[str, 
     print(f"results are in {out}: open {out / 'report.html'}")
 
 
-def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
+def _settings(given: argparse.Namespace) -> tuple[Options, Path, bool]:
     """Return the settings (typed, else of the resumed run, else default), the folder, whether to resume."""
     typed = {k: v for k, v in vars(given).items() if k in DEFAULTS}
     if "set" in typed:
         typed["set"] = dict(map(task_option, typed["set"]))
     resume = getattr(given, "resume", False)
     out: Path | None = getattr(given, "out", None)
-    stored: dict[str, Any] = {}
+    stored: Options = {}
     if resume and out is not None:
         stored = _stored(out)
         for name, value in typed.items():
@@ -250,7 +259,7 @@ def _settings(given: argparse.Namespace) -> tuple[dict[str, Any], Path, bool]:
     return settings, out, resume
 
 
-def _stored(out: Path) -> dict[str, Any]:
+def _stored(out: Path) -> Options:
     """Return the settings that the run in a folder was started with."""
     check_folder(out)
     file = out / "config.json"
@@ -278,7 +287,7 @@ def check_folder(out: Path) -> None:
         raise UsageError(f"--out {out}: {found} is a file; give a folder, which may be new.")
 
 
-def _check(settings: dict[str, Any]) -> None:
+def _check(settings: Options) -> None:
     from .tasks import check_name
 
     if not 0 < (rate := settings["learning_rate"]) < math.inf:
@@ -300,7 +309,7 @@ def _check(settings: dict[str, Any]) -> None:
     make_optimizer(settings)
 
 
-def make_task(settings: dict[str, Any]) -> Any:
+def make_task(settings: Options) -> Task:
     from .. import tasks
 
     try:
@@ -319,7 +328,7 @@ def task_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def make_optimizer(settings: dict[str, Any]) -> Any:
+def make_optimizer(settings: Options) -> Any:
     from .._train.optimizers import optimizer_by_name
 
     try:
