@@ -292,7 +292,7 @@ def test_compare_on_a_task_and_on_data(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "Say on what"),
+        ("", "There are no data"),
         ("--rules d_rtl", "did you mean 'd_rtrl'"),
         ("--rules d_rtrl(3)", "options by name"),
         ("--task copyng", "did you mean 'copying'"),

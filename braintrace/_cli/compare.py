@@ -94,7 +94,7 @@ def _opened(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, Data]
             yield model, Data(*random_data(given, model, inputs), None, distance, random=True)
         return
     else:
-        raise UsageError("Say on what to compare: a model with --input, --task or --data; or a --task alone.")
+        raise UsageError("There are no data: give a model with --input, --task or --data; or a --task alone.")
     if given.model:
         if given.cell:
             raise UsageError("Give a --cell or a model, not both.")

@@ -17,7 +17,7 @@ from .options import UsageError, positive
 if TYPE_CHECKING:
     from .._types import Mesh, Options
 
-HEARTBEAT = 30  # seconds without a sign of life after which a process is lost
+HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as lost
 WAIT = 300  # seconds within which all processes must start
 BY_HAND = ("coordinator", "processes", "process")
 SEVERAL = (*BY_HAND, "distributed")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--process", type=int, metavar="I", help="number of this process, from 0")
     add("--distributed", action="store_true", help="several processes, found through SLURM, MPI or the like")
     seconds = functools.partial(add, type=positive, metavar="SECONDS")
-    seconds("--heartbeat", help=f"silence after which a process is lost (default: {HEARTBEAT})")
+    seconds("--heartbeat", help=f"silence after which a process counts as lost (default: {HEARTBEAT})")
     seconds("--wait", help=f"time within which all processes must start (default: {WAIT})")
 
 

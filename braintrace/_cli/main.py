@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load() -> None:
-    """Import the libraries, after a line that says so: it takes seconds."""
+    """Import the libraries, which takes seconds, and print a line about it first."""
     if "jax" not in sys.modules:
         print("braintrace: loading JAX ...", file=sys.stderr, flush=True)
     from .. import _precision as _precision

@@ -1,4 +1,4 @@
-"""Compare an online gradient with that of back-propagation through time, parameter by parameter.
+"""Comparison of an online gradient with that of back-propagation through time, by parameter.
 
 relative error  |online - bptt| / |bptt|        cosine  <online, bptt> / (|online| |bptt|)
 norm ratio      |online| / |bptt|
@@ -20,13 +20,13 @@ from .tables import Table, Tabled
 
 Gradients = Mapping[Path, PyTree]
 
-# how far apart two ways of computing one gradient may be: sums of products in another order
+# largest relative error of two sums of the same products in different order, by bytes of the type
 _ROUND_OFF = {8: 1e-9, 4: 1e-4, 2: 3e-2}
 
 
 @dataclass(frozen=True)
 class ParameterCheck:
-    """How one parameter's gradient compares; `cause` is 'equal', 'rule' or 'numerical'."""
+    """The comparison of one parameter's gradient; `cause` is 'equal', 'rule' or 'numerical'."""
 
     path: Path
     relative_error: float
@@ -53,7 +53,7 @@ class GradientCheck(Tabled):
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is round-off or a path that the rule truncates."""
+        """Whether every difference is round-off or due to a path that the rule truncates."""
         return all(p.cause != "numerical" for p in self.parameters)
 
     @property
@@ -62,34 +62,36 @@ class GradientCheck(Tabled):
 
     @property
     def explanation(self) -> str:
-        """The cause of the difference, in words."""
+        """The causes of the differences, as sentences."""
         words = [about_zeros(self.zero)] if self.zero else []
         if self.equal:
-            why = "" if self.exactness.exact else " although the rule drops paths: they carry nothing here"
-            return "\n".join([*words, f"{self.rule} gives the gradient of BPTT, to round-off{why}."])
+            words.append(f"{self.rule} gives the gradient of BPTT, to round-off.")
+            if not self.exactness.exact:
+                words.append("The paths that it truncates contribute nothing here.")
+            return "\n".join(words)
         rule = [p for p in self.parameters if p.cause == "rule"]
         if rule:
             words.append(
-                f"The difference of {show_paths(p.path for p in rule)} is the rule's: {self.rule} does not "
-                "count all of their effect on later losses."
+                f"The difference of {show_paths(p.path for p in rule)} is due to the rule: {self.rule} does "
+                "not follow all of their influence on later losses."
             )
             dropped = dict.fromkeys(d.reason for p in rule for d in p.dropped)
-            words += [f"- not counted: {reason}" for reason in list(dropped)[:5]]
+            words += [f"- not followed: {reason}" for reason in list(dropped)[:5]]
             if len(dropped) > 5:
                 words.append(f"- and {len(dropped) - 5} more in `.exactness.dropped`")
         rest = [p for p in self.parameters if p.cause == "numerical"]
         if rest:
             words.append(
-                f"The difference of {show_paths(p.path for p in rest)} is numerical: no path is dropped, yet "
-                f"it is larger than {self.tolerance:.0e}. Compare again in float64 "
+                f"The difference of {show_paths(p.path for p in rest)} is numerical: it is not due to a "
+                f"truncated path, yet it is larger than {self.tolerance:.0e}. Compare again in float64 "
                 "(`brainstate.environ.set(precision=64)`): "
-                "round-off shrinks, anything else stays. What stays comes from `step_fn`, if it reads or "
-                "assigns a state of the model by itself: traces know only of what the model's own step does."
+                "round-off shrinks. A difference that remains comes from `step_fn`, if it reads or assigns a "
+                "state of the model itself: traces follow only the model's own step."
             )
         return "\n".join(words)
 
     def to_dict(self) -> Options:
-        """Everything as plain data."""
+        """Return all fields as plain data."""
         names = ("rule", "length", "relative_error", "cosine", "norm_ratio", "tolerance", "explanation")
         found = {name: getattr(self, name) for name in names} | {"exact": self.exactness.exact}
         found["parameters"] = rows = {show_path(p.path): dict(vars(p)) for p in self.parameters}
@@ -133,7 +135,7 @@ def compare_gradients(
         error, cosine, ratio = _compare(a, b)
         dropped = tuple(d for d in exactness.dropped if d.weight_path == path)
         # Terms that cancel, as in the gradient of a bias before a normalisation, leave their own round-off
-        # behind, and are of the size of other gradients; a hundredth still tells a small gradient from none.
+        # and are of the size of other gradients. A hundredth still distinguishes a small gradient from none.
         scale = max(float(np.linalg.norm(b)), largest / 100)
         is_equal = float(np.linalg.norm(a - b)) <= tolerance * scale
         cause = "equal" if is_equal else "rule" if dropped else "numerical"
@@ -143,14 +145,14 @@ def compare_gradients(
 
 
 def flatten(tree: PyTree) -> NumPyArray:
-    """The leaves as one vector, in double precision; a complex number as two."""
+    """Concatenate the leaves to one vector in double precision; a complex number becomes two."""
     leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
     parts = [p for v in leaves for p in ((v.real, v.imag) if np.iscomplexobj(v) else (v,))]
     return np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)])
 
 
 def _compare(a: NumPyArray, b: NumPyArray) -> tuple[float, float, float]:
-    """The relative error of `a` against `b`, their cosine and the ratio of norms; two zeros are equal."""
+    """Return the relative error of `a` to `b`, their cosine and the ratio of norms; two zeros are equal."""
     na, nb = float(np.linalg.norm(a)), float(np.linalg.norm(b))
     if nb == 0:
         return (0.0, 1.0, 1.0) if na == 0 else (float("inf"), 0.0, float("inf"))
@@ -159,27 +161,27 @@ def _compare(a: NumPyArray, b: NumPyArray) -> tuple[float, float, float]:
 
 
 def round_off(values: PyTree) -> float:
-    """By the coarsest type among parameters and traces."""
+    """Return the relative error that counts as round-off, by the coarsest type among the arrays."""
     types = [leaf.dtype for leaf in jax.tree.leaves(values) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return max(_ROUND_OFF[min(8, jnp.finfo(t).bits // 8)] for t in types)
 
 
 def by_name(trees: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The arrays of parameters or their gradients, by names such as `readout.weight['bias']`."""
+    """Return the arrays of pytrees by names such as `readout.weight['bias']`."""
     leaves = jax.tree_util.tree_leaves_with_path(dict(trees))
     return {f"{at[0].key}{jax.tree_util.keystr(at[1:])}": leaf for at, leaf in leaves}
 
 
 def zeros(gradients: Gradients) -> list[str]:
-    """The names of the arrays among gradients that are exactly zero."""
+    """Return the names of the arrays among gradients that are exactly zero."""
     named = by_name({show_path(path): g for path, g in gradients.items()})
     return [name for name, g in named.items() if g.size and not np.any(g)]
 
 
 def about_zeros(names: Iterable[str]) -> str:
-    """The advice for parameters whose gradient is zero."""
+    """Return the advice for parameters whose gradient is zero."""
     return (
-        f"The gradient of {', '.join(f'`{n}`' for n in names)} is exactly zero on these data, and nothing is "
-        "learned there. A weight that reads spikes has none if no unit ever fired: then make the input "
+        f"The gradient of {', '.join(f'`{n}`' for n in names)} is exactly zero on these data: they are "
+        "not learned. That of a weight that reads spikes is zero if no unit ever fired: then make the input "
         "weights (`w_init`) or `R` of the neurons larger (`R=tau/dt`), or `V_th` smaller."
     )

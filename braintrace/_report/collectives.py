@@ -1,4 +1,4 @@
-"""The bytes that a compiled program sends between devices: its collectives, times the turns of loops."""
+"""Count the bytes that the collectives of a compiled program send; loops count as often as they run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TURNS = re.compile(r'known_trip_count[^}]*"n":"(\d+)"')
 
 @dataclass
 class Sent:
-    """The collectives of a program, by kind: how often each is run, and the bytes handed to a device."""
+    """The collectives of a program by kind: the number of runs, and the bytes that a device receives."""
 
     runs: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -36,12 +36,12 @@ class _Computation:
 
 
 def bytes_sent(text: str) -> int:
-    """The bytes that collectives send to a device, in one run of a compiled program."""
+    """Return the bytes that a device receives from collectives, in one run of a compiled program."""
     return sum(collectives(text).bytes.values())
 
 
 def collectives(text: str) -> Sent:
-    """The collectives of one run of a compiled program."""
+    """Return the collectives of one run of a compiled program."""
     found: dict[str, _Computation] = {}
     entry, now = "", _Computation()
     for line in text.splitlines():
@@ -54,7 +54,7 @@ def collectives(text: str) -> Sent:
         if sends:
             shape = sends["shape"]
             if sends["start"] and (sends["kind"] != "all-reduce" or shape.startswith("((")):
-                shape = _elements(shape)[1]  # what goes in comes first
+                shape = _elements(shape)[1]  # the operands come first
             size = sum(map(_bytes, _ARRAY.finditer(shape)))
             now.sent.add(Sent(Counter({sends["kind"]: 1}), Counter({sends["kind"]: size})), 1)
         turns = _TURNS.search(line)
@@ -74,14 +74,14 @@ def collectives(text: str) -> Sent:
 
 
 def _elements(shape: str) -> list[str]:
-    """The elements of a tuple of shapes, which may be tuples."""
+    """Split a tuple of shapes, which may be tuples, into its elements."""
     found, depth = [""], 0
-    for letter in shape.strip()[1:-1]:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
+    for char in shape.strip()[1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
             found.append("")
         else:
-            found[-1] += letter
+            found[-1] += char
     return found
 
 

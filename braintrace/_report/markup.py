@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG, the one place where text is escaped."""
+"""Elements of HTML and SVG. All text that enters a page or a drawing is escaped here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from html import escape
 
 
 class Markup(str):
-    """A string that is HTML or SVG already."""
+    """A string of HTML or SVG, which is not escaped again."""
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """An element; attributes, and children that are not `Markup`, are escaped.
+    """Return an element; attributes, and children that are not `Markup`, are escaped.
 
     An attribute that is None is left out; underscores in names become hyphens, the last one is dropped.
 
@@ -23,5 +23,5 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def join(*parts: object) -> Markup:
-    """Parts side by side, those that are not `Markup` escaped."""
+    """Concatenate parts; those that are not `Markup` are escaped."""
     return Markup("".join(p if isinstance(p, Markup) else escape(str(p)) for p in parts))

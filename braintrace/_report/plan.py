@@ -38,6 +38,7 @@ from .flops import count_flops
 from .tables import Table, Tabled, show_bytes, show_count
 
 RULES = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
+STEP_BY_STEP = ("RTRL", "SnAp", "UORO", "KF_RTRL")  # rules that advance one step at a time
 
 # On a CPU, XLA assigns buffers before it makes machine code, so that the code need not be fast.
 _QUICKLY: Options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -215,7 +216,7 @@ class PlanRequest:
 
     def sizes(self, name: str) -> list[int]:
         """Return the chunk sizes for a rule; some go step by step, and BPTT needs more than one step."""
-        if name in ("RTRL", "SnAp", "UORO", "KF_RTRL"):
+        if name in STEP_BY_STEP:
             return [1]
         middle = even_chunks(self.length, math.isqrt(self.length))
         sizes = sorted({min(s, self.length) for s in (self.chunk_sizes or (1, middle, self.length))})
@@ -316,7 +317,7 @@ def _rows(learner: Learner, request: PlanRequest, choice: RuleChoice) -> list[Pl
     if window == "auto":
         window = auto_window(learner.compiled.online, request.length, default_budget())
         choice = RuleChoice.of((choice.source, {**choice.options, "window": window}))
-    if window is None:
+    if window is None or choice.name in STEP_BY_STEP:
         learner = learner.with_rule(rule, learner.window)
         return [_row(learner, request.length, choice, size, None) for size in request.sizes(choice.name)]
     size = min(window, request.length)

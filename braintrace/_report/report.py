@@ -1,4 +1,4 @@
-"""The report on a compiled model: how each parameter is learned, and what is truncated."""
+"""The report on a compiled model: how each parameter is learned, and which paths the rule truncates."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from .tables import number
 
 @dataclass(frozen=True)
 class CompilationReport:
-    """How each parameter is learned: groups, traced weights, weights without a trace and why."""
+    """How each parameter is learned: hidden groups, weights with a trace, and weights without one and why."""
 
     graph: ETraceGraph
     rule: RuleKind | None = None  # D_RTRL
 
     @cached_property
     def dropped(self) -> list[Finding]:
-        """Every path that the rule drops."""
+        """The paths that the rule truncates."""
         return find_dropped(self.graph, self._rule)
 
     @cached_property
     def exactness(self) -> Exactness:
-        """Whether the rule's gradient is that of BPTT, and what it drops, in words."""
+        """Whether the rule's gradient equals that of BPTT, and which paths it truncates."""
         return Exactness.of(self.graph, self._rule, self.dropped)
 
     @cached_property
     def _rule(self) -> RuleKind:
-        """The rule, with the axis of samples that it goes by."""
+        """The rule, with the batch axis that its correction uses."""
         rule = self.rule or BY_STEPS
         return replace(rule, samples=axis_of_samples(self.graph, rule.samples)) if rule.rank else rule
 
@@ -82,7 +82,7 @@ class CompilationReport:
         traced = self.etrace_weights
         reasons: dict[Path, str] = {}
         for record in self.graph.diagnostics:
-            # that it is followed inside a loop is no reason
+            # being inside a loop is no reason to have no trace
             why = record.kind is not DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW
             if why and record.weight_path is not None and record.weight_path not in traced:
                 reasons.setdefault(record.weight_path, record.kind.value)
@@ -124,7 +124,7 @@ class CompilationReport:
 
     @property
     def warnings(self) -> list[CompilationRecord]:
-        """The findings that the user may well not have meant."""
+        """The findings that the user may not have intended."""
         return [r for r in self.diagnostics if r.level >= DiagnosticLevel.WARNING]
 
     @property
@@ -147,14 +147,14 @@ class CompilationReport:
         return f"<CompilationReport of {model}: {self.in_short()}; {self.exactness.in_short()}>"
 
     def in_short(self) -> str:
-        """How many groups there are, and how many parameters are learned online."""
+        """Return the number of groups and of parameters that are learned online, in words."""
         counts, params = self.counts, len(self.graph.module_info.params)
         groups = number(counts["hidden_groups"], "group")
         online = counts["etrace_weights"] + len(self.ranked_weights)
         return f"{groups}, {online} of {number(params, 'parameter')} learned online"
 
     def to_str(self, level: int = 1) -> str:
-        """A tree of groups, sites and parameters, as plain text; from level 2 on, with every finding."""
+        """Return a tree of groups, operations and parameters as text; from level 2 on, with every finding."""
         from rich.console import Console
 
         from .pictures.tree import make_tree
@@ -182,22 +182,22 @@ class CompilationReport:
             print(self.to_str(level))
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A drawing of what feeds what; written to `path` if one is given."""
+        """Return a drawing of the data flow in one step as SVG; write it to `path` if one is given."""
         from .pictures.drawing import to_svg
 
         return _write(to_svg(self), path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A page with the drawing, the verdict, what traces cost and every finding.
+        """Return a page with the drawing, the verdict, the size of traces and all findings.
 
-        It needs no network; written to `path` if one is given.
+        It loads no other file. It is written to `path` if one is given.
         """
         from .pictures.page import to_html
 
         return _write(to_html(self), path)
 
     def to_dot(self) -> str:
-        """The graph in the language of graphviz."""
+        """Return the graph in the DOT language of graphviz."""
         from .pictures.drawing import to_dot
 
         return to_dot(self)

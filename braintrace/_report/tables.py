@@ -1,4 +1,4 @@
-"""A small table for people: plain text, colours in a terminal, HTML in a notebook."""
+"""Tables as plain text, in colour in a terminal, and as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST = 12  # characters of the first column
 
 @dataclass(frozen=True)
 class Table:
-    """A title, named columns and rows of words, and sentences below; the first column is a name."""
+    """A title, columns with names, rows of strings, and notes below; the first column is left-aligned."""
 
     title: str
     columns: Sequence[str]
@@ -25,9 +25,9 @@ class Table:
     notes: Sequence[str] = ()
 
     def to_str(self, width: float = math.inf) -> str:
-        """The table as text; where it is wider than `width`, words go below each other: names, then cells."""
+        """Return the table as text; if it is wider than `width`, cells are broken at spaces, header first."""
         rows = [list(self.columns), *map(list, self.rows)]
-        for broken in (0, 1, len(rows)):  # rows whose words are below each other
+        for broken in (0, 1, len(rows)):  # rows whose cells are broken at spaces
             cells = [
                 [name, *(c.replace(" ", "\n") if i < broken else c for c in rest)]
                 for i, (name, *rest) in enumerate(rows)
@@ -50,7 +50,7 @@ class Table:
         return "\n".join([self.title, head, "  ".join("-" * w for w in widths), *body, *self.notes])
 
     def show(self) -> None:
-        """Print it, as wide as the terminal."""
+        """Print the table, as wide as the terminal."""
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -72,7 +72,7 @@ class Table:
 
 
 class Tabled:
-    """Something that is shown as a table."""
+    """Base class of results that are shown as a table."""
 
     @property
     def table(self) -> Table:
@@ -112,10 +112,10 @@ def show_bytes(count: float) -> str:
 
 
 def show_count(number: float) -> str:
-    """A large number with a letter: `3.1M`."""
-    for letter in ("", "k", "M", "G", "T"):
-        if number < 1000 or letter == "T":
-            return f"{number:.3g}{letter}"
+    """Abbreviate a large number: `3.1M`."""
+    for suffix in ("", "k", "M", "G", "T"):
+        if number < 1000 or suffix == "T":
+            return f"{number:.3g}{suffix}"
         number /= 1000
     raise AssertionError
 

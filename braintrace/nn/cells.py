@@ -3,9 +3,9 @@
 Gates that share an input share one product, split afterwards. `[x, h]` is a concatenation, `*` is element
 by element, `s` the logistic function.
 
-What a trace cannot follow, and a learner therefore leaves out, is stated with each cell: the influence of
-`h[t-1]` on `h[t]` through a product (that is what makes D-RTRL diagonal), and a gate that acts through
-another product only, which is learned within the step.
+Each docstring states the influence that diagonal traces truncate: that of `h[t-1]` on `h[t]` through a
+product, and that of a gate which acts only through another product. The weight of such a gate gets the
+gradient within the step.
 
 Every cell takes `in_size` and `out_size` for `num_in` and `num_out`, and a tuple of one number for each.
 """
@@ -31,7 +31,7 @@ Cell = TypeVar("Cell", bound=type)
 
 
 def _sized(cell: Cell) -> Cell:
-    """Let a cell be given its two sizes by either name, as numbers or as tuples of one number."""
+    """Let a cell take its two sizes by either name, as numbers or as tuples of one number."""
     own: Any = cell.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
@@ -66,14 +66,14 @@ def _split(y: Value, parts: int) -> list[Value]:
 
 
 def _as_row(weight: Value, like: Value) -> Value:
-    """A weight for each unit, with the axes of a batch in front."""
+    """Add leading batch axes to a weight with one entry per unit."""
     return jnp.expand_dims(weight, tuple(range(like.ndim - weight.ndim)))
 
 
 def _keep(what: Callable[..., bool], step: Function) -> Function:
-    """A step of which back-propagation through time stores `what`, and computes the rest again.
+    """Checkpoint a step: back-propagation through time stores `what`, and computes the rest again.
 
-    That is half of what it would store, and 3 to 6 % faster on CPU.
+    This halves the memory, and is 3 to 6 % faster on a CPU.
     """
     return jax.checkpoint(step, policy=what, prevent_cse=False)
 
@@ -88,7 +88,7 @@ def _gates(primitive: Primitive, *_: object, **__: object) -> bool:
 
 @_sized
 class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
-    """`h = activation(W [x, h])`. Left out: all of `dh[t]/dh[t-1]`, which is through `W`.
+    """`h = activation(W [x, h])`. Truncated: all of `dh[t]/dh[t-1]`, which is through `W`.
 
     >>> import jax.numpy as jnp
     >>> cell = ValinaRNNCell(3, 4)
@@ -107,7 +107,7 @@ class ValinaRNNCell(brainstate.nn.ValinaRNNCell):
 class MGUCell(brainstate.nn.MGUCell):
     """`f = s(Wf [x, h])`, `h = (1 - f) * h + f * activation(Wh [x, f * h])`.
 
-    Left out: the influence of `h[t-1]` through `Wf` and `Wh`, and that of `Wf` through `Wh`.
+    Truncated: the influence of `h[t-1]` through `Wf` and `Wh`, and that of `Wf` through `Wh`.
 
     >>> import jax.numpy as jnp
     >>> cell = MGUCell(3, 4, w_init=init.XavierNormal())
@@ -128,7 +128,7 @@ class MGUCell(brainstate.nn.MGUCell):
 class LSTMCell(brainstate.nn.LSTMCell):
     """`i, g, f, o = W [x, h]`, `c = s(f + 1) * c + s(i) * activation(g)`, `h = s(o) * activation(c)`.
 
-    One product, one group of two states. Left out: the influence of `h[t-1]`, which is through `W`.
+    One product, one group of two states. Truncated: the influence of `h[t-1]`, which is through `W`.
 
     >>> import jax.numpy as jnp
     >>> cell = LSTMCell(3, 4)
@@ -155,7 +155,7 @@ class URLSTMCell(brainstate.nn.URLSTMCell):
         g = 2 r * f + (1 - 2 r) * f^2
         c = g * c + (1 - g) * activation(n)        h = s(o) * activation(c)
 
-    Left out: the influence of `h[t-1]`, which is through `W`.
+    Truncated: the influence of `h[t-1]`, which is through `W`.
 
     >>> import jax.numpy as jnp
     >>> cell = URLSTMCell(3, 4)
@@ -202,7 +202,7 @@ def _function(activation: Activation) -> Function:
 class GRUCell(_Cell):
     """`z = s(Wz [x, h])`, `r = s(Wr [x, h])`, `h = (1 - z) * h + z * activation(Wh [x, r * h])`.
 
-    Left out: the influence of `h[t-1]` through the products, and that of `Wr`, all through `Wh`: it gets the
+    Truncated: the influence of `h[t-1]` through the products, and that of `Wr`, all through `Wh`: it gets the
     gradient within the step. `Wz` and `Wr` are separate products, so that no trace is kept for `Wr`.
 
     >>> import jax.numpy as jnp
@@ -244,7 +244,7 @@ class GRUCell(_Cell):
 class CFNCell(_Cell):
     """A chaos-free network: `f, i = s(Wfi [x, h])`, `h = f * activation(h) + i * activation(Wh x)`.
 
-    Left out: the influence of `h[t-1]` through `Wfi`; that through `f * activation(h)` is kept.
+    Truncated: the influence of `h[t-1]` through `Wfi`; that through `f * activation(h)` is kept.
 
     >>> import jax.numpy as jnp
     >>> cell = CFNCell(3, 4)
@@ -279,7 +279,7 @@ class CFNCell(_Cell):
 class MinimalRNNCell(_Cell):
     """`n = activation(Wx x)`, `f = s(Wf [n, h])`, `h = f * h + (1 - f) * n`.
 
-    Left out: the influence of `h[t-1]` through `Wf`, and that of `Wx` through `Wf`.
+    Truncated: the influence of `h[t-1]` through `Wf`, and that of `Wx` through `Wf`.
 
     >>> import jax.numpy as jnp
     >>> cell = MinimalRNNCell(3, 4)
@@ -315,7 +315,7 @@ class MinimalRNNCell(_Cell):
 class MiniGRU(_Cell):
     """A GRU whose gates see the input only: `z, n = W x`, `h = (1 - s(z)) * h + s(z) * n`.
 
-    Nothing is left out: online gradients are those of back-propagation through time.
+    Nothing is truncated: online gradients equal those of back-propagation through time.
 
     >>> import jax.numpy as jnp
     >>> cell = MiniGRU(3, 4)
@@ -347,7 +347,7 @@ class MiniGRU(_Cell):
 class MiniLSTM(_Cell):
     """An LSTM whose gates see the input only: `f, i, n = W x`, `h = (s(f) * h + s(i) * n) / (s(f) + s(i))`.
 
-    Nothing is left out: online gradients are those of back-propagation through time.
+    Nothing is truncated: online gradients equal those of back-propagation through time.
 
     >>> import jax.numpy as jnp
     >>> cell = MiniLSTM(3, 4)

@@ -13,7 +13,7 @@ from .._types import ArrayLike, Initializer, Options, Shape, Size, Value
 
 
 class _Conv(brainstate.nn.Module):
-    """What the three share; the rest is in the class of `brainstate.nn` that comes next in line."""
+    """Base class of the convolutions, a mix-in in front of the classes of `brainstate.nn`."""
 
     num_spatial_dims: int
 

@@ -13,7 +13,7 @@ from .._types import Value
 class Embedding(brainstate.nn.Embedding):
     """`y = weight[indices]`; indices are integers of any shape, weight (num_embeddings, *embedding_size).
 
-    The options shape what the table learns. The row `padding_idx` learns nothing; `scale_grad_by_freq`
+    The options change the gradient of the table. The row `padding_idx` learns nothing; `scale_grad_by_freq`
     divides a row's gradient by how often it is looked up in the step; `freeze` learns nothing at all. With
     `max_norm`, vectors that are longer come out at that length; the table itself is left as it is.
 

@@ -63,7 +63,7 @@ def hard_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
 
 
 class Neuron(Dynamics):
-    """How a neuron fires and is reset: what is common to all of them.
+    """Base class of neurons: how a neuron fires and is reset.
 
     A subclass gives its threshold. The voltage's distance from it is measured, for `spk_fun`, in units of
     what lies between the reset and the threshold at rest.

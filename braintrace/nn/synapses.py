@@ -1,4 +1,4 @@
-"""Synapses: what a weighted spike becomes over time, and how it drives a neuron.
+"""Synapses: the time course of the response to a weighted spike, and how it drives a neuron.
 
 The input of a synapse is what arrives in the step (weights times spikes), its state has the shape of the
 neurons it drives: `LIF(n)(COBA(E)(Expon(n)(Linear(m, n)(spikes))))` is one group of states.

@@ -90,7 +90,7 @@ def _check_option(name: str, option: str, value: Any, usual: float) -> None:
 
 
 def summary(name: str) -> str:
-    """What a task asks for, in a line; makes no data.
+    """Return the description of a task in one line; makes no data.
 
     >>> summary("adding")
     'Add the two marked numbers of a row of random numbers.'

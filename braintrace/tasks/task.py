@@ -1,4 +1,4 @@
-"""What a task is: batches of sequences, a loss, a metric, and the score that counts as learned."""
+"""The type of tasks: batches of sequences, a loss, a metric, and the score that counts as learned."""
 
 from __future__ import annotations
 

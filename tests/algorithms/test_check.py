@@ -47,7 +47,7 @@ def test_a_difference_of_the_rule_is_told_from_the_paths_it_drops():
     np.testing.assert_allclose(first.relative_error, np.linalg.norm(a - b) / np.linalg.norm(b), rtol=1e-8)
     np.testing.assert_allclose(first.cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b), rtol=1e-8)
     np.testing.assert_allclose(first.norm_ratio, np.linalg.norm(a) / np.linalg.norm(b), rtol=1e-8)
-    assert "`w1` is the rule's" in check.explanation
+    assert "`w1` is due to the rule" in check.explanation
     assert "what `b` keeps of `a` through `matmul` of `w2`" in check.explanation
     for text in (str(check), check._repr_html_(), json.dumps(check.to_dict())):
         assert "w1" in text
@@ -57,7 +57,7 @@ def test_a_difference_of_the_rule_is_told_from_the_paths_it_drops():
 def test_a_difference_beyond_round_off_on_an_exact_model_is_numerical():
     _, _, _, check = run("leaky", tolerance=0.0)
     assert not check.ok
-    assert "is numerical: no path is dropped" in check.explanation
+    assert "is numerical: it is not due to a truncated path" in check.explanation
 
 
 def test_states_traces_and_random_numbers_stay_as_they_are():

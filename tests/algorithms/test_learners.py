@@ -1290,7 +1290,7 @@ def test_only_states_that_remember_have_traces(method):
     states = {trace.value.shape[0] for trace in learner.traces.values()}
     assert states == {1 if method == "single-step" else 2}  # a window reads the old output through its op
     assert [group.num_state for group in learner.graph.hidden_groups] == [2]
-    assert "made anew each step" in learner.report.to_str()
+    assert "recomputed in each step" in learner.report.to_str()
 
 
 class ReadsOld(brainstate.nn.Module):

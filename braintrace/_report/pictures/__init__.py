@@ -1,1 +1,1 @@
-"""Pictures of a graph: a tree of text, a drawing and a page, all made from the same reading of it."""
+"""Pictures of a graph: a tree of text, a drawing and a page, all made from one `Diagram`."""

@@ -1,4 +1,4 @@
-"""Boxes with their sizes, and the cards that hold a group together with the sites that feed it."""
+"""Boxes with their sizes, and cards: a hidden group together with the operations that feed it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(eq=False)
 class Placed:
-    """A box with its text, its size, and where it is within its card (then: in the drawing)."""
+    """A box with its text, its size and its position within its card."""
 
     box: Box
     lines: list[Line]
@@ -89,7 +89,7 @@ class Card:
 
 
 def make_cards(diagram: Diagram) -> list[Card]:
-    """Every box of a diagram in one card, in program order, each with its inside arranged."""
+    """Assign the boxes of a diagram to cards, in program order, and arrange each card."""
     home = _homes(diagram)
     cards: dict[str, Card] = {}
     for key, box in diagram.boxes.items():
@@ -103,7 +103,7 @@ def make_cards(diagram: Diagram) -> list[Card]:
 
 
 def _homes(diagram: Diagram) -> dict[str, str]:
-    """The card of each box: a site that works for one group only, and for nothing else, is in its card."""
+    """Return the card of each box; a site that feeds only one group is in the card of that group."""
     home = {key: key for key in diagram.boxes}
     sites = sorted(diagram.of("site"), key=lambda b: -b.order)
     for box in sites:
@@ -146,13 +146,13 @@ def _place(box: Box, prefix: Path) -> Placed:
 
 
 def _name(path: Path, prefix: Path) -> str:
-    """A path without what the title of its card says already."""
+    """Return a path without the prefix that is in the title of its card."""
     inside = path[: len(prefix)] == prefix
     return shorten(show_path(path[len(prefix) :] if inside else path), 28)
 
 
 def _prefix(box: Box) -> Path:
-    """The common beginning of the paths of a group's states."""
+    """Return the common prefix of the paths of a group's states."""
     if box.group is None:
         return ()
     first, *rest = box.group.hidden_paths
@@ -164,7 +164,7 @@ def _prefix(box: Box) -> Path:
 
 
 def _largest(avals: Sequence[Aval]) -> str:
-    """The shape of the largest leaf of a parameter, for a short label."""
+    """Return the shape of the largest leaf of a parameter, as a short label."""
     return f"[{','.join(map(str, max(avals, key=lambda a: a.size).shape))}]"
 
 
@@ -177,7 +177,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def _arrange(card: Card) -> None:
-    """Sites one below the other, further right the later they come; the group to the right of all."""
+    """Place sites below each other, later ones further right, and the group to the right of all."""
     group = card.group
     sites = [p for p in card.placed.values() if p is not group]
     if group is None:
@@ -218,7 +218,7 @@ def _arrange(card: Card) -> None:
 
 
 def _are_stairs(card: Card, rows: list[Placed]) -> bool:
-    """Whether edges between sites can go down and to the right, with nothing in their way."""
+    """Return whether edges between sites can go down and right without crossing a box."""
     number = {p.box.key: i for i, p in enumerate(rows)}
     for e in card.inner:
         if e.source in number and e.target in number:
@@ -229,7 +229,7 @@ def _are_stairs(card: Card, rows: list[Placed]) -> bool:
 
 
 def _distribute(card: Card, incoming: list[tuple[Edge, Placed]]) -> None:
-    """Set a height for each incoming edge, distributed over the left side of its box."""
+    """Distribute the incoming edges over the left side of their boxes."""
     for placed in card.placed.values():
         own = [e for e, p in incoming if p is placed]
         own.sort(key=lambda e: e.past and e.source in card.placed)

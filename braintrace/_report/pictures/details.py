@@ -1,4 +1,4 @@
-"""The details of a box of a picture, shown when one points at it."""
+"""The details of a box, shown when the pointer is on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Note = list[tuple[str, str]]
 
 
 def details(diagram: Diagram, graph: ETraceGraph) -> dict[str, Note]:
-    """For each box, by its key, names and what to say of them."""
+    """Return the names and values to show for each box, by its key."""
     why: dict[int, str] = {}
     for f in graph.diagnostics.found:
         if f.kind in WITHOUT_TRACE:
@@ -46,7 +46,7 @@ def _of_group(box: Box, params: Note) -> Note:
     note += [("memory", local)]
     if box.remembered is not None and len(box.remembered.hidden) < len(group.hidden):
         names = ", ".join(map(show_path, box.remembered.hidden_paths))
-        note += [("traces of", f"{names}; the rest is made anew each step (D_RTRL by single steps)")]
+        note += [("traces of", f"{names}; the rest is recomputed in each step (D_RTRL by single steps)")]
     return [*note, *((f"within-step {name}", text) for name, text in params)]
 
 

@@ -1,7 +1,7 @@
 """The boxes of a picture and the edges between them, read from the program.
 
-Every value of the program carries the set of boxes that it comes from; a site, a group or a plain use of
-a parameter takes that set as its edges and stands for itself from there on.
+For every value of the program, the set of boxes that it depends on is propagated. A site, a group or a plain
+use of a parameter gets an edge from each of them, and replaces them in the set of its output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Kind = Literal["input", "site", "plain", "state", "group", "output"]
 
 @dataclass(eq=False)
 class Box:
-    """One thing in the picture; `params` are the parameters that it uses."""
+    """A box of the picture: an input, an operation, a hidden group, a state or an output."""
 
     key: str
     kind: Kind
@@ -44,9 +44,9 @@ class Box:
     relation: HiddenParamOpRelation | None = None
     group: HiddenGroup | None = None
     sizes: Sizes | None = None
-    remembered: HiddenGroup | None = None  # what of a group has traces
-    online: bool = False  # whether what it uses is learned through time
-    how: str = ""  # and how
+    remembered: HiddenGroup | None = None  # the part of the group that has traces
+    online: bool = False  # whether its parameters are learned online
+    how: str = ""  # how they are learned
 
     @property
     def op(self) -> str:
@@ -55,12 +55,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that goes from one box to another; `past`: it is the state of the step before."""
+    """A value that one box computes and another reads; `past` if it is the state of the previous step."""
 
     source: str
     target: str
     past: bool = False
-    dropped: bool = False  # the traces do not follow all of it
+    dropped: bool = False  # traces do not follow all of its influence
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,17 +75,17 @@ class Diagram:
 
 
 def op_name(site: Site) -> str:
-    """The name of a site's op as users call it."""
+    """Return the name of a site's operation, as users call it."""
     return site.primitive.name.removeprefix("etp_")
 
 
 def marked_by(site: Site) -> str:
-    """Who set the mark."""
+    """Return whether an operation was found or marked by hand."""
     return "found" if site.found else "marked by hand"
 
 
 def show_aval(aval: Aval) -> str:
-    """`f32[16,32]`, as in a jaxpr."""
+    """Return a type as in a jaxpr: `f32[16,32]`."""
     return str(aval.str_short(short_dtypes=True))
 
 
@@ -94,7 +94,7 @@ def show_avals(avals: Iterable[Aval]) -> str:
 
 
 def read_diagram(report: CompilationReport) -> Diagram:
-    """Follow every value of a graph's step from box to box."""
+    """Read the diagram of one step from a compiled graph."""
     reader = _Reader(report)
     reader.read()
     for box in reader.boxes.values():
@@ -107,7 +107,7 @@ def read_diagram(report: CompilationReport) -> Diagram:
 
 
 class _Reader:
-    """Walks the program; `bits` are sets of tokens, one for each box, old state and parameter."""
+    """Propagates dependencies through the program; `bits` is a set of boxes, old states and parameters."""
 
     def __init__(self, report: CompilationReport) -> None:
         self.report, self.graph, self.info = report, report.graph, report.graph.module_info
@@ -174,7 +174,7 @@ class _Reader:
         return bits
 
     def data(self, atoms: Iterable[Atom]) -> int:
-        """The sources of atoms; a parameter that no operation has used becomes a box."""
+        """Return the dependencies of atoms; a parameter that no operation has used becomes a box."""
         bits = self.union(atoms)
         for name in self.names(bits):
             box = Box(f"plain:{name}", "plain", len(self.boxes))
@@ -234,7 +234,7 @@ class _Reader:
         return self.add(box, bits | (weights & ~self.param_bits))
 
     def at_plain(self, node: Node, outer: Node) -> int:
-        """The sources of a node's outputs; a parameter that meets data on its way to no state is a box."""
+        """Return the dependencies of a node; a parameter that meets data and reaches no state is a box."""
         bits = self.union(node.inputs)
         names, data = self.names(bits), bits & ~self.param_bits
         reaches = any((goal := self.goals.get(v)) is not None and goal.direct for v in outer.outputs)
@@ -251,7 +251,7 @@ class _Reader:
         return self.add(box, data)
 
     def inside(self, node: Node, outer: Node) -> None:
-        """Control flow that holds sites."""
+        """Propagate through control flow that contains sites."""
         ins = [self.union([a]) for a in node.inputs]
         outs = [0] * len(node.outputs)
         if node.primitive is primitives.cond_p:
@@ -290,7 +290,7 @@ class _Reader:
         return found
 
     def dropped(self) -> set[tuple[str, str]]:
-        """The edges along which something is not followed beyond the step."""
+        """Return the edges whose influence traces do not follow completely."""
         found = {
             (f"site:{r.site.index}", f"group:{g.index}")
             for r in self.relations.values()

@@ -1,4 +1,4 @@
-"""A graph as a drawing: scalable vector graphics, and the language of graphviz."""
+"""A graph as a drawing: SVG, and the DOT language of graphviz."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RADIUS = 6.0
 
 
 def to_svg(report: CompilationReport) -> Markup:
-    """The drawing of a graph, as one document that needs nothing else."""
+    """Return the drawing of a graph as a standalone SVG document."""
     return draw(read_diagram(report), report.graph)
 
 
@@ -32,7 +32,7 @@ def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
         if card.group is not None:
             parts.append(_rect("card", card.x, card.y, card.width, card.height, 10))
             parts.append(_text("head", card.x + PAD + 2, card.y + 16, card.title))
-    # neighbours in another hue, so that lines side by side can be told apart
+    # neighbours have different hues, so that parallel lines can be distinguished
     hues = {
         source: i % 4 for i, source in enumerate(dict.fromkeys(e.source for e in placement.routes if e.past))
     }
@@ -41,8 +41,8 @@ def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
         parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in _inner(card)]
         parts += [_box(card, placed, notes[key]) for key, placed in card.placed.items()]
     size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
-    says = {"role": "img", "aria_label": "what feeds what in one step"}
-    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", class_="etrace", **size, **says)
+    role = {"role": "img", "aria_label": "data flow of one step"}
+    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", class_="etrace", **size, **role)
 
 
 def _rect(style: str, x: float, y: float, width: float, height: float, rx: int) -> Markup:
@@ -88,7 +88,7 @@ def _towards(a: Point, b: Point, r: float) -> Point:
 
 
 def _inner(card: Card) -> list[tuple[Edge, list[Point]]]:
-    """The edges inside a card: from sites to the group, between sites, and the group's recurrence."""
+    """Route the edges inside a card: from sites to the group, between sites, and the recurrence."""
     group = card.group
     if group is None:
         return []
@@ -130,7 +130,7 @@ def _inner(card: Card) -> list[tuple[Edge, list[Point]]]:
 
 
 def _share(i: int, count: int) -> float:
-    """Lines that bend at different places do not cross: those further out bend later."""
+    """Return where a line bends: outer lines bend later, so that they do not cross."""
     middle = (count - 1) / 2
     return 0.5 if count == 1 else abs(i - middle) / max(middle, 0.5) * 0.9
 
@@ -139,9 +139,9 @@ def _box(card: Card, placed: Placed, note: list[tuple[str, str]]) -> Markup:
     box = placed.box
     kind = box.kind + (" online" if box.online else " within" if box.kind == "site" else "")
     x, y = card.x + placed.x, card.y + placed.y
-    said = "\n".join(f"{name}: {text}" if name else text for name, text in note)
+    tooltip = "\n".join(f"{name}: {text}" if name else text for name, text in note)
     corner = 6 if box.kind in ("site", "plain", "group") else 12
-    parts = [tag("title", said), _rect("body", x, y, placed.width, placed.height, corner)]
+    parts = [tag("title", tooltip), _rect("body", x, y, placed.width, placed.height, corner)]
     for i, line in enumerate(placed.lines):
         parts += _line(line, x + PAD, y + PAD / 2 + LINE * i, placed.width - 2 * PAD)
     at = x + PAD + placed.lines[0].width - (len(placed.lines[0].aside) * SMALL * 0.61 + 10) + 4
@@ -164,17 +164,17 @@ def _line(line: Line, x: float, y: float, width: float) -> list[Markup]:
 
 
 def to_dot(report: CompilationReport) -> str:
-    """The graph in the language of graphviz."""
+    """Return the graph in the DOT language of graphviz."""
     diagram = read_diagram(report)
     lines = ["digraph etrace {", "  rankdir=LR; node [shape=box, style=rounded, fontname=Helvetica];"]
     for card in make_cards(diagram):
         inside = []
         for key, placed in card.placed.items():
             box = placed.box
-            said = [box.op or card.title, box.shape, *(show_path(p) for p in box.params)]
+            words = [box.op or card.title, box.shape, *(show_path(p) for p in box.params)]
             if box.group is not None:
-                said = [card.title, *(show_path(p) for p in box.group.hidden_paths)]
-            label = "\\n".join(_quoted(s) for s in said if s)
+                words = [card.title, *(show_path(p) for p in box.group.hidden_paths)]
+            label = "\\n".join(_quoted(s) for s in words if s)
             style = "" if box.online or box.kind != "site" else ', style="rounded,dashed"'
             inside.append(f'  "{_quoted(key)}" [label="{label}"{style}];')
         if card.group is not None and len(inside) > 1:

@@ -1,4 +1,4 @@
-"""One page: the verdict, the drawing, what traces cost, how each parameter learns, all findings."""
+"""The report as a page: verdict, drawing, size of traces, how each parameter is learned, all findings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SHOWN = 6  # reasons in a verdict
 
 
 def to_html(report: CompilationReport) -> str:
-    """The page; it loads nothing from anywhere."""
+    """Return the page, which loads no other file."""
     graph = report.graph
     diagram = read_diagram(report)
     counts = report.counts
-    said = [
+    facts = [
         number(counts["hidden_groups"], "hidden group"),
         number(len(diagram.of("site")), "marked op"),
         number(counts["etrace_weights"] + len(report.ranked_weights), "parameter") + " learned online",
@@ -35,7 +35,7 @@ def to_html(report: CompilationReport) -> str:
     template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=join(graph.module_info.step.name),
-        counts=join(" · ".join(said)),
+        counts=join(" · ".join(facts)),
         verdict=_verdict(report),
         span=join(report.span),
         missed=join(f"followed {report.kept}" if report.kept else f"not followed beyond the {report.span}"),
@@ -67,19 +67,19 @@ def _verdict(report: CompilationReport) -> Markup:
 
 
 def _code(text: str) -> Markup:
-    """Text in which `marks` become code."""
+    """Return text with words in backquotes as code."""
     parts = text.replace("`etp_", "`").split("`")
     return join(*(tag("code", p) if i % 2 else p for i, p in enumerate(parts)))
 
 
 def _names(paths: Iterable[Path], between: str) -> Markup:
-    """Paths as code, with something between them."""
+    """Return paths as code, joined by a separator."""
     found = [part for p in paths for part in (between, tag("code", show_path(p)))]
     return join(*found[1:])
 
 
 def _row(kind: str, *cells: object, class_: str | None = None) -> Markup:
-    """A row of a table; a pair is a cell and its class."""
+    """Return a row of a table; a pair is a cell and its class."""
     pairs = [c if isinstance(c, tuple) else (c, None) for c in cells]
     return tag("tr", *(tag(kind, c, class_=name) for c, name in pairs), class_=class_)
 
@@ -100,7 +100,7 @@ def _memory(diagram: Diagram) -> Markup:
         rows.append(_row("td", box.op, _names(box.params, " "), (groups, "n"), join(*shapes[1:]), *costs))
     d, es = (show_bytes(sum(getattr(s, rule) for _, s in sites)) for rule in ("d_rtrl", "es_d_rtrl"))
     rows.append(_row("td", "all", "", "", "", (d, "n"), "", (es, "n"), class_="sum"))
-    return join(tag("h2", "What traces cost"), _table(rows))
+    return join(tag("h2", "Size of traces"), _table(rows))
 
 
 def _table(rows: Iterable[Markup]) -> Markup:
@@ -123,7 +123,7 @@ def _parameters(report: CompilationReport) -> Markup:
         else:
             how = join(f"within the {report.span}: ", tag("span", excluded[entry.path], class_="why"))
         rows.append(_row("td", tag("code", show_path(entry.path)), join(*shapes[1:]), how))
-    found = [tag("h2", "How each parameter learns"), _table(rows)]
+    found = [tag("h2", "How each parameter is learned"), _table(rows)]
     if report.dynamic_states:
         names = _names(report.dynamic_states, ", ")
         found.append(tag("p", "Carried from step to step, not traced: ", names))
@@ -138,5 +138,5 @@ def _findings(report: CompilationReport) -> Markup:
         return join()
     loud = sum(r.level >= DiagnosticLevel.WARNING for r in ordered)
     is_open = "" if loud or len(rows) <= 12 else None
-    said = tag("summary", f"{number(len(rows), 'finding')}, {number(loud, 'warning')}")
-    return join(tag("h2", "Findings"), tag("details", said, _table(rows), open=is_open))
+    summary = tag("summary", f"{number(len(rows), 'finding')}, {number(loud, 'warning')}")
+    return join(tag("h2", "Findings"), tag("details", summary, _table(rows), open=is_open))

@@ -91,14 +91,14 @@ def _columns(cards: list[Card], home: dict[str, Card]) -> None:
 
 
 def _widen(card: Card, width: float) -> None:
-    """Give a card the width of its column; its group moves to the right, as does an input."""
+    """Give a card the width of its column; a group or an input moves to the right."""
     if card.group is not None or card.last.box.kind == "input":
         card.last.x += width - card.width
     card.width = width
 
 
 def _order(columns: list[list[Card]], home: dict[str, Card]) -> None:
-    """Each card near the middle of what it is tied to, as far as that is known."""
+    """Sort each column by the mean position of the cards that a card is connected to."""
     rank = {id(c): (i + 0.5) / len(column) for column in columns for i, c in enumerate(column)}
     ties: dict[int, list[int]] = {}
     for column in columns:
@@ -120,7 +120,7 @@ def _order(columns: list[list[Card]], home: dict[str, Card]) -> None:
 
 
 def _bands(columns: list[list[Card]]) -> list[list[int]]:
-    """Columns in lines that are about equally full."""
+    """Split the columns into bands of about equal width."""
     widths = [column[0].width + 2 * EDGE + 10 for column in columns]
     count = max(1, -(-int(sum(widths)) // int(MAX_WIDTH)))
     target = max(sum(widths) / count, max(widths))
@@ -137,7 +137,7 @@ def _bands(columns: list[list[Card]]) -> list[list[int]]:
 
 
 class _Router:
-    """Plans which passages each edge takes; then, with all sizes known, says where that is."""
+    """Chooses the passages of each edge; then, with all sizes known, its corners."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Router:
         return self.end[band] if column == self.bands[band][-1] else self.before[column + 1]
 
     def way(self, edge: Edge) -> tuple[str, list[Passage]]:
-        """How an edge goes: 'next' column, 'round' its own card, or through the channels given."""
+        """Return the kind of a route: to the 'next' column, 'round' its own card, or through channels."""
         source, target = self.home[edge.source], self.home[edge.target]
         b, c = self.band_of[source.column], self.band_of[target.column]
         if b == c and target.column == source.column + 1:
@@ -214,7 +214,7 @@ class _Router:
         self.height = y + (self.channels[-1].size if self.channels[-1].nets else 8.0)
 
     def stack(self, indices: list[int], top: float) -> float:
-        """Heights within a band: each column moved to where its edges come in straight."""
+        """Set the heights within a band, each column so that its edges come in straight."""
         for i in indices:
             y = 0.0
             for card in self.columns[i]:

@@ -1,7 +1,4 @@
-"""The memory of the traces of each marked op, from the shapes of the arrays that a rule starts with.
-
-Nothing is computed or allocated: the start is traced with abstract values.
-"""
+"""The size of the traces of each operation, by `jax.eval_shape` of the arrays that a rule starts with."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ..._rules.rule import TraceRule, Values
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes that each rule keeps for one site, and the shapes of the traces of its weights."""
+    """The bytes that D_RTRL and ES_D_RTRL store for one site, and the shapes of the traces of its weights."""
 
     d_rtrl: int
     es_d_rtrl: int
@@ -27,7 +24,7 @@ class Sizes:
 
 
 def trace_sizes(graph: ETraceGraph) -> dict[int, Sizes]:
-    """The sizes of the traces of every site that has some, by the number of the site."""
+    """Return the sizes of the traces of every site that has some, by the index of the site."""
     slots, traces = _start(D_RTRL(), graph)
     _, averages = _start(ES_D_RTRL(), graph)
     found = {}
@@ -39,12 +36,12 @@ def trace_sizes(graph: ETraceGraph) -> dict[int, Sizes]:
 
 
 def _start(rule: TraceRule, graph: ETraceGraph) -> tuple[list[Slot], Values]:
-    """The slots of a rule's traces, and the shapes of the arrays that it starts with."""
+    """Return the slots of a rule's traces, and the shapes of the arrays that it starts with."""
     executor = ETraceGraphExecutor(rule.seen(graph, windows=False))
     return executor.slots, jax.eval_shape(lambda: rule.start(executor))
 
 
 def _bytes(arrays: Values, site: int) -> int:
-    """The bytes of the arrays of one site, whose names begin with its number."""
+    """Return the bytes of the arrays of one site, whose names begin with its index."""
     own = [a for name, a in arrays.items() if name.startswith(f"{site}:")]
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)

@@ -1,4 +1,4 @@
-"""A graph as a tree of text: groups, under each the sites that feed it, then what has no trace and why."""
+"""The report as a tree: hidden groups with the operations that feed them, then weights without a trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_tree(report: CompilationReport) -> Tree:
-    """The tree that `show` prints."""
+    """Return the tree that `show` prints."""
     from rich.tree import Tree
 
     graph = report.graph
@@ -57,7 +57,7 @@ def make_tree(report: CompilationReport) -> Tree:
 def _group(group: HiddenGroup, kept: HiddenGroup) -> Text:
     states = "   ".join(
         f"{show_path(h.path)} {show_aval(h.invar.aval)} {h.unit}".rstrip()
-        + " (made anew each step)" * (h not in kept.hidden)
+        + " (recomputed in each step)" * (h not in kept.hidden)
         for h in group.hidden
     )
     return _text((f"group {group.index}", "bold magenta"), f"  {states}")
