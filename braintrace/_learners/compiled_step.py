@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from .. import _compat, _meshes
+from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.graph import ETraceGraph, graph_from_info
 from .._compiler.marking import mark_found
@@ -20,18 +23,20 @@ from .._diagnostics.step_warnings import unused_parameters, warn_of_no_effect
 from .._executor.check_op_labels import check_own_ops
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.slots import find_slots
+from .._executor.window import where_rows
 from .._frontends.functions import Function
 from .._frontends.modules import Mark
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
 from .._online.online import Online
+from .._online.parts import Given
 from .._online.programs import Programs
 from .._online.request import WindowSize
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules.rule import Rule, TraceRule, Values
-from .._types import Array
+from .._types import Array, PyTree
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -208,6 +213,37 @@ class CompiledStep:
             budget=budget or memory_budget(),
         )
 
+    def run(
+        self,
+        drive: Drive,
+        leaves: Leaves,
+        sequence: Sequence,
+        initial: Iterable[Array] = (),
+        *,
+        evolve: bool = False,
+    ) -> PyTree:
+        """Drive a user's step over a sequence; `initial` are the values that samples are reset to."""
+        given = Given(list(drive.step.program.consts.values()), leaves, list(initial))
+        return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, given, sequence)
+
+    # -- resets ------------------------------------------------------------------------------------
+
     def reset_traces(self, traces: Values, rows: Array) -> Values:
         """The traces, with those of the samples flagged in `rows` set to zero."""
+        if self.rule.back_through_time:
+            return traces
+        if any(traces[k].shape != v.shape for k, v in self.online.initial_shapes.items()):
+            raise NotSupportedError(
+                "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
+                "samples by the object that `braintrace.compile(..., vmap=True)` returns."
+            )
         return {**traces, **self.rule.forget(self.online.executor, traces, rows)}
+
+    def reset_samples(self, rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
+        """States and traces, with the samples flagged in `rows` reset to `start` and to zero."""
+
+        def resetted(rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
+            return jax.tree.map(partial(where_rows, rows), start, old), self.reset_traces(traces, rows)
+
+        found: tuple[PyTree, Values] = _meshes.in_auto_like((old, traces), resetted, rows, start, old, traces)
+        return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,17 +13,14 @@ from .. import _meshes
 from .._compiler.graph import ETraceGraph
 from .._compiler.step import Path
 from .._executor.pull_back import is_inexact
-from .._executor.window import where_rows
 from .._frontends.functions import Function
 from .._lines import warn_user
-from .._online.drive import Drive
-from .._online.parts import Given
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
-from .._types import Array, ArrayLike, Key, Mesh, PyTree
+from .._types import ArrayLike, Key, Mesh, PyTree
 from .compiled_step import CompiledStep, Leaves
 
 if TYPE_CHECKING:
@@ -241,8 +237,7 @@ class Learner:
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
         begins, initial = self._begins(sequence)
         drive = replace(drive, wanted=tuple(wanted), begins=begins, forget=self.compiled.reset_traces)
-        begin = Given(list(step.program.consts.values()), leaves, initial)
-        total, outs, after = self.compiled.programs.run(Drive.__call__, drive, begin, sequence)
+        total, outs, after = self.compiled.run(drive, leaves, sequence, initial)
         found = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
@@ -258,8 +253,7 @@ class Learner:
         sequence = Sequence.check((xs, {}), None)
         step, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size)
-        given = Given(list(step.program.consts.values()), leaves, [])
-        outs, after = self.compiled.programs.run(Drive.evolve, drive, given, sequence)
+        outs, after = self.compiled.run(drive, leaves, sequence, evolve=True)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 
     def reset(self, carry: PyTree, traces: Values, rows: ArrayLike | None = None) -> tuple[PyTree, Values]:
@@ -275,10 +269,7 @@ class Learner:
         now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
-        def resetted(rows: Array, start: Leaves, old: Leaves, traces: Values) -> tuple[Leaves, Values]:
-            return list(map(partial(where_rows, rows), start, old)), self.compiled.reset_traces(traces, rows)
-
-        found, traces = _meshes.in_auto_like((old, traces), resetted, rows, start, old, traces)
+        found, traces = self.compiled.reset_samples(rows, start, old, traces)
         for i, leaf in zip(at, found, strict=True):
             now[i] = leaf
         return self.function.carry.rebuild(now), traces

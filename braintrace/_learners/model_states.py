@@ -5,21 +5,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _meshes
-from .._compiler import CompilationError, NotSupportedError
+from .. import _compat
+from .._compiler import CompilationError
 from .._compiler.module_info import StateEntry
 from .._compiler.step import Path, show_path
-from .._executor.window import where_rows
 from .._frontends.pure import Pure
 from .._lines import warn_user
-from .._rules.rule import Values
 from .._types import Array, PyTree
 from .compiled_step import CompiledStep
 
@@ -195,28 +192,11 @@ def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
     found = by_path(learner.model)
     start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
     old = {path: found[path].value for path in start}, learner._values()
-
-    def resetted(rows: Array, start: PyTree, states: PyTree, traces: Values) -> Any:
-        return jax.tree.map(partial(where_rows, rows), start, states), reset_traces(learner, traces, rows)
-
-    states, traces = _meshes.in_auto_like(old, resetted, rows, start, *old)
+    states, traces = learner._forms.now.reset_samples(rows, start, *old)
     for path, value in states.items():
         found[path].value = value
     learner._store(traces)
     learner.steps.value = learner.steps.value  # so that `StateChanges` sees the states as set by the learner
-
-
-def reset_traces(learner: ETraceAlgorithm, values: Values, rows: Array) -> Values:
-    """The traces, with those of the samples flagged in `rows` set to zero."""
-    form = learner._forms.now
-    if form.rule.back_through_time:
-        return values
-    if any(values[k].shape != v.shape for k, v in form.online.initial_shapes.items()):
-        raise NotSupportedError(
-            "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
-            "samples by the object that `braintrace.compile(..., vmap=True)` returns."
-        )
-    return form.reset_traces(values, rows)
 
 
 def _has_numbers(tree: PyTree) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import brainstate
 
@@ -23,32 +22,15 @@ def unchanged_on_error(states: Sequence[brainstate.State]) -> Iterator[None]:
         raise
 
 
-def read_progress(progress: bool | Report) -> Report | None:
-    """The function that the option `progress` asks for."""
+@contextmanager
+def reporting(progress: bool | Report) -> Iterator[Report | None]:
+    """The function that the option `progress` asks for; True is a bar in the terminal."""
     if not isinstance(progress, bool) and not callable(progress):
         raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
-    return Bar() if progress is True else progress or None
+    if progress is not True:
+        yield progress or None
+        return
+    from .._train.progress_bar import StepBar  # rich takes long to import
 
-
-class Bar:
-    """A progress bar in the terminal; it appears with the first report."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        if self._bar is None:
-            columns = TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            self._bar = Progress(*columns)
-            self._bar.start()
-            self._task = self._bar.add_task("steps", total=int(total))
-        self._bar.update(self._task, completed=int(done))
-        if done >= total:
-            self.close()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    with StepBar() as bar:
+        yield bar

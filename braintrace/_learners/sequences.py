@@ -7,7 +7,7 @@ second call compiles nothing, even with another function of the same jaxpr.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,14 @@ from .._executor.pull_back import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.data import MultiStepData, SingleStepData
 from .._online.drive import Drive
-from .._online.parts import Given
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
 from .._types import Array, Function, PyTree
 from .calling import called_with
-from .model_states import by_path, hidden_of, initial_states, leaves_of, reset_traces, strengthen
+from .model_states import by_path, hidden_of, initial_states, leaves_of, strengthen
 from .not_compiled import NotCompiledError
-from .progress import Bar, Report, unchanged_on_error
+from .progress import unchanged_on_error
 from .trace_states import is_unchanged
 
 if TYPE_CHECKING:
@@ -125,23 +124,18 @@ def trace(learner: ETraceAlgorithm, function: Function, sequence: Sequence) -> T
         learner._is_tracing = before
 
 
-def run(task: Task, chunk_size: int | None, report: Report | None) -> tuple[PyTree, PyTree, PyTree]:
-    """The result of `gradient`; states and traces are as before if it fails, or after the last report."""
+def run(task: Task, chunk_size: int | None) -> tuple[PyTree, PyTree, PyTree]:
+    """The result of `gradient`; if it fails, states and traces are as before, or after the last report."""
     learner = task.learner
     before = learner.steps.value
-    # with a report, states are up to date after each part, and stay so
-    kept = [] if report is not None else list(learner.states().values())
-    try:
-        with unchanged_on_error(kept):
-            found = gradient(task, chunk_size)
-            if is_unchanged(before, learner.steps.value):
-                raise NeverCalledError
-            if not task.keep:
-                learner.init_etrace_state()
-    except BaseException:
-        if isinstance(report, Bar):
-            report.close()
-        raise
+    # with reports of progress, states are up to date after each part, and stay so
+    kept = list(learner.states().values()) if task.request.sequence.progress is None else []
+    with unchanged_on_error(kept):
+        found = gradient(task, chunk_size)
+        if is_unchanged(before, learner.steps.value):
+            raise NeverCalledError
+        if not task.keep:
+            learner.init_etrace_state()
     return found
 
 
@@ -206,14 +200,15 @@ def _steps(
         _drive(learner, traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
         wanted=wanted,
         begins=begins,
-        forget=partial(reset_traces, learner),
+        forget=learner._forms.now.reset_traces,
     )
     if not lead:
         inside = set(map(id, learner.model.states().values()))
         inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
         outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
         warn_of_paths(drive, asked, outside, learner.model)
-    total, outs, after = _run(learner, traced, drive, sequence, leaves, initial, Drive.__call__)
+    form = learner._forms.now
+    total, outs, after = form.run(drive, leaves, _reporting(traced, sequence), initial)
     traced.assign(after)
     by_leaf = dict(zip(wanted, total, strict=True))
     grads = {}
@@ -246,7 +241,7 @@ def _evolve(learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_
     traced = trace(learner, step, sequence)
     leaves = [leaf for values in traced.pure.values() for leaf in values]
     drive = _drive(learner, traced.step, sequence, chunk_size, True)
-    outs, after = _run(learner, traced, drive, sequence, leaves, [], Drive.evolve)
+    outs, after = learner._forms.now.run(drive, leaves, _reporting(traced, sequence), evolve=True)
     traced.assign(after)
     return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
 
@@ -276,19 +271,6 @@ def _drive(
         fresh=learner._is_fresh() and (not keep or is_traced(values)),
         budget=learner.memory_budget,
     )
-
-
-def _run(
-    learner: ETraceAlgorithm,
-    traced: TracedStep,
-    drive: Drive,
-    sequence: Sequence,
-    leaves: list[Array],
-    initial: list[Array],
-    function: Callable[[Drive, Given, Sequence], Any],
-) -> PyTree:
-    given = Given(list(traced.step.program.consts.values()), leaves, initial)
-    return learner._forms.now.programs.run(function, drive, given, _reporting(traced, sequence))
 
 
 def _reporting(traced: TracedStep, sequence: Sequence) -> Sequence:

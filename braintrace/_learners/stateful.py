@@ -37,7 +37,7 @@ from .guards import Guards
 from .learner import Learner
 from .model_states import hidden_of, leaves_of, reset_model, reset_rows, strengthen, values_now
 from .not_compiled import time_first
-from .progress import Report, read_progress, unchanged_on_error
+from .progress import Report, reporting, unchanged_on_error
 from .sequences import Task, check_weights, evolve, run
 from .trace_states import EligibilityTrace, StepCounter, traces_of
 from .vjp_method import VjpMethod, read_method
@@ -405,15 +405,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
         outside of `jit`, those after the last report.
         """
         self._begin_sequence(chunk_size, keep_traces)
-        report = read_progress(progress)
-        sequence = Sequence.check(
-            sequences, mask, reset, report and (lambda done, total, _: report(done, total))
-        )
-        request = Request(sequence, has_aux, reduction, loss_output, return_value)
-        weights = check_weights(self, self.param_states if weights is None else weights)
-        self._guards.compare_masks(self)
-        task = Task(self, request, step_fn, weights, keep_traces)
-        grads, losses, aux = run(task, chunk_size, report)
+        with reporting(progress) as report:
+            sequence = Sequence.check(
+                sequences, mask, reset, report and (lambda done, total, _: report(done, total))
+            )
+            request = Request(sequence, has_aux, reduction, loss_output, return_value)
+            weights = check_weights(self, self.param_states if weights is None else weights)
+            self._guards.compare_masks(self)
+            grads, losses, aux = run(Task(self, request, step_fn, weights, keep_traces), chunk_size)
         return request.result(grads, losses, aux)
 
     @time_first

@@ -135,6 +135,20 @@ class Stages(_Shown):
             yield thing
 
 
+class StepBar(_Shown):
+    """A bar over the steps of a sequence; called with the steps done and in all."""
+
+    def __init__(self) -> None:
+        super().__init__(None, True, "steps")
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar:
+            self._bar.start()  # in a compiled function, the first call may come after the context has ended
+            self._bar.update(self._task, completed=int(done), total=int(total))
+            if done >= total:
+                self._bar.stop()
+
+
 def show_scores(row: Row) -> str:
     """Return loss and metrics in a few digits."""
     return "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k not in (*COUNTS, "seconds"))
