@@ -1,6 +1,6 @@
 """Classes of an older release: a parameter that holds its operation, `w.execute(x)`.
 
-Each is a thin cover of a marked operation on a `brainstate.ParamState`, and says so when it is made.
+Each wraps a marked operation on a `brainstate.ParamState`, and warns of it when it is made.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import brainstate
 from ._lines import warn_user
 from ._ops import conv, element_wise, lora_matmul, matmul, sparse_matmul
 from ._ops.primitive import without_marks
-from ._types import PyTree
+from ._types import ArrayLike, PyTree, Value
 
 
-def _identity(w: Any) -> Any:
+def _identity(w: Value) -> Value:
     return w
 
 
-def _say(old: PyTree, new: str) -> None:
+def _warn(old: PyTree, new: str) -> None:
     warn_user(
         f"`braintrace.{type(old).__name__}` is of an older release. Instead: {new}.", DeprecationWarning
     )
@@ -32,7 +32,7 @@ class ETraceOp:
     new = "call a marked operation, such as `braintrace.matmul(x, w.value)`"
 
     def __init__(self) -> None:
-        _say(self, self.new)
+        _warn(self, self.new)
 
     def __call__(self, x: PyTree, weights: PyTree) -> PyTree:
         return self.xw_to_y(x, weights)
@@ -48,8 +48,8 @@ class MatMulOp(ETraceOp):
 
     def __init__(
         self,
-        weight_mask: Any = None,
-        weight_fn: Callable[[Any], Any] = _identity,
+        weight_mask: ArrayLike | None = None,
+        weight_fn: Callable[[Value], Value] = _identity,
         apply_weight_fn_before_mask: bool = False,
     ) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class ElemWiseOp(ETraceOp):
 
     new = "`braintrace.element_wise(w, fn)`"
 
-    def __init__(self, fn: Callable[[Any], Any] = _identity) -> None:
+    def __init__(self, fn: Callable[[Value], Value] = _identity) -> None:
         super().__init__()
         self.fn = fn
 
@@ -93,8 +93,8 @@ class ConvOp(ETraceOp):
         feature_group_count: int = 1,
         batch_group_count: int = 1,
         dimension_numbers: Any = None,
-        weight_mask: Any = None,
-        weight_fn: Callable[[Any], Any] = _identity,
+        weight_mask: ArrayLike | None = None,
+        weight_fn: Callable[[Value], Value] = _identity,
     ) -> None:
         super().__init__()
         self.weight_mask, self.weight_fn = weight_mask, weight_fn
@@ -118,7 +118,7 @@ class SpMatMulOp(ETraceOp):
 
     new = "`braintrace.sparse_matmul(x, w['weight'], sparse_mat=sparse_mat, bias=w.get('bias'))`"
 
-    def __init__(self, sparse_mat: Any, weight_fn: Callable[[Any], Any] = _identity) -> None:
+    def __init__(self, sparse_mat: Any, weight_fn: Callable[[Value], Value] = _identity) -> None:
         super().__init__()
         self.sparse_mat, self.weight_fn = sparse_mat, weight_fn
 
@@ -132,7 +132,7 @@ class LoraOp(ETraceOp):
 
     new = "`braintrace.lora_matmul(x, w['B'], w['A'], alpha=alpha, bias=w.get('bias'))`"
 
-    def __init__(self, alpha: Any = None) -> None:
+    def __init__(self, alpha: float | None = None) -> None:
         super().__init__()
         self.alpha = 1.0 if alpha is None else alpha
 
@@ -143,8 +143,8 @@ class LoraOp(ETraceOp):
 class ETraceParam(brainstate.ParamState):
     """A parameter that is learned online through its operation; `grad` has no effect."""
 
-    def __init__(self, weight: Any, op: ETraceOp, grad: Any = None, name: str | None = None) -> None:
-        _say(self, f"`w = brainstate.ParamState(weight)`, and with `w.value` for w: {op.new}")
+    def __init__(self, weight: PyTree, op: ETraceOp, grad: Any = None, name: str | None = None) -> None:
+        _warn(self, f"`w = brainstate.ParamState(weight)`, and with `w.value` for w: {op.new}")
         super().__init__(weight, name=name)
         self.op = op
 
@@ -156,9 +156,9 @@ class ElemWiseParam(brainstate.ParamState):
     """A parameter that is learned online, element by element."""
 
     def __init__(
-        self, weight: Any, op: ElemWiseOp | Callable[[Any], Any] = _identity, name: str | None = None
+        self, weight: PyTree, op: ElemWiseOp | Callable[[Value], Value] = _identity, name: str | None = None
     ) -> None:
-        _say(self, "`w = brainstate.ParamState(weight)` and `braintrace.element_wise(w.value, fn)`")
+        _warn(self, "`w = brainstate.ParamState(weight)` and `braintrace.element_wise(w.value, fn)`")
         super().__init__(weight, name=name)
         self.op = op.fn if isinstance(op, ElemWiseOp) else op
 
@@ -169,8 +169,10 @@ class ElemWiseParam(brainstate.ParamState):
 class NonTempParam(brainstate.ParamState):
     """A parameter that gets the gradient within the step only: its operation leaves no mark."""
 
-    def __init__(self, value: Any, op: ETraceOp | Callable[[Any, Any], Any], name: str | None = None) -> None:
-        _say(self, "`w = brainstate.ParamState(value)` and an ordinary operation, `x @ w.value['weight']`")
+    def __init__(
+        self, value: PyTree, op: ETraceOp | Callable[[Value, PyTree], Value], name: str | None = None
+    ) -> None:
+        _warn(self, "`w = brainstate.ParamState(value)` and an ordinary operation, `x @ w.value['weight']`")
         super().__init__(value, name=name)
         self.op = op
 
@@ -184,5 +186,5 @@ class ControlFlowPolicy:
     """How 0.2.x was to read control flow; learners take it as `control_flow=`, without effect."""
 
     def __init__(self, **options: Any) -> None:
-        _say(self, "leave it out, since `cond` and `scan` are read through as they are")
+        _warn(self, "leave it out, since `cond` and `scan` are read through as they are")
         self.options = options

@@ -61,8 +61,8 @@ OTHER_CELLS = {
 def load_parameters(model: brainstate.nn.Module, tree: PyTree, *, strict: bool = True) -> Loaded:
     """Fill the parameters of `model` from `tree`, by path, and say what was missing or left over.
 
-    The names may be our own, those of 0.2.x or those of `brainstate.nn`: gates apart or fused, `phi`, `h_re`
-    and the like are put where they belong. Running statistics are filled where the tree has them; hidden
+    The names may be our own, those of 0.2.x or those of `brainstate.nn`: separate and fused gates, `phi`,
+    `h_re` and the like are translated. Running statistics are filled where the tree has them; hidden
     states are not. With `strict`, nothing is filled unless everything has its place.
 
     >>> import braintrace, jax.numpy as jnp
@@ -145,7 +145,7 @@ def _translate(given: dict[Path, Any], path: Path, names: Names) -> None:
 
 
 def _fitted(path: Path, value: Any, like: PyTree, unfit: list[str]) -> Any:
-    """A value with the type and the unit of what it replaces."""
+    """A value with the type and the unit of the one that it replaces."""
     (have, unit), (want, wanted) = ((jnp.shape(u.get_mantissa(v)), u.get_unit(v)) for v in (value, like))
     if have != want:
         unfit.append(f"{show_path(path)} has the shape {have} and not {want}")

@@ -117,7 +117,7 @@ class Learner(nnx.Module):
         return self.functions.report
 
     def split(self) -> tuple[FunctionalLearner, Any, Any, Any]:
-        """The functions, and what they take as it is now: parameters, carry, traces.
+        """The pure functions, and the current parameters, carry and traces, which they take.
 
         That carry is a pair: the module's own, and its variables that are no parameters.
         """
@@ -125,7 +125,7 @@ class Learner(nnx.Module):
         carried, traces = (_read(self.carry), variables), _read(self.traces)
         net = self._forms.functions(form, type(self.module).__name__, params, carried)
         fresh = jax.eval_shape(net.init, params, carried)
-        if jax.tree.map(as_shape, traces) != fresh:  # the form has changed, and with it what is carried
+        if jax.tree.map(as_shape, traces) != fresh:  # the module has changed, and with it the carry
             traces = net.init(params, carried)
         return net.with_start((_read(self.start), variables)), params, carried, traces
 

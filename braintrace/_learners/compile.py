@@ -63,7 +63,7 @@ def compile(
     if not example_inputs:
         raise ValueError("Give an example of the model's input: an array with the shape of one step.")
     if vmap and batch_size is None:
-        raise ValueError("With `vmap=True`, `batch_size` says how many samples there are.")
+        raise ValueError("With `vmap=True`, give `batch_size`, the number of samples.")
     learner = algorithm(model, **options)
     seeded = contextlib.nullcontext() if seed is None else brainstate.random.seed_context(seed)
     with seeded:

@@ -61,7 +61,7 @@ class CompiledStep:
 
     @cached_property
     def graph(self) -> ETraceGraph:
-        """The hidden groups, and the operations that feed them; warns of what is left out."""
+        """The hidden groups, and the operations that feed them; warns of truncated paths."""
         step = self.function.step
         with _meshes.no_types():
             graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))

@@ -136,7 +136,7 @@ class ETraceConfig:
         return dataclasses.replace(self, **changes)
 
     def describe(self) -> str:
-        """The choices that are not the default, in words."""
+        """The choices that differ from the defaults, as text."""
         fields = dataclasses.fields(self)
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
         return ", ".join(shown) or f"trace_factorization={self.trace_factorization!r}"
@@ -152,7 +152,7 @@ class ETraceConfig:
             return self._influence(most)
         if self.learning_signal == "bootstrapped":
             raise ValueError(
-                "`learning_signal='bootstrapped'` has a net that estimates what comes after a window: take "
+                "`learning_signal='bootstrapped'` has a net that estimates the losses after a window: take "
                 "`braintrace.DNI(model, synthesizer)`, or `braintrace.compile(model, config, ...)`."
             )
         signal = signals[self.learning_signal]()

@@ -1,4 +1,4 @@
-"""DNI: windows, and a small net that estimates what comes after each."""
+"""DNI: windows, and a small net that estimates the gradient of the losses after each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .options import Choice, OptionsLearner
 class SyntheticGradient(brainstate.nn.Module):
     """An affine map for each group, from its states to the gradient of all later losses by them.
 
-    `group_shapes` are those of `learner.group_signal_shapes()`: (*units, states). It begins with zero, and
+    `group_shapes` are those of `learner.group_signal_shapes()`: (*units, states). Weights start from zero, or
     with `scale` from random numbers. `hidden_width` is accepted and has no effect.
     """
 
@@ -61,7 +61,7 @@ class SyntheticGradient(brainstate.nn.Module):
 
 
 def _width(shape: tuple[int, ...]) -> int:
-    """Numbers of a row: those of the last axis of units and of the states; what is before are samples."""
+    """The input size: the last axis of units times the states; the axes before are samples."""
     return int(shape[-1] * shape[-2]) if len(shape) > 1 else int(shape[-1])
 
 
@@ -84,7 +84,7 @@ class DNI(OptionsLearner):
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
         if options.vjp_method != "multi-step":
-            raise ValueError("DNI is about what comes after a window: `vjp_method` is 'multi-step'.")
+            raise ValueError("DNI estimates the losses after a window: `vjp_method` is 'multi-step'.")
         config = options.config or ETraceConfig(learning_signal="bootstrapped")
         net = options.synthesizer
         if net is None:

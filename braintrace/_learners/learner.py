@@ -325,8 +325,8 @@ class Learner:
         if names:
             warn_user(
                 f"The loss, or the step, closes over {', '.join(names)}: what it reads there is a constant, "
-                "and this part of the gradient is missing. Return what the loss needs of the parameters as "
-                "part of the step's output `y`; wrap it in `jax.lax.stop_gradient` if a constant is meant.",
+                "and this part of the gradient is missing. Return the values that the loss needs as part of "
+                "the step's output `y`; wrap them in `jax.lax.stop_gradient` if constants are meant.",
                 about=self.function,
             )
 

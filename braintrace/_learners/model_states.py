@@ -176,7 +176,7 @@ def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
     left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
     if left:
         warn_user(
-            f"A reset leaves {left} as it is, so that a sequence begins with what is left of the one before. "
+            f"A reset leaves {left} as it is, so that a sequence starts from the end of the one before. "
             "Set it in the `reset_state` of its module. A module without `reset_state` is reset by its "
             "`init_state` or, without either, to the values when the learner was made.",
             about=learner.model,

@@ -1,6 +1,7 @@
-"""The constructor of every learner with a rule of its own: a list of options becomes its signature.
+"""Constructors of learner classes, from a table of options.
 
-A learner class names its options in order (`takes`) and makes its rule from their values (`choose`).
+A class lists the names of its options in order (`takes`) and makes its rule from their values (`choose`);
+signature, arguments in the docstring and example come from the table.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class OptionsLearner(ETraceAlgorithm):
 
     @classmethod
     def read_options(cls, model: Any, *args: PyTree, **options: Any) -> tuple[SimpleNamespace, Choice]:
-        """The values of all options, checked, and what they choose; the model is not used."""
+        """The values of all options, checked, and the rule that they choose; the model is not used."""
         try:
             bound = _signature(cls).bind(None, model, *args, **options)
         except TypeError as e:

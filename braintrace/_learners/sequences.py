@@ -163,7 +163,7 @@ def _windows(task: Task, size: int) -> tuple[PyTree, PyTree, PyTree]:
         raise ValueError(
             f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
             "to `step_fn`, and `reset` needs a `step_fn` of one step: leave `chunk_size` out; the "
-            "learner's own `window` says how many go together."
+            "learner's own `window` is the number of steps in a window."
         )
     found = []
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -276,9 +275,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def modulator(self, value: Any) -> None:
         self.standing["modulator"] = value
 
-    def get_etrace_of(self, weight: Any) -> dict[str, Any]:
-        """The traces of one parameter, given as its state or its path."""
-        return traces_of(self, weight)
+    get_etrace_of = traces_of
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
@@ -353,13 +350,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         return call(self, args, kwargs)
 
-    def _calling_model(self) -> AbstractContextManager[None]:
-        """In this context, a call of the learner is one of its model, without traces."""
-        return calling_model(self)
-
-    def _called_with(self, step_fn: Function, slices: PyTree) -> tuple[tuple[PyTree, ...], Options]:
-        """The arguments with which `step_fn(*slices)` calls the learner; no state is changed."""
-        return called_with(self, step_fn, slices)
+    _calling_model = calling_model
+    _called_with = called_with
 
     @time_first
     def etrace_grad(

@@ -43,7 +43,7 @@ class StepCounter(brainstate.ShortTermState):
 
 
 def is_unchanged(before: Any, after: Any) -> bool:
-    """Whether a counter is known to be what it was."""
+    """Whether a counter is known to have its old value."""
     return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))
 
 

@@ -1,4 +1,4 @@
-"""Compare learning rules on a model and data: how good their gradients are, and what they cost.
+"""Measure the gradients of learning rules and their costs, on a model and data.
 
 Each rule starts from the same parameters, carry and random keys, and takes the gradient of the same losses
 over the same sequences; the exact one is that of BPTT. A program is compiled once, which is timed separately,

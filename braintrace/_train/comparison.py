@@ -28,7 +28,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Compared:
-    """One rule: how good its gradient is and what it costs, or `why` it could not be used."""
+    """One rule: the quality of its gradient and its cost, or the reason `why` it could not be used."""
 
     rule: str
     is_bptt: bool = False

@@ -72,7 +72,7 @@ def to_columns(rows: list[Row]) -> dict[str, Any]:
 
 
 def to_rows(columns: dict[str, Any]) -> list[Row]:
-    """Return the rows that were given to `to_columns`; NaN stands for a missing value."""
+    """Return the rows that were given to `to_columns`; NaN means a missing value."""
     if not columns:
         return []
     arrays = {k: np.asarray(v) for k, v in columns.items()}

@@ -49,7 +49,7 @@ class Schedule:
 
 
 class Run:
-    """The position and the results of a run, and what it does with each batch."""
+    """A run: its position in the data, its results, and the steps taken for each batch."""
 
     def __init__(
         self,
