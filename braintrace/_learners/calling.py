@@ -35,27 +35,27 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         guards.before_call(learner, keep=True)
         one = one_step(args, kwargs)
         learner.set_for(*one)
-        form, consts = learner._forms.with_constants(*one)
+        compiled, consts = learner._cache.with_constants(*one)
         data, stepped = time_axes(args, kwargs)
-        hidden = hidden_of(form) if learner.traces else {}
+        hidden = hidden_of(compiled) if learner.traces else {}
         guards.compare_reads(hidden, is_tracing=learner._is_tracing)
         lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
         if len(lengths) > 1:
             raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
-        if lengths and not form.in_windows:
+        if lengths and not compiled.in_windows:
             raise ValueError(
                 "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
                 "step. `MultiStepData` is for `vjp_method='multi-step'`."
             )
-        leaves = leaves_of(form)
-        form.shard_like(leaves, learner._inputs_of(form))
-        guards.weights.compare_consts(form.online.consts_of_weights(consts))
+        leaves = leaves_of(compiled)
+        compiled.shard_like(leaves, learner._inputs_of(compiled))
+        guards.weights.compare_consts(compiled.online.consts_of_weights(consts))
         guards.compare_masks(learner)
         window = tuple(stepped) if lengths else None
         signal = _signal(learner, given)
-        outs, leaves, traces = form(leaves, learner._values(), data, signal, consts, window)
-        _write(learner, form, leaves, traces, *lengths or {1})
-        return jax.tree.unflatten(form.info.out_tree, outs)
+        outs, leaves, traces = compiled(leaves, learner._values(), data, signal, consts, window)
+        _write(learner, compiled, leaves, traces, *lengths or {1})
+        return jax.tree.unflatten(compiled.info.out_tree, outs)
 
 
 def split_call(
@@ -65,7 +65,7 @@ def split_call(
     signal = learner.rule.signal
     names = {*signal.takes, *signal.spellings}
     given = signal.named({k: v for k, v in kwargs.items() if k in names})
-    compiled_for = max((len(a) for a, _ in learner._forms.examples.values()), default=len(args))
+    compiled_for = max((len(a) for a, _ in learner._cache.examples.values()), default=len(args))
     if signal.comes_last and not given and len(args) == compiled_for + 1:
         args, given[signal.takes[0]] = args[:-1], args[-1]
     return given, args, {k: v for k, v in kwargs.items() if k not in names}
@@ -86,11 +86,11 @@ def _signal(learner: ETraceAlgorithm, given: Values) -> Values:
 
 
 def _write(
-    learner: ETraceAlgorithm, form: CompiledStep, leaves: list[Array], traces: Values, steps: int
+    learner: ETraceAlgorithm, compiled: CompiledStep, leaves: list[Array], traces: Values, steps: int
 ) -> None:
     """Store the new values of the carried states, of the traces and the counter."""
     items = iter(leaves)
-    for (entry, state), tree in zip(states_of(form), form.info.state_trees, strict=True):
+    for (entry, state), tree in zip(states_of(compiled), compiled.info.state_trees, strict=True):
         new = [next(items) for _ in entry.invars]
         if not entry.is_fixed:
             state.value = jax.tree.unflatten(tree, new)

@@ -131,8 +131,8 @@ def train_synthetic_gradient(
         raise ValueError(f"`chunk_size`, {chunk_size}, does not divide the {len(leaves[0])} steps.")
     if not learner.is_compiled:
         raise CompilationError("The learner's graph is not compiled yet: call `learner.compile_graph(x)`.")
-    form = learner._forms.now
-    online, executor, info = form.online, form.online.executor, form.online.info
+    compiled = learner._cache.now
+    online, executor, info = compiled.online, compiled.online.executor, compiled.online.info
     consts = list(info.program.consts.values())
     loss = loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out)))
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
@@ -172,7 +172,7 @@ def train_synthetic_gradient(
     for _ in range(epochs):
         if reset:
             learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
-        params, rest = form.split(leaves_of(form))
+        params, rest = compiled.split(leaves_of(compiled))
         errors = []
         for i in range(0, len(leaves[0]), chunk_size):
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)

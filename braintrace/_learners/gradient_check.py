@@ -63,7 +63,7 @@ def check_gradients(
     options = {"mask": sequence.mask, "weights": weights, "reduction": reduction}
     in_windows = (learner.steps_at_once(chunk_size) or 1) > 1
     exact = BPTT(learner.model)
-    exact._forms = learner._forms.with_rule(rules.BPTT(), None)
+    exact._cache = learner._cache.with_rule(rules.BPTT(), None)
 
     def one_loss(*slices: PyTree) -> PyTree:
         """The loss of a step; if `step_fn` takes windows, of a window of one step."""

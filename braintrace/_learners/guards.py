@@ -40,9 +40,9 @@ class Guards:
 
         `keep`: the traces are used after the call.
         """
-        form = learner._forms.known
-        if form is not None and learner.traces and not learner._is_tracing:
-            hidden = hidden_of(form)
+        compiled = learner._cache.known
+        if compiled is not None and learner.traces and not learner._is_tracing:
+            hidden = hidden_of(compiled)
             self.reads.watch(hidden)
             self._changes = self._changes or StateChanges(learner)
             self._changes.before_call(hidden, self.reads, keep=keep)

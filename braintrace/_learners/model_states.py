@@ -29,21 +29,23 @@ def by_path(model: brainstate.nn.Module) -> dict[Path, brainstate.State]:
     return {tuple(map(str, path)): st for path, st in model.states().items()}
 
 
-def states_of(form: CompiledStep) -> list[tuple[StateEntry, brainstate.State]]:
+def states_of(compiled: CompiledStep) -> list[tuple[StateEntry, brainstate.State]]:
     """The states that a step touches, as they are now."""
-    found = by_path(form.function.step.model)
-    return [(e, found.get(e.path, e.state)) for e in form.info.entries]
+    found = by_path(compiled.function.step.model)
+    return [(e, found.get(e.path, e.state)) for e in compiled.info.entries]
 
 
-def leaves_of(form: CompiledStep) -> list[Any]:
+def leaves_of(compiled: CompiledStep) -> list[Any]:
     """The leaves of the states that a step touches."""
-    return [leaf for _, st in states_of(form) for leaf in jax.tree.leaves(st.value)]
+    return [leaf for _, st in states_of(compiled) for leaf in jax.tree.leaves(st.value)]
 
 
-def hidden_of(form: CompiledStep) -> dict[str, brainstate.State]:
+def hidden_of(compiled: CompiledStep) -> dict[str, brainstate.State]:
     """The hidden states of a step, by name."""
-    hidden = {id(h.state) for h in form.info.hidden}
-    return {show_path(e.path): st for e, st in states_of(form) if not e.is_fixed and id(e.state) in hidden}
+    hidden = {id(h.state) for h in compiled.info.hidden}
+    return {
+        show_path(e.path): st for e, st in states_of(compiled) if not e.is_fixed and id(e.state) in hidden
+    }
 
 
 def values_now(model: brainstate.nn.Module) -> dict[Path, Any]:
@@ -171,8 +173,8 @@ def initial_states(learner: Any, size: int, hidden: PyTree) -> dict[Path, Any]:
 def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
     """Reset the states of a learner's model; warn of hidden states that nothing resets."""
     done = reset(learner.model, learner._start, **options)
-    form = learner._forms.known
-    hidden = {} if form is None else hidden_of(form)
+    compiled = learner._cache.known
+    hidden = {} if compiled is None else hidden_of(compiled)
     left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
     if left:
         warn_user(
@@ -192,7 +194,7 @@ def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
     found = by_path(learner.model)
     start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
     old = {path: found[path].value for path in start}, learner._values()
-    states, traces = learner._forms.now.reset_samples(rows, start, *old)
+    states, traces = learner._cache.now.reset_samples(rows, start, *old)
     for path, value in states.items():
         found[path].value = value
     learner._store(traces)

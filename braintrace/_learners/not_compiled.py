@@ -1,61 +1,37 @@
-"""The shapes that a call needs a compiled form for, and the error message if there is none."""
+"""The error of a call with shapes that a learner is not compiled for, and its message."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import brainstate
 import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._online.arguments import split_static
-from .._types import Function, Options, PyTree
+from .._types import Function, PyTree
+
+if TYPE_CHECKING:
+    from .step_cache import Key, ShapeAndType
 
 Drives = TypeVar("Drives", bound=Function)
 
 
-class Key(NamedTuple):
-    """The shapes, static arguments and states that a form is compiled for."""
-
-    data: tuple[Any, ...]  # the shapes and types of the arrays among the arguments
-    static: Any  # the structure of the arguments, and those that are not arrays
-    states: tuple[Any, ...]
-
-    @staticmethod
-    def of(model: brainstate.nn.Module, args: tuple[PyTree, ...], kwargs: Options) -> Key:
-        data, _, static = split_static(args, kwargs)
-        try:
-            hash(static)
-        except TypeError:
-            static = (static[0], repr(static[1]))
-        return Key(tuple(map(_shape, data)), static, shapes_of_states(model))
-
-
-def shapes_of_states(model: brainstate.nn.Module) -> tuple[Any, ...]:
-    """The name of each state of a model, and the shapes and types of its arrays."""
-    return tuple(
-        (".".join(map(str, path)), *map(_shape, jax.tree.leaves(st.value)))
-        for path, st in model.states().items()
-    )
-
-
 class NotCompiledError(CompilationError):
-    """No form is compiled for a call."""
+    """No step is compiled for a call."""
 
     def __init__(self, asked: Key, compiled: Collection[Key]) -> None:
         super().__init__(why_missing(asked, compiled))
         self.asked, self.compiled = asked, tuple(compiled)
 
-    def looks_batch_first(self, sequences: Any) -> bool:
+    def looks_batch_first(self, sequences: PyTree) -> bool:
         """Whether the step of a sequence, with its first two axes exchanged, is what was compiled for."""
         asked, known = ({s for s, _ in data} for data in (self.asked.data, self._known()))
         shapes = [tuple(jnp.shape(a)) for a in jax.tree.leaves(sequences)]
         return any(s[1:] in asked and (s[0], *s[2:]) in known - asked for s in shapes if len(s) > 1)
 
-    def _known(self) -> list[Any]:
+    def _known(self) -> list[ShapeAndType]:
         return [one for key in self.compiled for one in key.data]
 
 
@@ -79,7 +55,7 @@ def time_first(drive: Drives) -> Drives:
 
 
 def why_missing(asked: Key, compiled: Collection[Key]) -> str:
-    """The error message if no form is compiled for a call."""
+    """The error message if no step is compiled for a call."""
     shapes = _shapes(asked.data)
     if not compiled:
         return (
@@ -121,7 +97,7 @@ def why_missing(asked: Key, compiled: Collection[Key]) -> str:
 
 
 def _mistake(asked: Key, known: Key) -> str | None:
-    """The message for a call that differs from a compiled form by its types, or by a time axis."""
+    """The message for a call that differs from the compiled one by its types, or by a time axis."""
     pairs = [(s, t, *k) for (s, t), k in zip(asked.data, known.data, strict=True)]
     if all(s == k for s, _, k, _ in pairs):
         types = ", ".join(f"{t} and not {u}" for _, t, _, u in pairs if t != u)
@@ -145,13 +121,9 @@ def _mistake(asked: Key, known: Key) -> str | None:
     return None
 
 
-def _shape(leaf: PyTree) -> tuple[tuple[int, ...], str]:
-    return tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))
-
-
-def _shapes(dims: Any) -> list[str]:
+def _shapes(dims: Iterable[ShapeAndType]) -> list[str]:
     return [f"{t}{list(s)}" for s, t in dims]
 
 
-def _listed(dims: Any) -> str:
+def _listed(dims: Iterable[ShapeAndType]) -> str:
     return ", ".join(_shapes(dims)) or "none"

@@ -108,7 +108,7 @@ def check_weights(learner: ETraceAlgorithm, weights: PyTree) -> Any:
         )
     if not weights:
         raise ValueError("There is no weight to take the gradient of: `weights` is empty.")
-    hidden = hidden_of(learner._forms.now).values()
+    hidden = hidden_of(learner._cache.now).values()
     carried = [k for k, st in weights.items() if any(st is h for h in hidden)]
     if carried:
         raise ValueError(f"`weights` has hidden states, which are not parameters: {carried}.")
@@ -200,15 +200,15 @@ def _steps(
         _drive(learner, traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
         wanted=wanted,
         begins=begins,
-        forget=learner._forms.now.reset_traces,
+        forget=learner._cache.now.reset_traces,
     )
     if not lead:
         inside = set(map(id, learner.model.states().values()))
         inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
         outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
         warn_of_paths(drive, asked, outside, learner.model)
-    form = learner._forms.now
-    total, outs, after = form.run(drive, leaves, _reporting(traced, sequence), initial)
+    compiled = learner._cache.now
+    total, outs, after = compiled.run(drive, leaves, _reporting(traced, sequence), initial)
     traced.assign(after)
     by_leaf = dict(zip(wanted, total, strict=True))
     grads = {}
@@ -241,7 +241,7 @@ def _evolve(learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_
     traced = trace(learner, step, sequence)
     leaves = [leaf for values in traced.pure.values() for leaf in values]
     drive = _drive(learner, traced.step, sequence, chunk_size, True)
-    outs, after = learner._forms.now.run(drive, leaves, _reporting(traced, sequence), evolve=True)
+    outs, after = learner._cache.now.run(drive, leaves, _reporting(traced, sequence), evolve=True)
     traced.assign(after)
     return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
 
@@ -256,12 +256,12 @@ def _drive(
     is_window: bool = False,
 ) -> Drive:
     """The way to drive a step; `is_window`: the step takes a window of steps by itself."""
-    form, values = learner._forms.now, learner._values()
-    if is_window and not form.rule.back_through_time:
-        return Drive(step, size=sequence.pace, unroll=form.rule.unroll)
-    if not form.rule.back_through_time:
-        form.shard_like(leaves_of(form), learner._inputs_of(form))
-    return form.drive(
+    compiled, values = learner._cache.now, learner._values()
+    if is_window and not compiled.rule.back_through_time:
+        return Drive(step, size=sequence.pace, unroll=compiled.rule.unroll)
+    if not compiled.rule.back_through_time:
+        compiled.shard_like(leaves_of(compiled), learner._inputs_of(compiled))
+    return compiled.drive(
         step,
         sequence,
         values,

@@ -31,13 +31,13 @@ from . import pickling
 from .calling import call, called_with, calling_model, split_call
 from .compiled_step import CompiledStep
 from .config import ETraceConfig
-from .forms import Forms
 from .guards import Guards
 from .learner import Learner
 from .model_states import hidden_of, leaves_of, reset_model, reset_rows, strengthen, values_now
 from .not_compiled import time_first
 from .progress import Report, reporting, unchanged_on_error
 from .sequences import Task, check_weights, evolve, run
+from .step_cache import StepCache
 from .trace_states import EligibilityTrace, StepCounter, traces_of
 from .vjp_method import VjpMethod, read_method
 
@@ -105,7 +105,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = StepCounter(jnp.zeros((), jnp.int32))
         self._start = values_now(model)  # a reset falls back on these
-        self._forms = Forms(model, rule, mark, self._window)
+        self._cache = StepCache(model, rule, mark, self._window)
         self._inputs: list[Any] = []  # shapes of the inputs compiled for, and their shardings
         self._traced_states: list[int] = []  # the `id` of the model's states when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}  # the initial traces
@@ -137,7 +137,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Trace the model for arguments of these shapes; free if that was done before."""
         args, kwargs = one_step(args, split_call(self, (), kwargs)[2])
         strengthen(self.model)
-        self._forms.compile(args, kwargs)
+        self._cache.compile(args, kwargs)
         self._inputs = [_meshes.shape_of(a) for a in split_static(args, kwargs)[0]]
         states = [id(st) for st in self.model.states().values()]
         if states != self._traced_states:  # else a jitted step knows the traces as they are
@@ -148,12 +148,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._guards.before_call(self, keep=True)
 
     def is_set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> bool:
-        """Whether the form in use is that for these arguments and the states as they are."""
-        return self._forms.key(args, kwargs) == self._forms.current
+        """Whether the step in use is that for these arguments and the current states."""
+        return self._cache.key(args, kwargs) == self._cache.current
 
     def set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
-        """Use the form that was compiled for these arguments and the states as they are."""
-        if self._forms.select(args, kwargs, fresh=self._is_fresh()):
+        """Use the step that was compiled for these arguments and the current states."""
+        if self._cache.select(args, kwargs, fresh=self._is_fresh()):
             self.init_etrace_state()
 
     def take_windows(
@@ -192,14 +192,14 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _change_rule(self, rule: Rule, *, reset: bool) -> None:
         """Compile again for another rule; `reset`: it has other traces, which start from zero."""
         self.rule = rule
-        self._forms = self._forms.with_rule(rule, self._window)
+        self._cache = self._cache.with_rule(rule, self._window)
         if reset and self.is_compiled:
             self.init_etrace_state()
 
     @property
     def is_compiled(self) -> bool:
         """Whether `compile_graph` was called."""
-        return bool(self._forms.examples)
+        return bool(self._cache.examples)
 
     @property
     def functional(self) -> Learner:
@@ -208,25 +208,25 @@ class ETraceAlgorithm(brainstate.nn.Module):
         Parameters and carry are dictionaries of the values of states, by path; `reset` goes back to the
         values that the states have now.
         """
-        form = self._forms.now
-        return Learner(form, form.function.carry.leaves(read_states(form.function)[1]))
+        compiled = self._cache.now
+        return Learner(compiled, compiled.function.carry.leaves(read_states(compiled.function)[1]))
 
     @property
     def graph(self) -> ETraceGraph:
         """The compiled graph of the shapes used last."""
-        return self._forms.now.graph
+        return self._cache.now.graph
 
     @property
     def executor(self) -> ETraceGraphExecutor:
         """The pure functions of that graph."""
-        return self._forms.now.executor
+        return self._cache.now.executor
 
     graph_executor = executor
 
     @property
     def report(self) -> CompilationReport:
         """How each parameter is learned under this rule, and which paths through time it truncates."""
-        return self._forms.now.report
+        return self._cache.now.report
 
     def show_graph(self, verbose: bool = True, return_msg: bool = False) -> str | None:
         """Print the report, a tree of groups, sites and parameters; or return it, or both."""
@@ -279,11 +279,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
-        form = self._forms.now
+        compiled = self._cache.now
         with self._guards.reads.paused():  # so that a function being traced writes them before the counter
-            _ = [st.value for st in hidden_of(form).values()]
+            _ = [st.value for st in hidden_of(compiled).values()]
         self.steps.value = jnp.zeros((), jnp.int32)
-        values = form.initial_traces(leaves_of(form), self._inputs_of(form))
+        values = compiled.initial_traces(leaves_of(compiled), self._inputs_of(compiled))
         as_stored = lambda a: (a.shape, a.dtype)
         for key, value in self._lasting_values().items():
             if as_stored(value) == as_stored(values[key]):
@@ -300,8 +300,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
-        form = self._forms.now
-        lasting = [] if form.rule.back_through_time else form.online.lasting
+        compiled = self._cache.now
+        lasting = [] if compiled.rule.back_through_time else compiled.online.lasting
         return {k: self.traces[k].value for k in lasting if k in self.traces}
 
     def _is_fresh(self) -> bool:
@@ -321,8 +321,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
             reset_rows(self, jnp.asarray(rows))
             return
         self.reset_model(**({"batch_size": batch_size} if batch_size is not None else {}))
-        self._forms.follow_states()
-        if self._forms.current is not None:
+        self._cache.follow_states()
+        if self._cache.current is not None:
             self.init_etrace_state()
 
     def reset_model(self, **options: Any) -> None:
@@ -332,9 +332,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
-    def _inputs_of(self, form: CompiledStep) -> list[Any]:
+    def _inputs_of(self, compiled: CompiledStep) -> list[Any]:
         """The shapes and shardings of the inputs of a step, as far as they are known."""
-        num = form.function.step.num_args
+        num = compiled.function.step.num_args
         return self._inputs if len(self._inputs) == num else [None] * num
 
     def _store(self, values: Values) -> None:
@@ -431,10 +431,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
             return evolve(self, sequence, step, chunk_size, alone=step_fn is None)
 
     def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
-        _ = self._forms.now
+        _ = self._cache.now
         check_chunk_size(chunk_size)
         self._guards.before_call(self, keep=keep)
-        if self._forms.follow_states():
+        if self._cache.follow_states():
             self.init_etrace_state()
 
     def steps_at_once(self, chunk_size: int | None) -> int | None:

@@ -1,31 +1,51 @@
-"""The compiled forms of a `brainstate` model under one rule: one for each shape that it was compiled for."""
+"""The compiled steps of a `brainstate` model under one rule, cached by shapes and static arguments."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import NamedTuple
 
 import brainstate
 import jax
+import jax.numpy as jnp
 
 from .. import _compat, _meshes
 from .._compiler import CompilationError
 from .._frontends.module_function import read_module
 from .._frontends.modules import Mark, traced_again
-from .._online.arguments import as_shape
+from .._online.arguments import as_shape, split_static
 from .._online.request import WindowSize
 from .._rules.rule import Rule, TraceRule
-from .._types import Options, PyTree
+from .._types import Array, Options, PyTree
 from .compiled_step import CompiledStep
-from .not_compiled import Key, NotCompiledError, shapes_of_states
+from .not_compiled import NotCompiledError
 
-_REMEMBERED = 8  # forms of the same shapes
+_REMEMBERED = 8  # compiled steps of the same shapes
+
+ShapeAndType = tuple[tuple[int, ...], str]
+
+
+class Key(NamedTuple):
+    """The shapes, static arguments and states that a step is compiled for."""
+
+    data: tuple[ShapeAndType, ...]  # of the arrays among the arguments
+    static: PyTree  # the structure of the arguments, and those that are not arrays
+    states: tuple[PyTree, ...]  # the name of each state, and its arrays
+
+    @staticmethod
+    def of(model: brainstate.nn.Module, args: tuple[PyTree, ...], kwargs: Options) -> Key:
+        data, _, static = split_static(args, kwargs)
+        try:
+            hash(static)
+        except TypeError:
+            static = (static[0], repr(static[1]))
+        return Key(tuple(map(_shape, data)), static, _states_of(model))
 
 
 @dataclass(eq=False)
-class Forms:
-    """Compiled steps by the shapes, static arguments and states that they were compiled for.
+class StepCache:
+    """Compiled steps by their keys, and the one in use.
 
     A copy or a restored learner compiles its own when they are first used, from `examples`.
     """
@@ -34,24 +54,24 @@ class Forms:
     rule: Rule
     mark: Mark
     window: WindowSize | None
-    examples: dict[Key, Any] = field(default_factory=dict)  # the arguments that each was compiled with
+    examples: dict[Key, PyTree] = field(default_factory=dict)  # the arguments that each was compiled with
     current: Key | None = None
     _compiled: dict[Key, CompiledStep] = field(default_factory=dict)
-    # of the shapes in use, where the model closed over something else
+    # of the shapes in use, with other values that the model closes over
     _others: list[CompiledStep] = field(default_factory=list)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Options:
         return {**vars(self), "_compiled": {}, "_others": []}
 
-    def with_rule(self, rule: Rule, window: WindowSize | None) -> Forms:
-        """The forms of the same shapes under another rule, not compiled yet."""
+    def with_rule(self, rule: Rule, window: WindowSize | None) -> StepCache:
+        """A cache for the same shapes under another rule; nothing is compiled yet."""
         return replace(self, rule=rule, window=window, _compiled={}, _others=[])
 
     def key(self, args: tuple[PyTree, ...], kwargs: Options) -> Key:
         return Key.of(self.model, args, kwargs)
 
     def compile(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
-        """Compile for these arguments, unless that was done before, and use that form."""
+        """Compile for these arguments, unless that was done before, and use that step."""
         key = self.key(args, kwargs)
         if key not in self.examples:
             self._compiled[key] = self._new(args, kwargs)
@@ -61,9 +81,9 @@ class Forms:
     def _new(self, args: tuple[PyTree, ...], kwargs: Options) -> CompiledStep:
         with _meshes.no_types():
             function = read_module(self.model, args, kwargs)
-        form = CompiledStep(function, self.rule, self.mark, self.window, complete=False)
-        _ = form.graph if self.rule.back_through_time else form.online  # compiled now, with its warnings
-        return form
+        compiled = CompiledStep(function, self.rule, self.mark, self.window, complete=False)
+        _ = compiled.graph if self.rule.back_through_time else compiled.online  # now, with its warnings
+        return compiled
 
     def __getitem__(self, key: Key) -> CompiledStep:
         if key not in self._compiled:
@@ -73,7 +93,7 @@ class Forms:
 
     @property
     def now(self) -> CompiledStep:
-        """The form in use."""
+        """The step in use."""
         if self.current is None:
             raise CompilationError(
                 "The learner's graph is not compiled yet: call `learner.compile_graph(x)` first."
@@ -82,11 +102,11 @@ class Forms:
 
     @property
     def known(self) -> CompiledStep | None:
-        """The form in use, if it is compiled in this process."""
+        """The step in use, if it is compiled in this process."""
         return None if self.current is None else self._compiled.get(self.current)
 
     def select(self, args: tuple[PyTree, ...], kwargs: Options, *, fresh: bool) -> bool:
-        """Use the form for these arguments and the states as they are; whether its traces are others.
+        """Use the step for these arguments and the current states; whether its traces are others.
 
         `fresh`: the traces are zero, so that nothing is lost if they are others.
         """
@@ -107,8 +127,8 @@ class Forms:
         return not agree
 
     def follow_states(self) -> bool:
-        """Use a form that was compiled for the states as they are now; whether it is another one."""
-        now, current = shapes_of_states(self.model), self.current
+        """Use a step that was compiled for the current states; whether it is another one."""
+        now, current = _states_of(self.model), self.current
         fitting = [key for key in self.examples if key.states == now]
         if current is None or current.states == now or not fitting:
             return False
@@ -116,22 +136,22 @@ class Forms:
         self.current = (alike or fitting)[-1]
         return True
 
-    def with_constants(self, args: tuple[PyTree, ...], kwargs: Options) -> tuple[CompiledStep, list[Any]]:
-        """The form of the model as it is now, and the values that its step closes over."""
+    def with_constants(self, args: tuple[PyTree, ...], kwargs: Options) -> tuple[CompiledStep, list[Array]]:
+        """The step of the model as it is now, and the values that it closes over."""
         closed = traced_again(self.model, args, kwargs)
-        for form in (self.now, *self._others):
-            consts = form.info.constants_of(closed)
+        for compiled in (self.now, *self._others):
+            consts = compiled.info.constants_of(closed)
             if consts is not None:
                 break
         else:
-            form = self._new(args, kwargs)
-            self._others = [form, *self._others[: _REMEMBERED - 1]]
-            program = form.info.program
+            compiled = self._new(args, kwargs)
+            self._others = [compiled, *self._others[: _REMEMBERED - 1]]
+            program = compiled.info.program
             consts = list(program.consts.values())
             # no value of a step that is being traced outlives it
             program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
-        if form is not self.now:  # the same shapes, but the model closes over something else
-            if not have_same_traces(self.now, form):
+        if compiled is not self.now:  # the same shapes, but the model closes over other values
+            if not have_same_traces(self.now, compiled):
                 raise CompilationError(
                     "The model has become another program since `compile_graph`: its marked ops reach other "
                     "places in its states now, so that the traces no longer fit (a flag, an index or a time "
@@ -140,18 +160,30 @@ class Forms:
                     "argument of the model or a state."
                 )
             assert self.current is not None
-            self._compiled[self.current] = form  # so that the report is of the model as it is now
-        return form, consts
+            self._compiled[self.current] = compiled  # so that the report is of the model as it is now
+        return compiled, consts
 
 
 def have_same_traces(old: CompiledStep, new: CompiledStep) -> bool:
-    """Whether the traces of one compiled form can be used in the other."""
+    """Whether the traces of one compiled step can be used in the other."""
     if old.rule.back_through_time:
         return True
-    shapes = [{k: v.shape for k, v in form.online.initial_shapes.items()} for form in (old, new)]
+    shapes = [{k: v.shape for k, v in step.online.initial_shapes.items()} for step in (old, new)]
     if shapes[0] != shapes[1] or not isinstance(old.rule, TraceRule):
         return shapes[0] == shapes[1]
-    slots = [{t.key: t for t in form.executor.slots} for form in (old, new)]
+    slots = [{t.key: t for t in step.executor.slots} for step in (old, new)]
     return slots[0].keys() == slots[1].keys() and all(
         t.means_the_same_as(slots[1][key]) for key, t in slots[0].items()
     )
+
+
+def _states_of(model: brainstate.nn.Module) -> tuple[PyTree, ...]:
+    """The name of each state of a model, and the shapes and types of its arrays."""
+    return tuple(
+        (".".join(map(str, path)), *map(_shape, jax.tree.leaves(st.value)))
+        for path, st in model.states().items()
+    )
+
+
+def _shape(leaf: Array) -> ShapeAndType:
+    return tuple(jnp.shape(leaf)), str(jnp.result_type(leaf))
