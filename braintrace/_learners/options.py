@@ -7,6 +7,7 @@ signature, arguments in the docstring and example come from the table.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from inspect import Parameter, Signature
 from types import SimpleNamespace
@@ -108,7 +109,7 @@ class OptionsLearner(ETraceAlgorithm):
     def read_options(cls, model: Any, *args: PyTree, **options: Any) -> tuple[SimpleNamespace, Choice]:
         """The values of all options, checked, and the rule that they choose; the model is not used."""
         try:
-            bound = _signature(cls).bind(None, model, *args, **options)
+            bound = _signature(cls, cls.takes).bind(None, model, *args, **options)
         except TypeError as e:
             raise TypeError(f"{cls.__name__}: {e}.") from None
         bound.apply_defaults()
@@ -135,11 +136,23 @@ class OptionsLearner(ETraceAlgorithm):
         return config.rule(options.random_feedback_key, options.trace_dtype, most)
 
 
-def _signature(cls: type[OptionsLearner]) -> Signature:
-    """The signature of the constructor of a class, from its list of options."""
+def _as_shown(takes: str) -> str:
+    """A list of options as `help` shows it: those of the rule, then keywords, newer ones first.
+
+    The constructor takes all of them in the order of 0.2.x, which starts with `name` after those of the rule.
+    """
+    first, _, last = takes.partition("*")
+    own = list(itertools.takewhile(lambda name: name != "name", first.split()))
+    keywords = [*last.split(), *first.split()[len(own) :]]
+    keywords.sort(key=lambda name: name.startswith("("))  # those without effect come last
+    return " ".join([*own, "*", *keywords])
+
+
+def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
+    """The signature of the constructor of a class, from a list of options."""
     kind: Any = Parameter.POSITIONAL_OR_KEYWORD
     parameters = [Parameter("self", kind), Parameter("model", kind, annotation=brainstate.nn.Module)]
-    for name in cls.takes.replace("(", "").replace(")", "").split():
+    for name in takes.replace("(", "").replace(")", "").split():
         if name == "*":
             kind = Parameter.KEYWORD_ONLY
         else:
@@ -150,8 +163,7 @@ def _signature(cls: type[OptionsLearner]) -> Signature:
 
 
 def _constructor(cls: type[OptionsLearner]) -> Any:
-    """An `__init__` with the signature that the class lists."""
-    signature = _signature(cls)
+    """An `__init__` with the options that the class lists."""
 
     def __init__(self: OptionsLearner, *args: PyTree, **options: Any) -> None:
         given, choice = type(self).read_options(*args, **options)
@@ -160,15 +172,14 @@ def _constructor(cls: type[OptionsLearner]) -> Any:
         for name, value in choice.attributes.items():
             setattr(self, name, value)
 
-    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    __init__.__signature__ = _signature(cls, _as_shown(cls.takes))  # type: ignore[attr-defined]
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     return __init__
 
 
 def _describe(cls: type[OptionsLearner]) -> str:
-    """The arguments and the example of a class's docstring; options that are only keywords come first."""
-    first, _, last = cls.takes.partition("*")
-    names = [*last.split(), *first.split()]
+    """The arguments and the example of a class's docstring."""
+    names = _as_shown(cls.takes).replace("*", "").split()
     lines = ["model: The model that learns, with an `update` method."]
     lines += [f"{name}: {OPTIONS[name][2]}" for name in names if not name.startswith("(")]
     unused = ", ".join(f"`{name[1:-1]}`" for name in names if name.startswith("("))
