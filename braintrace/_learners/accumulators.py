@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._rules.es_d_rtrl import as_decay
-from .._types import PyTree
+from .._types import Array, Key, PyTree, Value
 
 
 class _Average(brainstate.ShortTermState):
@@ -79,11 +79,11 @@ class FixedRandomFeedback:
     (3,)
     """
 
-    def __init__(self, n_target: int, n_layer: int, key: Any, init_scale: float = 0.1) -> None:
+    def __init__(self, n_target: int, n_layer: int, key: Key, init_scale: float = 0.1) -> None:
         self.n_target, self.n_layer = n_target, n_layer
         self.B = jax.lax.stop_gradient(init_scale * jax.random.normal(key, (n_target, n_layer)))
 
-    def project(self, y_target: PyTree) -> Any:
+    def project(self, y_target: Array) -> Array:
         """`y_target B`."""
         return y_target @ self.B
 
@@ -101,7 +101,7 @@ class GradExpon(brainstate.nn.Module):
     Array([1.5, 1.5], dtype=float32)
     """
 
-    def __init__(self, grad_shape: PyTree, tau_or_decay: Any) -> None:
+    def __init__(self, grad_shape: PyTree, tau_or_decay: Value) -> None:
         super().__init__()
         if isinstance(tau_or_decay, u.Quantity):
             self.decay = float(u.math.exp(-brainstate.environ.get_dt() / tau_or_decay))
@@ -122,7 +122,7 @@ class GradExpon(brainstate.nn.Module):
         self.gradients.value = _zeros(self.gradients.value)
 
 
-def _zeros(tree: PyTree) -> Any:
+def _zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(u.math.zeros_like, tree, is_leaf=_has_unit)
 
 

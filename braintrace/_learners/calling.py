@@ -60,7 +60,7 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
 
 def split_call(
     learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options
-) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+) -> tuple[Options, tuple[PyTree, ...], Options]:
     """The arguments of a call for the rule's signal, and those for the model."""
     signal = learner.rule.signal
     names = {*signal.takes, *signal.spellings}
@@ -120,7 +120,7 @@ def calling_model(learner: ETraceAlgorithm) -> AbstractContextManager[None]:
 
 def called_with(learner: ETraceAlgorithm, step_fn: Function, slices: PyTree) -> tuple[PyTree, PyTree]:
     """The arguments that `step_fn(*slices)` calls the learner with; no state is changed."""
-    seen: list[Any] = []
+    seen: list[tuple[tuple[PyTree, ...], Options]] = []
 
     def stop(*args: PyTree, **kwargs: Any) -> None:
         seen.append((args, kwargs))

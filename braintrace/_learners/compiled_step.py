@@ -41,8 +41,8 @@ from .._types import Array, PyTree
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
 
-Leaves = list[Any]
-Shape = Callable[[Any], Any]
+Leaves = list[Array]
+Shape = Callable[[Array], Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,12 +142,12 @@ class CompiledStep:
             fixed.extend(some) if entry.is_fixed else rest.append(some)
         return fixed, rest
 
-    def shard_like(self, leaves: Leaves, x: Leaves) -> None:
+    def shard_like(self, leaves: Leaves, x: list[PyTree]) -> None:
         """Shard the rule's arrays as the leaves of states and inputs are."""
         fixed, rest = self.split(leaves)
         self.online.executor.spread_like(fixed, x, rest)
 
-    def initial_traces(self, leaves: Leaves, x: Leaves) -> Values:
+    def initial_traces(self, leaves: Leaves, x: list[PyTree]) -> Values:
         """The traces before the first step."""
         if self.rule.back_through_time:
             return {}

@@ -12,7 +12,7 @@ from .._executor.trace_recursion import Decay, Leak, Own, Recursion
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST
-from .._types import Key
+from .._types import DTypeLike, Key
 
 _AXES: dict[str, tuple[str, ...]] = {
     "trace_factorization": ("per_param", "io_factorized", "random_projection"),
@@ -141,7 +141,9 @@ class ETraceConfig:
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
         return ", ".join(shown) or f"trace_factorization={self.trace_factorization!r}"
 
-    def rule(self, random_feedback_key: Key | int | None = None, dtype: Any = None, most: int = MOST) -> Rule:
+    def rule(
+        self, random_feedback_key: Key | int | None = None, dtype: DTypeLike | None = None, most: int = MOST
+    ) -> Rule:
         """The learning rule; `dtype` is that of traces, and `most` the size of a pattern."""
         signals: dict[str, Callable[[], Signal]] = {
             "symmetric": lambda: PROPAGATED,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
-from .._types import Function, PyTree
+from .._types import Array, Function, PyTree
 from .config import ETraceConfig
 from .model_states import leaves_of
 from .options import Choice, OptionsLearner
@@ -41,16 +40,16 @@ class SyntheticGradient(brainstate.nn.Module):
             self.weights[str(k)] = brainstate.ParamState(scale * jax.random.normal(key, (width, width)))
             self.biases[str(k)] = brainstate.ParamState(jnp.zeros(width))
 
-    def states_dict(self) -> dict[str, Any]:
+    def states_dict(self) -> dict[str, brainstate.State]:
         """The parameters, by name."""
         pairs = (("weight", self.weights), ("bias", self.biases))
         return {f"{what}{k}": st for what, states in pairs for k, st in states.items()}
 
-    def param_values(self) -> dict[str, Any]:
+    def param_values(self) -> dict[str, Array]:
         """The values of the parameters, as `apply` takes them."""
         return {k: st.value for k, st in self.states_dict().items()}
 
-    def apply(self, values: dict[str, Any], hidden: dict[int, Any]) -> dict[int, Any]:
+    def apply(self, values: dict[str, Array], hidden: dict[int, Array]) -> dict[int, Array]:
         """The estimates at some states; a pure function."""
         found = {}
         for k, h in hidden.items():
@@ -108,7 +107,7 @@ def train_synthetic_gradient(
     inputs: PyTree,
     *,
     chunk_size: int = 1,
-    loss_fn: Callable[[Any], Any] | None = None,
+    loss_fn: Function | None = None,
     optimizer: Any = None,
     lr: float = 1e-2,
     epochs: int = 1,
@@ -137,10 +136,10 @@ def train_synthetic_gradient(
     loss = loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out)))
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
 
-    def hidden_of(leaves: Any) -> list[Any]:
+    def hidden_of(leaves: PyTree) -> list[Array]:
         return [h.of_leaf(leaves[at[h.leaf]]) for h in info.hidden]
 
-    def grouped(arrays: list[Any]) -> dict[int, Any]:
+    def grouped(arrays: list[Array]) -> dict[int, Array]:
         by_var = {h.outvar: a for h, a in zip(info.hidden, arrays, strict=True)}
         groups = executor.graph.hidden_groups
         return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
@@ -150,7 +149,7 @@ def train_synthetic_gradient(
         """The target at the start of a window, and the states after it."""
         flat, tree = jax.tree.flatten(rest)
 
-        def total(hidden: dict[int, Any]) -> PyTree:
+        def total(hidden: dict[int, Array]) -> PyTree:
             now = [hidden.get(i, a) for i, a in enumerate(flat)]
 
             def body(rest: PyTree, x: PyTree) -> PyTree:

@@ -15,14 +15,14 @@ from .. import _compat
 from .._compiler.step import show_path
 from .._lines import warn_user
 from .._online.sequence import is_traced
-from .._types import PyTree
+from .._types import Array, PyTree
 from .model_states import by_path, hidden_of
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
 
 Hidden = Mapping[str, brainstate.State]  # hidden states by name
-Leaves = list[Any]
+Leaves = list[Array]
 Tracing = weakref.ref[Any]  # to JAX's trace: an `id` may be that of a later one
 
 
@@ -245,11 +245,11 @@ class WeightChanges:
         )
 
 
-def _raw(state: brainstate.State) -> Any:
+def _raw(state: brainstate.State) -> PyTree:
     return vars(state)["_value"]  # a read of `state.value` would make it an input of what is being traced
 
 
-def _tracing(value: Any) -> Tracing | None:
+def _tracing(value: PyTree) -> Tracing | None:
     """The tracing that a value belongs to, or None for concrete values."""
     tracers = filter(_compat.is_tracer, jax.tree.leaves(value))
     return next((weakref.ref(_compat.trace_of(a)) for a in tracers), None)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _meshes
+from .._compat import ClosedJaxpr
 from .._compiler.graph import ETraceGraph
 from .._compiler.step import Path
 from .._executor.pull_back import is_inexact
@@ -228,7 +229,7 @@ class Learner:
         sequence = Sequence.check((xs, *more, moving), mask, reset)
         request = Request(sequence, has_aux, reduction, return_value=True)
 
-        def returned(y: PyTree, slices: tuple[Any, ...]) -> Any:
+        def returned(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
             return request.split(loss(y, *slices))
 
         step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
@@ -294,7 +295,7 @@ class Learner:
 
     def _trace(
         self, returned: Loss, params: PyTree, carry: PyTree, traces: Values, sequence: Sequence, fixed: Values
-    ) -> tuple[UserStep, Any, Leaves]:
+    ) -> tuple[UserStep, jax.tree_util.PyTreeDef, Leaves]:
         """Trace a step and `returned` of its output: the step, the structure of its result, all leaves."""
         states = self.function.leaves(params, carry)
         leaves = [*states, *jax.tree.leaves(traces)]
@@ -302,7 +303,7 @@ class Learner:
         self.compiled.shard_like(states, [_meshes.shape_of(a, 1) for a in x])
         num = len(states)
         tree = jax.tree.structure(traces)
-        out_trees: list[Any] = []
+        out_trees: list[jax.tree_util.PyTreeDef] = []
 
         def flat(slices: PyTree, leaves: Leaves) -> Leaves:
             x, *more, given = slices
@@ -330,7 +331,7 @@ class Learner:
                 about=self.function,
             )
 
-    def _user_step(self, closed: Any) -> UserStep:
+    def _user_step(self, closed: ClosedJaxpr) -> UserStep:
         entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
         carried = [i for i, e in enumerate(entries) if not e.is_fixed]
         keys = sorted(self.compiled.online.initial_names)

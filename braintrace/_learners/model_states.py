@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import brainstate
@@ -35,7 +36,7 @@ def states_of(compiled: CompiledStep) -> list[tuple[StateEntry, brainstate.State
     return [(e, found.get(e.path, e.state)) for e in compiled.info.entries]
 
 
-def leaves_of(compiled: CompiledStep) -> list[Any]:
+def leaves_of(compiled: CompiledStep) -> list[Array]:
     """The leaves of the states that a step touches."""
     return [leaf for _, st in states_of(compiled) for leaf in jax.tree.leaves(st.value)]
 
@@ -48,13 +49,13 @@ def hidden_of(compiled: CompiledStep) -> dict[str, brainstate.State]:
     }
 
 
-def values_now(model: brainstate.nn.Module) -> dict[Path, Any]:
+def values_now(model: brainstate.nn.Module) -> dict[Path, PyTree]:
     """The values of the short-term states by path, for `reset`; without those that are being traced."""
     found = {path: st.value for path, st in model.states(brainstate.ShortTermState).items()}
     return {p: v for p, v in found.items() if not any(map(_compat.is_tracer, jax.tree.leaves(v)))}
 
 
-def reset(model: brainstate.nn.Module, start: dict[Path, Any], **options: Any) -> set[int]:
+def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Any) -> set[int]:
     """Reset all states: by each module's `reset_state`, or else its `init_state`, or else to `start`.
 
     Returns the `id` of every state that was reset. A short-term state that its module's own `reset_state`
@@ -78,7 +79,7 @@ def _reset_by_methods(model: brainstate.nn.Module, **options: Any) -> set[int]:
 
 
 def _without_methods(
-    model: brainstate.nn.Module, done: Any, start: dict[Path, Any]
+    model: brainstate.nn.Module, done: Container[int], start: dict[Path, PyTree]
 ) -> dict[Path, brainstate.State]:
     """The states in `start` that no method has set and whose module has no `reset_state`."""
     modules = model.nodes(brainstate.nn.Module)
@@ -118,13 +119,13 @@ def strengthen(model: brainstate.nn.Module) -> None:
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
-def initial_states(learner: Any, size: int, hidden: PyTree) -> dict[Path, Any]:
+def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[Path, PyTree]:
     """The initial values of the states that a reset sets and that have `size` samples in front, by path."""
     model = learner.model
 
     before = {id(st): st.value for st in model.states().values()}
 
-    def start(size: int) -> dict[int, Any]:
+    def start(size: int) -> dict[int, PyTree]:
         """The values that methods of the model set for `size` samples, by the `id` of the state."""
 
         def methods() -> None:
@@ -207,6 +208,6 @@ def _has_numbers(tree: PyTree) -> bool:
     return any(jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves)
 
 
-def _shapes(tree: PyTree) -> Any:
+def _shapes(tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)  # which knows units
     return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]

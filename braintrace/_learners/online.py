@@ -10,7 +10,7 @@ from .._frontends.module_function import read_module, read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.request import WindowSize, check_window
 from .._rules import D_RTRL
-from .._types import Options, PyTree
+from .._types import Model, Options, PyTree
 from .compiled_step import CompiledStep
 from .learner import Learner
 from .rule_choice import RuleChoice
@@ -87,15 +87,15 @@ def make_learner(
 
 
 def learner_of(
-    model: Any,
-    args: Iterable[Any],
+    model: Model,
+    args: Iterable[PyTree],
     rule: Any = None,
     *,
     kwargs: Options | None = None,
     mark: Mark = "ops",
     window: WindowSize | None = None,
     function: Callable[..., Any] | None = None,
-) -> tuple[Learner, Any, Any]:
+) -> tuple[Learner, PyTree, PyTree]:
     """A `Learner` of a `brainstate` module, with its parameters and carry: dictionaries of values by path.
 
     `args` are the arguments of one step; the learner's `x` is the only one, or a tuple of several. Called in

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -22,7 +22,7 @@ from .._online.request import WindowSize
 from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
-from .._types import PyTree
+from .._types import Array, DTypeLike, Key, PyTree
 from .config import ETraceConfig
 from .stateful import ETraceAlgorithm
 from .vjp_method import VjpMethod
@@ -48,11 +48,15 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     ),
     "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
     "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
-    "trace_dtype": (Any, None, "Type that traces are stored in; that of the computation by default."),
+    "trace_dtype": (
+        DTypeLike | None,
+        None,
+        "Type of the stored traces; that of the computation by default.",
+    ),
     "vjp_method": (VjpMethod | None, None, "'multi-step' for calls with `MultiStepData`; see `window`."),
     "name": (str | None, None, "Name of the module."),
     "config": (ETraceConfig | None, None, "Chooses another rule of the same kind."),
-    "random_feedback_key": (Any, None, "Key of the random feedback matrices."),
+    "random_feedback_key": (Key | int | None, None, "Key of the random feedback matrices."),
     "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
     "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
     "decay_or_rank": (Any, 0.9, "Decay in [0, 1) or rank `r`, for `(r - 1) / (r + 1)`; or (inputs, states)."),
@@ -62,17 +66,17 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "leak": (float | None, REQUIRED, "Decay of the units, in [0, 1)."),
     "mode": (str, REQUIRED, "Variant of the rule."),
     "trace_clip_abs": (float | None, None, "Bound of each number of a trace."),
-    "B_list": (Any, None, "A matrix for each group of hidden states, (targets, units)."),
+    "B_list": (Sequence[Array] | None, None, "A matrix for each group of hidden states, (targets, units)."),
     "target_timing": (str, "per-step", "With 'sequence-end', a call without a target has no signal."),
     "num_targets": (int | None, None, "Size of a target, to draw the matrices."),
-    "key": (Any, None, "Key of the matrices."),
+    "key": (Key | int | None, None, "Key of the matrices."),
     "lambda_post": (float, REQUIRED, "Decay of the inputs before an output."),
     "lambda_pre": (float, REQUIRED, "Decay of the outputs before an input."),
     "alpha_post": (float, 1.0, "Weight of inputs before outputs."),
     "alpha_pre": (float, 1.0, "Weight of outputs before inputs."),
     "modulator": (Any, None, "Modulator of calls that are given none."),
     "n": (int, 2, "Number of steps that the pattern reaches."),
-    "projection_key": (Any, 42, "Key of the random signs."),
+    "projection_key": (Key | int, 42, "Key of the random signs."),
     "projection_eps": (float, 1e-12, "Added to norms, as in the paper."),
     "synthesizer": (Any, None, "Estimates the gradient of the losses after a window."),
     "fast_solve": (bool, True, ""),
@@ -162,7 +166,7 @@ def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
     return Signature(parameters, return_annotation=None)
 
 
-def _constructor(cls: type[OptionsLearner]) -> Any:
+def _constructor(cls: type[OptionsLearner]) -> Callable[..., None]:
     """An `__init__` with the options that the class lists."""
 
     def __init__(self: OptionsLearner, *args: PyTree, **options: Any) -> None:
@@ -190,7 +194,7 @@ def _describe(cls: type[OptionsLearner]) -> str:
     return "\n\n".join(f"    {title}:\n        {text}" for title, text in sections) + "\n    "
 
 
-def as_trace_dtype(dtype: Any) -> Any:
+def as_trace_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
     """A type that traces can be stored in: of floating or complex numbers."""
     if dtype is None:
         return None

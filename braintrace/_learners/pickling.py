@@ -11,6 +11,8 @@ from typing import Any
 
 import brainstate
 
+from .._types import Options
+
 # bookkeeping of the process that made the state
 _LOCAL = ("_trace_state", "_source_info", "_hooks_manager", "_level", "_been_writen")
 
@@ -39,23 +41,23 @@ def _class(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _parts(state: Any) -> tuple[type, dict[str, Any]]:
+def _parts(state: brainstate.State) -> tuple[type[brainstate.State], Options]:
     return type(state), {k: v for k, v in vars(state).items() if k not in _LOCAL}
 
 
-def _state(cls: Any, attributes: dict[str, Any]) -> Any:
-    state = cls.__new__(cls)
+def _state(cls: type[brainstate.State], attributes: Options) -> brainstate.State:
+    state: brainstate.State = object.__new__(cls)
     brainstate.State.__init__(state, attributes["_value"])
     vars(state).update(attributes)
     return state
 
 
-def copy_state(state: Any) -> Any:
+def copy_state(state: brainstate.State) -> brainstate.State:
     """Another state of the same kind and value."""
     return _state(*_parts(state))
 
 
-def copy_of(obj: Any, attributes: dict[str, Any], memo: dict[int, Any]) -> Any:
+def copy_of(obj: Any, attributes: Options, memo: dict[int, Any]) -> Any:
     """A deep copy of a module with these attributes, with copies of its states."""
     cls: Any = type(obj)
     new = cls.__new__(cls)

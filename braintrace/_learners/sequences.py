@@ -26,7 +26,7 @@ from .._online.drive import Drive
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
-from .._types import Array, Function, PyTree
+from .._types import Array, Function, Path, PyTree
 from .calling import called_with
 from .model_states import by_path, hidden_of, initial_states, leaves_of, strengthen
 from .not_compiled import NotCompiledError
@@ -99,7 +99,7 @@ class Task:
     keep: bool  # the traces are used afterwards
 
 
-def check_weights(learner: ETraceAlgorithm, weights: PyTree) -> Any:
+def check_weights(learner: ETraceAlgorithm, weights: PyTree) -> Weights:
     """The weights whose gradient is asked for, after a check that they are parameters."""
     if not isinstance(weights, Mapping):
         raise TypeError(
@@ -291,7 +291,7 @@ def _reporting(traced: TracedStep, sequence: Sequence) -> Sequence:
 
 def _initial(
     learner: ETraceAlgorithm, traced: TracedStep, sequence: Sequence
-) -> tuple[tuple[int, ...], list[Any]]:
+) -> tuple[tuple[int, ...], list[Array]]:
     """The leaves that a reset of a sample sets, and their initial values."""
     if sequence.reset is None:
         return (), []
@@ -335,6 +335,6 @@ def _joined(outs: list[PyTree]) -> PyTree:
     return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)
 
 
-def _inner(path: Any) -> Any:
+def _inner(path: Path) -> Path:
     """The path in the model, of a path in the learner."""
     return path[1:] if path[:1] == ("model",) else path

@@ -106,7 +106,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.steps = StepCounter(jnp.zeros((), jnp.int32))
         self._start = values_now(model)  # a reset falls back on these
         self._cache = StepCache(model, rule, mark, self._window)
-        self._inputs: list[Any] = []  # shapes of the inputs compiled for, and their shardings
+        self._inputs: list[PyTree] = []  # shapes of the inputs compiled for, and their shardings
         self._traced_states: list[int] = []  # the `id` of the model's states when the traces were made
         self._zeros: dict[str, weakref.ref[Any]] = {}  # the initial traces
         self._is_tracing = False  # a user's step is being traced
@@ -115,7 +115,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def __pretty_repr_item__(self, name: str, value: Any) -> Any:
         return None if name.startswith("_") else (name, value)
 
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self) -> Options:
         """The attributes of a copy; it compiles its own functions when it is first used."""
         own = {"_inputs": [], "_zeros": {}, "_is_tracing": False, "_guards": Guards(self.model)}
         return {**vars(self), **own}
@@ -267,12 +267,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         return self.steps
 
     @property
-    def modulator(self) -> Any:
+    def modulator(self) -> PyTree:
         """The modulator of calls that are given none, for rules with a modulator."""
         return self.standing.get("modulator")
 
     @modulator.setter
-    def modulator(self, value: Any) -> None:
+    def modulator(self, value: PyTree) -> None:
         self.standing["modulator"] = value
 
     get_etrace_of = traces_of
@@ -332,7 +332,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
-    def _inputs_of(self, compiled: CompiledStep) -> list[Any]:
+    def _inputs_of(self, compiled: CompiledStep) -> list[PyTree]:
         """The shapes and shardings of the inputs of a step, as far as they are known."""
         num = compiled.function.step.num_args
         return self._inputs if len(self._inputs) == num else [None] * num

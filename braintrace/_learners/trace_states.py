@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _compat
 from .._compiler.step import show_path
-from .._types import PyTree
+from .._types import Array, Path, PyTree
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -42,12 +42,12 @@ class StepCounter(brainstate.ShortTermState):
         return np.asarray(self.value, *args, **kwargs)
 
 
-def is_unchanged(before: Any, after: Any) -> bool:
+def is_unchanged(before: Array, after: Array) -> bool:
     """Whether a counter is known to have its old value."""
     return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))
 
 
-def traces_of(learner: ETraceAlgorithm, weight: Any) -> dict[str, Any]:
+def traces_of(learner: ETraceAlgorithm, weight: brainstate.State | Path | str) -> dict[str, Array]:
     """The traces of one parameter, given as its state or its path."""
     if isinstance(weight, brainstate.State):
         found = [e.path for e in learner.graph.module_info.params if e.state is weight]

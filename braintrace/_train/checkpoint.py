@@ -16,11 +16,13 @@ from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .._rules.projection import BASIS
-from .._types import PyTree
+from .._types import Options, PyTree
 from .engine import Engine
 from .lock import locked
 from .sharding import Layout
 
+Arrays = dict[str, dict[str, PyTree]]  # of each state, by name: its leaves
+Notes = Options  # values of JSON
 KEPT = 3  # checkpoints
 # the notes that a run cannot continue without
 NOTES = {"learner", "epoch", "index", "batch_size", "seconds", "reached"}
@@ -52,7 +54,7 @@ class Checkpoints:
     def path(self, number: int) -> Path:
         return self.folder / str(number)
 
-    def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Path:
+    def save(self, number: int, arrays: Arrays, notes: Notes) -> Path:
         """Write arrays by name, and notes as JSON."""
         args = self._ocp.args.Composite(
             arrays=self._ocp.args.PyTreeSave(arrays), notes=self._ocp.args.JsonSave(notes)
@@ -62,15 +64,15 @@ class Checkpoints:
             self._manager.wait_until_finished()
         return self.path(number)
 
-    def _load_notes(self, number: int) -> dict[str, Any]:
+    def _load_notes(self, number: int) -> Notes:
         with _quiet():
             args = self._ocp.args.Composite(notes=self._ocp.args.JsonRestore())
-            notes: dict[str, Any] = self._manager.restore(number, args=args)["notes"]
+            notes: Notes = self._manager.restore(number, args=args)["notes"]
         if missing := NOTES - notes.keys():
             raise KeyError(f"its notes have no {', '.join(sorted(missing))}")
         return notes
 
-    def _load_arrays(self, number: int, like: dict[str, Any]) -> dict[str, Any]:
+    def _load_arrays(self, number: int, like: Arrays) -> Arrays:
         """Read the arrays of a checkpoint; those in `like` get the shardings of these."""
         with _quiet():
             found = self._manager.item_metadata(number)["arrays"]
@@ -91,9 +93,7 @@ class Checkpoints:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return self._ocp.ArrayRestoreArgs(sharding=here)
 
-    def load_newest(
-        self, arrays_of: Callable[[int, dict[str, Any]], dict[str, Any]]
-    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    def load_newest(self, arrays_of: Callable[[int, Notes], Arrays]) -> tuple[int, Arrays, Notes]:
         """Read the newest checkpoint that is not damaged: its number, arrays and notes.
 
         Damaged ones are renamed, with a warning.
@@ -146,13 +146,13 @@ class Checkpoints:
         self._lock.close()
 
 
-def collect(engine: Engine) -> dict[str, Any]:
+def collect(engine: Engine) -> Arrays:
     """Return the arrays of a checkpoint, by name."""
     found = {name: _saved(state.value) for name, state in _states(engine).items()}
     return {name: arrays for name, arrays in found.items() if arrays}
 
 
-def restore(engine: Engine, arrays: dict[str, Any], where: Path) -> None:
+def restore(engine: Engine, arrays: Arrays, where: Path) -> None:
     """Restore the arrays that `collect` returned."""
     targets = _states(engine)
     if engine.reset:  # a run with another rank chooses its projection again
@@ -192,7 +192,7 @@ def _states(engine: Engine) -> dict[str, brainstate.State]:
     }
 
 
-def _saved(value: Any) -> dict[str, Any]:
+def _saved(value: PyTree) -> dict[str, PyTree]:
     """Return the leaves of a value, with the data of random keys."""
     leaves = jax.tree.leaves(value)
     raw = [jax.random.key_data(a) if _is_key(a) else a for a in leaves]
@@ -200,7 +200,9 @@ def _saved(value: Any) -> dict[str, Any]:
     return {str(i): a if _is_sharded(a) else np.asarray(a) for i, a in enumerate(raw)}
 
 
-def _restored(value: Any, saved: Any, name: str, where: Path, layout: Layout | None) -> PyTree:
+def _restored(
+    value: PyTree, saved: dict[str, PyTree], name: str, where: Path, layout: Layout | None
+) -> PyTree:
     """Return the saved values with the structure and sharding of `value`."""
     leaves, tree = jax.tree.flatten(value)
     found = [saved[str(i)] for i in range(len(saved))]

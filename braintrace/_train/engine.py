@@ -25,7 +25,7 @@ from .._online.parts import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.check import about_zeros, by_name
-from .._types import Array, ArrayLike, Function, PyTree
+from .._types import Array, ArrayLike, Function, Options, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
 from .sharding import Layout
 from .unlearned import warn_of_unlearned
@@ -33,8 +33,9 @@ from .unlearned import warn_of_unlearned
 if TYPE_CHECKING:
     from .._learners.stateful import ETraceAlgorithm
 
-Metric = Callable[[Any, Any, Any], Any]
-Parameters = dict[str, Any]
+Metric = Callable[[PyTree, PyTree, Array], Array]
+Parameters = dict[str, PyTree]
+Scores = dict[str, PyTree]  # arrays by name
 ZERO_FOR = 3  # batches with a zero gradient before a warning: that of LoRA is zero at the start
 _fitted: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose states were made for a batch of `fit`
 
@@ -53,8 +54,10 @@ class Engine:
     batched: bool
     layout: Layout | None = None  # of a device mesh
     opt_state: PyTree = field(init=False)
-    _shapes: Any = None  # of the batch that the states fit
-    _arguments: dict[Any, Any] = field(default_factory=dict)  # those of the learner, by shapes
+    _shapes: PyTree = None  # of the batch that the states fit
+    _arguments: dict[PyTree, tuple[PyTree, Options]] = field(
+        default_factory=dict
+    )  # those of the learner, by shapes
     _warned_of_unlearned: bool = False
 
     def __post_init__(self) -> None:
@@ -69,7 +72,7 @@ class Engine:
         if self.layout is not None:
             opt_state = self.layout.like(opt_state, self.parameters())
         self.opt_state = brainstate.ShortTermState(opt_state)
-        self._kept: dict[int, Any] = {}  # shardings of states, by identity
+        self._kept: dict[int, PyTree] = {}  # shardings of states, by identity
         self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
         self._batches = 0
@@ -155,7 +158,7 @@ class Engine:
 
     # -- training ----------------------------------------------------------------------------------
 
-    def train(self, batch: Batch) -> dict[str, Any]:
+    def train(self, batch: Batch) -> Scores:
         """Learn from a batch; return its scores and the loss of each step.
 
         After an update that is not finite also `bad`, the parameters concerned at each step.
@@ -167,7 +170,7 @@ class Engine:
             with brainstate.environ.context(fit=True):
                 states = self._train.stateful_fun.get_state_trace(*batch, compile_if_miss=True).states
                 before = [state.value for state in states]
-                found: dict[str, Any] = jax.device_get(self._train(*batch))
+                found: Scores = jax.device_get(self._train(*batch))
                 if found.pop("bad") or not np.isfinite(found["losses"]).all():
                     for state, value in zip(states, before, strict=True):
                         state.value = value
@@ -189,7 +192,7 @@ class Engine:
 
     def _train_batch(
         self, xs: PyTree, ys: PyTree, mask: Array, reset: Array | None, *, checked: bool
-    ) -> dict[str, Any]:
+    ) -> Scores:
         unkept = [(state, state.value) for state in self._unkept_traces()]
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
@@ -213,20 +216,20 @@ class Engine:
         found["zero"] = jnp.stack([(a == 0).all() for a in jax.tree.leaves(sums)]) & (losses != 0).any()
         return self._everywhere(found)
 
-    def _unkept_traces(self) -> list[Any]:
+    def _unkept_traces(self) -> list[brainstate.State]:
         """The traces that are zero before and after a batch."""
         if not self.reset or self.update_every is not None:
             return []
         lasting = self.learner._lasting_values()
         return [state for name, state in self.learner.traces.items() if name not in lasting]
 
-    def _everywhere(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _everywhere(self, found: Scores) -> Scores:
         """Return scores that every process can read."""
         return found if self.layout is None else self.layout.everywhere(found)
 
     def _update(
         self, sums: PyTree, arrays: PyTree, mask: Array, reset: Array | None, *, checked: bool
-    ) -> tuple[Any, tuple[Any, Any, Any]]:
+    ) -> tuple[PyTree, tuple[Array, PyTree, Array]]:
         """Update the weights from some steps; return sums of gradients, losses, aux and bad parameters."""
         learner, params = self.learner, self.parameters()
         if self.update_every == 1 and not self.in_windows:
@@ -290,7 +293,7 @@ class Engine:
         counted = jnp.where(weights != 0, values.astype(weights.dtype), jnp.zeros_like(weights))
         return (counted * weights).sum() / jnp.where(total == 0, 1, total)
 
-    def _scores(self, losses: PyTree, aux: PyTree, sequence: Sequence) -> dict[str, Any]:
+    def _scores(self, losses: PyTree, aux: PyTree, sequence: Sequence) -> Scores:
         mask, (_, ys) = sequence.mask, sequence.arrays
         weights = {mask.shape[:1]: mask.sum(tuple(range(1, mask.ndim))), mask.shape: mask}
         scores = {"loss": self._mean(losses, mask)}
@@ -303,12 +306,12 @@ class Engine:
 
     # -- evaluation --------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch) -> dict[str, Any]:
+    def evaluate(self, batch: Batch) -> Scores:
         """Return the loss and metrics of a batch; no state changes."""
         with brainstate.environ.context(fit=False):
             return jax.device_get(self._evaluate(*batch[:3]))  # type: ignore[no-any-return]
 
-    def _evaluate_batch(self, xs: PyTree, ys: PyTree, mask: Array) -> dict[str, Any]:
+    def _evaluate_batch(self, xs: PyTree, ys: PyTree, mask: Array) -> Scores:
         model = self.learner.model
         kept = {id(st): (st, st.value) for st in (*model.states().values(), brainstate.random.DEFAULT)}
         sequence = sequence_of(xs, ys, mask)

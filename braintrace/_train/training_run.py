@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._lines import warn_user
-from .._types import PyTree
+from .._types import Options, PyTree
 from .batches import Batch, Batches, not_finite, read, size_of, steps_of
-from .checkpoint import Checkpoints, collect, restore
-from .engine import Engine, sequence_of
+from .checkpoint import Arrays, Checkpoints, Notes, collect, restore
+from .engine import Engine, Scores, sequence_of
 from .failures import DivergedError, naming_lost_process
 from .progress_bar import Watch
 from .result import COUNTS, FitResult, Log, Row, to_columns, to_rows
@@ -116,7 +116,7 @@ class Run:
         restore(self.engine, arrays, where)
         self._warn_of_changes(notes.get("settings", {}), where)
 
-    def _go_to(self, number: int, notes: dict[str, Any]) -> dict[str, Any]:
+    def _go_to(self, number: int, notes: Notes) -> Arrays:
         """Go to the batch after which a checkpoint was made; return the arrays to be restored."""
         assert self.checkpoints is not None
         where = self.checkpoints.path(number)
@@ -155,7 +155,7 @@ class Run:
         self.engine.prepare(first)
         return collect(self.engine)
 
-    def _warn_of_changes(self, before: dict[str, Any], where: Path) -> None:
+    def _warn_of_changes(self, before: Options, where: Path) -> None:
         """Warn of settings that differ from those of the checkpoint."""
         now = self._settings
         changed = [
@@ -170,10 +170,10 @@ class Run:
             )
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Options:
         """The settings that change numbers, as values of JSON."""
         engine, learner = self.engine, self.engine.learner
-        found: dict[str, Any] = {
+        found: Options = {
             "`update_every`": engine.update_every or "sequence",
             "`reset`": engine.reset,
         }
@@ -272,12 +272,12 @@ class Run:
         if self.batch % schedule.checkpoint_every == 0:
             self._save()
 
-    def _row(self, scores: dict[str, Any]) -> Row:
+    def _row(self, scores: Scores) -> Row:
         counts = {"batch": self.batch, "epoch": self.epoch, **({"step": self.step} if self.stream else {})}
         first = {"loss": float(scores.pop("loss"))}
         return {**counts, **first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
 
-    def _stop_if_diverged(self, losses: PyTree, bad: Any, batch: Batch) -> None:
+    def _stop_if_diverged(self, losses: PyTree, bad: PyTree, batch: Batch) -> None:
         if bad is None:
             return
         steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
@@ -314,9 +314,9 @@ class Run:
         if self.schedule.stop_when is not None:
             self.result.reached = bool(self.schedule.stop_when(row))
 
-    def _scores_of(self, batches: Batches) -> dict[str, Any]:
+    def _scores_of(self, batches: Batches) -> Scores:
         """Return the scores of all batches, weighted by the number of sequences or of steps that count."""
-        scores: list[Any] = []
+        scores: list[Scores] = []
         sizes: list[float] = []
         for batch in map(self.engine.place, read(batches, 0, self.engine.batched)):
             scores.append(self.engine.evaluate(batch))
@@ -324,7 +324,7 @@ class Run:
             sizes.append(float(jnp.sum(batch.mask)) if ragged else self._size(batch) or 1)
         if not scores:
             raise ValueError("`eval_batches` gave no batch; an iterator can be read only once.")
-        found: dict[str, Any] = jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores)
+        found: Scores = jax.tree.map(lambda *s: np.average(s, weights=sizes), *scores)
         return found
 
     def _save(self) -> None:
