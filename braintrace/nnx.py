@@ -62,7 +62,7 @@ class Learner(nnx.Module):
         self.start = Carry(carry)
         self.carry = Carry(jax.tree.map(jnp.copy, carry))  # not the same buffers: jit may be given them both
         self.traces = Trace({})
-        self._forms = _Forms(
+        self._learners = _Learners(
             in_order(type(module).__call__, order), jax.tree.map(as_shape, x), rule, mark, window
         )
         _write(self.traces, self.split()[-1])
@@ -121,9 +121,9 @@ class Learner(nnx.Module):
 
         That carry is a pair: the module's own, and its variables that are no parameters.
         """
-        form, params, variables = nnx.split(self.module, nnx.Param, ...)
+        graphdef, params, variables = nnx.split(self.module, nnx.Param, ...)
         carried, traces = (_read(self.carry), variables), _read(self.traces)
-        net = self._forms.functions(form, type(self.module).__name__, params, carried)
+        net = self._learners.of(graphdef, type(self.module).__name__, params, carried)
         fresh = jax.eval_shape(net.init, params, carried)
         if jax.tree.map(as_shape, traces) != fresh:  # the module has changed, and with it the carry
             traces = net.init(params, carried)
@@ -136,27 +136,29 @@ class Learner(nnx.Module):
         nnx.update(self.module, variables)
 
 
-class _Forms:
-    """The functions of each form that the module has had: `module.eval()` makes another."""
+class _Learners:
+    """The functional learner of each graph definition of the module: `module.eval()` makes another."""
 
     def __init__(self, call: Function, x: PyTree, rule: Any, mark: Mark, window: WindowSize | None) -> None:
         self.call, self.x, self.options = call, x, (rule, mark, window)
-        self.known: dict[Any, FunctionalLearner] = {}
+        self.known: dict[nnx.GraphDef[Any], FunctionalLearner] = {}
 
-    def functions(self, form: Any, name: str, params: PyTree, carried: PyTree) -> FunctionalLearner:
+    def of(
+        self, graphdef: nnx.GraphDef[Any], name: str, params: PyTree, carried: PyTree
+    ) -> FunctionalLearner:
         def step(params: PyTree, carried: PyTree, x: PyTree) -> PyTree:
             carry, variables = carried
-            module = nnx.merge(form, params, variables)
+            module = nnx.merge(graphdef, params, variables)
             carry, y = self.call(module, carry, x)
             nnx.pop(module, nnx.Intermediate)
             return (carry, nnx.split(module, nnx.Param, ...)[2]), y
 
-        if form not in self.known:
+        if graphdef not in self.known:
             step.__name__ = name
             params, carried = jax.tree.map(as_shape, (params, carried))
             function = read_function(step, params, carried, self.x, untraced=lambda path: path[1] == "1")
-            self.known[form] = make_learner(function, carried, *self.options)
-        return self.known[form]
+            self.known[graphdef] = make_learner(function, carried, *self.options)
+        return self.known[graphdef]
 
 
 def _read(variable: nnx.Variable[Any]) -> Any:
