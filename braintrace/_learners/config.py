@@ -121,11 +121,6 @@ class ETraceConfig:
         """Whether averages of two sides are kept."""
         return self.trace_factorization == "io_factorized"
 
-    @property
-    def include_recurrent_mixing(self) -> bool:
-        """Whether marked ops are open in the recursion."""
-        return self.recurrence_scope != "diagonal"
-
     recursion_x = _side("temporal_recursion", 0, "How the average of inputs advances.")
     recursion_f = _side("temporal_recursion", 1, "How the average of state Jacobians advances.")
     decay_x = _side("decay", 0, "The decay of the average of inputs.")
