@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -32,9 +32,13 @@ from ._compat import (
     type_of,
     typed_sharding,
 )
+from ._types import Aval, DTypeLike, Function, Options, PyTree, Shape
+
+AnyMesh: TypeAlias = Any  # concrete or abstract
+Spec: TypeAlias = Sequence[Any]  # a PartitionSpec: for each array axis a mesh axis, several, or None
 
 
-def mesh_of(*arrays: Any) -> Any:
+def mesh_of(*arrays: Aval) -> Any:
     """Return the mesh in the type of one of the arrays, or None if each is on one device.
 
     A mesh whose axes are all manual, inside `shard_map`, does not count.
@@ -49,7 +53,7 @@ def mesh_of(*arrays: Any) -> Any:
     return None
 
 
-def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
+def sharding_of(x: Aval) -> tuple[Any, tuple[Any, ...]] | None:
     """Return the mesh and the PartitionSpec of an array or of a `ShapeDtypeStruct`.
 
     None if it is on one device, if XLA will choose, or inside `shard_map`.
@@ -67,52 +71,52 @@ def sharding_of(x: Any) -> tuple[Any, tuple[Any, ...]] | None:
     return found.mesh, (*found.spec, *[None] * (len(x.shape) - len(found.spec)))
 
 
-def shape_of(x: Any, first: int = 0) -> jax.ShapeDtypeStruct:
+def shape_of(x: Aval, first: int = 0) -> jax.ShapeDtypeStruct:
     """Return shape, type and sharding of an array from its axis `first` on."""
     found = sharding_of(x)
     sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition(found[1][first:]))
     return jax.ShapeDtypeStruct(np.shape(x)[first:], jax.numpy.result_type(x), sharding=sharding)
 
 
-def spread_shape(x: Any, mesh: Any, spec: Sequence[Any]) -> jax.ShapeDtypeStruct:
+def sharded_shape(x: Aval, mesh: AnyMesh, spec: Spec) -> jax.ShapeDtypeStruct:
     """Return the shape and type of an array with another sharding."""
     sharding = jax.sharding.NamedSharding(mesh, _partition(spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def longer(x: Any, length: int) -> jax.ShapeDtypeStruct:
+def longer(x: Aval, length: int) -> jax.ShapeDtypeStruct:
     """Return the shape of `length` such arrays, stacked along a new first axis."""
     found = sharding_of(x)
     sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition((None, *found[1])))
     return jax.ShapeDtypeStruct((length, *x.shape), x.dtype, sharding=sharding)
 
 
-def on_one_mesh(shapes: Any) -> Any:
+def on_one_mesh(shapes: PyTree) -> PyTree:
     """Return shapes on the mesh of one of them, if any; those without a sharding are replicated."""
     found = next(filter(None, map(sharding_of, jax.tree.leaves(shapes))), None)
     if found is None:
         return shapes
-    return jax.tree.map(lambda a: a if sharding_of(a) else spread_shape(a, found[0], ()), shapes)
+    return jax.tree.map(lambda a: a if sharding_of(a) else sharded_shape(a, found[0], ()), shapes)
 
 
-def part_of(x: Any) -> tuple[int, ...]:
+def part_of(x: Aval) -> Shape:
     """Return the shape of the shard of one device."""
     found = x.sharding if isinstance(x, jax.ShapeDtypeStruct | jax.Array) else None
     sharded = isinstance(found, jax.sharding.NamedSharding)
     return tuple(found.shard_shape(x.shape)) if sharded else tuple(x.shape)  # type: ignore[union-attr]
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, mesh: Any, spec: Sequence[Any]) -> jax.Array:
+def zeros(shape: Shape, dtype: DTypeLike, mesh: AnyMesh, spec: Spec) -> jax.Array:
     """Return zeros with a sharding."""
     return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
-def place(x: Any, mesh: Any, spec: Sequence[Any]) -> Any:
+def place(x: Aval, mesh: AnyMesh, spec: Spec) -> Any:
     """Return an array with a sharding, copied to its devices."""
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
-def zero_of(arrays: Sequence[Any]) -> jax.Array | None:
+def zero_of(arrays: Sequence[Aval]) -> jax.Array | None:
     """Return a zero that depends on the arrays, or None if none of them is traced.
 
     Under `vmap` it is batched, and is on the devices of each member, as a constant would not be.
@@ -124,7 +128,7 @@ def zero_of(arrays: Sequence[Any]) -> jax.Array | None:
     return sum((jax.numpy.sum(a).astype(start.dtype) for a in nothing), start) if nothing else None
 
 
-def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
+def constrain(x: jax.Array, mesh: AnyMesh, spec: Spec) -> jax.Array:
     """Constrain the sharding of an array; without effect off a mesh and along axes that are not Auto."""
     auto = mesh_of(x)
     names = [n for part in spec if part is not None for n in (part if isinstance(part, tuple) else (part,))]
@@ -140,12 +144,12 @@ def spread_as(x: jax.Array, mesh: Any, spec: Sequence[Any]) -> jax.Array:
     return result
 
 
-def all_on_mesh(arrays: Any) -> Any:
+def all_on_mesh(arrays: PyTree) -> PyTree:
     """Put the types of all arrays on the mesh if one is on it, so that results are on it too."""
     leaves = [a for a in jax.tree.leaves(arrays) if hasattr(a, "dtype")]
     mesh = mesh_of(*leaves)
 
-    def one(x: Any) -> Any:
+    def one(x: Aval) -> Aval:
         if not is_tracer(x) or mesh_of(x) is not None or jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         anyhow = _partition([jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim)
@@ -154,21 +158,21 @@ def all_on_mesh(arrays: Any) -> Any:
     return arrays if mesh is None else jax.tree.map(one, arrays)
 
 
-def per_device(function: Callable[..., Any], mesh: Any, specs: Any, out_specs: Any) -> Callable[..., Any]:
+def per_device(function: Function, mesh: AnyMesh, specs: Any, out_specs: Any) -> Function:
     """Return a function that each device runs on its shards, with these PartitionSpecs."""
     a_mesh = {} if not jax.sharding.get_abstract_mesh().empty else {"mesh": mesh}
     parts = [tuple(map(_partition, s)) for s in (specs, out_specs)]
-    mapped: Callable[..., Any] = jax.shard_map(
+    mapped: Function = jax.shard_map(
         function, in_specs=parts[0], out_specs=parts[1], check_vma=False, **a_mesh
     )
     return mapped
 
 
-def _partition(spec: Sequence[Any]) -> Any:
+def _partition(spec: Spec) -> Any:
     return jax.sharding.PartitionSpec(*spec)
 
 
-def explicit_mesh(*arrays: Any) -> Any:
+def explicit_mesh(*arrays: Aval) -> Any:
     """Return the mesh with Explicit axes of an array, or that is set, or None."""
     meshes = [getattr(getattr(type_of(x), "sharding", None), "mesh", None) for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
@@ -178,7 +182,7 @@ def explicit_mesh(*arrays: Any) -> Any:
 
 
 @contextmanager
-def no_types(*arrays: Any) -> Iterator[None]:
+def no_types(*arrays: Aval) -> Iterator[None]:
     """Unset a mesh with Explicit axes, so that jaxprs have types without shardings."""
     if explicit_mesh(*arrays) is None:
         yield
@@ -187,7 +191,7 @@ def no_types(*arrays: Any) -> Iterator[None]:
         yield
 
 
-def traced(trace: Callable[..., Any], *args: Any) -> Any:
+def traced(trace: Function, *args: Any) -> Any:
     """Return `trace(*args)`, with types without shardings if tracing works so."""
     leaves = [a for a in jax.tree.leaves(args) if hasattr(a, "dtype")]
     if explicit_mesh(*leaves) is None:
@@ -199,21 +203,21 @@ def traced(trace: Callable[..., Any], *args: Any) -> Any:
         return trace(*args)
 
 
-def untyped(x: Any) -> Any:
+def untyped(x: Aval) -> Aval:
     """Return the shape and type of an array with an Explicit sharding; anything else as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_typed(x) else x
 
 
-def example_of(x: Any) -> Any:
+def example_of(x: Aval) -> Aval:
     """Return zeros on one device for an array with an Explicit sharding; anything else as it is."""
     return np.zeros(x.shape, x.dtype) if _is_typed(x) else x
 
 
-def _is_typed(x: Any) -> bool:
+def _is_typed(x: Aval) -> bool:
     return hasattr(x, "dtype") and explicit_mesh_of(x) is not None
 
 
-def without_types(closed: Any) -> Any:
+def without_types(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a jaxpr without Explicit shardings in types, and without operations that set them.
 
     XLA then chooses shardings; the caller restores those of the results.
@@ -225,7 +229,7 @@ def without_types(closed: Any) -> Any:
         return _untyped_jaxpr(closed)
 
 
-def _asks_for_layouts(jaxpr: Any) -> bool:
+def _asks_for_layouts(jaxpr: Jaxpr) -> bool:
     return any(
         _is_layout(eqn)
         or any(_is_explicit(eqn.params.get(k)) for k in ("sharding", "out_sharding"))
@@ -245,7 +249,7 @@ def _is_explicit(sharding: Any) -> bool:
     return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
-def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
+def _evaluate_untyped(closed: ClosedJaxpr, *args: PyTree) -> list[PyTree]:
     jaxpr, consts = parts(closed)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_on_no_mesh, consts), *args], strict=True))
 
@@ -265,11 +269,11 @@ def _evaluate_untyped(closed: Any, *args: Any) -> list[Any]:
     return [read(a) for a in jaxpr.outvars]
 
 
-def _on_no_mesh(x: Any) -> Any:
+def _on_no_mesh(x: Aval) -> Aval:
     return x if is_tracer(x) or explicit_mesh_of(x) is None else np.asarray(x)
 
 
-def _untyped_params(eqn: JaxprEqn) -> dict[str, Any]:
+def _untyped_params(eqn: JaxprEqn) -> Options:
     def one(name: str, value: Any) -> Any:
         if name in ("sharding", "out_sharding") and _is_explicit(value):
             return None
@@ -284,12 +288,12 @@ def _untyped_params(eqn: JaxprEqn) -> dict[str, Any]:
     return {k: one(k, v) for k, v in eqn.params.items()}
 
 
-def _untyped_jaxpr(closed: Any) -> Any:
+def _untyped_jaxpr(closed: ClosedJaxpr) -> ClosedJaxpr:
     shapes = [jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
     return jax.make_jaxpr(partial(_evaluate_untyped, closed))(*shapes)
 
 
-def typed(function: Callable[..., Any], *operands: Any) -> Any:
+def typed(function: Function, *operands: Aval) -> Any:
     """Return the PartitionSpecs of a function's results by their types, or None if JAX cannot infer them."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_sharding(a)) for a in operands]
     try:
@@ -301,7 +305,7 @@ def typed(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def in_auto(
-    function: Callable[..., Any], operands: Sequence[Any], specs: Callable[[], Sequence[Any]]
+    function: Function, operands: Sequence[Aval], specs: Callable[[], Sequence[Spec | None]]
 ) -> list[Any]:
     """Call `function(*operands)`, which returns a list, with all mesh axes of type Auto inside.
 
@@ -328,7 +332,7 @@ def in_auto(
         return list(jax.sharding.auto_axes(function, axes=axes, out_sharding=parts)(*operands))
 
 
-def in_auto_like(like: Any, function: Callable[..., Any], *args: Any) -> Any:
+def in_auto_like(like: Aval, function: Function, *args: Any) -> Any:
     """Call `function(*args)`, which returns a pytree like `like`, with all mesh axes of type Auto inside."""
     leaves, tree = jax.tree.flatten(args)
 
@@ -339,25 +343,25 @@ def in_auto_like(like: Any, function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
-def spec_of(x: Any) -> Any:
+def spec_of(x: Aval) -> Aval:
     """Return the PartitionSpec in the type of an array, or None."""
     return None if explicit_mesh_of(x) is None else tuple(type_of(x).sharding.spec)
 
 
-def spread_aval(aval: Any, mesh: Any, spec: Any) -> Any:
+def sharded_aval(aval: Aval, mesh: AnyMesh, spec: Any) -> Any:
     """Return an abstract value with a sharding; it is replicated if `spec` is None."""
     mesh = getattr(mesh, "abstract_mesh", mesh)
     parts = [*(spec or ()), *[None] * (len(aval.shape) - len(spec or ()))]
     return aval.update(sharding=jax.sharding.NamedSharding(mesh, _partition(parts)))
 
 
-def slice_of(x: Any) -> jax.ShapeDtypeStruct:
+def slice_of(x: Aval) -> jax.ShapeDtypeStruct:
     """Return shape, type and sharding of an entry along the first axis."""
     aval = without_axis(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=typed_sharding(aval))
 
 
-def without_axis(x: Any) -> Any:
+def without_axis(x: Aval) -> Aval:
     """Return the type of an array without its first axis."""
     spec, aval = spec_of(x), jax.core.ShapedArray(x.shape[1:], x.dtype)
-    return aval if spec is None else spread_aval(aval, explicit_mesh_of(x), spec[1:])
+    return aval if spec is None else sharded_aval(aval, explicit_mesh_of(x), spec[1:])

@@ -235,7 +235,7 @@ class Sharding:
 
     def put(self, x: Any, spec: Spec) -> Any:
         """Constrain an array to a spec."""
-        return _meshes.spread_as(x, self.mesh, self.fitted(spec, x.shape))
+        return _meshes.constrain(x, self.mesh, self.fitted(spec, x.shape))
 
     def place(self, x: Any, spec: Spec) -> Any:
         """Place an array on the mesh with a spec."""
@@ -245,7 +245,7 @@ class Sharding:
         return _meshes.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
 
     def shape(self, of: Any, spec: Spec) -> Any:
-        return _meshes.spread_shape(of, self.mesh, self.fitted(spec, of.shape))
+        return _meshes.sharded_shape(of, self.mesh, self.fitted(spec, of.shape))
 
     def ways(self, part: Any, size: int) -> int:
         """The number of shards of an axis of this size; 0 if they do not divide it evenly."""

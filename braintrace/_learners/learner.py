@@ -81,7 +81,7 @@ class Learner:
     @property
     def trace_shapes(self) -> Values:
         """Shape, type and sharding of each array that the rule stores from step to step."""
-        return self.compiled.online.spread_shapes
+        return self.compiled.online.sharded_shapes
 
     def check(
         self,

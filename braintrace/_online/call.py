@@ -121,7 +121,7 @@ def _types(*avals: Any, call: Call) -> list[Any]:
     shapes, mesh = _shapes(*avals, call=call), next(filter(None, map(_compat.explicit_mesh_of, avals)), None)
     if mesh is None:
         return shapes
-    return [_meshes.spread_aval(a, mesh, s) for a, s in zip(shapes, call.specs(avals), strict=True)]
+    return [_meshes.sharded_aval(a, mesh, s) for a, s in zip(shapes, call.specs(avals), strict=True)]
 
 
 def _shapes(*avals: Any, call: Call) -> list[Any]:

@@ -155,7 +155,7 @@ class Online:
         return self.laid_out(self.rule.advance(self.executor, values, window))
 
     @property
-    def spread_shapes(self) -> Values:
+    def sharded_shapes(self) -> Values:
         """The shapes and types of what the rule keeps, and how it is spread over devices."""
         at, specs, shapes = self.executor.spread, self.specs, self.initial_shapes
         return {k: s if at is None or k not in specs else at.shape(s, specs[k]) for k, s in shapes.items()}

@@ -27,7 +27,7 @@ from .._learners.compiled_step import CompiledStep
 from .._learners.learner import Learner
 from .._learners.rule_choice import RuleChoice
 from .._learners.stateful import ETraceAlgorithm
-from .._meshes import longer, on_one_mesh, part_of, spread_shape
+from .._meshes import longer, on_one_mesh, part_of, sharded_shape
 from .._online.choose import auto_window
 from .._online.choose import memory_budget as default_budget
 from .._online.request import WindowSize
@@ -275,7 +275,7 @@ class Layout:
         """Shard a shape over axes of the mesh; array axes that these do not divide are not sharded."""
         ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
         spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
-        return spread_shape(a, self.mesh, spec)
+        return sharded_shape(a, self.mesh, spec)
 
 
 def _shard(twin: Model, model: Model, layout: Layout) -> None:

@@ -44,7 +44,7 @@ def by_definition() -> list[Any]:
     exact = set(some(24, EXACT))
     names = [n for n in flat if CASES[n].kind != "complex" and (not CASES[n].exact or n in exact)]
     ways = [(1, 1), (3, 2), (3, 1), (1, 5), (1, 2), (3, 5)]
-    fast = set(some(16, names))
+    fast = set(some(40, names))
     return [
         pytest.param(
             n, *ways[digest(n) // 100 % len(ways)], basis, marks=() if n in fast else pytest.mark.slow
