@@ -23,11 +23,10 @@ from .findings import WITHOUT_TRACE, Finding, Found, Use
 from .groups import HiddenGroup
 from .influence_pattern import find_reached
 from .layers_above import Across
-from .leaky_readouts import followed_by_filters
+from .leaky_readouts import find_readouts, followed_by_filters
 from .program import Node, Site, Var
 from .provenance import Goal
 from .reachability import Carried, find_reachability, opened_sites
-from .readouts import find_readouts
 from .relation import HiddenParamOpRelation
 from .samples import find_samples
 from .slices import dependents

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
-from .find_relations import find_relations
+from .find_relations import SiteWeights, find_relations
 from .findings import Finding, Findings, Found
 from .groups import HiddenGroup, find_groups, group_findings
 from .module_info import ModuleInfo, StateEntry, is_read
@@ -20,7 +20,6 @@ from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
 from .reachability import Reachability, find_reachability
 from .relation import HiddenParamOpRelation
-from .site_weights import SiteWeights
 from .slices import between
 from .step import Path, show_path
 

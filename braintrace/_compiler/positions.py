@@ -18,15 +18,13 @@ from .._compat import primitives
 from .._ops.primitive import ETPPrimitive
 from . import links as _links
 from .caching import cached
-from .constants import Constants
+from .constants import Constants, Zeros
 from .custom_derivatives import PullBack, implementation
 from .dataflow import Flow, along_rule, cross, solve, union
-from .fine_links import fine_links
 from .links import Array, Linked
 from .primitives import INDICES
 from .program import Atom, Node, Program, Var
 from .reach import Reach, SiteReach
-from .zeros import Zeros
 
 
 class Positions:
@@ -121,7 +119,7 @@ class Positions:
         if node not in self._links:
             ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
             known = lambda i: self.constants(node.inputs[i])
-            fine = fine_links(node, self._zeros) if self.fine else None
+            fine = _links.fine_links(node, self._zeros) if self.fine else None
             self._links[node] = fine or _links.links(node.primitive, node.params, ins, outs, known)
         return self._links[node]
 

@@ -11,8 +11,7 @@ from typing import Any
 from .._compiler.exactness import RuleKind
 from .._compiler.findings import Found
 from .._compiler.graph import ETraceGraph
-from .._compiler.leaky_readouts import find_filters
-from .._compiler.readouts import decay_of
+from .._compiler.leaky_readouts import decay_of, find_filters
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
 from .._rules.rank import axis_of_samples

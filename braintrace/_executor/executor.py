@@ -13,9 +13,9 @@ import numpy as np
 
 from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
+from .._compiler.leaky_readouts import find_readouts
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var, zeros
-from .._compiler.readouts import find_readouts
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
 from .._ops.axis_labels import Labels, Layout

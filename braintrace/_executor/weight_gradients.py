@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._compiler.find_relations import SiteWeights
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .._compiler.provenance import provenance
-from .._compiler.site_weights import SiteWeights
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import promoted
 

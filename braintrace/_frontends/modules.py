@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,13 +27,12 @@ from .._compiler.marking import mark_found
 from .._compiler.module_info import ModuleInfo, read_step
 from .._compiler.perturbation import HiddenPerturbation
 from .._compiler.relation import HiddenParamOpRelation
-from .._compiler.step import Path, Role, State, Step
+from .._compiler.step import Path, Role, State, Step, show_path
 from .._diagnostics.records import warn_of
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
 from .pure import traced_with
-from .unmarked import unmarked_layers
 
 Mark = Literal["ops", "auto"]
 
@@ -71,7 +70,7 @@ def step_of(
         name=type(model).__name__,
         arg_names=tuple(inspect.signature(model.update).parameters),
         model=model,
-        unmarked=partial(unmarked_layers, model),
+        unmarked=partial(_marked_layers, model),
     )
 
 
@@ -236,3 +235,24 @@ def _at(error: BaseException, model: Any) -> str:
 
 def _is_traced(value: Any) -> bool:
     return any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(value))
+
+
+def _marked_layers(model: brainstate.nn.Module, params: Sequence[Path]) -> str:
+    """Which layers to use instead of those that hold these parameters; nothing where there are none."""
+    from .. import nn
+
+    modules = {tuple(map(str, p)): m for p, m in model.nodes(brainstate.nn.Module).items()}
+    found: dict[str, list[str]] = {}
+    for path in params:
+        for end in range(len(path)):  # the outermost layer: a cell, not the products inside it
+            kind = type(modules.get(path[:end]))
+            own = getattr(brainstate.nn, kind.__name__, None) is kind
+            if own and kind.__name__ in vars(nn):
+                where = f"`{show_path(path[:end])}`" if end else "the model"
+                names = found.setdefault(kind.__name__, [])
+                names += [where] if where not in names else []
+                break
+    return " ".join(
+        f"Use `braintrace.nn.{name}` instead of `brainstate.nn.{name}` for {', '.join(where)}."
+        for name, where in found.items()
+    )

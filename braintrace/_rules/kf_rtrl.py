@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
+from .._compiler.find_relations import SiteWeights
 from .._compiler.provenance import provenance
-from .._compiler.site_weights import SiteWeights
 from .._compiler.step import show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
