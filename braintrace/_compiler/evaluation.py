@@ -60,7 +60,7 @@ def apply(
     if node.primitive is primitives.cond_p:
         return _apply_cond(node, vals, at_site, ins)
     if node.primitive is primitives.scan_p:
-        return _apply_scan(node, vals, at_site, ins)
+        return scan_with(node, vals, lambda ops, ins: run(node.inner[0], ops, at_site, ins)[:2], ins)
     raise AssertionError(f"`{node.primitive}` holds a site; the compiler refuses such a model")
 
 
@@ -92,26 +92,20 @@ def _apply_cond(
     return outs, given
 
 
-def _apply_scan(
-    node: Node, vals: list[Any], at_site: AtSite, ins: Mapping[int, Any]
-) -> tuple[list[Any], dict[int, Any]]:
+def scan_with(
+    node: Node, vals: list[Any], body: Callable[[list[Any], Any], tuple[list[Any], Any]], more: Any = ()
+) -> tuple[list[Any], Any]:
+    """Apply a `scan` with another body: `(operands, slices of more) -> (outputs, further outputs)`."""
     num_consts, num_carry = _compat.scan_counts(node.eqn)
     consts, carry, xs = vals[:num_consts], vals[num_consts:][:num_carry], vals[num_consts + num_carry :]
 
-    def body(carry: Any, slices: Any) -> Any:
-        xs, ins = slices
-        outs, given, _ = run(node.inner[0], [*consts, *carry, *xs], at_site, ins)
-        return outs[:num_carry], (outs[num_carry:], given)
+    def one(carry: Any, slices: Any) -> Any:
+        outs, further = body([*consts, *carry, *slices[0]], slices[1])
+        return outs[:num_carry], (outs[num_carry:], further)
 
-    carry, (ys, given) = jax.lax.scan(
-        body,
-        carry,
-        (xs, dict(ins)),
-        length=node.params["length"],
-        reverse=node.params["reverse"],
-        unroll=node.params["unroll"],
-    )
-    return [*carry, *ys], given
+    options = {name: node.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, further) = jax.lax.scan(one, carry, (xs, more), **options)
+    return [*carry, *ys], further
 
 
 World = Hashable

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import _compat
 from .._compat import primitives
+from .._ops.found import dot_letters
 from . import primitives as tables
 from .constants import Zeros
 from .copies import Array as Array
@@ -131,17 +132,10 @@ def _mixed_along(ndim: int, axes: Sequence[int] | range) -> Link:
 
 
 def dot_axes(shapes: list[Shape], dimension_numbers: Any) -> Linked:
-    (lc, rc), (lb, rb) = dimension_numbers
-    fresh = itertools.count()
-    left, right = [-1] * len(shapes[0]), [-1] * len(shapes[1])
-    for a, b in (*zip(lb, rb, strict=True), *zip(lc, rc, strict=True)):
-        left[a] = right[b] = next(fresh)
-    left = [next(fresh) if a < 0 else a for a in left]
-    right = [next(fresh) if a < 0 else a for a in right]
-    out = [left[a] for a in lb]
-    out += [a for i, a in enumerate(left) if i not in lb and i not in lc]
-    out += [a for i, a in enumerate(right) if i not in rb and i not in rc]
-    return [(0, 0, Axes(tuple(left), tuple(out))), (1, 0, Axes(tuple(right), tuple(out)))]
+    """The links of a product, with the labels of its einsum equation as axis numbers."""
+    labels = dot_letters(dimension_numbers, (len(shapes[0]), len(shapes[1])), at=1)
+    left, right, out = (tuple(map(ord, part)) for part in labels.replace("->", ",").split(","))
+    return [(0, 0, Axes(left, out)), (1, 0, Axes(right, out))]
 
 
 def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:

@@ -19,7 +19,7 @@ from .._compat import primitives
 from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
-from .evaluation import read
+from .evaluation import read, scan_with
 from .packed_states import take_apart
 from .primitives import ELEMENT_WISE
 from .program import Atom, Node, Program, Var, read_program
@@ -121,9 +121,11 @@ class _Frontier:
         if ours or not weights or not any(map(self.is_data, node.inputs)):
             return _compat.bind(node.eqn, *vals)
         if node.primitive is primitives.cond_p:
-            return self.enter_cond(node, vals)
+            branches = [lambda *operands, p=p: self.run(p, operands) for p in node.inner]
+            outs: list[Any] = jax.lax.switch(vals[0], branches, *vals[1:])
+            return outs
         if node.primitive is primitives.scan_p:
-            return self.enter_scan(node, vals)
+            return scan_with(node, vals, lambda operands, _: (self.run(node.inner[0], operands), ()))[0]
         if node.primitive in OPS:
             y = OPS[node.primitive](vals, weights[0], node.params)
             return _compat.bind(node.eqn, *vals) if y is None else [y]
@@ -141,31 +143,6 @@ class _Frontier:
                 break
             (atom, *_), axes = self.made[atom].inputs, before
         return mark_elements(read(env, atom), axes, shape)
-
-    def enter_cond(self, node: Node, vals: list[Any]) -> list[Any]:
-        def branch(program: Program) -> Any:
-            return lambda *operands: self.run(program, operands)
-
-        outs: list[Any] = jax.lax.switch(vals[0], [branch(p) for p in node.inner], *vals[1:])
-        return outs
-
-    def enter_scan(self, node: Node, vals: list[Any]) -> list[Any]:
-        num_consts, num_carry = _compat.scan_counts(node.eqn)
-        (program,) = node.inner
-
-        def body(carry: Any, xs: Any) -> Any:
-            outs = self.run(program, [*vals[:num_consts], *carry, *xs])
-            return outs[:num_carry], outs[num_carry:]
-
-        carry, ys = jax.lax.scan(
-            body,
-            vals[num_consts:][:num_carry],
-            vals[num_consts + num_carry :],
-            length=node.params["length"],
-            reverse=node.params["reverse"],
-            unroll=node.params["unroll"],
-        )
-        return [*carry, *ys]
 
 
 def _before(node: Node, axes: Axes) -> Axes | None:

@@ -148,10 +148,6 @@ class ModuleInfo:
     def out_tree(self) -> Any:
         return self.step.out_tree
 
-    @property
-    def state_trees(self) -> tuple[Any, ...]:
-        return tuple(st.tree for st in self.step.states)
-
     @cached_property
     def fingerprint(self) -> Hashable:
         return fingerprint(self.closed_jaxpr)

@@ -90,10 +90,10 @@ def _write(
 ) -> None:
     """Store the new values of the carried states, of the traces and the counter."""
     items = iter(leaves)
-    for (entry, state), tree in zip(states_of(compiled), compiled.info.state_trees, strict=True):
+    for entry, state in states_of(compiled):
         new = [next(items) for _ in entry.invars]
         if not entry.is_fixed:
-            state.value = jax.tree.unflatten(tree, new)
+            state.value = jax.tree.unflatten(entry.of.tree, new)
     learner._store(traces)
     learner.steps.value = learner.steps.value + steps
 
