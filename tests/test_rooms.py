@@ -19,7 +19,6 @@ UPWARDS = {
     ("_compiler", "_diagnostics"),
     ("_compiler", "_report"),
     ("_rules", "_report"),
-    ("_frontends", "_report"),
     ("_frontends", "nn"),
     ("_report", "_learners"),
 }
