@@ -34,25 +34,7 @@ if TYPE_CHECKING:
         val: Any
 
 else:
-    from jax.extend.core import Literal
-
-__all__ = [
-    "ClosedJaxpr",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "Primitive",
-    "ad",
-    "batching",
-    "bind",
-    "called_jaxpr",
-    "hide_from_tracebacks",
-    "jaxpr_as_fun",
-    "mlir",
-    "primitives",
-    "scan_counts",
-    "source_line",
-]
+    from jax.extend.core import Literal as Literal
 
 
 def _primitive_of(example: Callable[[Any], Any]) -> Any:

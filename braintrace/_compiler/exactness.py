@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .dataflow import settled
+from .dataflow import settled, union
 from .findings import WITHOUT_TRACE, Finding, Found, Use
 from .groups import HiddenGroup
 from .influence_pattern import find_reached
@@ -171,11 +171,8 @@ class _Verdict:
     def estimated(self, kind: Found) -> Iterator[Finding]:
         """All paths from one window to the next."""
         for entry in self.graph.module_info.params:
-            goals = [self.flows.whole.get(v, Goal()) for v in entry.invars]
-            missed = 0
-            for goal in goals:
-                missed |= (goal.direct | goal.crossing) & self.flows.live
-            if missed:
+            goal = union(self.flows.whole.get(v, Goal()) for v in entry.invars) or Goal()
+            if missed := goal.any & self.flows.live:
                 yield Finding(kind, (entry.path,), entry.path, self._paths(missed))
 
     def not_linear(self) -> Iterator[Finding]:
@@ -213,7 +210,7 @@ class _Verdict:
             findings = self.graph.diagnostics.found
             why = next((f.kind for f in findings if f.kind in WITHOUT_TRACE and f.use.site is site), None)
             yield from _each(use.params, Found.NO_TRACE, use, self._paths(missed), use, why)
-        if missed := (goal.direct | goal.crossing) & ~hidden & live:
+        if missed := goal.any & ~hidden & live:
             yield from _each(use.params, Found.LEFT_IN_STATE, use, self._paths(missed), use)
         if missed := goal.crossing & hidden & live:
             for other in self._next_sites(site, missed):
@@ -256,7 +253,7 @@ class _Verdict:
         for entry in self.graph.module_info.params:
             for var in entry.invars:
                 goal = self.flows.from_params.get(var, Goal())
-                if missed := (goal.direct | goal.crossing) & self.flows.live:
+                if missed := goal.any & self.flows.live:
                     tag = self.flows.param_tag(entry.path)
                     node = self.flows.passed(tag, missed, self.flows.from_params)
                     yield Finding(Found.UNMARKED, (entry.path,), entry.path, self._paths(missed), by=node)
@@ -282,9 +279,9 @@ class _Verdict:
             if not within.stays_at(positions) and own & old.direct & self.harmful:
                 node = next(iter(group.mixers), None)
                 yield from _each(params, Found.OTHER_UNITS, c.path, (c.path,), node)
-            beyond = (old.direct | old.crossing) & hidden & ~own & self.harmful
-            beyond |= (new.direct | new.crossing) & hidden & ~own & self.flows.live
-            kept = (old.direct | old.crossing | new.direct | new.crossing) & ~hidden & self.flows.live
+            beyond = old.any & hidden & ~own & self.harmful
+            beyond |= new.any & hidden & ~own & self.flows.live
+            kept = (old.any | new.any) & ~hidden & self.flows.live
             yield from self._to_others(params, c, beyond | kept)
 
     def _to_others(self, params: list[Path], c: Carried, bits: int) -> Iterator[Finding]:
@@ -336,8 +333,7 @@ class _Verdict:
             for node in program.nodes
             if (node is holder and node.inner) or any(isinstance(a, Var) and a in after for a in node.inputs)
             for other in node.sites
-            if (goal := self.flows.from_sites.get(other.index, Goal()))
-            and (goal.direct | goal.crossing) & missed
+            if (goal := self.flows.from_sites.get(other.index, Goal())) and goal.any & missed
         ] or [site]
 
     def _mixing_node(self, site: Site, group: HiddenGroup) -> Node | None:

@@ -103,7 +103,7 @@ class Across:
         groups = {
             g.index
             for r in self.graph.hidden_param_op_relations
-            if (goal.direct | goal.crossing) & self.flows.site_bit(r.site)
+            if goal.any & self.flows.site_bit(r.site)
             for g in r.hidden_groups
         }
         return sum(map(self.flows.group_bits, groups))

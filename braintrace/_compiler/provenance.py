@@ -76,6 +76,11 @@ class Goal:
     direct: int = 0
     crossing: int = 0
 
+    @property
+    def any(self) -> int:
+        """The states that are reached in either way."""
+        return self.direct | self.crossing
+
     def __or__(self, other: Goal) -> Goal:
         return Goal(self.direct | other.direct, self.crossing | other.crossing)
 
@@ -83,7 +88,7 @@ class Goal:
         return Goal(self.direct & mask, self.crossing & mask)
 
     def __bool__(self) -> bool:
-        return bool(self.direct | self.crossing)
+        return bool(self.any)
 
 
 def goals(
@@ -103,7 +108,7 @@ AtSite = Callable[[Site, Goal], list[Goal]]
 
 def cross(site: Site, goal: Goal) -> list[Goal]:
     """The goal of a site's operands: that of its output, reached by crossing the site."""
-    return [Goal(0, goal.direct | goal.crossing)] * len(site.inputs)
+    return [Goal(0, goal.any)] * len(site.inputs)
 
 
 def spread(

@@ -110,7 +110,7 @@ class Reachability:
     @cached_property
     def _by_params(self) -> tuple[dict[Var, Goal], dict[int, Goal]]:
         def at_site(site: Site, goal: Goal) -> list[Goal]:
-            reached = goal.direct | goal.crossing
+            reached = goal.any
             chain = reached & self.sites_mask  # the output is used in another site's weight
             data = Goal(chain, reached & ~self.sites_mask)
             weight = Goal(chain | self.site_bit(site), 0)
@@ -139,8 +139,7 @@ class Reachability:
 
     @staticmethod
     def _goal(env: Mapping[Any, Goal], of: Any) -> int:
-        goal = env.get(of, Goal())
-        return goal.direct | goal.crossing
+        return env.get(of, Goal()).any
 
     # -- what matters ------------------------------------------------------------------------------
 
