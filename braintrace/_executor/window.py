@@ -210,23 +210,31 @@ class Window:
             return carry, jax.tree.map(lambda a: a[None], found)
         return jax.lax.scan(body, carry, steps, reverse=reverse)
 
-    def in_windows(self, size: int, body: Callable[[Any, Window], Any], carry: Any) -> Any:
-        """Run `carry = body(carry, window)` over windows of `size` steps; a shorter one comes first."""
+    def in_windows(self, size: int, body: Callable[[Any, Window], tuple[Any, Any]], carry: Any) -> Any:
+        """Scan `carry, out = body(carry, window)` over windows of `size` steps; a shorter one comes first.
+
+        Returns the carry and the stacked outputs, as `jax.lax.scan` does.
+        """
         steps = (self.args, self.consts, self.before, self.ys, self.keep, self.inputs)
         head, count = self.length % size, self.length // size
 
-        def at(carry: Any, some: Any) -> Any:
-            return body(carry, Window(self.executor, size, self.params, *some)), None
+        def one(carry: Any, some: Any, length: int) -> Any:
+            return body(carry, Window(self.executor, length, self.params, *some))
 
+        outs = []
         if head:
-            first = jax.tree.map(lambda a: a[:head], steps)
-            carry = body(carry, Window(self.executor, head, self.params, *first))
-        if count == 1 and not head:
-            return body(carry, self)
-        if count:
+            carry, out = one(carry, jax.tree.map(lambda a: a[:head], steps), head)
+            outs.append(jax.tree.map(lambda a: a[None], out))
+        if count == 1:
+            carry, out = (
+                body(carry, self) if not head else one(carry, jax.tree.map(lambda a: a[head:], steps), size)
+            )
+            outs.append(jax.tree.map(lambda a: a[None], out))
+        elif count:
             rest = jax.tree.map(lambda a: a[head:].reshape(count, size, *a.shape[1:]), steps)
-            carry = jax.lax.scan(at, carry, rest)[0]
-        return carry
+            carry, out = jax.lax.scan(lambda carry, some: one(carry, some, size), carry, rest)
+            outs.append(out)
+        return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
 
 
 def _cleared(keep: Any, rows: Leaves) -> Leaves:

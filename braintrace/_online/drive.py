@@ -31,7 +31,7 @@ from .._executor.window import Window, where_rows
 from .._rules.rule import Values
 from .call import Call
 from .in_chunks import in_chunks
-from .in_windows import in_windows
+from .in_windows import Boundary, back_through_time, in_windows
 from .online import differentiated_once
 from .parts import Carry, Given, Part, add, finite_targets, weighed
 from .sequence import Sequence, over_chunks
@@ -68,7 +68,7 @@ class Drive:
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
-            run = partial(in_windows, self)
+            run = partial(back_through_time if self.step.node is None else in_windows, self)
         elif self.chunked:
             run, start = partial(in_chunks, self), self.no_traced(given)
         carry = Carry([jnp.zeros_like(given.leaves[i]) for i in self.wanted], start, given.moving(self.step))
@@ -244,19 +244,22 @@ class Drive:
         self,
         given: Given,
         some: Leaves | None,
-        moving: Leaves,
+        carry: tuple[Leaves, Any],
         part: Part,
         added: dict[int, Any],
         at_call: AtCall | None = None,
+        boundary: Boundary | None = None,
+        rest: Leaves = (),  # type: ignore[assignment]
     ) -> Any:
-        """Run consecutive steps, differentiable along all paths.
+        """Run consecutive steps, differentiable along all paths; `boundary` splits them into windows.
 
-        Returns the moving leaves after the last step and, for each step, its outputs and the call's operands.
+        Returns the carry (the moving leaves, and the projection's pairs) after the last step and, for each
+        step, its outputs, the call's operands and the boundary's loss.
         """
         step = self.step
 
-        def body(moving: Leaves, now: Any) -> Any:
-            slices, reset, added = now
+        def body(carry: Any, now: Any) -> Any:
+            slices, reset, added, at = now
             found: list[Any] = [()]
 
             def along(call: Call, operands: Leaves) -> Leaves:
@@ -265,19 +268,24 @@ class Drive:
                 found.append((args, consts, rest, ys, inputs, call.online.given(values)))
                 return [*outs, *jax.tree.leaves((new, values))]
 
+            moving, pairs = carry if boundary is None else boundary.enter(carry, at)
             leaves = self.with_resets(given, self.leaves_now(given, moving, some), reset)
             targets = [*step.outs, *(step.new[i] for i in step.moving)]
             results = step.run(given.consts, slices, leaves, targets, at_call or along)
-            return results[len(step.outs) :], (results[: len(step.outs)], found[-1])
+            moving, taken = results[len(step.outs) :], found[-1]
+            later = () if boundary is None else boundary.later(moving, taken[-1], at)
+            return (moving, pairs), (results[: len(step.outs)], taken, later)
 
-        def several(moving: Leaves, slices: Any, mask: Any, reset: Any) -> Any:
-            return jax.lax.scan(body, moving, (slices, reset, added))
+        def several(carry: Any, arrays: Any, mask: Any, reset: Any) -> Any:
+            slices, added, at = arrays
+            return jax.lax.scan(body, carry, (slices, reset, added, at))
 
         length = len(part.mask)
+        arrays = part.slices, added, () if boundary is None else boundary.steps(rest)
         if self.checkpoint_every is None or self.checkpoint_every >= length:
-            return several(moving, part.slices, part.mask, part.reset)
-        sequence = Sequence(part.slices, length, part.mask, part.reset)
-        return over_chunks(jax.checkpoint(several), moving, sequence, self.checkpoint_every)
+            return several(carry, arrays, part.mask, part.reset)
+        sequence = Sequence(arrays, length, part.mask, part.reset)
+        return over_chunks(jax.checkpoint(several), carry, sequence, self.checkpoint_every)
 
     def window_of(self, given: Given, moving: Leaves, part: Part, taken: Any) -> Window:
         leaves = self.leaves_now(given, moving)
@@ -320,7 +328,7 @@ class Drive:
     def _evolve_in_turn(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            moving, (outs, _) = self.along(given, None, moving, now, {}, as_it_is)
+            (moving, _), (outs, *_) = self.along(given, None, (moving, ()), now, {}, as_it_is)
             return moving, outs
 
         moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
@@ -329,11 +337,11 @@ class Drive:
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            after, (outs, (*taken, _)) = self.along(given, None, moving, now, {})
+            (after, _), (outs, (*taken, _), _) = self.along(given, None, (moving, ()), now, {})
             values = {k: self.leaves_now(given, moving)[i] for k, i in self.step.traces.items()}
             window = self.window_of(given, moving, now, taken)
-            advance = lambda values, window: {**values, **self.step.online.advance(values, window)}
-            values = window.in_windows(self.window or window.length, advance, values)
+            advance = lambda values, window: ({**values, **self.step.online.advance(values, window)}, ())
+            values, _ = window.in_windows(self.window or window.length, advance, values)
             return self.with_values(after, values), outs
 
         start = given.moving(self.step)

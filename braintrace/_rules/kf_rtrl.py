@@ -89,7 +89,7 @@ class KF_RTRL(Estimate):
             return values
         per = uses[0].per
 
-        def step(values: Values, window: Window) -> Values:
+        def step(values: Values, window: Window) -> tuple[Values, tuple[()]]:
             if window.keep is not None:
                 values = self.forget(executor, values, ~window.keep[0])
             H, dys = per.jacobian(window, [use.weighted for use in uses])
@@ -107,9 +107,9 @@ class KF_RTRL(Estimate):
                 for name in use.layouts:
                     after[use.key(name)] = _times(c[0] * p1, u[name]) + _times(c[1] * p2, x[name])
                 after[use.key("A")] = _times(c[0] / p1, pushed) + _times(c[1] / p2, J)
-            return after
+            return after, ()
 
-        return window.in_windows(1, step, values)  # type: ignore[no-any-return]
+        return window.in_windows(1, step, values)[0]  # type: ignore[no-any-return]
 
     def _p(self, out: Any, inp: dict[str, Any]) -> Any:
         a, b = _norm([out]), _norm(list(inp.values()))

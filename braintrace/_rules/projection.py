@@ -30,10 +30,8 @@ from .._executor.sharding import Spec
 from .._executor.trace_math import promoted
 from .._executor.window import Window, unroll, where_rows
 
-# A projection has own arrays (`start`, `lasting`), a pair of rows at a window's start (`pair`) and, for
-# the windows of a pass, a *crossing*: a state that goes from window to window (`entered` at a start, `along`
-# a window), the pair there, and `read`, which collects statistics of cotangents; `observed` turns both into
-# arrays.
+# A projection has arrays of its own (`start`, `lasting`). Over the windows of a pass, `through` computes its
+# state after them and the pairs at their starts; `pair` picks one of those, `observed` gives the new arrays.
 Values = dict[str, Any]
 Rows = Float[Array, "*samples rank state"]
 Vectors = Float[Array, "samples state"]
@@ -61,47 +59,40 @@ class Pushed:
     def spread(self, per: PerSample) -> dict[str, Spec]:
         return {BASIS: (per.lead, None, None)}
 
-    def pair(self, per: PerSample, values: Values) -> tuple[Rows, Rows]:
-        """`S` and `T` at the start of a window."""
-        basis = per.whole(_begun(per.whole(values[BASIS])))
+    def pairs(self, per: PerSample, values: Values) -> Rows:
+        """The pair at the start of the first window."""
+        found: Rows = per.whole(_begun(per.whole(values[BASIS])))
+        return found
+
+    def pair(self, pairs: Rows, index: Any = None) -> tuple[Rows, Rows]:
+        """`S` and `T` at the start of one of several windows, or of the first."""
+        basis = pairs if index is None else jax.lax.dynamic_index_in_dim(pairs, index, keepdims=False)
         return basis, basis
 
-    def crossing(self, per: PerSample, values: Values) -> PushedCrossing:
-        return PushedCrossing(per, per.whole(values[BASIS]))
+    def through(self, per: PerSample, values: Values, window: Window, size: int) -> tuple[Rows, Rows]:
+        """The basis after windows of `size` steps, and the bases at the starts of all but the first."""
+
+        def along(basis: Rows, window: Window) -> tuple[Rows, Rows]:
+            if window.keep is not None:
+                basis = where_rows(window.keep[0], basis, jnp.zeros_like(basis))
+            basis = per.whole(_begun(basis))
+            after = window.as_if_begun.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
+            rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
+            return per.whole(orthonormal(per.whole(rows))), basis
+
+        after, pairs = window.in_windows(size, along, per.whole(values[BASIS]))
+        return after, pairs[1:]
+
+    def no_pairs(self, per: PerSample, values: Values, windows: int) -> Rows:
+        """Zeros of the shape of the pairs at the starts of all but the first of `windows`."""
+        return jnp.zeros((windows - 1, *values[BASIS].shape), per.dtype)
 
     def observed(self, per: PerSample, values: Values, state: Rows, read: Any, windows: int) -> Values:
-        """The arrays that choose the basis, after windows of a pass; the basis itself goes with `V`."""
-        return {}
+        """The arrays after windows of a pass; `state` is the basis then."""
+        return {BASIS: state}
 
-
-@dataclass(frozen=True, eq=False)
-class PushedCrossing:
-    """The basis along the windows of one pass."""
-
-    per: PerSample
-    start: Rows
-    unread = ()
-
-    def entered(self, basis: Rows, keep: Any) -> Rows:
-        """The basis at a window's start; `keep` is False for samples that are reset there."""
-        if keep is not None:
-            basis = where_rows(keep, basis, jnp.zeros_like(basis))
-        found: Rows = self.per.whole(_begun(basis))
-        return found
-
-    def pair(self, basis: Rows) -> tuple[Rows, Rows]:
-        return basis, basis
-
-    def along(self, basis: Rows, window: Window) -> Rows:
-        """The basis after a window."""
-        per = self.per
-        after = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
-        rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
-        found: Rows = per.whole(orthonormal(per.whole(rows)))
-        return found
-
-    def read(self, cotangents: Vectors) -> tuple[()]:
-        return ()
+    def read(self, per: PerSample, values: Values, cotangents: Any) -> None:
+        """Nothing: the basis does not depend on cotangents."""
 
 
 # -- balanced --------------------------------------------------------------------------------------
@@ -132,17 +123,47 @@ class Balanced:
     def spread(self, per: PerSample) -> dict[str, Spec]:
         return {TANGENT: (per.lead, None)}
 
-    def pair(self, per: PerSample, values: Values) -> tuple[Rows, Rows]:
-        s, t = values[BASIS]
+    def pairs(self, per: PerSample, values: Values) -> Rows:
+        found: Rows = values[BASIS]
+        return found
+
+    def pair(self, pairs: Rows, index: Any = None) -> tuple[Rows, Rows]:
+        s, t = pairs  # those of all windows
         return s, t
 
-    def crossing(self, per: PerSample, values: Values) -> BalancedCrossing:
+    def no_pairs(self, per: PerSample, values: Values, windows: int) -> Rows:
+        return jnp.zeros_like(values[BASIS])
+
+    def through(
+        self, per: PerSample, values: Values, window: Window, size: int
+    ) -> tuple[tuple[Vectors, Covariance], Rows]:
+        """The tangent `P ν` after windows of `size` steps and the sum of its covariances, and the pair.
+
+        `P ν` advances by the derivative of the steps along `(P ν, ν)`.
+        """
         fixed = [v.aval for e in per.info.fixed for v in e.invars]
         key = jax.random.fold_in(jax.random.key(0), values[COUNTS][0])
         change = dict(zip(per.acting, _normal(key, [fixed[i] for i in per.acting]), strict=True))
-        s, t = self.pair(per, values)
-        none = jnp.zeros_like(values[REACH])
-        return BalancedCrossing(per, (per.whole(values[TANGENT]), none), s, t, change, none)
+
+        def along(tangent: Vectors, window: Window) -> tuple[Vectors, Vectors]:
+            if window.keep is not None:
+                tangent = where_rows(window.keep[0], tangent, jnp.zeros_like(tangent))
+            leaves = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
+            after = per.linear.window(window.as_if_begun).push(leaves, change)
+            after = [None if a is None else a[0] for a in after]
+            return per.whole(finite(per.vectors(after, dual=False))), tangent
+
+        after, starts = window.in_windows(size, along, per.whole(values[TANGENT]))
+        return (after, self.covariance(per, starts, values[REACH])), values[BASIS]
+
+    def covariance(self, per: PerSample, vectors: Any, like: Covariance) -> Covariance:
+        """`aᵀ a`, with `a` the vectors of all samples and windows as rows."""
+        rows = per.everywhere(vectors).reshape(-1, vectors.shape[-1])
+        return _outer(rows, rows, like)
+
+    def read(self, per: PerSample, values: Values, cotangents: Any) -> Covariance:
+        """The sum of `λᵀ λ` over cotangents at window starts."""
+        return self.covariance(per, cotangents, values[READ])
 
     def renewed(self, values: Values) -> tuple[Any, Any]:
         """The pair for the next windows, and whether it is a new one for samples that have a past.
@@ -162,7 +183,7 @@ class Balanced:
     ) -> Values:
         """The arrays that choose the pair, after windows of a pass.
 
-        `state` is that of a crossing after them; `read` is the sum of `λᵀλ` over windows and samples.
+        `state` is that of `through`; `read` is the sum of `λᵀ λ` over windows and samples.
         """
         tangent, reach = state
         new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
@@ -189,42 +210,6 @@ class Balanced:
         # an expanding window would let the average grow without bound
         before, now = _trace(values[READ]) * per.samples.count, _trace(found)
         return found * jnp.minimum(1, before / jnp.where(now == 0, 1, now))
-
-
-@dataclass(frozen=True, eq=False)
-class BalancedCrossing:
-    """The pair, and the tangent `P ν` of the carried state along the windows of one pass."""
-
-    per: PerSample
-    start: tuple[Vectors, Covariance]  # the tangent, and the sum of its covariances
-    s: Rows
-    t: Rows
-    change: dict[int, Any]  # ν, by leaf of the parameters
-    unread: Covariance  # zeros
-
-    def entered(self, state: Any, keep: Any) -> Any:
-        """The state at a window's start; `keep` is False for samples that are reset there."""
-        tangent, total = state
-        if keep is not None:
-            tangent = where_rows(keep, tangent, jnp.zeros_like(tangent))
-        each = self.per.everywhere(tangent)
-        return tangent, total + _outer(each, each, total)
-
-    def pair(self, state: Any) -> tuple[Rows, Rows]:
-        return self.s, self.t
-
-    def along(self, state: Any, window: Window) -> Any:
-        """The state after a window: `P ν` advances by the derivative of the steps along `(P ν, ν)`."""
-        tangent, total = state
-        per = self.per
-        tangents = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
-        after = per.linear.window(window).push(tangents, self.change)
-        after = [None if a is None else a[0] for a in after]
-        return per.whole(finite(per.vectors(after, dual=False))), total
-
-    def read(self, cotangents: Vectors) -> Covariance:
-        each = self.per.everywhere(cotangents)
-        return _outer(each, each, self.unread)
 
 
 def _normal(key: Any, avals: list[Any]) -> list[Any]:

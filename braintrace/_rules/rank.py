@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import ETraceGraph
@@ -37,7 +38,7 @@ from .._executor.trace_math import add_up, promoted, weigh
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of
-from .projection import BASES, BASIS, Balanced, BalancedCrossing, Pushed, PushedCrossing, along_rows, finite
+from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, finite
 
 Values = dict[str, Any]
 Courses = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`
@@ -119,9 +120,10 @@ class Rank:
         after: Values,
         window: Window,
         course: Callable[[Sequence[Slot]], Courses],
+        state: Any,
         signals: Leaves | None = None,
     ) -> tuple[Values, dict[int, Any], Any]:
-        """Advance `V` over a window, given the traces before and after it.
+        """Advance `V` over a window, given the traces before and after it, and the state of `through`.
 
         Large arrays go through a kernel, with their traces, which also gives the gradient of `signals` at the
         window's start; `course` returns how traces advance over the window.
@@ -130,15 +132,12 @@ class Rank:
             The new arrays, those gradients by leaf, and the rows of `S'`, pulled back to the window's start.
         """
         per = self.per_sample(executor)
-        _, old = self.basis.pair(per, before)
-        crossing = self.basis.crossing(per, before)
-        values: Values = {}
-        if isinstance(crossing, PushedCrossing):
-            new = crossing.along(crossing.entered(crossing.start, None), window)
-            values = {BASIS: new}
+        new, old = self.basis.pair(self.basis.pairs(per, before))
+        if new.ndim == 3:  # pushed
+            new = state
         else:
-            new = jnp.broadcast_to(crossing.s, (per.samples.count, *crossing.s.shape))
-            old = jnp.broadcast_to(old, new.shape)
+            new, old = (jnp.broadcast_to(a, (per.samples.count, *a.shape)) for a in (new, old))
+        values: Values = {}
         matrices, specs, courses = self._in_kernel(executor, per, before, window.length, course)
         rows, (start, factors) = self._corrected(per, old, before, after, window, matrices, new)
         values.update(rows)
@@ -163,16 +162,41 @@ class Rank:
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads, start
 
-    def crossed(
-        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
+    def through(
+        self, executor: ETraceGraphExecutor, values: Values, window: Window, size: int
     ) -> tuple[Any, Any]:
-        """The state of the projection after a single window, and what it read of signals at its start."""
-        crossing, per = self.crossing(executor, values), self.per_sample(executor)
-        if isinstance(crossing, PushedCrossing):
-            return None, None  # the basis goes with `V`
-        state = crossing.entered(crossing.start, None if window.keep is None else window.keep[0])
-        read = None if signals is None else crossing.read(finite(per.vectors(signals, dual=True)))
-        return crossing.along(state, window.as_if_begun), read
+        """The state of the projection after windows of `size` steps, and its pairs at their starts."""
+        return self.basis.through(self.per_sample(executor), values, window, size)
+
+    def no_pairs(self, executor: ETraceGraphExecutor, values: Values, windows: int) -> Any:
+        """Zeros of the shape of the pairs that `through` returns."""
+        return self.basis.no_pairs(self.per_sample(executor), values, windows)
+
+    def cross(self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
+        """The part of cotangents at the start of a window that goes on to the window before."""
+        per = self.per_sample(executor)
+        vectors = per.whole(finite(per.vectors(cotangents, dual=True)))
+        return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
+
+    def left(
+        self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, starts: Sequence[int]
+    ) -> Leaves:
+        """The rest of the cotangents before each step, of which a part crosses at `starts`."""
+        if not starts:
+            return cotangents
+        at = np.array(starts)
+        some = [None if c is None else c[at] for c in cotangents]
+        crossing = jax.vmap(lambda c, i: self.cross(executor, c, pairs, i))(some, jnp.arange(len(starts)))
+        return [None if c is None else c.at[at].add(-u) for c, u in zip(cotangents, crossing, strict=True)]
+
+    def moved(self, state: Any) -> Values:
+        """The basis after a window, if it moves with the samples."""
+        return {BASIS: state} if isinstance(self.basis, Pushed) else {}
+
+    def read(self, executor: ETraceGraphExecutor, values: Values, cotangents: Leaves) -> Any:
+        """Statistics of cotangents at the starts of windows, with an axis of windows in front."""
+        per = self.per_sample(executor)
+        return self.basis.read(per, values, jax.vmap(lambda c: finite(per.vectors(c, dual=True)))(cotangents))
 
     def observed(
         self,
@@ -185,7 +209,7 @@ class Rank:
     ) -> Values:
         """The arrays of the projection after the windows of a pass.
 
-        `state` is that of its crossing, `read` the sum of the covariances of cotangents at window starts; and
+        `state` is that of `through`, `read` the sum of the covariances of cotangents at window starts; and
         `pulled` the rows of `S`, pulled back to the start of the only window, if later losses matter.
         """
         per = self.per_sample(executor)
@@ -253,15 +277,11 @@ class Rank:
                 values[key] = new.astype(before[key].dtype)
         return values, (start, factors)
 
-    def crossing(self, executor: ETraceGraphExecutor, values: Values) -> PushedCrossing | BalancedCrossing:
-        """The projection along the windows of a pass that begins with `values`."""
-        return self.basis.crossing(self.per_sample(executor), values)
-
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """The gradients `<signal, Tᵀ V>` of signals at the carried states, by leaf of the parameters."""
         per = self.per_sample(executor)
         signal = per.whole(finite(per.vectors(signals, dual=True)))
-        _, rows = self.basis.pair(per, values)
+        _, rows = self.basis.pair(self.basis.pairs(per, values))
         along = along_rows(signal, rows)
         found = {}
         for i, (name, aval) in named(per).items():

@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
@@ -214,16 +216,21 @@ class TraceRule(Rule):
         return values if self.projection is None else self.projection.begin(executor, values, fresh=fresh)
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
-        after = self._all_advanced(executor, values, None, window)[0]
         if self.projection is None:
-            return after
-        crossed = self.projection.crossed(executor, values, None, window)
-        return {**after, **self.projection.observed(executor, values, *crossed, 1)}
+            return self._all_advanced(executor, values, None, window)[0]
+        state, _ = self.projection.through(executor, values, window, window.length)
+        after = self._all_advanced(executor, values, None, window, state)[0]
+        return {**after, **self.projection.observed(executor, values, state, None, 1)}
 
     def _all_advanced(
-        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves | None, window: Window
+        self,
+        executor: ETraceGraphExecutor,
+        values: Values,
+        signals: Leaves | None,
+        window: Window,
+        state: Any = None,
     ) -> tuple[Values, dict[int, Any], Any]:
-        """The arrays after a window, but for those that choose a projection.
+        """The arrays after a window, except those of the projection, whose state after it is `state`.
 
         Also returns the gradients of signals at the window's start that come with them, and the rows of the
         projection, pulled back to the window's start.
@@ -237,7 +244,7 @@ class TraceRule(Rule):
         if not isinstance(self.correction, Rank):
             return {**after, **self.correction.advance(executor, values, after, window)}, {}, None
         course = lambda slots: self.course(slots, window.record)
-        more, known, pulled = self.correction.advance(executor, values, after, window, course, signals)
+        more, known, pulled = self.correction.advance(executor, values, after, window, course, state, signals)
         return {**values, **after, **more}, known, pulled
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
@@ -270,21 +277,23 @@ class TraceRule(Rule):
         """Past gradients of consecutive windows, and the arrays after the last, from one backward pass.
 
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
-        `signals` are cotangents of the carried leaves before each step that no earlier window receives:
-        zero inside a window. At the first step they are whole. `crossed` is the state of the projection's
-        crossing after the last window, and the sum of what it read, if there are several windows.
+        `signals` are the cotangents of the carried leaves at the start of each window, by step: zero inside a
+        window. `crossed` is what the projection's `through` returned.
         """
         first = [None if s is None else s[0] for s in signals]
-        if self.projection is not None and crossed is None:
-            crossed = self.projection.crossed(executor, values, first, window)
-        windows = -(-window.length // size)
-        if keep and not fresh and windows == 1:  # one pass over all arrays
-            after, known, pulled = self._all_advanced(executor, values, first, window)
+        starts = starts_of(window.length, size)
+        state = read = None
+        if self.projection is not None and crossed is not None:
+            state, pairs = crossed
+            read = self.projection.read(executor, values, _at(signals, starts))
+            signals = self.projection.left(executor, signals, pairs, starts[1:])
+        if keep and not fresh and len(starts) == 1:  # one pass over all arrays
+            after, known, pulled = self._all_advanced(executor, values, first, window, state)
             found = self.past(executor, values, first, window)
             found = [known.get(i, a) for i, a in enumerate(found)]
-            if self.projection is None or crossed is None:
+            if self.projection is None:
                 return found, after
-            return found, {**after, **self.projection.observed(executor, values, *crossed, 1, pulled)}
+            return found, {**after, **self.projection.observed(executor, values, state, read, 1, pulled)}
         at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
         record = replace(window.record, old_signals=at_groups)
         zeros = executor.no_gradients(record.local.weights)
@@ -292,18 +301,35 @@ class TraceRule(Rule):
             executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.projection is None
         )
         found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.projection is None or crossed is None:
+        if self.projection is None:
             return found, after
         if not fresh:
             more = self.projection.past(executor, values, first)
             found = [plus(a, more.get(i)) for i, a in enumerate(found)]
-        advance = lambda values, one: self._all_advanced(executor, values, None, one)[0]
-        after = window.in_windows(size, advance, values) if keep else values
-        return found, {**after, **self.projection.observed(executor, values, *crossed, windows)}
+        after = window.in_windows(size, partial(self._one_more, executor), values)[0] if keep else values
+        return found, {**after, **self.projection.observed(executor, values, state, read, len(starts))}
+
+    def _one_more(
+        self, executor: ETraceGraphExecutor, values: Values, window: Window
+    ) -> tuple[Values, tuple[()]]:
+        """The traces, `V` and basis after one more window."""
+        assert self.projection is not None
+        state = self.projection.through(executor, values, window, window.length)[0]
+        after = self._all_advanced(executor, values, None, window, state)[0]
+        return {**after, **self.projection.moved(state)}, ()
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~rows)}
         return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
+
+
+def starts_of(length: int, size: int) -> list[int]:
+    """The first step of each window of `size` steps, of which the first may be shorter."""
+    return [0, *range(length % size or size, length, size)]
+
+
+def _at(arrays: Leaves, steps: list[int]) -> Leaves:
+    return [None if a is None else a[np.array(steps)] for a in arrays]
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

@@ -129,15 +129,16 @@ class SnAp(Rule):
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         pattern = self._pattern(executor)
 
-        def step(values: Values, window: Window) -> Values:
+        def step(values: Values, window: Window) -> tuple[Values, tuple[()]]:
             if window.keep is not None:
                 values = self.forget(executor, values, ~window.keep[0])
             H, terms = pattern.jacobian(window), pattern.terms(window)
-            return {
+            after = {
                 b.key: self._advanced(executor, b, values[b.key], H, terms[b.dtype]) for b in pattern.blocks
             }
+            return after, ()
 
-        return window.in_windows(1, step, values) if values else values
+        return window.in_windows(1, step, values)[0] if values else values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
