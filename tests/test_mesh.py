@@ -106,7 +106,7 @@ RULES = {
 # learners with more to keep, on one model: in windows, and by what their signal is made of
 WINDOWS: dict[str, Callable[[Any, int], Any]] = {
     "windows": lambda m, k: braintrace.D_RTRL(m, window=k),
-    "rank in one": lambda m, k: braintrace.D_RTRL(m, rank=2, window=k),
+    "rank": lambda m, k: braintrace.D_RTRL(m, rank=2, window=k),
     "layers": lambda m, k: braintrace.D_RTRL(m, across="layers", window=k),
     "SnAp": lambda m, k: braintrace.SnAp(m, 2, window=k),
     "UORO": lambda m, k: braintrace.UORO(m, window=k),
@@ -251,8 +251,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("rule", "shape", "kind", "chunk"), every(39, ROWS))
-def test_what_other_rules_keep_is_spread(rule, shape, kind, chunk, monkeypatch):
-    monkeypatch.setattr(rank, "_APART", 1 if rule == "rank in one" else rank._APART)
+def test_what_other_rules_keep_is_spread(rule, shape, kind, chunk):
     learner = as_on_one("read", rule, chunk, mesh_of(shape, kind))
     for key, trace in learner.traces.items():
         parts = trace.value.size // trace.value.addressable_shards[0].data.size

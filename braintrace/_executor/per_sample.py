@@ -10,7 +10,7 @@ a parameter, its gradient is pulled back once per sample instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -276,7 +276,7 @@ class PerSample:
         self,
         window: Window,
         rows: Any,
-        apart: Iterable[int],
+        apart: Sequence[int],
         axis: Callable[[int], int] = row_axis,
         *,
         whole: bool = False,

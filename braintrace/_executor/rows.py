@@ -27,7 +27,7 @@ from .sharding import Sharding, Spec
 from .trace_math import add_up, times
 from .weight_gradients import ROWS, TIME
 
-_BLOCK = (16, 64)  # what a program holds of a row
+_BLOCK = (16, 64)  # what a program holds of each of up to eight rows; of more rows it holds fewer columns
 _WARPS, _STAGES = 2, 2
 _SHORTEST, _LONGEST = 16, 32  # a product over time: tensor cores take none that is shorter
 _PARTS = 4  # of the batch, so that there are enough programs
@@ -80,92 +80,87 @@ def through(
     return Course(x, d, mix, along, own, signal[:, 0])
 
 
-def fits(length: int, rows: Sequence[Any], trace: Any = None, ways: Sequence[int] = (1, 1, 1)) -> bool:
-    """Whether the kernel is for rows, (B, I, O) each, the trace, (S, B, I, O), and so many steps.
+def fits(length: int, rows: Any, trace: Any = None, ways: Sequence[int] = (1, 1, 1, 1)) -> bool:
+    """Whether the kernel can advance rows, (B, I, R, O), and the trace, (S, B, I, O), over so many steps.
 
-    Of one step XLA writes no product, and many do not fit in the memory that a program shares. `ways`: into
-    how many parts devices cut B, I and O.
+    For one step XLA stores no product, and many steps do not fit in shared memory. `ways` are the numbers of
+    parts into which devices cut the axes of the rows.
     """
-    arrays = [*rows, *([] if trace is None else [trace])]
-    width, out = (n // ways for n, ways in zip(rows[0].shape[1:], ways[1:], strict=True))
+    arrays = [rows, *([] if trace is None else [trace])]
+    width, out = rows.shape[1] // ways[1], rows.shape[3] // ways[3]
     return (
         all(jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize <= 4 for a in arrays)
-        and len(rows) + (0 if trace is None else len(trace)) <= _MOST
+        and rows.shape[2] + (0 if trace is None else len(trace)) <= _MOST
         and all(a.size // math.prod(ways) < 2**31 for a in arrays)
         and min(width, out) >= _SHORTEST
         and 1 < length <= _LONGEST
     )
 
 
-_MOST = 8  # rows and states: more do not fit in the registers
+_MOST = 36  # rows and states: more do not fit in the registers, however few columns a program holds
 
 
 def step(
-    rows: Sequence[Any], trace: Any, course: Course, at: Sharding | None = None, spec: Spec = ()
-) -> tuple[list[Any], Any, Any]:
+    rows: Any, trace: Any, course: Course, at: Sharding | None = None, spec: Spec = ()
+) -> tuple[Any, Any, Any]:
     """The rows and the trace after a window, and the gradient, (I, O).
 
-    Where rows are spread over devices, as `spec` has it, each runs the kernel on its part.
+    Where rows are sharded, by `spec`, each device runs the kernel on its part.
     """
-    if at is None or mesh_of(*rows) is None:
-        return _step(list(rows), trace, course)
-    b, i, o = spec
+    if at is None or mesh_of(rows) is None:
+        return _step(rows, trace, course)
+    b, i, _, o = spec
     specs = Course(
         *((b, i, None), (b, None, None, o), (b, None, None), (b, None)), (b, None, None, o), (b, None, o)
     )
-    kept = [spec] * len(rows) + ([] if trace is None else [(None, *spec)])
-    given, tree = jax.tree.flatten((list(rows), trace, course))
+    kept = [spec, *([] if trace is None else [(None, b, i, o)])]
+    given, tree = jax.tree.flatten((rows, trace, course))
     names = [f.name for f in fields(Course) if getattr(course, f.name) is not None]
 
     def part(*arrays: Any) -> tuple[Any, ...]:
         after, traces, grad = _step(*jax.tree.unflatten(tree, arrays))
-        return (*after, *([] if trace is None else [traces]), grad[None])
+        return (after, *([] if trace is None else [traces]), grad[None])
 
-    # what devices have of the gradient is summed outside, with all else that is
-    mapped = per_device(part, at.mesh, [*kept, *(getattr(specs, n) for n in names)], [*kept, spec])
-    *after, grads = mapped(*given)
-    return after[: len(rows)], None if trace is None else after[-1], jnp.sum(grads, axis=0)
+    # per-device partial sums of the gradient are added outside, with all others
+    mapped = per_device(part, at.mesh, [*kept, *(getattr(specs, n) for n in names)], [*kept, (b, i, o)])
+    after, *traces, grads = mapped(*given)
+    return after, traces[0] if traces else None, jnp.sum(grads, axis=0)
 
 
-def _step(rows: list[Any], trace: Any, course: Course) -> tuple[list[Any], Any, Any]:
+def _step(rows: Any, trace: Any, course: Course) -> tuple[Any, Any, Any]:
     return jax.lax.platform_dependent(  # type: ignore[no-any-return]
         rows, trace, course, cuda=advance, default=_advance_plainly
     )
 
 
-def _advance_plainly(rows: list[Any], trace: Any, course: Course) -> tuple[list[Any], Any, Any]:
-    wide = [v.astype(jnp.float32) for v in rows]
-    mine = [] if trace is None else [e.astype(jnp.float32) for e in trace]
-    each = lambda weights, arrays: [w[..., None, None] * a for w, a in zip(weights, arrays, strict=True)]
-    by_column = lambda weights, arrays: [w[:, None] * a for w, a in zip(weights, arrays, strict=True)]
-    new = []
-    for q in range(len(rows) + len(mine)):
-        terms = [jnp.einsum("bit,bto->bio", course.x, course.d[:, q])]
-        if q < len(rows):
-            terms += each(course.mix[:, q].T, wide)
-        if mine:
-            terms += by_column(jnp.moveaxis(course.own[:, q], 1, 0), mine)
-        new.append(add_up(terms))
-    terms = each(course.along.T, wide)
-    terms += by_column(jnp.moveaxis(course.g, 1, 0), mine) if mine else []
-    after = [a.astype(b.dtype) for a, b in zip(new, rows, strict=False)]
-    traces = jnp.stack(new[len(rows) :]).astype(trace.dtype) if mine else None
-    return after, traces, jnp.sum(add_up(terms), axis=0)
+def _advance_plainly(rows: Any, trace: Any, course: Course) -> tuple[Any, Any, Any]:
+    kept, d, (x, mix, along) = rows.astype(jnp.float32), course.d, (course.x, course.mix, course.along)
+    num = kept.shape[2]
+    new = jnp.einsum("bqr,biro->biqo", mix, kept) + jnp.einsum("bit,bqto->biqo", x, d[:, :num])
+    grad = jnp.einsum("br,biro->io", along, kept)
+    if trace is None:
+        return new.astype(rows.dtype), None, grad
+    mine = trace.astype(jnp.float32)
+    own = jnp.einsum("bqso,sbio->biqo", course.own, mine)
+    traces = own[:, :, num:] + jnp.einsum("bit,bqto->biqo", x, d[:, num:])
+    grad = grad + jnp.einsum("bso,sbio->io", course.g, mine)
+    after = (new + own[:, :, :num]).astype(rows.dtype)
+    return after, jnp.moveaxis(traces, 2, 0).astype(trace.dtype), grad
 
 
-def advance(
-    rows: list[Any], trace: Any, course: Course, *, interpret: bool = False
-) -> tuple[list[Any], Any, Any]:
-    """The same, by the kernel."""
+def advance(rows: Any, trace: Any, course: Course, *, interpret: bool = False) -> tuple[Any, Any, Any]:
+    """Advance rows and trace by the kernel, in place."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    samples, width, out = rows[0].shape
+    samples, width, size, out = rows.shape
     states, length = 0 if trace is None else len(trace), course.x.shape[-1]
-    i, o = (min(_power(n), most) for n, most in zip((width, out), _BLOCK, strict=True))
+    num = size + states
+    most = max(_SHORTEST, _BLOCK[1] * 8 // max(8, _power(num)))
+    i, o = min(_power(width), _BLOCK[0]), min(_power(out), most)
     parts = min(samples & -samples, _PARTS)
     some = samples // parts
-    shape = _Shape(len(rows), states, some, width, out)
+    shape = _Shape(size, states, some, width, out)
     options: dict[str, Any] = {"interpret": True}
     if not interpret:
         options = {"compiler_params": triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES)}
@@ -180,14 +175,14 @@ def advance(
         return jnp.pad(a, pads)
 
     steps = max(_power(length), _SHORTEST)
-    of_row, of_trace = spec((some, i, o), "b", "i", "o"), spec((states, some, i, o), "", "b", "i", "o")
-    large = [(v, of_row) for v in rows] + ([(trace, of_trace)] if states else [])
-    num = len(rows) + states
+    large = [(rows, spec((some, i, size, o), "b", "i", "", "o"))]
+    if states:
+        large += [(trace, spec((states, some, i, o), "", "b", "i", "o"))]
     small = [
         (padded(course.x, 2), spec((some, i, steps), "b", "i", "")),
         (padded(course.d, 2), spec((some, num, steps, o), "b", "", "", "o")),
-        (course.mix, spec((some, len(rows), len(rows)), "b", "", "")),
-        (course.along, spec((some, len(rows)), "b", "")),
+        (course.mix, spec((some, size, size), "b", "", "")),
+        (course.along, spec((some, size), "b", "")),
     ]
     if states:
         small += [
@@ -207,7 +202,7 @@ def advance(
         input_output_aliases={k: k for k in range(len(large))},
         **options,
     )(*(a for a, _ in (*large, *given)))
-    return after[: len(rows)], after[-1] if states else None, jnp.sum(grads, axis=0)
+    return after[0], after[1] if states else None, jnp.sum(grads, axis=0)
 
 
 @dataclass(frozen=True)
@@ -224,7 +219,7 @@ class _Shape:
 def _kernel(*refs: Any, shape: _Shape, load: Any, store: Any) -> None:
     from jax.experimental import pallas as pl
 
-    count = shape.rows + bool(shape.states)
+    count = 1 + bool(shape.states)
     old, (x, d, mix, along, *rest), new = refs[:count], refs[count : -count - 1], refs[-count - 1 : -1]
     own, g = rest or (x, x)  # of no use without a trace
     grads = refs[-1]
@@ -248,9 +243,12 @@ def _kernel(*refs: Any, shape: _Shape, load: Any, store: Any) -> None:
 
     number = [jnp.int32(n) for n in range(shape.rows + shape.states)]  # masked loads take no plain numbers
 
+    def row(ref: Any, b: Any, r: int) -> Any:
+        return ref.at[b, :, number[r]]
+
     def one_sample(b: Any, total: Any) -> Any:
-        rows = [get(v.at[b], at_i, at_o).astype(jnp.float32) for v in old[: shape.rows]]
-        mine = [get(old[-1].at[number[s], b], at_i, at_o).astype(jnp.float32) for s in range(shape.states)]
+        rows = [get(row(old[0], b, r), at_i, at_o).astype(jnp.float32) for r in range(shape.rows)]
+        mine = [get(old[1].at[number[s], b], at_i, at_o).astype(jnp.float32) for s in range(shape.states)]
         inputs = get(x.at[b], at_i)
         for q in range(shape.rows + shape.states):
             now = jnp.dot(inputs, get(d.at[b, number[q]], None, at_o))
@@ -258,7 +256,7 @@ def _kernel(*refs: Any, shape: _Shape, load: Any, store: Any) -> None:
                 now = now + mix[b, q, r] * v
             for s, e in enumerate(mine):
                 now = now + times(get(own.at[b, number[q], number[s]], at_o)[None], e)
-            put(new[q].at[b] if q < shape.rows else new[-1].at[number[q - shape.rows], b], now)
+            put(row(new[0], b, q) if q < shape.rows else new[1].at[number[q - shape.rows], b], now)
         for r, v in enumerate(rows):
             total = total + along[b, r] * v
         for s, e in enumerate(mine):

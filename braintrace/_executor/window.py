@@ -18,6 +18,7 @@ from .._compat import primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Site
 from .._meshes import all_on_mesh
+from .effective_weights import Effective
 from .executor import ETraceGraphExecutor, Leaves, Local
 from .pull_back import is_inexact
 from .signals import Taken
@@ -97,7 +98,12 @@ class Window:
     @property
     def inputs_of_first(self) -> Local:
         """The inputs and weights of the sites at the first step, without Jacobians."""
-        return Local(self.first.inputs, self.first.weights, {}, {}, spread=self.first.spread)
+        return Local(self.first.inputs, self.weights, {}, {}, spread=self.first.spread)
+
+    @cached_property
+    def weights(self) -> Effective:
+        """The effective weights, which are the same at all steps."""
+        return self.executor.weights(self.params, self.first_consts)
 
     @cached_property
     def record(self) -> Record:
@@ -110,7 +116,7 @@ class Window:
         inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
         inputs = {i: self.inputs.get(i, x) for i, x in inputs.items()}
         return Record(
-            Local(inputs, self.first.weights, D, J, spread=self.executor.spread), self.length, keep=self.keep
+            Local(inputs, self.weights, D, J, spread=self.executor.spread), self.length, keep=self.keep
         )
 
     # -- the window as a linear map ----------------------------------------------------------------

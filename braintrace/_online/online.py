@@ -95,20 +95,19 @@ class Online:
         """
         at, specs = self.executor.spread, self.specs
         lasting = self.rule.lasting(self.executor)
-        zeros = {
-            k: jnp.zeros(s.shape, s.dtype)
-            if at is None or k not in specs
-            else at.zeros(s.shape, s.dtype, specs[k])
-            for k, s in self.initial_shapes.items()
-            if k not in lasting
-        }
+        zero = _meshes.zero_of(among)
+
+        def zeros(key: str, like: Any) -> Any:
+            spec = None if at is None else specs.get(key)
+            if zero is None or not is_inexact(like):
+                plain = at is None or spec is None
+                return jnp.zeros(like.shape, like.dtype) if plain else at.zeros(like.shape, like.dtype, spec)
+            found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
+            return found if at is None or spec is None else at.put(found, spec)
+
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
-        zero = _meshes.zero_of(among)
-        if zero is not None:
-            added = {k: v + zero.astype(v.dtype) for k, v in zeros.items() if is_inexact(v)}
-            zeros = {**zeros, **self.laid_out(added)}
-        return {**zeros, **lasting}
+        return {**{k: zeros(k, s) for k, s in self.initial_shapes.items() if k not in lasting}, **lasting}
 
     @cached_property
     def lasting(self) -> list[str]:

@@ -227,9 +227,12 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
     mean = _trace(read) / n
     least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
     level = jnp.where(mean > 0, least * mean, 1)  # nothing read yet: `O` is the identity
-    t = basis[1].T
-    for _ in range(2):
-        t = _columns(_times(reach, _times(read, t) + level * t))
+
+    def iterated(_: Any, t: Any) -> Any:
+        t = _times(reach, _times(read, t) + level * t)
+        return orthonormal(t.T[None])[0].T
+
+    t = jax.lax.fori_loop(0, 2, iterated, basis[1].T)
     read_t = _times(read, t)
     inner = _product("nq,nr->qr", t, read_t)
     s = jnp.linalg.solve(inner + level * jnp.eye(t.shape[1], dtype=t.dtype), read_t.T).T
@@ -313,7 +316,7 @@ def orthonormal(rows: Rows) -> Rows:
     if not size:  # parameters act on no carried state
         return rows
     rows = finite(rows)
-    rows = _unit(rows, -1) + _little(rows) * fixed_basis(numbers, size).T.astype(rows.dtype)[None]
+    rows = _unit(rows) + _little(rows) * fixed_basis(numbers, size).T.astype(rows.dtype)[None]
 
     def add(j: Any, basis: Any) -> Any:
         row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
@@ -326,20 +329,12 @@ def orthonormal(rows: Rows) -> Rows:
     return found
 
 
-def _columns(columns: Float[Array, "state rank"]) -> Float[Array, "state rank"]:
-    """Orthonormal columns that span the same, completed by the fixed basis."""
-    n, size = columns.shape
-    fixed = jnp.asarray(fixed_basis(n, size), columns.dtype)
-    found: Array = jnp.linalg.qr(_unit(finite(columns), 0) + _little(columns) * fixed)[0]
-    return found
-
-
 def _little(a: Any) -> Any:
     return jnp.sqrt(jnp.finfo(a.dtype).eps)
 
 
-def _unit(a: Any, axis: int) -> Any:
-    length = jnp.linalg.norm(a, axis=axis, keepdims=True)
+def _unit(a: Any) -> Any:
+    length = jnp.linalg.norm(a, axis=-1, keepdims=True)
     return a / jnp.where(length == 0, 1, length)
 
 

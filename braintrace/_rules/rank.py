@@ -15,7 +15,7 @@ variables, the gradient is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,10 @@ class Rank:
         per = self.per_sample(executor)
         count, rank = per.samples.count, self._rank(per)
         values = self.basis.start(per, rank)
-        for name, aval in named(per).values():
-            for key, rows in parts_of(name, rank):
-                shape = list(aval.shape)
-                shape.insert(row_axis(aval.ndim), rows.stop - rows.start)
-                values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
+        for key, aval in named(per).values():
+            shape = list(aval.shape)
+            shape.insert(row_axis(aval.ndim), rank)
+            values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
         return values
 
     def _rank(self, per: PerSample) -> int:
@@ -81,10 +80,10 @@ class Rank:
         per, at = self.per_sample(executor), executor.spread
         assert at is not None
         found = self.basis.spread(per)
-        for i, (name, aval) in named(per).items():
+        for i, (key, aval) in named(per).items():
             spec = list(at.of_leaf(i) or [None] * aval.ndim)
             spec.insert(row_axis(aval.ndim), None)
-            found |= {key: (per.lead, *spec) for key, _ in parts_of(name, self._rank(per))}
+            found[key] = (per.lead, *spec)
         return found
 
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
@@ -102,15 +101,12 @@ class Rank:
         turn = jnp.einsum("qn,rn->qr", found[BASIS][0], old, precision="highest")[None]
 
         def rotated(kept: Values) -> Values:
-            result = {}
-            for name, aval in named(per).values():
-                axis, parts = 1 + row_axis(aval.ndim), parts_of(name, len(old))
-                whole = jnp.concatenate([kept[key] for key, _ in parts], axis)
-                new = mixed(turn, whole, axis).astype(whole.dtype)
-                result.update({key: _rows(new, rows, axis) for key, rows in parts})
-            return result
+            return {
+                key: mixed(turn, kept[key], 1 + row_axis(aval.ndim)).astype(kept[key].dtype)
+                for key, aval in named(per).values()
+            }
 
-        kept = {key: values[key] for name, _ in named(per).values() for key, _ in parts_of(name, len(old))}
+        kept = {key: values[key] for key, _ in named(per).values()}
         return {**values, **jax.lax.cond(turned, rotated, lambda kept: kept, kept)}
 
     def advance(
@@ -139,25 +135,21 @@ class Rank:
             new, old = (jnp.broadcast_to(a, (per.samples.count, *a.shape)) for a in (new, old))
         values: Values = {}
         matrices, specs, courses = self._in_kernel(executor, per, before, window.length, course)
-        rows, (start, factors) = self._corrected(per, old, before, after, window, matrices, new)
+        rows, (start, factors) = self._corrected(per, old, before, after, window, list(matrices), new)
         values.update(rows)
         if not matrices:
             return values, {}, start
-        # of what goes through the kernel, XLA drops the rest: nobody reads it
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
         carried, along = (_product("b...n,brn->b...r", a, old) for a in (start, signal))
         lifted = [per.lift(a, window) for a in (start, new, signal[:, None])]
         grads = {}
         for i, matrix in matrices.items():
-            (name, aval), slot = named(per)[i], matrix.slot
-            keys = [key for key, _ in parts_of(name, new.shape[1])]
+            (key, aval), slot = named(per)[i], matrix.slot
             trace = None if slot is None else before[slot.key]
             more = () if slot is None else (*courses[slot.key], *(found[slot.key] for found in lifted))
             x, d = factors[i]
             how = through(matrix, x, d, carried, along, *more)
-            old_rows = [jnp.squeeze(before[k], 2) for k in keys]
-            found, trace, grad = step(old_rows, trace, how, executor.spread, specs[i])
-            values.update({k: jnp.expand_dims(v, 2) for k, v in zip(keys, found, strict=True)})
+            values[key], trace, grad = step(before[key], trace, how, executor.spread, specs[i])
             values.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads, start
@@ -229,20 +221,20 @@ class Rank:
 
         And how they are spread over devices, and how their traces go.
         """
-        size, names, at = self._rank(per), named(per), executor.spread
+        names, at = named(per), executor.spread
         spread = mesh_of(*values.values()) is not None
-        if not on_gpu() or size > _APART or (spread and at is None):
+        if not on_gpu() or (spread and at is None):
             return {}, {}, {}
         found, specs = {}, dict[int, Spec]()
         for i, matrix in per.matrices.items():
-            rows = [jnp.squeeze(values[key], 2) for key, _ in parts_of(names[i][0], size)]
+            rows = values[names[i][0]]
             trace = None if matrix.slot is None else values[matrix.slot.key]
-            ways: Sequence[int] = (1, 1, 1)
+            ways: Sequence[int] = (1, 1, 1, 1)
             if spread and at is not None:
-                specs[i] = at.fitted((per.lead, *(at.of_leaf(i) or (None, None))), rows[0].shape)
-                ways = [at.ways(p, n) for p, n in zip(specs[i], rows[0].shape, strict=True)]
-            large = sum(v.nbytes for v in rows) // math.prod(ways) >= _LARGE
-            if large and fits(length, rows, trace, ways):
+                on_inputs, on_outputs = at.of_leaf(i) or (None, None)
+                specs[i] = at.fitted((per.lead, on_inputs, None, on_outputs), rows.shape)
+                ways = [at.ways(p, n) for p, n in zip(specs[i], rows.shape, strict=True)]
+            if rows.nbytes // math.prod(ways) >= _LARGE and fits(length, rows, trace, ways):
                 found[i] = matrix
         courses = course([m.slot for m in found.values() if m.slot is not None])
         known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in courses}
@@ -255,7 +247,7 @@ class Rank:
         before: Values,
         after: Values,
         window: Window,
-        apart: Iterable[int],
+        apart: Sequence[int],
         rows: Any,
     ) -> tuple[Values, Any]:
         """`rows (H (E + Tᵀ V) + A - E')`, with `T` = `old`.
@@ -267,14 +259,12 @@ class Rank:
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
         values = {}
-        for i, (name, aval) in named(per).items():
-            axis, parts = 1 + row_axis(aval.ndim), parts_of(name, rows.shape[1])
-            for key, some in parts:
-                terms = [mixed(carried[:, some, q], before[k], axis) for k, q in parts]
-                terms += [_rows(found[i], some, axis) for found in (added, of_old) if i in found]
+        for i, (key, aval) in named(per).items():
+            if i not in apart:
+                terms = [mixed(carried, before[key], 1 + row_axis(aval.ndim))]
+                terms += [found[i] for found in (added, of_old) if i in found]
                 new = add_up(promoted(*terms))
-                new = new - _rows(of_new[i], some, axis) if i in of_new else new
-                values[key] = new.astype(before[key].dtype)
+                values[key] = (new - of_new[i] if i in of_new else new).astype(before[key].dtype)
         return values, (start, factors)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
@@ -284,17 +274,14 @@ class Rank:
         _, rows = self.basis.pair(self.basis.pairs(per, values))
         along = along_rows(signal, rows)
         found = {}
-        for i, (name, aval) in named(per).items():
-            axis, parts = 1 + row_axis(aval.ndim), parts_of(name, along.shape[1])
-            pairs = [(along[:, rows], values[key]) for key, rows in parts]
-            found[i] = summed(per, i, pairs, axis, aval.dtype)
+        for i, (key, aval) in named(per).items():
+            found[i] = summed(per, i, [(along, values[key])], 1 + row_axis(aval.ndim), aval.dtype)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         per = self.per_sample(executor)
         per.check_rows()
-        names = [key for name, _ in named(per).values() for key, _ in parts_of(name, self._rank(per))]
-        names += list(self.basis.start(per, 0))
+        names = [key for key, _ in named(per).values()] + list(self.basis.start(per, 0))
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
@@ -352,22 +339,7 @@ def _product(labels: str, *arrays: Any) -> Any:
     return jnp.einsum(labels, *promoted(*arrays), precision="highest")
 
 
-def parts_of(name: str, size: int) -> list[tuple[str, slice]]:
-    """The arrays that hold what is kept for one parameter, and which rows each has.
-
-    A few rows are arrays of their own: then a loop updates them in place.
-    """
-    if size > _APART:
-        return [(name, slice(0, size))]
-    return [(f"{name}:{r}", slice(r, r + 1)) for r in range(size)]
-
-
-_APART = 16
-_LARGE = 2**28  # bytes of the rows of a matrix: what XLA writes of less, a GPU finds in its cache
-
-
-def _rows(terms: Any, rows: slice, axis: int) -> Any:
-    return jax.lax.slice_in_dim(terms, rows.start, rows.stop, axis=axis)
+_LARGE = 2**28  # bytes of `V` of a matrix: what XLA writes of less, a GPU finds in its cache
 
 
 def mixed(carried: Any, kept: Any, axis: int) -> Any:

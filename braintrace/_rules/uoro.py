@@ -27,7 +27,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.sharding import Spec
 from .._executor.window import Window
 from .projection import BASIS, finite
-from .rank import Rank, named, parts_of
+from .rank import Rank, named
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, signs
 
@@ -54,7 +54,7 @@ class UORO(Estimate):
         pushed = per.whole(finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)))
         nu = per.whole(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
-        names = {i: key for i, (name, _) in named(per).items() for key, _ in parts_of(name, 1)}
+        names = {i: key for i, (key, _) in named(per).items()}
         theta = {i: values[key] for i, key in names.items()}
         rho0 = self._rho(_norm(theta.values(), s.dtype), _norm([pushed], s.dtype))
         rho1 = self._rho(_norm(added.values(), s.dtype), _norm([nu], s.dtype))

@@ -113,11 +113,9 @@ def with_all_directions() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "window", "apart"), with_all_directions())
-def test_with_all_directions_it_is_bptt(name, window, apart, monkeypatch):
+def test_with_all_directions_it_is_bptt(name, window, apart):
     case = CASES[name]
     xs = sequence(case)
-    if not apart:  # rows in one array, as where there are many
-        monkeypatch.setattr(rank_file, "_APART", 0)
     options = {"rank": ALL, **TOGETHER.get(name, {})}
     learner = braintrace.D_RTRL(case.build(), **options if apart else {"window": window, **options})
     found = online(learner, xs, window) if apart else in_one_pass(learner, xs)
@@ -453,13 +451,14 @@ def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, optio
 
 
 @pytest.mark.parametrize(
-    ("size", "shape", "states", "length"), [(2, (2, 33, 40), 1, 5), (1, (3, 32, 128), 0, 1)]
+    ("size", "shape", "states", "length"),
+    [(2, (2, 33, 40), 1, 5), (1, (3, 32, 128), 0, 1), (9, (2, 16, 72), 1, 2)],
 )
 def test_the_kernel_of_rows(size, shape, states, length):
     samples, width, out = shape
     num, keys = size + states, iter(jax.random.split(jax.random.key(0), 16))
     normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32)
-    kept = [normal(*shape) for _ in range(size)]
+    kept = normal(samples, width, size, out)
     trace = normal(states, *shape) if states else None
     of_trace = (normal(samples, num, states, out), normal(samples, states, out)) if states else ()
     course = rows.Course(
