@@ -98,12 +98,13 @@ class Online:
         zero = _meshes.zero_of(among)
 
         def zeros(key: str, like: Any) -> Any:
-            spec = None if at is None else specs.get(key)
-            if zero is None or not is_inexact(like):
-                plain = at is None or spec is None
-                return jnp.zeros(like.shape, like.dtype) if plain else at.zeros(like.shape, like.dtype, spec)
-            found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
-            return found if at is None or spec is None else at.put(found, spec)
+            found = None
+            if zero is not None and is_inexact(like):
+                found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
+            if at is None or key not in specs:
+                return jnp.zeros(like.shape, like.dtype) if found is None else found
+            spec = specs[key]
+            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)
 
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
