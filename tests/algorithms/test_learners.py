@@ -826,6 +826,21 @@ def test_compiling_in_one_call_batched_and_vmapped():
         braintrace.compile(Net(), "no such rule", xs[0])
 
 
+def test_a_rule_may_come_with_its_options():
+    def step(w, h, x):
+        h = jnp.tanh(x @ w + h)
+        return h, h
+
+    options = {"window": 2, "rank": 1}
+    for rule in ("d_rtrl", braintrace.D_RTRL):
+        learner = braintrace.online(step, jnp.ones((3, 2)), jnp.zeros(2), jnp.ones(3), rule=(rule, options))
+        assert (learner.window, learner.rule.rank) == (2, 1)
+    with pytest.raises(TypeError, match="takes no option 'rank'"):
+        braintrace.online(
+            step, jnp.ones((3, 2)), jnp.zeros(2), jnp.ones(3), rule=(braintrace.rules.D_RTRL(), options)
+        )
+
+
 NEEDED = {"ottt": {"leak": 0.9}, "otpe": {"leak": 0.9}, "osttp": {"num_targets": 1}} | {
     "s_tllr": {"lambda_post": 0.9, "lambda_pre": 0.9}
 }
