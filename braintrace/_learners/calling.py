@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
     """Advance the model and its traces; see `ETraceAlgorithm.update`."""
+    if learner.rule.back_through_time:
+        return _call_without_traces(learner, args, kwargs)
     given, args, kwargs = split_call(learner, args, kwargs)
     guards = learner._guards
     with guards.reads.paused():
@@ -56,6 +58,15 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         outs, leaves, traces = compiled(leaves, learner._values(), data, signal, consts, window)
         _write(learner, compiled, leaves, traces, *lengths or {1})
         return jax.tree.unflatten(compiled.info.out_tree, outs)
+
+
+def _call_without_traces(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
+    """Advance the model itself, for BPTT; a rematerialised cell stays one."""
+    learner.set_for(*one_step(args, kwargs))
+    data = jax.tree.leaves((args, kwargs), is_leaf=is_data)
+    windows = jax.tree.leaves([a for a in data if isinstance(a, MultiStepData)])
+    learner.steps.value = learner.steps.value + (windows[0].shape[0] if windows else 1)
+    return call_model(learner.model, *args, **kwargs)
 
 
 def split_call(

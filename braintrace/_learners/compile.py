@@ -17,7 +17,7 @@ from .._rules.rule import Rule
 from .._types import Array, ArrayLike, Function, PyTree
 from .config import ETraceConfig
 from .dni import DNI
-from .learners import BPTT, D_RTRL, ES_D_RTRL, UORO
+from .learners import D_RTRL, ES_D_RTRL, UORO
 from .rule_choice import learner_named
 from .stateful import ETraceAlgorithm
 
@@ -52,9 +52,8 @@ def compile(
     elif isinstance(algorithm, str):
         algorithm = learner_named(algorithm)
     elif isinstance(algorithm, Rule):
-        if not algorithm.back_through_time:
-            options["rule"] = algorithm
-        algorithm = BPTT if algorithm.back_through_time else ETraceAlgorithm
+        options["rule"] = algorithm
+        algorithm = ETraceAlgorithm
     elif not (isinstance(algorithm, type) and issubclass(algorithm, ETraceAlgorithm)):
         raise TypeError(
             "`algorithm` is a learner such as `braintrace.D_RTRL`, its name, a rule such as "

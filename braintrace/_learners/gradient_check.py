@@ -18,7 +18,6 @@ from .._online.sequence import Sequence
 from .._report.check import GradientCheck, Gradients, compare_gradients, round_off
 from .._types import ArrayLike, Function, PyTree
 from .calling import calling, split_call
-from .learners import BPTT
 from .stateful import ETraceAlgorithm
 
 
@@ -62,7 +61,7 @@ def check_gradients(
     exactness = learner.report.exactness
     options = {"mask": sequence.mask, "weights": weights, "reduction": reduction}
     in_windows = (learner.steps_at_once(chunk_size) or 1) > 1
-    exact = BPTT(learner.model)
+    exact = ETraceAlgorithm(learner.model, rules.BPTT())
     exact._cache = learner._cache.with_rule(rules.BPTT(), None)
 
     def one_loss(*slices: PyTree) -> PyTree:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
-
-import jax
 
 from .. import _rules as rules
 from .._executor.trace_recursion import Own, Recursion
-from .._online.data import MultiStepData, one_step
-from .._types import PyTree
-from .calling import call_model, is_data
 from .config import ETraceConfig
 from .options import Choice, OptionsLearner, as_config
 from .trace_states import EligibilityTrace
@@ -195,14 +189,6 @@ class BPTT(OptionsLearner):
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
         return Choice(rules.BPTT())
-
-    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
-        """Advance the model itself, so that a rematerialised cell stays one."""
-        self.set_for(*one_step(args, kwargs))
-        data = jax.tree.leaves((args, kwargs), is_leaf=is_data)
-        windows = jax.tree.leaves([a for a in data if isinstance(a, MultiStepData)])
-        self.steps.value = self.steps.value + (windows[0].shape[0] if windows else 1)
-        return call_model(self.model, *args, **kwargs)
 
 
 ParamDimVjpAlgorithm = D_RTRL
