@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 
 class Memory(NamedTuple):
-    """What AC(λ) carries from step to step."""
+    """The state of AC(λ)."""
 
     eligibility: Any  # z: decayed sum of gradients
-    value: Any  # v(s) of the last step
+    value: Array  # v(s) of the last step
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,12 @@ class ActorCritic:
     def init_memory(self, params: Any, y: Any) -> Memory:
         return Memory(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), y[1].dtype))
 
-    def step(self, params: Any, y: Any, pull: Any, memory: Memory, reward: Any, done: Any, key: Any) -> Any:
+    def draw(self, key: Array, y: Any) -> Array:
+        return jax.random.gumbel(key, y[0].shape, y[0].dtype)
+
+    def step(
+        self, params: Any, y: Any, pull: Any, memory: Memory, reward: Array, done: Array, drawn: Array
+    ) -> Any:
         logits, value = y
         z, last = memory
         goes_on = 1 - done.astype(value.dtype)
@@ -55,7 +61,7 @@ class ActorCritic:
             d_logits = jax.grad(lambda x: -jnp.sum(jax.nn.softmax(x) * jax.nn.log_softmax(x)))(logits)
             entropy = pull((self.entropy_weight * d_logits, jnp.zeros_like(value)))
             direction = jax.tree.map(jnp.add, direction, entropy)
-        action = jax.random.categorical(key, logits)
+        action = jnp.argmax(logits + drawn)  # with Gumbel noise, a sample of the policy
         d_logits = jax.nn.one_hot(action, len(logits), dtype=logits.dtype) - jax.nn.softmax(logits)
         grads = pull((d_logits, jnp.full_like(value, self.critic_weight)))
         decay = self.gamma * self.lam * goes_on

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from .._learners.learner import Learner
 
@@ -25,9 +26,12 @@ class Algorithm(Protocol):
     def init_memory(self, params: Any, y: Any) -> Any:
         """Return the eligibility traces, and what else is carried from step to step."""
 
+    def draw(self, key: Array, y: Any) -> Any:
+        """Return the random numbers of one step; `y` has the shapes of the net's output."""
+
     def step(
-        self, params: Any, y: Any, pull: Pull, memory: Any, reward: Any, done: Any, key: Any
-    ) -> tuple[Any, Any, Any, Any, Any]:
+        self, params: Any, y: Any, pull: Pull, memory: Any, reward: Array, done: Array, drawn: Any
+    ) -> tuple[Array, Array, Any, Any, Array]:
         """Learn from the last transition, and act.
 
         Args:
@@ -37,7 +41,7 @@ class Algorithm(Protocol):
             memory: The result of `init_memory` or of the last step.
             reward: The reward of the last action.
             done: Whether the last action ended an episode; `y` then belongs to the first step of the next.
-            key: A random key.
+            drawn: The result of `draw`.
 
         Returns:
             The action, its predicted return, the memory, the direction in which to move the parameters, and
@@ -50,25 +54,26 @@ class AgentState(NamedTuple):
 
     params: Any
     opt_state: Any
-    key: Any
+    key: Array
+    time: Array  # steps so far; with the key, it gives the random numbers of the next step
     env_state: Any
     observation: Any
     carry: Any  # hidden states of the net
-    traces: Any  # the learner's: influence of the parameters on the hidden states
+    traces: dict[str, Array]  # the learner's: influence of the parameters on the hidden states
     memory: Any  # the algorithm's: eligibility traces of returns
-    reward: Any
-    done: Any
+    reward: Array
+    done: Array
 
 
 class Steps(NamedTuple):
     """What happened, with axes (time, environment)."""
 
     observation: Any
-    action: Any
-    reward: Any
-    done: Any
-    value: Any  # the predicted return of the action
-    error: Any  # the TD error of the transition before
+    action: Array
+    reward: Array
+    done: Array
+    value: Array  # the predicted return of the action
+    error: Array  # the TD error of the transition before
 
     def episode_returns(self) -> np.ndarray:
         """Return the sum of rewards of each whole episode between two ends, in order of time."""
@@ -126,7 +131,7 @@ class Agent:
     env_params: Any = None
     num_envs: int = 1
 
-    def init(self, params: Any, carry: Any, key: Any) -> AgentState:
+    def init(self, params: Any, carry: Any, key: Array) -> AgentState:
         """Return the state of the agent at the start.
 
         Args:
@@ -135,27 +140,39 @@ class Agent:
             key: A random key.
         """
         _check_environment(self.env, self._env_params, self.net)
-        key, *keys = jax.random.split(key, 1 + self.num_envs)
-        observation, env_state = jax.vmap(self._reset_env)(jnp.stack(keys))
-        traces = self.net.init(params, carry)
-        y = jax.eval_shape(self.net.step, params, carry, traces, _first(observation))[2]
+        key, key_env = jax.random.split(key)
+        observation, env_state = jax.vmap(self._reset_env)(jax.random.split(key_env, self.num_envs))
+        traces, y = self.net.init(params, carry), self._output
         learned = self.algorithm.init_params(params, y)
         repeat = partial(jax.tree.map, lambda a: jnp.repeat(jnp.asarray(a)[None], self.num_envs, 0))
-        memory = self.algorithm.init_memory(params, y)
+        each = repeat((carry, traces, self.algorithm.init_memory(params, y)))
         reward, done = jnp.zeros(self.num_envs), jnp.ones(self.num_envs, bool)
-        opt_state = self.optimizer.init(learned)
-        each = (repeat(carry), repeat(traces), repeat(memory))
-        return AgentState(learned, opt_state, key, env_state, observation, *each, reward, done)
+        before = (learned, self.optimizer.init(learned), key, jnp.zeros((), jnp.uint32))
+        return AgentState(*before, env_state, observation, *each, reward, done)
 
     def step(self, state: AgentState) -> tuple[AgentState, Steps]:
         """Take one step in each environment and update the parameters: a pure function."""
-        key, *keys = jax.random.split(state.key, 1 + self.num_envs)
-        own = state[3:]
-        after, direction, steps = jax.vmap(partial(self._one, state.params))(jnp.stack(keys), *own)
-        descent = jax.tree.map(lambda a: -jnp.mean(a, 0), direction)
-        updates, opt_state = self.optimizer.update(descent, state.opt_state, state.params)
-        params = jax.tree.map(lambda a, b: a + b, state.params, updates)
-        return AgentState(params, opt_state, key, *after), steps
+        return self._advance(state, self._draw(state.key, state.time))
+
+    def _draw(self, key: Array, time: Array) -> tuple[Array, Any]:
+        """Return keys for the environments, and the algorithm's random numbers, of one step."""
+        keys = jax.random.split(jax.random.fold_in(key, time), (2, self.num_envs))
+        return keys[0], jax.vmap(lambda key: self.algorithm.draw(key, self._output))(keys[1])
+
+    def _advance(self, state: AgentState, drawn: tuple[Array, Any]) -> tuple[AgentState, Steps]:
+        """Take a step with given random numbers."""
+        before, own = state[:4], (drawn, *state[4:])
+        if self.num_envs == 1:  # a mapped `cond` runs both of its branches
+            after, direction, steps = self._one(state.params, *_first(own))
+            after, steps = jax.tree.map(lambda a: a[None], (after, steps))
+        else:
+            after, direction, steps = jax.vmap(partial(self._one, state.params))(*own)
+            direction = jax.tree.map(lambda a: jnp.mean(a, 0), direction)
+        params, opt_state, key, time = before
+        descent = jax.tree.map(jnp.negative, direction)
+        updates, opt_state = self.optimizer.update(descent, opt_state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        return AgentState(params, opt_state, key, time + 1, *after), steps
 
     def run(self, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
         """Take many steps in one compiled loop.
@@ -188,21 +205,27 @@ class Agent:
         given = self.env_params
         return getattr(self.env, "default_params", None) if given is None else given
 
-    def _reset_env(self, key: Any) -> Any:
+    @property
+    def _output(self) -> Any:
+        """The shapes of the net's output."""
+        function = self.net.function
+        return jax.tree.unflatten(function.step.out_tree, function.outputs)
+
+    def _reset_env(self, key: Array) -> Any:
         return _strong(self.env.reset(key, self._env_params))
 
     def _one(
         self,
         params: Any,
-        key: Any,
+        drawn: tuple[Array, Any],
         env_state: Any,
         observation: Any,
         carry: Any,
-        traces: Any,
+        traces: dict[str, Array],
         memory: Any,
-        reward: Any,
-        done: Any,
-    ) -> Any:
+        reward: Array,
+        done: Array,
+    ) -> tuple[tuple[Any, ...], Any, Steps]:
         """Take a step in one environment; return its part of the state, a direction, and what happened."""
         start = self.net.reset(carry, traces)
         carry, traces = jax.tree.map(partial(jnp.where, done), start, (carry, traces))
@@ -212,18 +235,20 @@ class Agent:
             return y, (new_carry, new_traces)
 
         y, pull, (carry, traces) = jax.vjp(forward, params["net"], has_aux=True)
-        key, key_env = jax.random.split(key)
+        key, numbers = drawn
         action, value, memory, direction, error = self.algorithm.step(
-            params, y, lambda dy: pull(dy)[0], memory, reward, done, key
+            params, y, lambda dy: pull(dy)[0], memory, reward, done, numbers
         )
-        seen, env_state, reward, done, _ = _env_step(self.env, key_env, env_state, action, self._env_params)
+        seen, env_state, reward, done, _ = _env_step(self.env, key, env_state, action, self._env_params)
         after = (env_state, seen, carry, traces, memory, reward, done)
         return after, direction, Steps(observation, action, reward, done, value, error)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _run(agent: Agent, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
-    return jax.lax.scan(lambda state, _: agent.step(state), state, length=num_steps)
+    # random numbers of all steps at once: one at a time, they would take longer than the net
+    times = state.time + jnp.arange(num_steps, dtype=jnp.uint32)
+    return jax.lax.scan(agent._advance, state, jax.vmap(partial(agent._draw, state.key))(times))
 
 
 def _env_step(env: Any, key: Any, state: Any, action: Any, params: Any) -> Any:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What environments share: the next episode begins by itself, as in gymnax."""
+    """Base class: `step` begins the next episode by itself, as in gymnax."""
 
     @property
     def num_actions(self) -> int:
@@ -31,29 +31,33 @@ class Environment:
         """The length of an observation."""
         raise NotImplementedError
 
-    def reset(self, key: Any, params: Any = None) -> tuple[Any, Any]:
+    def reset(self, key: Array, params: Any = None) -> tuple[Array, Any]:
         """Return the first observation and state of an episode."""
         raise NotImplementedError
 
-    def transition(self, key: Any, state: Any, action: Any) -> tuple[Any, Any, Any, Any]:
+    def transition(self, key: Array, state: Any, action: Array) -> tuple[Array, Any, Array, Array]:
         """Return observation, state, reward and whether the episode has ended."""
         raise NotImplementedError
 
-    def step(self, key: Any, state: Any, action: Any, params: Any = None) -> tuple[Any, ...]:
+    def step(
+        self, key: Array, state: Any, action: Array, params: Any = None
+    ) -> tuple[Array, Any, Array, Array, Array, dict[str, Any]]:
         """Take a step; return observation, state, reward, terminated, truncated and info."""
-        key, key_reset = jax.random.split(key)
-        observation, new, reward, done = self.transition(key, state, jnp.asarray(action, jnp.int32))
-        begun = self.reset(key_reset)
-        observation, new = jax.tree.map(partial(jnp.where, done), begun, (observation, new))
+        observation, new, reward, done = self.transition(
+            jax.random.split(key)[0], state, jnp.asarray(action, jnp.int32)
+        )
+        # keys for a reset are drawn only where an episode ends: without `vmap`, that saves most of a step
+        begin = lambda: self.reset(jax.random.split(key)[1])
+        observation, new = jax.lax.cond(done, begin, lambda: (observation, new))
         return observation, new, reward, done, jnp.zeros((), bool), {}
 
 
 class ChainState(NamedTuple):
     """The state of `MemoryChain`."""
 
-    context: Any
-    query: Any
-    time: Any
+    context: Array
+    query: Array
+    time: Array
 
 
 @dataclass(frozen=True)
@@ -76,20 +80,22 @@ class MemoryChain(Environment):
     def observation_size(self) -> int:
         return self.num_bits + 2
 
-    def reset(self, key: Any, params: Any = None) -> tuple[Any, ChainState]:
+    def reset(self, key: Array, params: Any = None) -> tuple[Array, ChainState]:
         key_context, key_query = jax.random.split(key)
         context = jax.random.bernoulli(key_context, 0.5, (self.num_bits,)).astype(jnp.int32)
         query = jax.random.randint(key_query, (), 0, self.num_bits).astype(jnp.int32)
         state = ChainState(context, query, jnp.zeros((), jnp.int32))
         return self._observation(state), state
 
-    def transition(self, key: Any, state: ChainState, action: Any) -> tuple[Any, ...]:
+    def transition(
+        self, key: Array, state: ChainState, action: Array
+    ) -> tuple[Array, ChainState, Array, Array]:
         asked = state.time >= self.memory_length
         right = action == state.context[state.query]
         reward = jnp.where(asked, jnp.where(right, 1.0, -1.0), 0.0)
         return self._observation(state), state._replace(time=state.time + 1), reward, asked
 
-    def _observation(self, state: ChainState) -> Any:
+    def _observation(self, state: ChainState) -> Array:
         left = 1 - state.time / self.memory_length
         query = jnp.where(state.time == self.memory_length - 1, state.query, 0)
         bits = jnp.where(state.time == 0, 2 * state.context - 1, 0)
@@ -99,8 +105,8 @@ class MemoryChain(Environment):
 class MazeState(NamedTuple):
     """The state of `TMaze`."""
 
-    position: Any
-    goal: Any  # 0: north, 2: south, as the actions
+    position: Array
+    goal: Array  # 0: north, 2: south, as the actions
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,14 @@ class TMaze(Environment):
     def observation_size(self) -> int:
         return 3
 
-    def reset(self, key: Any, params: Any = None) -> tuple[Any, MazeState]:
+    def reset(self, key: Array, params: Any = None) -> tuple[Array, MazeState]:
         goal = 2 * jax.random.randint(key, (), 0, 2, jnp.int32)
         state = MazeState(jnp.zeros((), jnp.int32), goal)
         return self._observation(state), state
 
-    def transition(self, key: Any, state: MazeState, action: Any) -> tuple[Any, ...]:
+    def transition(
+        self, key: Array, state: MazeState, action: Array
+    ) -> tuple[Array, MazeState, Array, Array]:
         turned = (state.position == self.length) & (action % 2 == 0)
         east = (action == 1).astype(jnp.int32) - (action == 3).astype(jnp.int32)
         position = jnp.clip(state.position + east, 0, self.length)
@@ -137,7 +145,7 @@ class TMaze(Environment):
         state = state._replace(position=position)
         return self._observation(state), state, reward, turned
 
-    def _observation(self, state: MazeState) -> Any:
+    def _observation(self, state: MazeState) -> Array:
         start = jnp.where(state.goal == 0, jnp.array([0.0, 1.0, 1.0]), jnp.array([1.0, 1.0, 0.0]))
         inside = jnp.where(
             state.position == self.length, jnp.array([0.0, 1.0, 0.0]), jnp.array([1.0, 0.0, 1.0])
@@ -148,8 +156,8 @@ class TMaze(Environment):
 class DeckState(NamedTuple):
     """The state of `RepeatPrevious`."""
 
-    suits: Any
-    dealt: Any
+    suits: Array
+    dealt: Array
 
 
 @dataclass(frozen=True)
@@ -176,12 +184,14 @@ class RepeatPrevious(Environment):
     def observation_size(self) -> int:
         return 4
 
-    def reset(self, key: Any, params: Any = None) -> tuple[Any, DeckState]:
+    def reset(self, key: Array, params: Any = None) -> tuple[Array, DeckState]:
         suits = jax.random.permutation(key, jnp.arange(52 * self.num_decks, dtype=jnp.int32) % 4)
         state = DeckState(suits, jnp.ones((), jnp.int32))
         return self._observation(state), state
 
-    def transition(self, key: Any, state: DeckState, action: Any) -> tuple[Any, ...]:
+    def transition(
+        self, key: Array, state: DeckState, action: Array
+    ) -> tuple[Array, DeckState, Array, Array]:
         cards = 52 * self.num_decks
         right = action == state.suits[state.dealt - self.k]
         reward = jnp.where(right, 1.0, -1.0) / (cards - self.k)
@@ -189,31 +199,24 @@ class RepeatPrevious(Environment):
         state = state._replace(dealt=state.dealt + 1)
         return self._observation(state), state, reward, state.dealt == cards
 
-    def _observation(self, state: DeckState) -> Any:
+    def _observation(self, state: DeckState) -> Array:
         return jax.nn.one_hot(state.suits[state.dealt - 1], 4, dtype=jnp.float32)
 
 
 class TrialState(NamedTuple):
     """The state of `TraceConditioning` and `TracePatterning`."""
 
-    time: Any  # steps since the onset of the conditioned stimuli
-    delay: Any  # from their onset to that of the unconditioned stimulus
-    pause: Any  # from its onset to the next trial
-    pattern: Any  # conditioned stimuli of this trial
-    pays: Any  # whether the unconditioned stimulus follows
-    distractors: Any  # steps for which each is on
+    time: Array  # steps since the onset of the conditioned stimuli
+    delay: Array  # from their onset to that of the unconditioned stimulus
+    pause: Array  # from its onset to the next trial
+    pattern: Array  # conditioned stimuli of this trial
+    pays: Array  # whether the unconditioned stimulus follows
+    distractors: Array  # steps for which each is still on, this one included
 
 
 @dataclass(frozen=True)
-class TraceConditioning(Environment):
-    """Predict a stimulus that follows another one after a random delay (Rafiee et al., 2023), for ever.
-
-    Observations are the conditioned stimulus (CS), the unconditioned stimulus (US) and distractors. A trial
-    begins with the CS, on for `cs_steps`. The US follows after a delay drawn from `isi` (onset to onset, both
-    ends included), on for `us_steps`, and the next trial begins after a pause drawn from `iti`. Distractor
-    `i` = 1, 2, ... starts with probability `1 / (10 i)` in a step and is on for `cs_steps`. The reward is 1
-    where the US is on: the discounted return is what to predict. There is one action, without effect.
-    """
+class _Trials(Environment):
+    """An endless sequence of trials: conditioned stimuli (CS), a delay, an unconditioned stimulus (US)."""
 
     isi: tuple[int, int] = (7, 13)
     iti: tuple[int, int] = (80, 129)
@@ -228,65 +231,113 @@ class TraceConditioning(Environment):
     @property
     def num_cs(self) -> int:
         """The number of conditioned stimuli."""
-        return 1
+        raise NotImplementedError
 
     @property
     def observation_size(self) -> int:
         return self.num_cs + 1 + self.num_distractors
 
-    def draw_pattern(self, key: Any) -> tuple[Any, Any]:
+    def draw_pattern(self, key: Array) -> tuple[Array, Array]:
         """Return the conditioned stimuli of a trial, and whether the unconditioned one follows."""
-        return jnp.ones(1), jnp.ones((), bool)
+        raise NotImplementedError
 
-    def _trial(self, key: Any, distractors: Any) -> TrialState:
+    def draw_distractors(self, key: Array, left: Array, begins: Array) -> Array:
+        """Return the steps for which each distractor is still on; `begins` is true where a trial begins."""
+        raise NotImplementedError
+
+    def reset(self, key: Array, params: Any = None) -> tuple[Array, TrialState]:
+        none = jnp.zeros(self.num_distractors, jnp.int32)
+        key_trial, key_distractors = jax.random.split(key)
+        state = self._trial(key_trial, self.draw_distractors(key_distractors, none, jnp.ones((), bool)))
+        return self._observation(state), state
+
+    def transition(
+        self, key: Array, state: TrialState, action: Array
+    ) -> tuple[Array, TrialState, Array, Array]:
+        key_trial, key_distractors = jax.random.split(key)
+        time = state.time + 1
+        begins = time >= state.delay + state.pause
+        left = self.draw_distractors(key_distractors, state.distractors, begins)
+        same = lambda: state._replace(time=time, distractors=left)
+        state = jax.lax.cond(begins, lambda: self._trial(key_trial, left), same)
+        observation = self._observation(state)
+        return observation, state, observation[self.num_cs], jnp.zeros((), bool)
+
+    def _trial(self, key: Array, distractors: Array) -> TrialState:
         delay, pause, pattern = jax.random.split(key, 3)
         between = lambda key, ends: jax.random.randint(key, (), ends[0], ends[1] + 1, jnp.int32)
         times = jnp.zeros((), jnp.int32), between(delay, self.isi), between(pause, self.iti)
         return TrialState(*times, *self.draw_pattern(pattern), distractors)
 
-    def reset(self, key: Any, params: Any = None) -> tuple[Any, TrialState]:
-        state = self._trial(key, jnp.zeros(self.num_distractors, jnp.int32))
-        return self._observation(state), state
-
-    def transition(self, key: Any, state: TrialState, action: Any) -> tuple[Any, ...]:
-        key_trial, key_distractors = jax.random.split(key)
-        starts = jax.random.uniform(key_distractors, (self.num_distractors,))
-        starts = starts < 1 / (10 * jnp.arange(1, self.num_distractors + 1))
-        left = jnp.where(starts, self.cs_steps, jnp.maximum(state.distractors - 1, 0))
-        state = state._replace(time=state.time + 1, distractors=left)
-        over = state.time >= state.delay + state.pause
-        state = jax.tree.map(partial(jnp.where, over), self._trial(key_trial, left), state)
-        observation = self._observation(state)
-        return observation, state, observation[self.num_cs], jnp.zeros((), bool)
-
-    def _observation(self, state: TrialState) -> Any:
-        cs = jnp.where(state.time < self.cs_steps, state.pattern, 0)
+    def _observation(self, state: TrialState) -> Array:
+        cs = state.pattern & (state.time < self.cs_steps)
         since = state.time - state.delay
         us = state.pays & (since >= 0) & (since < self.us_steps)
         return jnp.concatenate([a.astype(jnp.float32) for a in (cs, us[None], state.distractors > 0)])
 
 
 @dataclass(frozen=True)
-class TracePatterning(TraceConditioning):
-    """`TraceConditioning` by one of twenty patterns: three of six conditioned stimuli (Rafiee et al., 2023).
+class TraceConditioning(_Trials):
+    """Predict a stimulus that follows another one after a random delay (Rafiee et al., 2022), for ever.
 
-    The unconditioned stimulus follows ten of the patterns, drawn from `seed`, and none of the others.
+    Observations are the conditioned stimulus (CS), the unconditioned stimulus (US) and distractors. A trial
+    begins with the CS, on for `cs_steps`. The US follows after a delay drawn from `isi` (onset to onset, both
+    ends included), on for `us_steps`, and the next trial begins after a pause drawn from `iti`. Distractor
+    `i` = 1, 2, ... starts with probability `1 / (10 i)` in a step if it was off in the step before, and is on
+    for `cs_steps`. The reward is 1 where the US is on: the discounted return is what to predict. There is one
+    action, without effect.
     """
-
-    seed: int = 0
-    _pays: np.ndarray = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        order = np.random.RandomState(self.seed).permutation(20)
-        object.__setattr__(self, "_pays", order < 10)
 
     @property
     def num_cs(self) -> int:
-        return 6
+        return 1
 
-    def draw_pattern(self, key: Any) -> tuple[Any, Any]:
-        patterns = np.array(
-            [[float(i in on) for i in range(6)] for on in itertools.combinations(range(6), 3)]
-        )
-        number = jax.random.randint(key, (), 0, 20)
-        return jnp.asarray(patterns, jnp.result_type(float))[number], jnp.asarray(self._pays)[number]
+    def draw_pattern(self, key: Array) -> tuple[Array, Array]:
+        return jnp.ones(1, bool), jnp.ones((), bool)
+
+    def draw_distractors(self, key: Array, left: Array, begins: Array) -> Array:
+        chances = 1 / (10 * np.arange(1, self.num_distractors + 1, dtype=np.float32))
+        starts = jax.random.uniform(key, left.shape, jnp.float32) < chances
+        return jnp.where(left > 0, left - 1, self.cs_steps * starts.astype(left.dtype))
+
+
+@dataclass(frozen=True)
+class TracePatterning(_Trials):
+    """`TraceConditioning` by patterns of several conditioned stimuli (Rafiee et al., 2022).
+
+    The US follows where exactly one of the `num_patterns` activation patterns is on; each has half of the
+    `num_cs` conditioned stimuli, and `seed` draws them. A trial shows one of them with a probability such
+    that, together with the patterns drawn by tossing a coin for each CS in the other trials, half of the
+    trials have a US. Each distractor is on in every second trial, by chance, together with the CSs.
+    """
+
+    num_cs: int = 6
+    num_patterns: int = 10
+    seed: int = 0
+    _patterns: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        halves = list(itertools.combinations(range(self.num_cs), self.num_cs // 2))
+        if not 1 <= self.num_patterns <= len(halves):
+            raise ValueError(
+                f"`num_patterns` must lie between 1 and {len(halves)}, the number of ways to choose half of "
+                f"{self.num_cs} stimuli; it is {self.num_patterns}."
+            )
+        chosen = np.random.RandomState(self.seed).permutation(len(halves))[: self.num_patterns]
+        rows = [[i in halves[number] for i in range(self.num_cs)] for number in chosen]
+        object.__setattr__(self, "_patterns", np.array(rows))
+
+    def draw_pattern(self, key: Array) -> tuple[Array, Array]:
+        key_kind, key_number, key_coins = jax.random.split(key, 3)
+        known, every = self.num_patterns, 2**self.num_cs
+        # of the coins' patterns, a share of known / every has a US, too
+        chosen = jax.random.bernoulli(key_kind, (every / 2 - known) / (every - known))
+        patterns = jnp.asarray(self._patterns)
+        coins = jax.random.bernoulli(key_coins, 0.5, (self.num_cs,))
+        pattern = jnp.where(chosen, patterns[jax.random.randint(key_number, (), 0, known)], coins)
+        return pattern, jnp.any(jnp.all(patterns == pattern[None], axis=1))
+
+    def draw_distractors(self, key: Array, left: Array, begins: Array) -> Array:
+        drawn = lambda: self.cs_steps * jax.random.bernoulli(key, 0.5, left.shape).astype(left.dtype)
+        found: Array = jax.lax.cond(begins, drawn, lambda: jnp.maximum(left - 1, 0))
+        return found

@@ -8,19 +8,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 
 class Memory(NamedTuple):
-    """What QRC(λ) carries from step to step."""
+    """The state of QRC(λ)."""
 
     eligibility: Any  # z: decayed sum of gradients of q
-    eligibility_h: Any  # decayed sum of gradients of h
-    sum_h: Any  # decayed sum of h itself
+    eligibility_h: Array  # decayed sum of gradients of h
+    sum_h: Array  # decayed sum of h itself
     grads: Any  # ∇q(s, a) of the last step
-    features: Any  # ∇h(s, a) of the last step
-    q: Any  # q(s, a) of the last step
-    h: Any  # h(s, a) of the last step
-    count: Any
+    features: Array  # ∇h(s, a) of the last step
+    q: Array  # q(s, a) of the last step
+    h: Array  # h(s, a) of the last step
+    count: Array
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ class QRC:
         of_h = jnp.zeros((*q.shape, *features.shape), features.dtype)
         return Memory(none, of_h, zero, none, of_h, zero, zero, jnp.zeros((), int))
 
-    def step(self, params: Any, y: Any, pull: Any, memory: Memory, reward: Any, done: Any, key: Any) -> Any:
+    def draw(self, key: Array, y: Any) -> tuple[Array, Array]:
+        key_explore, key_action = jax.random.split(key)
+        return jax.random.uniform(key_explore), jax.random.randint(key_action, (), 0, len(y[0]))
+
+    def step(
+        self, params: Any, y: Any, pull: Any, memory: Memory, reward: Array, done: Array, drawn: Any
+    ) -> Any:
         q, features = y
         m, theta, best = memory, params["correction"], jnp.argmax(q)
         gradient_at = lambda i: pull((jax.nn.one_hot(i, len(q), dtype=q.dtype), jnp.zeros_like(features)))
@@ -72,9 +79,8 @@ class QRC:
         correction = error * m.eligibility_h - m.h * m.features - self.beta * theta
 
         epsilon = self.epsilon(m.count) if callable(self.epsilon) else self.epsilon
-        key_explore, key_action = jax.random.split(key)
-        drawn = jax.random.randint(key_action, (), 0, len(q))
-        action = jnp.where(jax.random.uniform(key_explore) < epsilon, drawn, best)
+        chance, other = drawn
+        action = jnp.where(chance < epsilon, other, best)
         decay = next_gamma * self.lam * (action == best).astype(q.dtype)
         grads = gradient_at(action)
         of_h = jax.nn.one_hot(action, len(q), dtype=features.dtype)[:, None] * features[None]

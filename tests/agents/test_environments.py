@@ -84,32 +84,48 @@ def test_t_maze_rewards_the_side_that_was_shown() -> None:
 
 @pytest.mark.parametrize("env", [ALL[3], ALL[4]], ids=["conditioning", "patterning"])
 def test_trials_of_conditioning(env: Any) -> None:
-    steps = roll(env, [0] * 1500)
-    cs = np.stack([s[0][: env.num_cs] for s in steps])
-    us = np.array([s[0][env.num_cs] for s in steps])
-    np.testing.assert_array_equal(us[1:], [s[1] for s in steps[1:]])
+    steps = roll(env, [0] * 3000)
+    patterning = isinstance(env, envs.TracePatterning)
+    cs, us, distractors = np.split(np.stack([s[0] for s in steps]), [env.num_cs, env.num_cs + 1], 1)
+    times = np.array([int(s[3].time) for s in steps])
+    np.testing.assert_array_equal(us[1:, 0], [s[1] for s in steps[1:]])
     assert not any(s[2] for s in steps)
-    on = cs.any(1)
-    starts = np.flatnonzero(on & ~np.roll(on, 1))[:-1]
+    starts = np.flatnonzero(times == 0)
+    np.testing.assert_array_equal(np.diff(times)[np.diff(times) != 1], -times[starts[1:] - 1])
     paid: dict[tuple[float, ...], bool] = {}
     for start, stop in itertools.pairwise(starts):
-        assert on[start : start + 4].all()
-        assert not on[start + 4 : stop].any()
+        np.testing.assert_array_equal(cs[start : start + 4], np.tile(cs[start], (4, 1)))
+        assert not cs[start + 4 : stop].any()
         follows = np.flatnonzero(us[start:stop])
-        pattern = tuple(cs[start])
-        assert paid.setdefault(pattern, bool(len(follows))) == bool(len(follows))
+        paid[tuple(cs[start])] = bool(len(follows))
         if len(follows):
             assert follows.tolist() == [follows[0], follows[0] + 1]
             assert env.isi[0] <= follows[0] <= env.isi[1]
             assert env.iti[0] <= stop - start - follows[0] <= env.iti[1]
-    if env.num_cs == 6:
-        assert {sum(pattern) for pattern in paid} == {3}
-        assert len(paid) == 20
-        assert sum(paid.values()) == 10
+        if patterning:
+            on = distractors[start:stop]
+            np.testing.assert_array_equal(on[:4], np.tile(on[0], (4, 1)))
+            assert not on[4:].any()
+    if patterning:
+        pays = {tuple(map(float, pattern)) for pattern in env._patterns}
+        assert len(pays) == 10
+        assert {sum(pattern) for pattern in pays} == {3}
+        assert {pattern for pattern, us in paid.items() if us} == pays
+        assert len(paid) > 40  # of 64
+        shares = [[us[start:stop].any(), *distractors[start]] for start, stop in itertools.pairwise(starts)]
+        np.testing.assert_allclose(np.mean(shares, axis=0), 0.5, atol=0.15)
     else:
-        distractors = np.stack([s[0][2:] for s in steps])
-        rates = (distractors[1:] > distractors[:-1]).mean(0)
-        np.testing.assert_allclose(rates, [1 / 10, 1 / 20, 1 / 30], rtol=0.5)
+        for number, on in enumerate(distractors.T, 1):
+            edges = np.flatnonzero(np.diff(on))[int(on[0]) :]
+            assert set(np.diff(edges)[::2]) == {4}
+            assert min(np.diff(edges)[1::2]) >= 1
+            begins, off = np.sum(np.diff(on) > 0), np.sum(on[:-1] == 0)
+            assert begins / off == pytest.approx(1 / (10 * number), rel=0.3)
+
+
+def test_patterns_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="between 1 and 6, the number of ways to choose half of 4"):
+        envs.TracePatterning(num_cs=4)
 
 
 def test_memory_chain_equals_that_of_gymnax() -> None:
