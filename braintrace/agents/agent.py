@@ -145,14 +145,30 @@ class Agent:
         traces, y = self.net.init(params, carry), self._output
         learned = self.algorithm.init_params(params, y)
         repeat = partial(jax.tree.map, lambda a: jnp.repeat(jnp.asarray(a)[None], self.num_envs, 0))
-        each = repeat((carry, traces, self.algorithm.init_memory(params, y)))
-        reward, done = jnp.zeros(self.num_envs), jnp.ones(self.num_envs, bool)
-        before = (learned, self.optimizer.init(learned), key, jnp.zeros((), jnp.uint32))
-        return AgentState(*before, env_state, observation, *each, reward, done)
+        memory = self.algorithm.init_memory(params, y)
+        return AgentState(
+            params=learned,
+            opt_state=self.optimizer.init(learned),
+            key=key,
+            time=jnp.zeros((), jnp.uint32),
+            env_state=env_state,
+            observation=observation,
+            carry=repeat(carry),
+            traces=repeat(traces),
+            memory=repeat(memory),
+            reward=jnp.zeros(self.num_envs),
+            done=jnp.ones(self.num_envs, bool),
+        )
 
     def step(self, state: AgentState) -> tuple[AgentState, Steps]:
         """Take one step in each environment and update the parameters: a pure function."""
         return self._advance(state, self._draw(state.key, state.time))
+
+    def rollout(self, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
+        """Take many steps: `run` as a pure function, without its checks; it may be jitted and mapped."""
+        # random numbers of all steps at once: one at a time, they would take longer than the net
+        times = state.time + jnp.arange(num_steps, dtype=jnp.uint32)
+        return jax.lax.scan(self._advance, state, jax.vmap(partial(self._draw, state.key))(times))
 
     def _draw(self, key: Array, time: Array) -> tuple[Array, Any]:
         """Return keys for the environments, and the algorithm's random numbers, of one step."""
@@ -161,14 +177,13 @@ class Agent:
 
     def _advance(self, state: AgentState, drawn: tuple[Array, Any]) -> tuple[AgentState, Steps]:
         """Take a step with given random numbers."""
-        before, own = state[:4], (drawn, *state[4:])
+        params, opt_state, key, time, *own = state
         if self.num_envs == 1:  # a mapped `cond` runs both of its branches
-            after, direction, steps = self._one(state.params, *_first(own))
+            after, direction, steps = self._one(params, *_first((drawn, *own)))
             after, steps = jax.tree.map(lambda a: a[None], (after, steps))
         else:
-            after, direction, steps = jax.vmap(partial(self._one, state.params))(*own)
+            after, direction, steps = jax.vmap(partial(self._one, params))(drawn, *own)
             direction = jax.tree.map(lambda a: jnp.mean(a, 0), direction)
-        params, opt_state, key, time = before
         descent = jax.tree.map(jnp.negative, direction)
         updates, opt_state = self.optimizer.update(descent, opt_state, params)
         params = jax.tree.map(jnp.add, params, updates)
@@ -187,7 +202,7 @@ class Agent:
         Raises:
             FloatingPointError: A reward or a prediction is not finite. `state` is the last good one.
         """
-        after, steps = _run(self, state, num_steps)
+        after, steps = _rollout(self, state, num_steps)
         for name, what in (("reward", "The reward"), ("error", "The TD error")):
             bad = ~np.isfinite(np.asarray(getattr(steps, name)))
             if bad.any():
@@ -244,11 +259,7 @@ class Agent:
         return after, direction, Steps(observation, action, reward, done, value, error)
 
 
-@partial(jax.jit, static_argnums=(0, 2))
-def _run(agent: Agent, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
-    # random numbers of all steps at once: one at a time, they would take longer than the net
-    times = state.time + jnp.arange(num_steps, dtype=jnp.uint32)
-    return jax.lax.scan(agent._advance, state, jax.vmap(partial(agent._draw, state.key))(times))
+_rollout = jax.jit(Agent.rollout, static_argnums=(0, 2))
 
 
 def _env_step(env: Any, key: Any, state: Any, action: Any, params: Any) -> Any:

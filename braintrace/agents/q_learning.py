@@ -21,7 +21,7 @@ class Memory(NamedTuple):
     features: Array  # ∇h(s, a) of the last step
     q: Array  # q(s, a) of the last step
     h: Array  # h(s, a) of the last step
-    count: Array
+    steps: Array
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class QRC:
         net = jax.tree.map(corrected, m.eligibility, gradient_at(best), m.grads)
         correction = error * m.eligibility_h - m.h * m.features - self.beta * theta
 
-        epsilon = self.epsilon(m.count) if callable(self.epsilon) else self.epsilon
+        epsilon = self.epsilon(m.steps) if callable(self.epsilon) else self.epsilon
         chance, other = drawn
         action = jnp.where(chance < epsilon, other, best)
         decay = next_gamma * self.lam * (action == best).astype(q.dtype)
@@ -93,7 +93,7 @@ class QRC:
             of_h,
             q[action],
             h,
-            m.count + 1,
+            m.steps + 1,
         )
         return action, q[action], memory, {"net": net, "correction": correction}, error
 
