@@ -51,7 +51,13 @@ class DiagnosticKind(enum.Enum):
     STATE_WITHOUT_TRACE = "acts on later losses through a state without a trace"
 
 
-KIND_OF = {  # of a site without a trace
+KIND_OF = {
+    Found.INCLUDED: DiagnosticKind.RELATION_INCLUDED,
+    Found.ALSO_THROUGH_OPS: DiagnosticKind.RELATION_PARTIAL_PATH,
+    Found.MIXED_ON_THE_WAY: DiagnosticKind.RELATION_PARTIAL_PATH,
+    Found.INDEXED_ON_THE_WAY: DiagnosticKind.RELATION_PARTIAL_PATH,
+    Found.SEVERAL_LEAVES: DiagnosticKind.PYTREE_WEIGHT_LEAF_AMBIGUOUS,
+    Found.IN_CONTROL_FLOW: DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW,
     Found.FROZEN: DiagnosticKind.RELATION_EXCLUDED_FROZEN,
     Found.NO_PARAMETER: DiagnosticKind.RELATION_EXCLUDED_NO_PARAMSTATE,
     Found.CHANGES: DiagnosticKind.TRAINABLE_INVAR_NOT_PARAMSTATE,
@@ -59,6 +65,20 @@ KIND_OF = {  # of a site without a trace
     Found.BEHIND_ANOTHER: DiagnosticKind.RELATION_EXCLUDED_WEIGHT_TO_WEIGHT,
     Found.NO_STATE: DiagnosticKind.RELATION_EXCLUDED_NON_TEMPORAL,
     Found.NO_POSITION: DiagnosticKind.RELATION_EXCLUDED_SHAPE_MISMATCH,
+    Found.COUPLED: DiagnosticKind.HIDDEN_GROUP_MERGED,
+    Found.MIXED_UNITS: DiagnosticKind.HIDDEN_STATE_MIXED,
+    Found.MIXED_PAIRS: DiagnosticKind.HIDDEN_STATE_MIXED,
+    Found.THROUGH_WHILE: DiagnosticKind.PRIMITIVE_INSIDE_CONTROL_FLOW,
+    Found.CASCADE: DiagnosticKind.HIDDEN_STATE_CASCADE,
+    Found.UNLEARNED_CASCADE: DiagnosticKind.HIDDEN_STATE_CASCADE,
+    Found.NEVER_READ: DiagnosticKind.STATE_MISMATCH,
+    Found.NO_MARKED_OP: DiagnosticKind.NO_MARKED_OP,
+    Found.WITHOUT_MARK: DiagnosticKind.PARAMETER_WITHOUT_MARK,
+    Found.ALSO_WITHOUT_MARK: DiagnosticKind.PARAMETER_WITHOUT_MARK,
+    Found.OWN_DERIVATIVE_UNUSED: DiagnosticKind.PRIMITIVE_INSIDE_NESTED_JIT,
+    Found.RULE_NOT_LINEAR: DiagnosticKind.RULE_NOT_LINEAR,
+    Found.STATE_WITHOUT_TRACE: DiagnosticKind.STATE_WITHOUT_TRACE,
+    Found.NO_GRADIENT: DiagnosticKind.GRADIENT_IS_ZERO,
 }
 
 

@@ -29,160 +29,104 @@ _OTHER_UNITS = (
 _CASCADE = "The state {states} reaches {others} without a marked op, and not unit by unit{where}; "
 _UNMARKED = "{params}{used} feeds {states} without a marked op; "
 
-# the kind and level of the record of each finding, and its message
-_SENTENCES: dict[Found, tuple[Kind, DiagnosticLevel, str]] = {
-    Found.INCLUDED: (
-        Kind.RELATION_INCLUDED,
-        INFO,
-        "{use}{which_was_found} feeds {states} and is learned online.",
-    ),
+_SENTENCES: dict[Found, str] = {
+    Found.INCLUDED: "{use}{which_was_found} feeds {states} and is learned online.",
     Found.ALSO_THROUGH_OPS: (
-        Kind.RELATION_PARTIAL_PATH,
-        INFO,
         "{use} also reaches {states} through another marked op; the trace does not follow that path, which "
-        "is learned within the step only.",
+        "is learned within the step only."
     ),
-    Found.MIXED_ON_THE_WAY: (
-        Kind.RELATION_PARTIAL_PATH,
-        WARNING,
-        _MIXED.replace("{how}", "mixes positions"),
-    ),
-    Found.INDEXED_ON_THE_WAY: (
-        Kind.RELATION_PARTIAL_PATH,
-        WARNING,
-        _MIXED.replace(
-            "{how}",
-            "goes by indices that are known only as it runs, so that any position may reach any other",
-        ),
+    Found.MIXED_ON_THE_WAY: _MIXED.replace("{how}", "mixes positions"),
+    Found.INDEXED_ON_THE_WAY: _MIXED.replace(
+        "{how}",
+        "goes by indices that are known only as it runs, so that any position may reach any other",
     ),
     Found.SEVERAL_LEAVES: (
-        Kind.PYTREE_WEIGHT_LEAF_AMBIGUOUS,
-        INFO,
-        "The {detail} of {op} is made of several leaves of {params}; each gets its share of the gradient.",
+        "The {detail} of {op} is made of several leaves of {params}; each gets its share of the gradient."
     ),
-    Found.IN_CONTROL_FLOW: (
-        Kind.PRIMITIVE_INSIDE_CONTROL_FLOW,
-        INFO,
-        "{use} is inside {inside}; it is followed there.",
-    ),
-    Found.FROZEN: (KIND_OF[Found.FROZEN], INFO, "{use} is frozen by `stop_gradient`, and not learned."),
-    Found.NO_PARAMETER: (
-        KIND_OF[Found.NO_PARAMETER],
-        WARNING,
-        "{op} has no `ParamState` behind its weight, so there is nothing to learn there.",
-    ),
+    Found.IN_CONTROL_FLOW: "{use} is inside {inside}; it is followed there.",
+    Found.FROZEN: "{use} is frozen by `stop_gradient`, and not learned.",
+    Found.NO_PARAMETER: "{op} has no `ParamState` behind its weight, so there is nothing to learn there.",
     Found.CHANGES: (
-        KIND_OF[Found.CHANGES],
-        WARNING,
         "The weight {of} of {op} also depends on {made_of}, so it changes from step to step and no trace can "
-        "be kept for it; it gets the gradient within the step only.",
+        "be kept for it; it gets the gradient within the step only."
     ),
     Found.UNKNOWN_INDICES: (
-        KIND_OF[Found.UNKNOWN_INDICES],
-        WARNING,
         "{use} is inside a `cond` and takes indices, which are not known while the branch is not taken; it "
-        "gets the gradient within the step, and no trace. Move the op out of the `cond`.",
+        "gets the gradient within the step, and no trace. Move the op out of the `cond`."
     ),
     Found.BEHIND_ANOTHER: (
-        KIND_OF[Found.BEHIND_ANOTHER],
-        INFO,
         "{use} reaches the state only through another marked op; it gets the gradient within the step, and "
-        "no trace.",
+        "no trace."
     ),
     Found.NO_STATE: (
-        KIND_OF[Found.NO_STATE],
-        INFO,
-        "{use} feeds no hidden state (a readout, say); the gradient within the step is all there is.",
+        "{use} feeds no hidden state (a readout, say); the gradient within the step is all there is."
     ),
     Found.NO_POSITION: (
-        KIND_OF[Found.NO_POSITION],
-        WARNING,
         "The output {shape} of {use} is mixed on its way to {states} {detail} so that no position of it "
-        "belongs to one of the state; it gets the gradient within the step, and no trace.",
+        "belongs to one of the state; it gets the gradient within the step, and no trace."
     ),
-    Found.COUPLED: (
-        Kind.HIDDEN_GROUP_MERGED,
-        INFO,
-        "The states {states} are coupled unit by unit and form one group.",
-    ),
-    Found.MIXED_UNITS: (Kind.HIDDEN_STATE_MIXED, WARNING, _OTHER_UNITS),
+    Found.COUPLED: "The states {states} are coupled unit by unit and form one group.",
+    Found.MIXED_UNITS: _OTHER_UNITS,
     Found.MIXED_PAIRS: (
-        Kind.HIDDEN_STATE_MIXED,
-        WARNING,
         f"{_OTHER_UNITS} Only the {{detail}} numbers along the last axis reach each other: in a "
         "`brainstate.HiddenGroupState`, or as {detail} leaves of a function's carry, they belong to one "
-        "unit, and traces follow all of them.",
+        "unit, and traces follow all of them."
     ),
     Found.THROUGH_WHILE: (
-        Kind.PRIMITIVE_INSIDE_CONTROL_FLOW,
-        INFO,
         "The states {states} go through a `while` loop, which has no reverse mode: local Jacobians are taken "
-        "forwards, and nothing else is learned through the loop.",
+        "forwards, and nothing else is learned through the loop."
     ),
-    Found.CASCADE: (
-        Kind.HIDDEN_STATE_CASCADE,
-        WARNING,
-        _CASCADE + "what is learned through {states} does not count what {others} remembers of it.",
-    ),
-    Found.UNLEARNED_CASCADE: (
-        Kind.HIDDEN_STATE_CASCADE,
-        INFO,
-        _CASCADE + "no marked op feeds {states}, so that no trace misses it.",
-    ),
+    Found.CASCADE: _CASCADE
+    + "what is learned through {states} does not count what {others} remembers of it.",
+    Found.UNLEARNED_CASCADE: _CASCADE + "no marked op feeds {states}, so that no trace misses it.",
     Found.NEVER_READ: (
-        Kind.STATE_MISMATCH,
-        WARNING,
         "The step writes {states} and never reads it, nor another hidden state: no step depends on earlier "
-        "ones, and all that is learned is learned within a step.",
+        "ones, and all that is learned is learned within a step."
     ),
     Found.NO_MARKED_OP: (
-        Kind.NO_MARKED_OP,
-        WARNING,
         "The model has no marked op, so no weight is learned online (parameters: {uses}); each gets the "
-        "gradient within the step only. {advice}",
+        "gradient within the step only. {advice}"
     ),
-    Found.WITHOUT_MARK: (
-        Kind.PARAMETER_WITHOUT_MARK,
-        WARNING,
-        _UNMARKED + "it gets the gradient within the step only. {advice}",
-    ),
+    Found.WITHOUT_MARK: _UNMARKED + "it gets the gradient within the step only. {advice}",
     Found.ALSO_WITHOUT_MARK: (
-        Kind.PARAMETER_WITHOUT_MARK,
-        WARNING,
         _UNMARKED + "this use gets the gradient within the step only (the marked one is learned online). "
-        "{advice}",
+        "{advice}"
     ),
     Found.OWN_DERIVATIVE_UNUSED: (
-        Kind.PRIMITIVE_INSIDE_NESTED_JIT,
-        WARNING,
         "A function with a derivative rule of its own{where} holds a marked op; it is read through, and its "
-        "own rule is not used. Move the op out of the function.",
+        "own rule is not used. Move the op out of the function."
     ),
     Found.RULE_NOT_LINEAR: (
-        Kind.RULE_NOT_LINEAR,
-        WARNING,
         "The function called at {line} has a derivative rule (`custom_vjp`) that is not linear in the "
         "gradient it is given, as clipping is not, or whose program does not show it, as a callback does "
         "not. BPTT gives it the sum of what the losses of all steps send back; no online rule can: if it is "
         "not linear, the gradient of {params} is approximate. Clip the gradients of parameters instead, or "
-        "train with `braintrace.BPTT`.",
+        "train with `braintrace.BPTT`."
     ),
     Found.STATE_WITHOUT_TRACE: (
-        Kind.STATE_WITHOUT_TRACE,
-        WARNING,
         "Losses depend on what {params} did in earlier steps through {states} ({detail}), which has "
         "no trace: that part of the gradient is missing, which may be all of it. A delay line of up to "
         f"{LONGEST} places has traces by itself. Keep anything else in a hidden state "
         "(`brainstate.HiddenState`, a leaf of a function's carry) that is updated unit by unit, or train by"
-        " `braintrace.RTRL`; in windows (`vjp_method='multi-step'`), what stays in one counts.",
+        " `braintrace.RTRL`; in windows (`vjp_method='multi-step'`), what stays in one counts."
     ),
     Found.NO_GRADIENT: (
-        Kind.GRADIENT_IS_ZERO,
-        WARNING,
         "Step by step, the gradient of {params} is zero: it acts on losses of later steps only, and not "
         "counted is {reason}. Let what comes after read the states as the step leaves them, not as it finds "
-        "them, or train with `braintrace.RTRL` or in windows (`vjp_method='multi-step'`).",
+        "them, or train with `braintrace.RTRL` or in windows (`vjp_method='multi-step'`)."
     ),
+}
+_QUIET = {  # findings that need no warning
+    Found.INCLUDED,
+    Found.ALSO_THROUGH_OPS,
+    Found.SEVERAL_LEAVES,
+    Found.IN_CONTROL_FLOW,
+    Found.FROZEN,
+    Found.BEHIND_ANOTHER,
+    Found.NO_STATE,
+    Found.COUPLED,
+    Found.THROUGH_WHILE,
+    Found.UNLEARNED_CASCADE,
 }
 _ADVICE = {  # if the front end has none that is more specific
     Found.NO_MARKED_OP: "Use `braintrace.matmul(x, w)` instead of `x @ w`, the layers of `braintrace.nn`, or "
@@ -217,8 +161,8 @@ def records(findings: Iterable[Finding], step: Step) -> list[CompilationRecord]:
 
 def record(f: Finding, step: Step) -> CompilationRecord:
     """The record of one finding of compiling a step."""
-    kind, level, sentence = _SENTENCES[f.kind]
-    message = sentence.format_map(_words(f, step))
+    kind, level = KIND_OF[f.kind], INFO if f.kind in _QUIET else WARNING
+    message = _SENTENCES[f.kind].format_map(_words(f, step))
     context: dict[str, Any] = {"sources": [n.source for n in f.nodes]} if f.nodes else {}
     primitive, weight, paths = None, next(iter(f.params), None), f.states
     if isinstance(f.of, Use):
@@ -229,6 +173,8 @@ def record(f: Finding, step: Step) -> CompilationRecord:
         primitive = f.nodes[0].primitive
     if f.kind in (Found.RULE_NOT_LINEAR, Found.STATE_WITHOUT_TRACE):
         context["weight_paths"] = list(f.params)
+    if f.kind in (Found.NO_MARKED_OP, Found.RULE_NOT_LINEAR):
+        weight = None  # of the model, not of one parameter
     if f.kind in (Found.CASCADE, Found.UNLEARNED_CASCADE):
         paths = (*paths, *f.detail)
     return CompilationRecord(kind, level, message, primitive, weight, paths, context)
