@@ -12,21 +12,21 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.step import Path, show_path, show_paths
 from .records import KIND_OF
 
-# what is not counted, `of` what, on its way `to` which states; and how the op on that way is told
+# what is not counted, `of` an op, parameter or state on its path `to` states, and how the op on it is named
 _WORDS = {
     Found.NO_TRACE: ("how {of} acts on {to} beyond the step: it has no trace{why}", ""),
     Found.LEFT_IN_STATE: ("what {of} leaves in {to}, which is carried from step to step without a trace", ""),
     Found.THROUGH_OP: ("how {of} acts on {to} beyond the step", "through"),
     Found.OTHER_POSITIONS: ("how {of} acts on other units of {to} beyond the step", "by"),
     Found.AVERAGED: (
-        "what inputs and states of {of} do together: their averages are kept, not their products",
+        "the joint effect of inputs and states of {of}: their averages are kept, not their products",
         "",
     ),
-    Found.OTHER_SIGNAL: ("what losses of each step say of {to}, for {of}: {rule} has another signal", ""),
-    Found.GIVEN_LEAK: ("how {to} go on from step to step, for {of}: its trace decays by a given leak", ""),
-    Found.FILTERED: ("what {to} do at one step, for {of}: its trace is averaged over steps", ""),
-    Found.BOUNDED: ("what {of} does to {to} beyond the bound that its trace is held below", ""),
-    Found.ESTIMATED: ("what {of} does to {to} beyond a window, for which an estimate stands", ""),
+    Found.OTHER_SIGNAL: ("the back-propagated signal at {to}, for {of}: {rule} has another signal", ""),
+    Found.GIVEN_LEAK: ("the local Jacobian of {to}, for {of}: its trace decays by a given leak", ""),
+    Found.FILTERED: ("the effect on {to} at single steps, for {of}: its trace is averaged over steps", ""),
+    Found.BOUNDED: ("the effect of {of} on {to} above the bound of its trace", ""),
+    Found.ESTIMATED: ("the effect of {of} on {to} beyond a window, which is estimated", ""),
     Found.UNKNOWN_RULE: ("whatever the rule {rule} leaves out in its trace of {of}", ""),
     Found.UNMARKED: ("how {of} acts on {to} beyond the step, without a mark", "by"),
     Found.RECURRENT_OP: ("what {of} passes on to {to}", "through"),
@@ -35,10 +35,10 @@ _WORDS = {
     Found.OTHER_STATE: ("what {to}, which has no trace, keeps of {of}", "through"),
     Found.WHILE: ("what goes to the outputs", "through a loop without reverse mode,"),
     Found.OWN_DERIVATIVE: ("the derivative rule of a function that holds {of}", "inside"),
-    Found.OUT_OF_REACH: ("what {of} does to {to} only after more steps than are followed", ""),
-    Found.RANDOM: ("how far a random estimate of what {of} does to {to} is off", ""),
+    Found.OUT_OF_REACH: ("the effect of {of} on {to} after more steps than the pattern covers", ""),
+    Found.RANDOM: ("the error of a random estimate of the effect of {of} on {to}", ""),
     Found.NOT_LINEAR: (
-        "what losses of several steps do together in a derivative rule that is not seen to be linear,",
+        "the joint effect of several losses in a derivative rule that cannot be shown to be linear,",
         "that of",
     ),
 }
@@ -135,12 +135,12 @@ class Exactness:
                 f"{self.rule} is exact here: the gradient of a loss of the model's outputs is that of "
                 "back-propagation through time."
             )
-        where = " across windows (within one, and in one over the whole sequence, it is exact)"
+        where = " across windows (exact inside a window, and if one window covers the sequence)"
         if self.estimate:
             return (
                 f"{self.rule} is a random estimate here, of {len(self.weights)} of {self.num_params} "
-                "parameters: on average over its signs the gradient is that of back-propagation through "
-                "time, in one run it is far off. Not known:"
+                "parameters: its mean over random signs is the gradient of back-propagation through time, a "
+                "single run has a large error. Not known:"
             )
         how = "Not counted:"
         if self.directions is not None:
