@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ._executor import *
     from ._frontends import *
     from ._learners import *
-    from ._learners.compare import *
+    from ._learners.compare_model import *
+    from ._learners.plan_model import *
     from ._legacy import *
     from ._loading import *
     from ._ops import *
@@ -49,7 +50,8 @@ _HOMES = {
         "ParamDimVjpAlgorithm PresynapticTrace RandomProjectionVjpAlgorithm SingleStepData SnAp "
         "SyntheticGradient ThreeFactor check_gradients compile online pp_prop train_synthetic_gradient"
     ),
-    "_learners.compare": "compare",
+    "_learners.compare_model": "compare",
+    "_learners.plan_model": "plan",
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "
         "SpMatMulOp"
@@ -61,7 +63,7 @@ _HOMES = {
     ),
     "_report.check": "GradientCheck",
     "_diagnostics.records": "CompilationRecord DiagnosticKind DiagnosticLevel",
-    "_report.plan": "Plan plan",
+    "_report.plan": "Plan",
     "_report.report": "CompilationReport",
     "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (

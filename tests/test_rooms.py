@@ -20,7 +20,6 @@ UPWARDS = {
     ("_compiler", "_report"),
     ("_rules", "_report"),
     ("_frontends", "nn"),
-    ("_report", "_learners"),
 }
 UNITS_IN_THE_CORE = {"_online.request", "_ops.dense", "_ops.primitive"}
 

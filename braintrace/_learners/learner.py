@@ -128,9 +128,10 @@ class Learner:
         The options are those of `braintrace.plan`: `rules`, `chunk_sizes`, `memory_budget`, `window`, `rank`,
         `basis`, `across` and `mesh`.
         """
-        from .._report.plan import Layout, PlanRequest, plan_learner
+        from .._report.plan import Layout, plan_learner
+        from .plan_model import read_request
 
-        request = PlanRequest(length, **options)
+        request = read_request(length, **options)
         if mesh is None:
             return plan_learner(self, request, None)
         layout = Layout.of(mesh)
@@ -144,7 +145,7 @@ class Learner:
 
         `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
         """
-        from .compare import compare_learner
+        from .compare_model import compare_learner
 
         return compare_learner(self, loss, params, carry, xs, *more, **options)
 

@@ -7,37 +7,30 @@ loss is the mean square of the outputs.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _rules
 from .._executor.memory import device_memory
 from .._executor.sharding import names_of
-from .._frontends.module_function import read_module
-from .._learners import pickling
-from .._learners.compiled_step import CompiledStep
-from .._learners.learner import Learner
-from .._learners.rule_choice import RuleChoice
-from .._learners.stateful import ETraceAlgorithm
 from .._meshes import longer, on_one_mesh, part_of, sharded_shape
 from .._online.choose import auto_window
 from .._online.choose import memory_budget as default_budget
-from .._online.request import WindowSize
 from .._online.sequence import even_chunks
-from .._types import Array, Aval, Mesh, Model, Options, PyTree, RuleLike
+from .._types import Array, Aval, Mesh, Options, PyTree
 from .collectives import bytes_sent
 from .flops import count_flops
 from .tables import Table, Tabled, show_bytes, show_count
 
-RULES = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
+if TYPE_CHECKING:
+    from .._learners.learner import Learner
+    from .._learners.rule_choice import RuleChoice
+
 STEP_BY_STEP = ("RTRL", "SnAp", "UORO", "KF_RTRL")  # rules that advance one step at a time
 
 # On a CPU, XLA assigns buffers before it makes machine code, so that the code need not be fast.
@@ -127,92 +120,18 @@ class Plan(Tabled):
         return Table(title, columns, rows, notes)
 
 
-def plan(
-    model: Model,
-    x0: PyTree,
-    batch_size: int | None = None,
-    length: int = 100,
-    *,
-    rules: Iterable[RuleLike] = RULES,
-    chunk_sizes: Iterable[int] | None = None,
-    memory_budget: int | None = None,
-    window: WindowSize | None = None,
-    rank: int = 0,
-    basis: str | None = None,
-    across: str | None = None,
-    mesh: Mesh | None = None,
-) -> Plan:
-    """Estimate the memory and operations of each rule on a sequence; the model is not changed.
-
-    Args:
-        model: A module of brainstate.
-        x0: The input of one step, or a tuple of several: arrays or `jax.ShapeDtypeStruct`s.
-        batch_size: Take the states as `init_all_states(model, batch_size=batch_size)` would make them.
-            Default the states as they are.
-        length: The number of steps of the sequence. Default 100.
-        rules: Names, classes or values of `braintrace.rules`. Default D_RTRL, ES_D_RTRL, RTRL and BPTT.
-        chunk_sizes: Steps per backward pass. Default 1, about the square root of the length, and all steps.
-        memory_budget: The bytes that the recommendation may use on each device. Default the memory of the
-            device, or half of the machine's, which the devices of a CPU share.
-        window: Add a row for D_RTRL in windows of so many steps, or 'auto'.
-        rank: The rank of the correction in that row. Default 0.
-        basis: How the basis of that correction is found: 'balanced' or 'pushed'.
-        across: 'layers' for the influence on the layers above a weight, in that row.
-        mesh: A mesh of devices; all bytes are then those of one of them. The first axis of states and of `x0`
-            is sharded over the first axis of the mesh; the last axis of states and parameters over 'model',
-            or else the second axis. Parameters that are on a mesh stay as they are.
-
-    Returns:
-        A `Plan`: a row for each rule and chunk size, and a recommendation.
-
-    >>> import braintrace, jax, jax.numpy as jnp
-    >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
-    >>> cell = braintrace.nn.GRUCell(3, 8)
-    >>> costs = plan(cell, x0, batch_size=16, length=20, rules=["D_RTRL"], chunk_sizes=[20])
-    >>> costs.row("D_RTRL").trace_bytes  # two products of 11 inputs and a bias, for each sample and unit
-    12288
-    """
-    if isinstance(model, ETraceAlgorithm):
-        raise TypeError("`plan` takes the model, not a learner of it: `plan(learner.model, ...)`.")
-    args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
-    twin = _abstract_copy(model, batch_size)
-    layout = None if mesh is None else Layout.of(mesh)
-    if layout is not None:
-        args = jax.tree.map(layout.of_input, args)
-        _shard(twin, model, layout)
-    function = read_module(twin, args)
-    learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
-    with warnings.catch_warnings(action="ignore"):
-        _ = learner.graph
-    request = PlanRequest(length, rules, chunk_sizes, memory_budget, window, rank, basis, across)
-    return replace(plan_learner(learner, request, layout), batch_size=batch_size)
-
-
 @dataclass(frozen=True)
 class PlanRequest:
-    """The rules and sizes that a plan is asked for; see `plan`."""
+    """The rules and sizes that a plan is asked for; see `braintrace.plan`."""
 
     length: int
-    rules: Iterable[RuleLike] = RULES
+    choices: list[RuleChoice]
     chunk_sizes: Iterable[int] | None = None
     memory_budget: int | None = None
-    window: WindowSize | None = None
-    rank: int = 0
-    basis: str | None = None
-    across: str | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"`length` must be at least 1, not {self.length}.")
-
-    def choices(self) -> list[RuleChoice]:
-        """Return the rules, with D_RTRL in windows behind them if that is asked for."""
-        found = [RuleChoice.of(given) for given in self.rules]
-        given = {"window": self.window, "rank": self.rank, "basis": self.basis, "across": self.across}
-        options = {name: value for name, value in given.items() if value}
-        if options and any(choice.name == "D_RTRL" for choice in found):
-            found.append(RuleChoice.of(("D_RTRL", {"window": 1, **options})))
-        return found
 
     def sizes(self, name: str) -> list[int]:
         """Return the chunk sizes for a rule; some go step by step, and BPTT needs more than one step."""
@@ -226,7 +145,7 @@ class PlanRequest:
 def plan_learner(learner: Learner, request: PlanRequest, layout: Layout | None) -> Plan:
     """Estimate the costs of a learner's step function, with arrays sharded by `layout` if there is one."""
     params, states = learner.function.params.like, learner.function.carry.like
-    rows = [row for choice in request.choices() for row in _rows(learner, request, choice)]
+    rows = [row for choice in request.choices for row in _rows(learner, request, choice)]
     devices = () if layout is None else tuple(layout.mesh.devices.flat)
     budget = device_memory(devices) if request.memory_budget is None else request.memory_budget
     best, words = _recommend(rows, request.length, budget, bytes_of([*params, *states]), len(devices))
@@ -278,45 +197,12 @@ class Layout:
         return sharded_shape(a, self.mesh, spec)
 
 
-def _shard(twin: Model, model: Model, layout: Layout) -> None:
-    """Shard the states of an abstract copy; parameters keep the sharding that they have in the model."""
-    given = model.states()
-    for path, state in twin.states().items():
-        if isinstance(state, brainstate.ParamState):
-            state.value = jax.tree.map(layout.of_param, given[path].value)
-        else:
-            state.value = jax.tree.map(layout.of_state, state.value)
-
-
-def _abstract_copy(model: Model, batch_size: int | None) -> Model:
-    """Copy a model, with shapes in place of values."""
-    memo: dict[int, Any] = {}
-    for state in model.states().values():
-        memo[id(state)] = pickling.copy_state(state)
-        memo.update({id(leaf): leaf for leaf in jax.tree.leaves(state.value)})
-    twin = copy.deepcopy(model, memo)
-    key = brainstate.random.DEFAULT.value
-
-    def init() -> PyTree:
-        if batch_size is not None:
-            brainstate.nn.init_all_states(twin, batch_size=batch_size)
-        return {path: state.value for path, state in twin.states().items()}
-
-    try:
-        shapes = jax.eval_shape(init)
-    finally:
-        brainstate.random.DEFAULT.value = key
-    for path, state in twin.states().items():
-        state.value = shapes[path]
-    return twin
-
-
 def _rows(learner: Learner, request: PlanRequest, choice: RuleChoice) -> list[PlanRow]:
     """Estimate the cost of a rule in windows, or with each chunk size."""
     rule, window = choice.read()
     if window == "auto":
         window = auto_window(learner.compiled.online, request.length, default_budget())
-        choice = RuleChoice.of((choice.source, {**choice.options, "window": window}))
+        choice = choice.with_options(window=window)
     if window is None or choice.name in STEP_BY_STEP:
         learner = learner.with_rule(rule, learner.window)
         return [_row(learner, request.length, choice, size, None) for size in request.sizes(choice.name)]
@@ -419,9 +305,3 @@ def _in_chunks(row: PlanRow, length: int) -> str:
 def bytes_of(avals: Iterable[Aval]) -> int:
     """Return the bytes of arrays or shapes; of sharded ones, those on one device."""
     return int(sum(math.prod(part_of(a)) * jnp.dtype(a.dtype).itemsize for a in avals))
-
-
-def _struct(leaf: Aval) -> Aval:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
