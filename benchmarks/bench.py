@@ -4,9 +4,11 @@
     python benchmarks/bench.py --go-on benchmarks/results/h200/results.json
     python benchmarks/bench.py --plots-from benchmarks/results/h200/results.json
 
-Writes results.json, results.md and plots to benchmarks/results/NAME. A run that its time did not suffice for
-(`--minutes`) goes on with `--go-on`. What a machine without matplotlib has measured is drawn elsewhere with
-`--plots-from`.
+Writes results.json, results.md and plots to benchmarks/results/NAME, and compares the results with their
+limits: whole sequences, windows and rank on five nets, streams with an update after every ten steps and after
+every step, time to compile, and memory. `make bench` runs all of it, on a CPU or a GPU, the most important
+cases first. A run that is cut off (`--minutes`) continues with `--go-on`. A machine with matplotlib draws the
+results of one without it by `--plots-from`.
 """
 
 from __future__ import annotations
@@ -34,13 +36,14 @@ import measure
 import methods as m
 import report
 from nets import Case
-from targets import COMPILED, CPU_GRU, GPU_GRU, GPU_LIF, ONE_GRU, SMALL_GRU, judge
+from targets import COMPILED, CPU_GRU, CPU_NETS, GPU_GRU, GPU_LIF, GPU_NETS, ONE_GRU, SMALL_GRU, judge
 from yardstick import Yardstick
 
 HERE = Path(__file__).parent
 ALL = m.OURS + m.YARD
-ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, m.D_TEN, m.D_RANK, m.D_PUSHED, m.ES_WIN, m.FLOOR)
+ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, *m.ONE_PASS, m.ES_WIN, m.FLOOR)
 SWEEP = tuple(n for n in ALL if n not in ONCE)
+ONE_SAMPLE = (m.D_SGD, m.D_RANK_SGD, *m.STREAMS, m.STREAM_FLOOR)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def cpu_plan(quick: bool) -> list[Item]:
     widths = (64, 256) if quick else (64, 128, 256, 512)
     return [
         Item(CPU_GRU, ALL),
-        Item(ONE_GRU, (m.D_SGD, m.D_RANK_SGD)),
+        Item(ONE_GRU, ONE_SAMPLE),
+        *(Item(c, (m.BPTT, *m.ONE_PASS)) for c in (CPU_NETS[:1] if quick else CPU_NETS)),
         *(Item(Case("GRU", 64, 128, 8, n), sweeps=("length",)) for n in lengths),
         *(Item(Case("GRU", n, n, 16, 50), sweeps=("width",)) for n in widths),
         Item(Case("LIF", 256, 128, 16, 100)),
@@ -88,8 +92,8 @@ def gpu_plan(quick: bool) -> list[Item]:
     lengths = [Item(Case("GRU", 128, 256, 32, n), sweeps=("length",)) for n in (100, 1000, 10_000, 50)]
     widths = [Item(Case("GRU", n, n, 32, 100), sweeps=("width",)) for n in (256, 1024, 2048, 512)]
     nets = [Item(Case("ALIF", 512, 256, 64, 200)), Item(Case("LSTM", 256, 1024, 64, 200))]
-    rank = [Item(SMALL_GRU, (m.BPTT, m.D_WIN, m.D_RANK)), Item(ONE_GRU, (m.D_SGD, m.D_RANK_SGD))]
-    first = [Item(GPU_GRU, ALL), Item(GPU_LIF), *rank]
+    rank = [*(Item(c, (m.BPTT, *m.ONE_PASS)) for c in (*GPU_NETS, SMALL_GRU)), Item(ONE_GRU, ONE_SAMPLE)]
+    first = [Item(GPU_GRU, (*ALL, *m.STREAMS, m.STREAM_FLOOR)), *rank, Item(GPU_LIF)]
     if quick:
         return [*first, *lengths[:2], *widths[:2]]
     return [*first, *lengths[:3], *widths[:3], *nets, lengths[3], widths[3]]

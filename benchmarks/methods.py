@@ -20,6 +20,7 @@ import braintrace
 
 Run = Callable[[Any, Any], Any]
 SGD = 1e-3
+STREAM = 10  # steps of a window of a stream
 
 
 def loss_of(out: Any, y: Any) -> Any:
@@ -100,10 +101,28 @@ class Online:
         self.learner.reset_state(self.case.batch)
         return brainstate.transform.for_loop(step, xs, ys).sum()
 
-    def floor(self, xs: Any, ys: Any) -> Any:
-        """Read and write all traces once a step, and nothing else."""
-        traces = [st.value for st in self.learner.states(braintrace.EligibilityTrace).values()]
-        return jax.lax.scan(lambda c, _: (jax.tree.map(lambda a: a * 0.999, c), None), traces, None, len(xs))
+    def stream(self, xs: Any, ys: Any) -> Any:
+        """An update of the weights after every window of `STREAM` steps."""
+
+        def window(x: Any, y: Any) -> Any:
+            grads = self.learner.etrace_grad(x, y, step_fn=self.loss, reduction="sum")
+            for key, state in self.params.items():
+                state.value = jax.tree.map(lambda w, g: w - SGD * g, state.value, grads[key])
+            return x.sum()
+
+        self.learner.reset_state(self.case.batch)
+        cut = jax.tree.map(lambda a: a.reshape(-1, STREAM, *a.shape[1:]), (xs, ys))
+        return brainstate.transform.for_loop(window, *cut).sum()
+
+    def floor(self, every: int) -> Run:
+        """Read and write all traces once in `every` steps, and nothing else."""
+
+        def run(xs: Any, ys: Any) -> Any:
+            traces = [st.value for st in self.learner.states(braintrace.EligibilityTrace).values()]
+            once = lambda c, _: (jax.tree.map(lambda a: (a * 0.999).astype(a.dtype), c), None)
+            return jax.lax.scan(once, traces, None, len(xs) // every)
+
+        return run
 
 
 # of the package that is being developed
@@ -113,14 +132,17 @@ D_STEP, D_SGD, D_BF16 = "D_RTRL steps", "D_RTRL online SGD", "D_RTRL steps, bflo
 ES_AUTO, ES_DROP, ES_CHUNK = "ES_D_RTRL automatic", "ES_D_RTRL automatic, traces dropped", "ES_D_RTRL chunks"
 ES_STEP, ES_SGD = "ES_D_RTRL steps", "ES_D_RTRL online SGD"
 ES_SAME = "ES_D_RTRL steps, only weights that 0.2.6 learns"
-D_WIN, D_TEN, ES_WIN = "D_RTRL windows", "D_RTRL windows of 10", "ES_D_RTRL windows"
+WINDOWS = {f"D_RTRL windows of {n}": n for n in (5, 10, 20)}
+(D_FIVE, D_TEN, D_TWENTY), ES_WIN = WINDOWS, "ES_D_RTRL windows"
 D_RANK, D_PUSHED = "D_RTRL windows of 10, rank 8", "D_RTRL windows of 10, rank 8, pushed"
 D_RANK_SGD = "D_RTRL online SGD, rank 4"
-FLOOR = "byte floor of D_RTRL steps"
+STREAMS = {f"D_RTRL SGD every {STREAM} steps, rank {r}": r for r in (1, 7, 8, 9, 16, 17, 32)}
+FLOOR, STREAM_FLOOR = "byte floor of D_RTRL steps", f"byte floor of SGD every {STREAM} steps, rank 8"
 PLAIN = (FORWARD, BPTT, CHECKPOINT)
-D = (D_AUTO, D_DROP, D_CHUNK, D_WIN, D_TEN, D_RANK, D_PUSHED, D_STEP, D_BF16, D_SGD, FLOOR)
+D = (D_AUTO, D_DROP, D_CHUNK, *WINDOWS, D_RANK, D_PUSHED, D_STEP, D_BF16, D_SGD, FLOOR)
 ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_WIN, ES_STEP, ES_SGD, ES_SAME)
 OURS = PLAIN + D + ES
+ONE_PASS = (*WINDOWS, D_RANK, D_PUSHED)  # whole sequences in windows
 # of the yardstick, which goes step by step
 YARD_D, YARD_ES = "0.2.6 D_RTRL steps", "0.2.6 ES_D_RTRL steps"
 YARD = (YARD_D, YARD_ES)
@@ -133,20 +155,22 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
         return {FORWARD: plain.forward, BPTT: plain.bptt, CHECKPOINT: plain.checkpointed}[method], 0
     kinds: dict[str, dict[str, Any]] = {
         D_BF16: {"trace_dtype": jnp.bfloat16},
-        D_WIN: {"window": case.chunk},
-        D_TEN: {"window": 10},
+        **{name: {"window": n} for name, n in WINDOWS.items()},
         ES_WIN: {"window": case.chunk},
         D_RANK: {"window": 10, "rank": 8},
         D_PUSHED: {"window": 10, "rank": 8, "basis": "pushed"},
         D_RANK_SGD: {"window": 1, "rank": 4},
+        **{name: {"window": STREAM, "rank": r} for name, r in (*STREAMS.items(), (STREAM_FLOOR, 8))},
     }
     kind = kinds.get(method, {})
     if "ES_D_RTRL" in method:
         online = Online(case, neuron, braintrace.ES_D_RTRL, decay_or_rank=0.9, **kind)
     else:
         online = Online(case, neuron, braintrace.D_RTRL, **kind)
-    if method == FLOOR:
-        return online.floor, online.trace_bytes
+    if method in (FLOOR, STREAM_FLOOR):
+        return online.floor(1 if method == FLOOR else STREAM), online.trace_bytes
+    if method in STREAMS:
+        return online.stream, online.trace_bytes
     if method in (D_SGD, ES_SGD, D_RANK_SGD):
         return online.sgd, online.trace_bytes
     if method in YARD:
@@ -159,6 +183,6 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
     if method == ES_SAME:  # it gives weights without a trace (a readout, a reset gate) a gradient of zero
         traced = online.learner.report.etrace_weights
         options["weights"] = {k: v for k, v in online.params.items() if tuple(map(str, k)) in traced}
-    if method in (D_DROP, ES_DROP, D_WIN, D_TEN, ES_WIN, D_RANK, D_PUSHED):
+    if method in (D_DROP, ES_DROP, ES_WIN, *ONE_PASS):
         options["keep_traces"] = False
     return online.sequence(**options), online.trace_bytes

@@ -14,6 +14,7 @@ from typing import Any
 import brainstate
 import brainunit as u
 import jax
+import jax.numpy as jnp
 
 import braintrace
 
@@ -31,6 +32,7 @@ class Case:
     batch: int
     steps: int
     chunk: int = 25  # steps in a chunk, where chunks are not chosen automatically
+    layers: int = 1  # of a recurrent net
 
     @property
     def is_spiking(self) -> bool:
@@ -38,7 +40,8 @@ class Case:
 
     @property
     def size(self) -> str:
-        width = f"{LAYERS}x{self.width}" if self.is_spiking else f"{self.width}"
+        layers = LAYERS if self.is_spiking else self.layers
+        width = f"{layers}x{self.width}" if layers > 1 else f"{self.width}"
         return f"{self.net} {self.inputs}->{width}, batch {self.batch}"
 
     @property
@@ -55,15 +58,40 @@ def neuron(name: str, size: int) -> Any:
 
 
 class Recurrent(brainstate.nn.Module):
-    """A cell that learns online, and a readout."""
+    """Layers of a cell that learns online, and a readout."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.cell = getattr(braintrace.nn, f"{case.net}Cell")(case.inputs, case.width)
+        cell = getattr(braintrace.nn, case.net if case.net.startswith("Mini") else f"{case.net}Cell")
+        sizes = [case.inputs] + [case.width] * case.layers
+        self.cells = [cell(m, n) for m, n in itertools.pairwise(sizes)]
         self.readout = brainstate.nn.Linear(case.width, OUTPUTS)
 
     def update(self, x: Any) -> Any:
-        return self.readout(self.cell(x))
+        for cell in self.cells:
+            x = cell(x)
+        return self.readout(x)
+
+
+class RecurrentSpiking(brainstate.nn.Module):
+    """A layer of spiking neurons with recurrent connections, and a readout."""
+
+    def __init__(self, case: Case, neuron: Neuron) -> None:
+        super().__init__()
+        self.width = case.width
+        self.linear = braintrace.nn.Linear(case.inputs + case.width, case.width)
+        self.neuron = neuron("LIF", case.width)
+        self.readout = brainstate.nn.Linear(case.width, OUTPUTS)
+
+    def init_state(self, batch_size: int) -> None:
+        self.spikes = brainstate.HiddenState(jnp.zeros((batch_size, self.width)))
+
+    def reset_state(self, batch_size: int) -> None:
+        self.spikes.value = jnp.zeros((batch_size, self.width))
+
+    def update(self, x: Any) -> Any:
+        self.spikes.value = self.neuron(self.linear(jnp.concatenate([x, self.spikes.value], -1)))
+        return self.readout(self.spikes.value)
 
 
 class Spiking(brainstate.nn.Module):
@@ -88,7 +116,10 @@ def make(case: Case, neuron: Neuron = neuron) -> Any:
     """The network of a case, with its states initialised."""
     brainstate.environ.set(dt=1.0 * u.ms)
     with brainstate.random.seed_context(0):
-        net = Spiking(case, neuron) if case.is_spiking else Recurrent(case)
+        if case.net == "RLIF":
+            net: Any = RecurrentSpiking(case, neuron)
+        else:
+            net = Spiking(case, neuron) if case.is_spiking else Recurrent(case)
         brainstate.nn.init_all_states(net, batch_size=case.batch)
     return net
 

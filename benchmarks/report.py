@@ -62,7 +62,7 @@ def table(entry: dict[str, Any]) -> list[str]:
 
 
 def label(name: str, chunk: int) -> str:
-    return f"{name} of {chunk}" if name in (m.D_CHUNK, m.ES_CHUNK, m.D_WIN, m.ES_WIN) else name
+    return f"{name} of {chunk}" if name in (m.D_CHUNK, m.ES_CHUNK, m.ES_WIN) else name
 
 
 def _time(seconds: float) -> str:
