@@ -58,7 +58,7 @@ class Local:
         i, inputs = slot.relation.site.index, self.inputs[slot.relation.site.index]
         D = self.D[slot.group.index]
         return (
-            None if D is None else slot.lift(stack(D), inputs, 2),
+            None if D is None else slot.lift_decay(stack(D), inputs, 2),
             slot.factor(inputs),
             slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )

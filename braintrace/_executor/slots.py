@@ -131,15 +131,18 @@ class Slot:
     @property
     def labels(self) -> Labels:
         """The labels of the trace."""
-        w = tuple(a for a in self.layout.w if a not in self.uniform)
-        return tuple(a for a in self.at if a not in self.layout.w) + w
+        return tuple(a for a in self.at if a not in self.layout.w) + self.varying(self.layout.w)
 
-    def _narrow(self, q: Array, have: Labels, lead: int) -> tuple[Array, Labels]:
-        """An array, with `lead` axes in front of those in `have`, without its uniform axes."""
-        for axis, label in reversed(list(enumerate(have))):
+    def varying(self, labels: Labels) -> Labels:
+        """The labels of axes along which the trace varies."""
+        return tuple(a for a in labels if a not in self.uniform)
+
+    def narrow(self, q: Array, labels: Labels, lead: int) -> Array:
+        """Drop the uniform axes of an array that has `lead` axes in front of those in `labels`."""
+        for axis, label in reversed(list(enumerate(labels))):
             if label in self.uniform:
                 q = jax.lax.index_in_dim(q, 0, lead + axis, keepdims=False)
-        return q, tuple(a for a in have if a not in self.uniform)
+        return q
 
     @cached_property
     def _map(self) -> NpArray:
@@ -243,18 +246,22 @@ class Slot:
     def lift_instant(
         self, J: Float[Array, "state ..."], inputs: Sequence[Array]
     ) -> Float[Array, "state ..."]:
-        """Take the `J` of a site, (S, *positions), to the axes `y`."""
-        return self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
+        """Take the `J` of a site, (S, *positions), to the axes `varying(y)`."""
+        J = self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
+        return self.narrow(J, self.y, 1)
+
+    def lift_decay(self, D: Array, inputs: Sequence[Array], lead: int) -> Array:
+        """Take a local Jacobian (`lead` axes, *hidden axes) to the axes `varying(at)`."""
+        return self.narrow(self.lift(D, inputs, lead), self.at, lead)
 
     def instant(
         self, factor: tuple[Array, Labels] | None, J: Array, weight: Array, over: Labels = ()
     ) -> Array:
-        """The instant term `J x`, broadcast to the trace; `J` has the axes `y`.
+        """The instant term `J x`, broadcast to the trace; `J` has the axes `varying(y)`.
 
         `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
         """
-        J, y = self._narrow(J, over + self.y, 1)
-        labels, summed = self.labels, over + self.summed
+        y, labels, summed = over + self.varying(self.y), self.labels, over + self.summed
         if factor is None:
             q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in summed))
             result = _align_states(q, tuple(a for a in y if a not in summed), labels)
@@ -281,12 +288,11 @@ class Slot:
         trace: Float[Array, "state ..."],
         coupled: NpArray | None = None,
     ) -> Float[Array, "state ..."]:
-        """`D trace`; `D` is (S, S, *at), and zero except where `coupled`; None if there is no memory."""
+        """`D trace`; `D` is (S, S, *varying(at)), zero except where `coupled`; None if there is no memory."""
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
-        D, at = self._narrow(D, self.at, 2)
-        n = self.group.num_state
+        n, at = self.group.num_state, self.varying(self.at)
         blocks = [[align(D[s, r], at, self.labels) for r in range(n)] for s in range(n)]
         if n == 1:
             return times(blocks[0][0][None], trace)
@@ -335,9 +341,8 @@ class Slot:
 
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
-        kept = self.lift(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
-        kept, at = self._narrow(kept, self.at, 1)
-        kept = jnp.broadcast_to(_align_states(kept, at, self.labels), trace.shape)
+        kept = self.lift_decay(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
+        kept = jnp.broadcast_to(_align_states(kept, self.varying(self.at), self.labels), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
     def where_instant(self, keep: Array, J: Array) -> Array:

@@ -172,6 +172,8 @@ def chunk_traces(
             last = [a[-1] for a in inputs]
             lifted = slot.lift_instant(jnp.stack([j[-1] for j in J]), last)
             new = slot.instant(slot.factor(last), lifted, weight)
+        elif slot.uniform:
+            new = _filtered(slot, record, weight, None if values is None else values[slot.key])
         else:
             decay, lifted = course(slot, record, products)
             new = slot.instant(factors(slot, inputs), lifted, weight, TIME)
@@ -188,3 +190,26 @@ def course(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> t
     carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
     lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
     return slot.lift(stack(products[1]), [a[0] for a in inputs], 2), lifted
+
+
+def _filtered(slot: Slot, record: Record, weight: Any, before: Any) -> Any:
+    """A trace that is a filtered input, step by step: it is so small that products would cost more."""
+    site, k = slot.relation.site.index, slot.group.index
+    inputs, D = record.local.inputs[site], record.local.D[k]
+    assert D is not None
+    decay = jnp.moveaxis(slot.lift_decay(stack(D), [a[0] for a in inputs], 3), 2, 0)
+    J = jax.vmap(slot.lift_instant, (1, 0))(jnp.stack(record.local.J[site, k]), list(inputs))
+    x = factors(slot, inputs)
+
+    def now(J: Any, one: Any) -> Any:
+        return slot.instant(None if x is None else (one, x[1][1:]), J, weight)
+
+    def body(trace: Any, step: Any) -> Any:
+        D, *rest = step
+        return add_up(promoted(slot.decay(D, trace), now(*rest))).astype(trace.dtype), None
+
+    steps = (decay, J, None if x is None else x[0])
+    if before is None:
+        shape = jax.eval_shape(now, *jax.tree.map(lambda a: a[0], steps[1:]))
+        before = jnp.zeros(shape.shape, shape.dtype)
+    return jax.lax.scan(body, before, steps, unroll=unroll())[0]

@@ -196,7 +196,8 @@ class D_RTRL(TraceRule):
         if record.length == 1 and keep and record.old_signals is None:
             return self._one_step(slots, values, replace(record, keep=None), total)
         before = None if fresh else values
-        found = {k: backward(record, k, products=keep) for k in record.local.D}
+        dense = {t.group.index for t in slots if not t.uniform}
+        found = {k: backward(record, k, products=keep and k in dense) for k in record.local.D}
         grads = chunk_gradient(slots, before, record, found)
         after = chunk_traces(slots, before, record, found, values) if keep else values
         return after, add_all(total, grads)

@@ -143,8 +143,8 @@ class Balanced:
         `P ν` advances by the derivative of the steps along `(P ν, ν)`.
         """
         fixed = [v.aval for e in per.info.fixed for v in e.invars]
-        key = jax.random.fold_in(jax.random.key(0), values[COUNTS][0])
-        change = dict(zip(per.acting, _normal(key, [fixed[i] for i in per.acting]), strict=True))
+        signs = _signs(values[COUNTS][0], [fixed[i] for i in per.acting])
+        change = dict(zip(per.acting, signs, strict=True))
 
         def along(tangent: Vectors, window: Window) -> tuple[Vectors, Vectors]:
             if window.keep is not None:
@@ -213,12 +213,17 @@ class Balanced:
         return found * jnp.minimum(1, before / jnp.where(now == 0, 1, now))
 
 
-def _normal(key: Any, avals: list[Any]) -> list[Any]:
-    """Normal random arrays, cut from one draw: a draw of its own for each takes long to compile."""
-    sizes = [int(a.size) for a in avals]
-    draw = jax.random.normal(key, (sum(sizes),))
-    parts = [draw[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
-    return [part.astype(a.dtype).reshape(a.shape) for part, a in zip(parts, avals, strict=True)]
+def _signs(seed: Any, avals: list[Any]) -> list[Any]:
+    """Random arrays of plus and minus one: a hash of each element's index, as windows draw them again."""
+    found, start = [], 0
+    for aval in avals:
+        count = jax.lax.iota(jnp.uint32, int(aval.size)) + np.uint32(start)
+        bits = count * np.uint32(0x9E3779B1) ^ (seed.astype(jnp.uint32) * np.uint32(0x85EBCA77))
+        bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
+        bits = (bits ^ (bits >> 12)) * np.uint32(0x297A2D39)
+        found.append((1 - 2 * (bits >> 31).astype(jnp.int32)).astype(aval.dtype).reshape(aval.shape))
+        start += int(aval.size)
+    return found
 
 
 def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
