@@ -25,3 +25,17 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 def join(*parts: object) -> Markup:
     """Concatenate parts; those that are not `Markup` are escaped."""
     return Markup("".join(p if isinstance(p, Markup) else escape(str(p)) for p in parts))
+
+
+def svg(label: str, width: float, height: float, *parts: Markup, **attributes: object) -> Markup:
+    """Return an SVG document of this size in pixels, with a label for screen readers."""
+    size = {"width": f"{width:g}", "height": f"{height:g}", "viewBox": f"0 0 {width:g} {height:g}"}
+    return tag(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        role="img",
+        aria_label=label,
+        **size,
+        **attributes,
+    )

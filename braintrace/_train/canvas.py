@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._report.markup import Markup, tag
+from .._report.markup import Markup, svg, tag
 
 INK = "#475569"
 Point = tuple[float, float]
@@ -77,11 +77,9 @@ class Drawing:
 
     def to_svg(self, *, in_page: bool = False) -> Markup:
         """Return SVG on white or, for a page, without a background and in the colour of the page's text."""
-        size = {"width": self.width, "height": self.height}
-        back = [] if in_page else [tag("rect", **size, fill="white")]
+        back = [] if in_page else [tag("rect", width=self.width, height=self.height, fill="white")]
         font = {"font_family": "system-ui, sans-serif", "font_size": 11, "color": None if in_page else INK}
-        box = {"viewBox": f"0 0 {self.width:g} {self.height:g}", "role": "img", "aria_label": self.label}
-        return tag("svg", *back, *self.elements, xmlns="http://www.w3.org/2000/svg", **box, **size, **font)
+        return svg(self.label, self.width, self.height, *back, *self.elements, **font)
 
     def save(self, path: Path) -> None:
         """Write a file; its suffix is the format."""

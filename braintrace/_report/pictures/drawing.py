@@ -7,7 +7,7 @@ from importlib import resources
 
 from ..._compiler.graph import ETraceGraph
 from ..._compiler.step import show_path
-from ..markup import Markup, tag
+from ..markup import Markup, svg, tag
 from ..report import CompilationReport
 from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
 from .details import details
@@ -25,7 +25,7 @@ def to_svg(report: CompilationReport) -> Markup:
 
 def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
     placement = place_cards(make_cards(diagram))
-    width, height = f"{placement.width:.0f}", f"{placement.height:.0f}"
+    size = round(placement.width), round(placement.height)
     notes = details(diagram, graph)
     parts = [tag("style", Markup(STYLE)), tag("rect", class_="sheet", width="100%", height="100%")]
     for card in placement.cards:
@@ -40,9 +40,7 @@ def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
     for card in placement.cards:
         parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in _inner(card)]
         parts += [_box(card, placed, notes[key]) for key, placed in card.placed.items()]
-    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
-    role = {"role": "img", "aria_label": "data flow of one step"}
-    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", class_="etrace", **size, **role)
+    return svg("data flow of one step", *size, *parts, class_="etrace")
 
 
 def _rect(style: str, x: float, y: float, width: float, height: float, rx: int) -> Markup:
