@@ -24,11 +24,6 @@ _AXES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _side(axis: str, at: int, doc: str) -> Any:
-    """A property: one side of a pair where two averages are kept, or else the value for all."""
-    return property(lambda c: getattr(c, axis)[at] if c.is_factorized else getattr(c, axis), doc=doc)
-
-
 @dataclass(frozen=True)
 class ETraceConfig:
     """A learning rule by its choices: the kind of trace, its decay, the learning signal, the filter.
@@ -121,20 +116,9 @@ class ETraceConfig:
         """Whether averages of two sides are kept."""
         return self.trace_factorization == "io_factorized"
 
-    recursion_x = _side("temporal_recursion", 0, "How the average of inputs advances.")
-    recursion_f = _side("temporal_recursion", 1, "How the average of state Jacobians advances.")
-    decay_x = _side("decay", 0, "The decay of the average of inputs.")
-    decay_f = _side("decay", 1, "The decay of the average of state Jacobians.")
-
     def replace(self, **changes: Any) -> ETraceConfig:
         """A copy with other choices."""
         return dataclasses.replace(self, **changes)
-
-    def describe(self) -> str:
-        """The choices that differ from the defaults, as text."""
-        fields = dataclasses.fields(self)
-        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields if getattr(self, f.name) != f.default]
-        return ", ".join(shown) or f"trace_factorization={self.trace_factorization!r}"
 
     def rule(
         self, random_feedback_key: Key | int | None = None, dtype: DTypeLike | None = None, most: int = MOST
@@ -155,7 +139,7 @@ class ETraceConfig:
         signal = signals[self.learning_signal]()
         own = Own() if self.recurrence_scope == "coupled" else None
         if self.is_factorized:
-            decay: Decay | None = Leak(1.0) if self.recursion_f == "scalar_leak" else own
+            decay: Decay | None = Leak(1.0) if self.temporal_recursion[1] == "scalar_leak" else own
             recursion = None if decay is None else Recursion(decay)
             return rules.ES_D_RTRL(
                 self.decay, dtype, recursion=recursion, signal=signal, called="ETraceConfig"
