@@ -23,19 +23,19 @@ from .zoo import CASES
 
 
 def digest(value: Any) -> int:
-    """A number that depends on a case alone, not on its place in a list."""
+    """Return a hash of a case, which does not depend on its position in a list."""
     return zlib.crc32(re.sub(" at 0x[0-9a-f]+", "", repr(value)).encode())
 
 
 def some(stride: int, values: Any) -> list[Any]:
-    """About one of so many values, and at least one."""
+    """Return about one of `stride` values, chosen by their hashes, and at least one."""
     values = list(values)
     numbers = [digest(v) for v in values]
     return [v for v, n in zip(values, numbers, strict=True) if n % stride == 0 or n == min(numbers)]
 
 
 def every(stride: int, values: Any) -> list[Any]:
-    """All values; only `some` are in the fast loop."""
+    """Return all values as parameters of a test; those that are not `some` are marked slow."""
     values = list(values)
     fast = {digest(v) for v in some(stride, values)}
     marks = [() if digest(v) in fast else pytest.mark.slow for v in values]
@@ -61,9 +61,9 @@ def compiled(learner: Any, x: Any) -> Any:
 
 
 def online(learner: Any, xs: list[Any], window: int | None = None, transform: Any = None) -> dict[Any, Any]:
-    """The summed online gradients of the losses of all steps, by parameter path.
+    """Return the sum of the online gradients of all steps, by parameter path.
 
-    `transform` makes a step of a loss: `by_brainstate` is what a user does, and compiles more slowly.
+    `transform` makes a gradient function of a loss: `by_brainstate` as users do, which compiles slowly.
     """
     params = learner.model.states(brainstate.ParamState)
     compiled(learner, xs[0])
@@ -104,7 +104,7 @@ def by_brainstate(one: Any, params: Any) -> Any:
 
 
 def by_jax(one: Any, params: Any) -> Any:
-    """The same, traced once: the loss as a pure function of its states."""
+    """Return the gradient function of a loss that is traced once, as a pure function of its states."""
 
     @cache
     def of(tree: Any, shapes: Any) -> Any:
@@ -131,7 +131,7 @@ def by_jax(one: Any, params: Any) -> Any:
 
 @cache
 def by_d_rtrl(name: str) -> tuple[Any, dict[Any, Any]]:
-    """The graph of a model of the zoo, and its gradient by D-RTRL."""
+    """Return the graph of a model of the zoo, and its gradient by D-RTRL."""
     case = CASES[name]
     learner = braintrace.D_RTRL(case.build())
     transform = by_brainstate if digest(name) % 4 == 0 else by_jax

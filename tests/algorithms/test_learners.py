@@ -648,6 +648,7 @@ def test_a_learned_initial_state_is_part_of_the_step():
         assert net.report.excluded_weights["params", "h0"] == "no output or state depends on it"
 
 
+@pytest.mark.slow
 def test_states_are_found_again_and_reset():
     learner = learner_of()
     xs, ys = data()

@@ -337,6 +337,7 @@ def test_a_readout_with_memory_has_its_own_exact_gradient(name, f):
         assert ("o",) not in learner.report.exactness.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feedback", every(3, ["random", "symmetric", "adaptive"]))
 def test_the_filter_of_e_prop_is_that_of_the_readout(feedback):
     given = [
@@ -398,6 +399,7 @@ def test_a_modulator_is_one_number_or_stands():
     assert np.allclose(grads[0][("w",)], 2 * grads[1][("w",)])
 
 
+@pytest.mark.slow
 def test_dni_with_the_true_synthesizer_is_bptt():
     model, (brute, _, truth) = NETS["leaky"].build(), definition("leaky")
     learner = compiled(bt.DNI(model, window=2), XS[0])
@@ -617,6 +619,7 @@ def test_a_config_chooses_the_learner_and_its_rule():
     assert learner(XS[0]).shape == (2, 2)
 
 
+@pytest.mark.slow
 def test_a_target_may_come_last():
     found = []
     for given in ((TARGETS[0],), ()):

@@ -277,6 +277,7 @@ def test_derivatives_that_cannot_be_pushed():
         net.grad(lambda y, target: jnp.sum((y - target) ** 2), params, h, net.init(params, h), xs, ys)
 
 
+@pytest.mark.slow
 def test_the_verdict_counts_the_directions_that_there_are():
     """A trace of a weight that has an axis of samples of its own: one basis for all."""
 
@@ -521,6 +522,7 @@ def test_a_pair_in_float32_is_a_pair_where_little_is_read(rank):
         np.testing.assert_allclose(s @ t.T, np.eye(rank), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_averages_forget_what_overflows():
     """After losses that overflow, averages and gradients are finite again."""
     net, params, start = functions(braintrace.rules.D_RTRL(rank=2))
@@ -585,6 +587,7 @@ def cosines(rule: Any, batches: int = 12, calls: int = 1) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_balanced_pair_adapts_over_batches(calls):
     """In one pass or in a stream of windows, it beats traces alone, and what it began with."""

@@ -546,6 +546,7 @@ def test_wrong_resets():
         alone.etrace_grad(data()[0][:, 0], step_fn=lambda x: alone(x).sum(), reset=FLAGS)
 
 
+@pytest.mark.slow
 def test_a_reset_of_states_alone_is_told_of_in_a_loop():
     learner = learner_of(bt.D_RTRL)
     x = data()[0][0]

@@ -51,6 +51,7 @@ def test_with_many_steps_it_is_rtrl(name):
     assert learner.report.exactness.exact, str(learner.report.exactness)
 
 
+@pytest.mark.slow
 def test_on_a_ring_the_error_falls_with_every_step_that_is_followed():
     case = CASES["ring"]
     xs = sequence(case, 8)
