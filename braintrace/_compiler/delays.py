@@ -37,11 +37,10 @@ def delay_lines(graph: ETraceGraph) -> list[Hidden]:
     for c in flows.carried:
         line = arrays[c.old]
         stops = {d.new for d in flows.carried if d is not c}
-        if (
-            line.axis is not None
-            or len(line.varshape) < 2
-            or not _only_moves(flows.program, [c.old], [c.new], stops)
-        ):
+        stays = c.new in on_the_way(flows.program, [c.old], [c.new], stops)  # not through marked ops alone
+        if line.axis is not None or len(line.varshape) < 2 or not stays:
+            continue
+        if not _only_moves(flows.program, [c.old], [c.new], stops):
             continue
         axis = _axis_of(graph, line)
         if axis is not None and c.bit & flows.live and flows.is_seen(c) and flows.behind([c.new]):

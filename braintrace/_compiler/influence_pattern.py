@@ -73,12 +73,9 @@ class Sets:
                 given = self.bits.reshape(-1, width)[here[order]]
                 result[to] = np.bitwise_or.reduceat(given, first, axis=0)
             return Sets(result.reshape(*shape, width))
-        have, want = (link.out, link.inp) if back else (link.inp, link.out)
-        drop = tuple(i for i, a in enumerate(have) if a not in want)
-        kept = [a for a in have if a in want]
+        drop, left, grow = link.moves(back=back)
         bits = np.bitwise_or.reduce(self.bits, axis=drop) if drop else self.bits
-        bits = np.transpose(bits, (*(kept.index(a) for a in want if a in kept), len(kept)))
-        bits = np.expand_dims(bits, tuple(i for i, a in enumerate(want) if a not in kept))
+        bits = np.expand_dims(np.transpose(bits, (*left, len(left))), grow)
         return Sets(np.broadcast_to(bits, (*shape, width)))
 
     __hash__ = None  # type: ignore[assignment]

@@ -38,6 +38,16 @@ class Axes:
     inp: tuple[int, ...]
     out: tuple[int, ...]
 
+    def moves(self, *, back: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """From one end to the other: the axes to reduce, the order of those left, and where to add axes."""
+        have, want = (self.out, self.inp) if back else (self.inp, self.out)
+        kept = [a for a in have if a in want]
+        return (
+            tuple(i for i, a in enumerate(have) if a not in want),
+            tuple(kept.index(a) for a in want if a in kept),
+            tuple(i for i, a in enumerate(want) if a not in kept),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
@@ -74,7 +84,8 @@ def links(
         axes = tuple(range(len(shapes[0])))
         return [(0, 0, Axes(axes, tuple(a for a in axes if a not in params["axes"])))]
     if primitive is primitives.dot_general_p:
-        return dot_axes(shapes, params["dimension_numbers"])
+        *operands, product = _dot_axes(shapes, params["dimension_numbers"])
+        return [(i, 0, Axes(own, product)) for i, own in enumerate(operands)]
     if primitive in tables.CUMULATIVE:
         return [(0, 0, _mixed_along(len(out), [params["axis"]]))]
     if primitive is primitives.sort_p:
@@ -131,11 +142,10 @@ def _mixed_along(ndim: int, axes: Sequence[int] | range) -> Link:
     return Axes(tuple(range(ndim)), tuple(a + ndim if a in axes else a for a in range(ndim)))
 
 
-def dot_axes(shapes: list[Shape], dimension_numbers: Any) -> Linked:
-    """The links of a product, with the labels of its einsum equation as axis numbers."""
+def _dot_axes(shapes: list[Shape], dimension_numbers: Any) -> list[tuple[int, ...]]:
+    """The axes of the operands and of the result of a product, numbered by its einsum equation."""
     labels = dot_letters(dimension_numbers, (len(shapes[0]), len(shapes[1])), at=1)
-    left, right, out = (tuple(map(ord, part)) for part in labels.replace("->", ",").split(","))
-    return [(0, 0, Axes(left, out)), (1, 0, Axes(right, out))]
+    return [tuple(map(ord, part)) for part in labels.replace("->", ",").split(",")]
 
 
 def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:
@@ -289,23 +299,19 @@ def _masked(nonzero: Sequence[Array | None], shapes: Sequence[Shape], out: Shape
 def _masked_dot(shapes: list[Shape], dimension_numbers: Any, nonzero: list[Array | None]) -> Linked | None:
     if all(z is None for z in nonzero):
         return None
-    linked = dot_axes(shapes, dimension_numbers)
+    *operands, product = _dot_axes(shapes, dimension_numbers)
     size: dict[int, int] = {}
-    for (_, _, link), shape in zip(linked, shapes, strict=True):
-        assert isinstance(link, Axes)
-        size.update(zip(link.inp, shape, strict=True))
+    for own, shape in zip(operands, shapes, strict=True):
+        size.update(zip(own, shape, strict=True))
     if math.prod(size.values()) > _MOST:
         return None
-    axes_of = list(size)
-    grid = dict(zip(axes_of, np.indices(list(size.values())).reshape(len(axes_of), -1), strict=True))
-    axes = [link.inp for _, _, link in linked if isinstance(link, Axes)]
+    grid = dict(zip(size, np.indices(list(size.values())).reshape(len(size), -1), strict=True))
     ok = np.ones(math.prod(size.values()), bool)
-    for z, own in zip(nonzero, axes, strict=True):
+    for z, own in zip(nonzero, operands, strict=True):
         if z is not None:
             ok &= z[tuple(grid[a] for a in own)]
-    out = next(link.out for _, _, link in linked if isinstance(link, Axes))
     flat = lambda own: np.ravel_multi_index([grid[a][ok] for a in own], [size[a] for a in own])
-    return [(i, 0, Pairs(flat(own), flat(out))) for i, own in enumerate(axes)]
+    return [(i, 0, Pairs(flat(own), flat(product))) for i, own in enumerate(operands)]
 
 
 def fine_conv(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Linked | None:

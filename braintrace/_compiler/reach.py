@@ -124,15 +124,12 @@ def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
         if len(there) > 1 and np.any(low == _TORN):
             low[(low == _TORN) & (np.bincount(there, minlength=len(low)) > 1)] = 0  # mixed here
         return Reach(result.low.reshape(2, *shape), result.high.reshape(2, *shape))
-    have, want = (link.out, link.inp) if back else (link.inp, link.out)
-    drop = tuple(i + 1 for i, a in enumerate(have) if a not in want)
-    kept = [a for a in have if a in want]
-    order = (0, *(1 + kept.index(a) for a in want if a in kept))
-    grow = tuple(i + 1 for i, a in enumerate(want) if a not in kept)
+    # after the axis of the two kinds
+    drop, order, grow = (tuple(a + 1 for a in axes) for axes in link.moves(back=back))
 
     def move(array: Array, reduce: Any, initial: int) -> Array:
         array = reduce(array, axis=drop, initial=initial) if drop else array
-        array = np.expand_dims(np.transpose(array, order), grow)
+        array = np.expand_dims(np.transpose(array, (0, *order)), grow)
         return np.broadcast_to(array, (2, *shape))
 
     low = reach.low

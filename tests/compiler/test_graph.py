@@ -720,6 +720,19 @@ def test_a_layer_times_zero_drops_nothing_until_it_is_not_zero(product):
         assert not learner.report.exactness.exact
 
 
+@pytest.mark.filterwarnings("ignore:Step")
+def test_samples_that_share_a_weight_are_no_delay_line():
+    def f(p, s, x):
+        h = jnp.tanh(x @ bt.element_wise(p.w) + bt.matmul(s.h, p.r))
+        return {"h": h}, h
+
+    model = Step(f, {"w": (3, 4), "r": (4, 4)}, {"h": (2, 4)})
+    learner = bt.D_RTRL(model, window=2, rank=1)
+    learner.compile_graph(jnp.ones((2, 3)))
+    assert [h.axis for g in learner.graph.hidden_groups for h in g.hidden] == [None]
+    assert not learner.report.exactness.exact
+
+
 def test_pairs_that_are_rotated_get_a_hint_that_helps():
     def f(p, s, x):
         h = s.h @ jnp.asarray([[0.8, 0.6], [-0.6, 0.8]], s.h.dtype) + bt.matmul(x, p.w).reshape(4, 2)
