@@ -12,7 +12,7 @@ class Markup(str):
 def tag(name: str, *children: object, **attributes: object) -> Markup:
     """Return an element; attributes, and children that are not `Markup`, are escaped.
 
-    An attribute that is None is left out; underscores in names become hyphens, the last one is dropped.
+    An attribute that is None is omitted; underscores in names become hyphens, the last one is dropped.
 
     >>> tag("td", "a < b ", tag("b", "c"), class_="n", font_size=None)
     '<td class="n">a &lt; b <b>c</b></td>'

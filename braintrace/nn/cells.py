@@ -315,7 +315,7 @@ class MinimalRNNCell(_Cell):
 class MiniGRU(_Cell):
     """A GRU whose gates see the input only: `z, n = W x`, `h = (1 - s(z)) * h + s(z) * n`.
 
-    Nothing is truncated: online gradients equal those of back-propagation through time.
+    Online gradients equal those of back-propagation through time.
 
     >>> import jax.numpy as jnp
     >>> cell = MiniGRU(3, 4)
@@ -347,7 +347,7 @@ class MiniGRU(_Cell):
 class MiniLSTM(_Cell):
     """An LSTM whose gates see the input only: `f, i, n = W x`, `h = (s(f) * h + s(i) * n) / (s(f) + s(i))`.
 
-    Nothing is truncated: online gradients equal those of back-propagation through time.
+    Online gradients equal those of back-propagation through time.
 
     >>> import jax.numpy as jnp
     >>> cell = MiniLSTM(3, 4)

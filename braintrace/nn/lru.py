@@ -22,7 +22,7 @@ class LRUCell(brainstate.nn.RNNCell):
     imaginary parts are two states, `re` and `im`; the columns of `B` and the rows of `C` are (re, im), with
     the sign of the imaginary part of `C` turned. x and y are (..., d_model).
 
-    Nothing is left out: online gradients are those of back-propagation through time.
+    Online gradients equal those of back-propagation through time.
 
     >>> import jax.numpy as jnp
     >>> cell = LRUCell(3, 4)

@@ -1,8 +1,8 @@
 """Spiking neurons: integrate and fire, step by step.
 
-A neuron's voltage is kept as it is at the end of a step, before any reset: the spike of a step is a function
-of the state, and is no state itself. The next step begins with the reset, then integrates its equations over
-`dt` (of `brainstate.environ`) with the inputs held, exactly where they are linear:
+The state is the voltage at the end of a step, before any reset; the spike of a step is a function of the
+state, and no state itself. The next step begins with the reset, then integrates its equations over `dt` (of
+`brainstate.environ`) with constant inputs, exactly where they are linear:
 
     tau dV/dt = f - k V        V <- f/k + (V - f/k) exp(-k dt / tau)
 

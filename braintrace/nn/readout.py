@@ -16,7 +16,7 @@ from .neurons import Neuron, Reset, Spike, leaky_step, soft_reset
 class LeakyRateReadout(Dynamics):
     """`r = exp(-dt / tau) r + x @ weight`, with `dt` of `brainstate.environ`.
 
-    Nothing is left out: online gradients are those of back-propagation through time. `r_init` is another
+    Online gradients equal those of back-propagation through time. `r_init` is another
     name of `r_initializer`.
 
     >>> import jax.numpy as jnp
@@ -50,7 +50,7 @@ class LeakyRateReadout(Dynamics):
 class LeakySpikeReadout(Neuron):
     """A leaky readout that spikes: `tau dV/dt = x @ weight - V`, and a spike where `V >= V_th`.
 
-    Nothing is left out: online gradients are those of back-propagation through time. Options as those of
+    Online gradients equal those of back-propagation through time. Options as those of
     `LIF`; where `V_th` has a unit, the weights must have the same.
 
     >>> import jax.numpy as jnp

@@ -1,10 +1,10 @@
 """Synapses: the time course of the response to a weighted spike, and how it drives a neuron.
 
-The input of a synapse is what arrives in the step (weights times spikes), its state has the shape of the
-neurons it drives: `LIF(n)(COBA(E)(Expon(n)(Linear(m, n)(spikes))))` is one group of states.
+The input of a synapse is the weighted spikes of the step, its state has the shape of the neurons that it
+drives: `LIF(n)(COBA(E)(Expon(n)(Linear(m, n)(spikes))))` is one group of states.
 
-Short-term plasticity comes before the weights: `Linear(m, n)(STP(m)(spikes))`. It is of the neurons that
-send the spikes, and gives what each of them releases.
+Short-term plasticity comes before the weights: `Linear(m, n)(STP(m)(spikes))`. Its state belongs to the
+presynaptic neurons, and its output is the release of each of them.
 """
 
 from __future__ import annotations
