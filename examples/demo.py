@@ -204,15 +204,20 @@ def draw(
         )
         middle.legend(loc="upper left", frameon=False)
 
+        dial_steps = next(iter(dial.values()))[0][1].steps[-1]
         for name, points in dial.items():
             color, marker = (orange, "s") if "BPTT" in name else (blue, "o")
             memories = [kib * run.memory for _, run in points]
             scores = [run.accuracy.mean() for _, run in points]
             right.plot(memories, scores, color=color, marker=marker, label=name)
+            place = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center", "fontsize": 9}
             for (label, _), x, y in zip(points, memories, scores, strict=True):
-                right.annotate(label, (x, y), (4, 5), textcoords="offset points", fontsize=9)
+                right.annotate(label, (x, y), **place)
         right.axhline(1 / SYMBOLS, color="#999999", ls=":")
-        right.set(title="The dial: mean accuracy of a GRU at first", xlabel="memory of an update (KiB)")
+        right.set(
+            title=f"The dial: mean accuracy of a GRU in {dial_steps:,} steps",
+            xlabel="memory of an update (KiB)",
+        )
         right.set(xscale="log", ylim=(0, 1.05))
         right.margins(x=0.15)
         right.legend(loc="upper left", frameon=False)
