@@ -59,7 +59,7 @@ class Part:
 class _Copies:
     """Tracks, for joined arrays and copies of them, which variable each element is a copy of.
 
-    With `lanes`, also through element-wise operations: an element then is that variable's element, changed.
+    With `lanes`, also through element-wise operations: each element is then a function of that element.
     """
 
     def __init__(self, program: Program, roots: Sequence[Var] = (), *, lanes: bool = False) -> None:
@@ -121,7 +121,7 @@ def _taken_apart(program: Program) -> tuple[Program, dict[Var, Var]]:
     """The rewritten program, and the variables that are read instead of others."""
     copies, lanes = _Copies(program), _Copies(program, lanes=True)
     instead: dict[Var, Var] = {}
-    nodes = program.nodes
+    nodes, before = program.nodes, list(program.nodes)
     at = 0
     while at < len(nodes):
         node = nodes[at]
@@ -138,7 +138,7 @@ def _taken_apart(program: Program) -> tuple[Program, dict[Var, Var]]:
             same = copies.original(v)
             if same is not None and same.aval.shape == v.aval.shape:
                 instead[v] = instead.get(same, same)
-    if not instead:
+    if not instead and nodes == before:
         return program, {}
     after = replace(program, outputs=_replaced(program.outputs, instead))
     acting = [n for n in program.nodes if n.eqn.effects or n.sites]
@@ -154,29 +154,26 @@ def _parts_without_cut(
 
     A part of a join is the joined array; a part of an element-wise result is computed from parts.
     """
-    whole = [lanes.original(v) for v in cut.outputs]
-    joined = [v for v in map(copies.original, cut.outputs) if v is not None]
-    if None in whole:
+    if not all(map(lanes.original, cut.outputs)):
         return None
+    joined = [v for v in map(copies.original, cut.outputs) if v is not None]
     if len(joined) == len(cut.outputs):
         shapes = [v.aval.shape for v in cut.outputs]
-        differ = all(v.aval.shape != shape for v, shape in zip(joined, shapes, strict=True))
-        return (
-            (lambda *vals: [a.reshape(s) for a, s in zip(vals, shapes, strict=True)], joined)
-            if differ
-            else None
-        )
+        if any(v.aval.shape == shape for v, shape in zip(joined, shapes, strict=True)):
+            return None  # its readers read the joined array
+        return lambda *vals: [a.reshape(s) for a, s in zip(vals, shapes, strict=True)], joined
     made = next((n for n in program.nodes if cut.inputs[0] in n.outputs), None)
     if made is None or made.primitive not in _ELEMENTS:
         return None
     num, shape = len(made.inputs), made.outputs[0].aval.shape
 
     def parts(*vals: Any) -> list[Any]:
-        operands = [
-            _compat.bind(cut.eqn, a, *vals[num:]) if a.shape == shape else [a] * len(cut.outputs)
-            for a in vals[:num]
-        ]
-        return [_compat.bind(made.eqn, *part)[0] for part in zip(*operands, strict=True)]
+        with _compat.at_line_of(made.eqn):
+            operands = [
+                _compat.bind(cut.eqn, a, *vals[num:]) if a.shape == shape else [a] * len(cut.outputs)
+                for a in vals[:num]
+            ]
+            return [_compat.bind(made.eqn, *part)[0] for part in zip(*operands, strict=True)]
 
     return parts, (*made.inputs, *cut.inputs[1:])
 
