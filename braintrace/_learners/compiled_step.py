@@ -29,10 +29,10 @@ from .._frontends.modules import Mark
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
-from .._online.online import Online
 from .._online.parts import Given
 from .._online.programs import Programs
 from .._online.request import WindowSize
+from .._online.rule_step import RuleStep
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules.rule import Rule, TraceRule, Values
@@ -100,14 +100,14 @@ class CompiledStep:
         return ETraceGraphExecutor(self.rule.seen(self.graph, self.in_windows))
 
     @cached_property
-    def online(self) -> Online:
+    def online(self) -> RuleStep:
         """The rule's functions on the graph."""
         with _meshes.no_types():
             if isinstance(self.rule, TraceRule):
                 check_own_ops(find_slots(self.graph.hidden_param_op_relations))
             warn_of_options(self.graph, self.rule_kind)
             unseen = find_unseen(self.graph, self.rule_kind)
-            online = Online(self.executor, self.rule, windows=self.in_windows, unseen=unseen)
+            online = RuleStep(self.executor, self.rule, windows=self.in_windows, unseen=unseen)
         fixed, rest = self.split(self.function.like)
         online.executor.spread_like(fixed, self.function.x.like, rest)
         return online
@@ -152,7 +152,7 @@ class CompiledStep:
         if self.rule.back_through_time:
             return {}
         self.shard_like(leaves, x)
-        return self.online.initial_values(leaves)
+        return self.online.arrays.initial(leaves)
 
     def __call__(
         self,
@@ -232,7 +232,7 @@ class CompiledStep:
         """The traces, with those of the samples flagged in `rows` set to zero."""
         if self.rule.back_through_time:
             return traces
-        if any(traces[k].shape != v.shape for k, v in self.online.initial_shapes.items()):
+        if any(traces[k].shape != v.shape for k, v in self.online.arrays.shapes.items()):
             raise NotSupportedError(
                 "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
                 "samples by the object that `braintrace.compile(..., vmap=True)` returns."

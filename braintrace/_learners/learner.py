@@ -81,7 +81,7 @@ class Learner:
     @property
     def trace_shapes(self) -> Values:
         """Shape, type and sharding of each array that the rule stores from step to step."""
-        return self.compiled.online.sharded_shapes
+        return self.compiled.online.arrays.sharded_shapes
 
     def check(
         self,
@@ -264,7 +264,7 @@ class Learner:
         `rows`, a boolean for each sample of the batch, restricts the reset to the samples flagged.
         """
         if rows is None:
-            lasting = self.compiled.online.lasting
+            lasting = self.compiled.online.arrays.lasting
             zeros = {k: v if k in lasting else jnp.zeros_like(v) for k, v in traces.items()}
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
@@ -335,13 +335,13 @@ class Learner:
     def _user_step(self, closed: ClosedJaxpr) -> UserStep:
         entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
         carried = [i for i, e in enumerate(entries) if not e.is_fixed]
-        keys = sorted(self.compiled.online.initial_names)
+        keys = sorted(self.compiled.online.arrays.shapes)
         traces = {k: len(entries) + n for n, k in enumerate(keys)}
         return UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], traces, carried)
 
     def _after(self, leaves: Leaves) -> tuple[PyTree, Values]:
         """The carry and the traces among all leaves after a sequence."""
-        keys = sorted(self.compiled.online.initial_names)
+        keys = sorted(self.compiled.online.arrays.shapes)
         values = dict(zip(keys, leaves[len(leaves) - len(keys) :], strict=True))
         return self.function.carry_of(leaves), values
 

@@ -301,7 +301,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
         compiled = self._cache.now
-        lasting = [] if compiled.rule.back_through_time else compiled.online.lasting
+        lasting = [] if compiled.rule.back_through_time else compiled.online.arrays.lasting
         return {k: self.traces[k].value for k in lasting if k in self.traces}
 
     def _is_fresh(self) -> bool:

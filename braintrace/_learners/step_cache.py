@@ -168,7 +168,7 @@ def have_same_traces(old: CompiledStep, new: CompiledStep) -> bool:
     """Whether the traces of one compiled step can be used in the other."""
     if old.rule.back_through_time:
         return True
-    shapes = [{k: v.shape for k, v in step.online.initial_shapes.items()} for step in (old, new)]
+    shapes = [{k: v.shape for k, v in step.online.arrays.shapes.items()} for step in (old, new)]
     if shapes[0] != shapes[1] or not isinstance(old.rule, TraceRule):
         return shapes[0] == shapes[1]
     slots = [{t.key: t for t in step.executor.slots} for step in (old, new)]

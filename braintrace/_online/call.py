@@ -16,14 +16,14 @@ from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
 from .._executor.executor import Leaves
 from .._rules.rule import Values
-from .online import Online
+from .rule_step import RuleStep
 
 
 @dataclass(frozen=True)
 class Call:
     """What is called: the functions of a rule on a model, and how its operands are laid out."""
 
-    online: Online
+    online: RuleStep
     stepped: tuple[bool, ...] | None  # of a window: which arguments have time in front
     tree: Any  # of (params, args, consts, rest, values)
     maps: tuple[tuple[bool, ...], ...] = ()  # of each `vmap`, the last first: which operands have its axis
@@ -55,7 +55,7 @@ class Call:
             one = [_meshes.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
             return [None if s is None else (None, *s) for s in inner.specs(one)]
         params, args, consts, rest, values = self.operands(list(leaves))
-        kept = {k: _meshes.spec_of(v) or self.online.specs.get(k) for k, v in values.items()}
+        kept = {k: _meshes.spec_of(v) or self.online.arrays.specs.get(k) for k, v in values.items()}
         lead = [] if self.stepped is None else [None]
         if self.stepped is not None:
             args = [_meshes.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
@@ -102,7 +102,7 @@ def refuse_varying(leaves: Leaves) -> None:
 
 
 def bind(
-    online: Online,
+    online: RuleStep,
     params: Leaves,
     args: Leaves,
     consts: Leaves,

@@ -7,8 +7,8 @@ import jax
 from .._compiler.errors import NotSupportedError
 from .._rules.rule import Values
 from .drive import Drive
-from .online import Online
 from .request import WindowSize
+from .rule_step import RuleStep
 from .sequence import Sequence, even_chunks
 from .user_step import UserStep
 
@@ -22,7 +22,7 @@ def memory_budget() -> int:
 
 
 def choose(
-    online: Online,
+    online: RuleStep,
     step: UserStep,
     sequence: Sequence,
     *,
@@ -73,11 +73,11 @@ def choose(
     return Drive(step, size=size, chunked=True, keep=keep or not last, fresh=last and fresh)
 
 
-def auto_window(online: Online, length: int, budget: int) -> int:
+def auto_window(online: RuleStep, length: int, budget: int) -> int:
     """The longest window whose activations fit into `budget` bytes."""
     return even_chunks(length, budget // max(1, online.record_bytes()))
 
 
-def _best_chunk(online: Online, sequence: Sequence, budget: int) -> int:
+def _best_chunk(online: RuleStep, sequence: Sequence, budget: int) -> int:
     """As many steps as the memory budget holds records of, in chunks of about one size."""
     return even_chunks(sequence.length, min(sequence.pace, budget // max(1, online.record_bytes())))

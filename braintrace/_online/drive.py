@@ -32,8 +32,8 @@ from .._rules.rule import Values
 from .call import Call
 from .in_chunks import in_chunks
 from .in_windows import Boundary, back_through_time, in_windows
-from .online import differentiated_once
 from .parts import Carry, Given, Part, add, finite_targets, weighed
+from .rule_step import differentiated_once
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
 
@@ -122,7 +122,7 @@ class Drive:
         step = self.step
         if step.node is None:
             return leaves
-        found = step.online.laid_out({k: leaves[i] for k, i in step.traces.items()})
+        found = step.online.arrays.constrained({k: leaves[i] for k, i in step.traces.items()})
         number = {i: found[k] for k, i in step.traces.items()}
         return [number.get(i, a) for i, a in enumerate(leaves)]
 

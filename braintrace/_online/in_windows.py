@@ -174,7 +174,7 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
         past = rule.past(executor, values, boundary.at_leaves(first), window)
         after = rule.advance(executor, values, window)
     total = drive.add_params(add(carry.total, grads), list(map(plus, found, past)))
-    moving = drive.with_values(moving, step.online.laid_out({**values, **after}))
+    moving = drive.with_values(moving, step.online.arrays.constrained({**values, **after}))
     return Carry(total, carry.traced, moving), outs
 
 

@@ -116,13 +116,11 @@ def over_chunks(
     scan: Callable[..., tuple[Any, Any]] = jax.lax.scan,
     *,
     rest_first: bool = False,
-    cut: bool = False,
 ) -> tuple[Any, Any]:
     """Run `carry, outs = run(carry, arrays, mask, reset)` over chunks of `size` steps of a sequence.
 
     The remainder is a shorter chunk, the last one or, with `rest_first`, the first. Outputs have a leading
-    time axis. `scan` is `jax.lax.scan` or a replacement that also carries states. With `cut`, arrays are
-    reshaped before the loop instead of sliced in it, because the derivative of a slice has the full length.
+    time axis. `scan` is `jax.lax.scan` or a replacement that also carries states.
     """
     count, left = divmod(sequence.length, size)
     begin = left if rest_first else 0
@@ -145,7 +143,7 @@ def over_chunks(
         report(begin + size)
     elif count > 1:
         # to reshape what is not cut evenly would copy it, and so would chunks of one step: memory would grow
-        whole = (left > 0 or size == 1) and not cut
+        whole = left > 0 or size == 1
         steps = sequence.part(begin, begin + count * size) if left else sequence.steps
         parts = () if whole else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
 

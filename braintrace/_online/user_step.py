@@ -21,7 +21,7 @@ from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
 from .._executor.executor import Leaves
 from .call import Call, call_p
-from .online import Online
+from .rule_step import RuleStep
 
 AtCall = Callable[[Call, Leaves], Leaves]
 
@@ -100,7 +100,7 @@ class UserStep:
         return self.node.params["call"]  # type: ignore[no-any-return]
 
     @property
-    def online(self) -> Online:
+    def online(self) -> RuleStep:
         return self.call.online
 
     @cached_property

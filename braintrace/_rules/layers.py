@@ -76,7 +76,7 @@ class Layers:
         for block in blocks:
             along = finite(per.vectors(signals, dual=True)[:, block.numbers])
             for i, (key, aval) in block.keys.items():
-                term = summed(per, i, [(along, values[key])], 1 + row_axis(aval.ndim), aval.dtype)
+                term = summed(per, i, along, values[key], 1 + row_axis(aval.ndim), aval.dtype)
                 found[i] = plus(found.get(i), term)
         return found
 

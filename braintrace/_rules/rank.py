@@ -275,7 +275,7 @@ class Rank:
         along = along_rows(signal, rows)
         found = {}
         for i, (key, aval) in named(per).items():
-            found[i] = summed(per, i, [(along, values[key])], 1 + row_axis(aval.ndim), aval.dtype)
+            found[i] = summed(per, i, along, values[key], 1 + row_axis(aval.ndim), aval.dtype)
         return found
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
@@ -352,16 +352,12 @@ def mixed(carried: Any, kept: Any, axis: int) -> Any:
     return jnp.moveaxis(found, 1, axis)
 
 
-def summed(per: PerSample, leaf: int, pairs: Sequence[tuple[Any, Any]], axis: int, dtype: Any) -> Any:
-    """The gradient of a leaf: `sum_br along[b, r] kept[b, .., r, ..]` over pairs of them, rows at `axis`."""
-    pairs = [tuple(promoted(*pair)) for pair in pairs]
-    if mesh_of(*(kept for _, kept in pairs)) is None:
-        return add_up(_summed(*pair, axis=axis) for pair in pairs).astype(dtype)
-    each = add_up(mixed(along[:, None], kept, axis) for along, kept in pairs)
-    return per.summed(leaf, each.astype(dtype), axis)
-
-
-def _summed(along: Any, kept: Any, *, axis: int) -> Any:
+def summed(per: PerSample, leaf: int, along: Any, kept: Any, axis: int, dtype: Any) -> Any:
+    """The gradient of a leaf: `sum_br along[b, r] kept[b, .., r, ..]`, with the rows of `kept` at `axis`."""
+    along, kept = promoted(along, kept)
+    if mesh_of(kept) is not None:
+        return per.summed(leaf, mixed(along[:, None], kept, axis).astype(dtype), axis)
     if kept.shape[axis] > 1:
-        return jnp.tensordot(along, kept, ((0, 1), (0, axis)))
-    return weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
+        return jnp.tensordot(along, kept, ((0, 1), (0, axis))).astype(dtype)
+    found = weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
+    return found.astype(dtype)

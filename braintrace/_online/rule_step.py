@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _meshes
 from .._compat import Literal, identity_primitive
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
@@ -25,7 +23,7 @@ from .._compiler.slices import needed
 from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.pull_back import is_inexact, pull_back
-from .._executor.sharding import Spec, plus, whole
+from .._executor.sharding import plus, whole
 from .._executor.slots import Slot
 from .._executor.trace_math import states
 from .._executor.window import Record, Signals, Window
@@ -33,12 +31,13 @@ from .._lines import warn_user
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, joined
+from .rule_arrays import RuleArrays
 
 Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
 
 
-class Online:
-    """The functions of one rule on one compiled graph.
+class RuleStep:
+    """Steps and windows of one rule on one compiled graph, whose derivative is the online gradient.
 
     With `windows`, a call is a window of steps, back-propagated through along all paths, and the signals at
     its start are contracted with the traces before it. Otherwise a call is one step, and its signals are
@@ -59,7 +58,7 @@ class Online:
         if rule.recursion is not None or reads:
             executor = ETraceGraphExecutor(executor.graph, rule.recursion, reads=reads)
         self.executor, self.rule, self.windows = executor, rule, windows
-        self.info = executor.info
+        self.info, self.arrays = executor.info, RuleArrays(executor, rule)
         if windows and rule.recursion is not None and rule.recursion.kappa is not None:
             raise NotSupportedError(
                 f"{self._called} has no windows: its traces are of what is read of the states at each step, "
@@ -88,47 +87,6 @@ class Online:
         assert isinstance(self.rule, TraceRule)
         return self.rule
 
-    def initial_values(self, among: Sequence[Any] = ()) -> Values:
-        """The rule's arrays at the start, spread over devices as the executor has it.
-
-        Where `vmap` maps arrays that are `among` a step's, they are so, too.
-        """
-        at, specs = self.executor.spread, self.specs
-        lasting = self.rule.lasting(self.executor)
-        zero = _meshes.zero_of(among)
-
-        def zeros(key: str, like: Any) -> Any:
-            found = None
-            if zero is not None and is_inexact(like):
-                found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
-            if at is None or key not in specs:
-                return jnp.zeros(like.shape, like.dtype) if found is None else found
-            spec = specs[key]
-            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)
-
-        if at is not None:
-            lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
-        return {**{k: zeros(k, s) for k, s in self.initial_shapes.items() if k not in lasting}, **lasting}
-
-    @cached_property
-    def lasting(self) -> list[str]:
-        """The names of the rule's arrays that a reset does not set back."""
-        return list(jax.eval_shape(lambda: self.rule.lasting(self.executor)))
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        """How what the rule keeps is spread over devices, as far as that is known."""
-        at = self.executor.spread
-        if at is None:
-            return {}
-        shapes = self.initial_shapes
-        kept = {k: s for k, s in shapes.items() if k in self.lasting}
-        return {
-            **self.rule.spread(self.executor, shapes),
-            **{k: (None,) * len(s.shape) for k, s in kept.items()},
-            **self.rule.signal.spread(self.executor, kept),
-        }
-
     @property
     def result_specs(self) -> list[Any]:
         """How outputs and carried leaves are spread over devices, where their types do not say it."""
@@ -143,34 +101,9 @@ class Online:
         each = zip(found, olds, news, strict=True)
         return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
 
-    def laid_out(self, values: Values) -> Values:
-        """What the rule keeps, each array spread over devices as at the start."""
-        at, specs = self.executor.spread, self.specs
-        if at is None:
-            return values
-        return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
-
     def advance(self, values: Values, window: Window) -> Values:
         """What the rule keeps after a window of steps."""
-        return self.laid_out(self.rule.advance(self.executor, values, window))
-
-    @property
-    def sharded_shapes(self) -> Values:
-        """The shapes and types of what the rule keeps, and how it is spread over devices."""
-        at, specs, shapes = self.executor.spread, self.specs, self.initial_shapes
-        return {k: s if at is None or k not in specs else at.shape(s, specs[k]) for k, s in shapes.items()}
-
-    @property
-    def initial_names(self) -> list[str]:
-        """The names of what the rule keeps."""
-        return list(self.initial_shapes)
-
-    @cached_property
-    def initial_shapes(self) -> Any:
-        """The shapes and types of what the rule keeps."""
-        executor = self.executor
-        with _meshes.no_types():
-            return jax.eval_shape(lambda: {**self.rule.start(executor), **self.rule.lasting(executor)})
+        return self.arrays.constrained(self.rule.advance(self.executor, values, window))
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -228,7 +161,7 @@ class Online:
             outs, new, env, operands = self.executor.forward(params, args, consts, rest)
             local = self.executor.jacobians(env, operands)
             values = rule.signal.prepared(self.executor, params, consts, values)
-            after = self.laid_out({**values, **rule.update(self.slots, values, local)})
+            after = self.arrays.constrained({**values, **rule.update(self.slots, values, local)})
             return outs, new, after, local
 
         @jax.custom_vjp
@@ -450,7 +383,7 @@ class Online:
                 g = states(back[slot.group.index], 1)
                 twice = over_time(slot, record, weights[key[0]][key[1]], g)
                 grads[key] = grads[key] - twice.astype(grads[key].dtype)
-        return self.laid_out(values), grads
+        return self.arrays.constrained(values), grads
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
         """Those constants of the model, and numbers in it, that weights and gains of readouts are made of."""

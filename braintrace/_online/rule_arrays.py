@@ -1,0 +1,88 @@
+"""The arrays that a rule keeps on one compiled graph: initial values, shapes and partition specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _meshes
+from .._executor.executor import ETraceGraphExecutor
+from .._executor.pull_back import is_inexact
+from .._executor.sharding import Spec
+from .._rules.rule import Rule, Values
+
+
+class RuleArrays:
+    """Initial values, shapes and sharding of a rule's arrays, by name."""
+
+    def __init__(self, executor: ETraceGraphExecutor, rule: Rule) -> None:
+        self.executor, self.rule = executor, rule
+
+    def initial(self, among: Sequence[Any] = ()) -> Values:
+        """The arrays before the first step, sharded by `specs`.
+
+        Under `vmap` they are mapped if arrays in `among`, those of the step, are.
+        """
+        at, specs = self.executor.spread, self.specs
+        lasting = self.rule.lasting(self.executor)
+        zero = _meshes.zero_of(among)
+
+        def zeros(key: str, like: Any) -> Any:
+            found = None
+            if zero is not None and is_inexact(like):
+                found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
+            if at is None or key not in specs:
+                return jnp.zeros(like.shape, like.dtype) if found is None else found
+            spec = specs[key]
+            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)
+
+        if at is not None:
+            lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
+        return {**{k: zeros(k, s) for k, s in self.shapes.items() if k not in lasting}, **lasting}
+
+    @cached_property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shape and type of each array."""
+        executor, rule = self.executor, self.rule
+        with _meshes.no_types():
+            found: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(
+                lambda: {**rule.start(executor), **rule.lasting(executor)}
+            )
+        return found
+
+    @cached_property
+    def lasting(self) -> list[str]:
+        """The names of the arrays that a reset does not set back."""
+        return list(jax.eval_shape(lambda: self.rule.lasting(self.executor)))
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The partition specs of the arrays, as far as they are known."""
+        if self.executor.spread is None:
+            return {}
+        shapes = self.shapes
+        kept = {k: s for k, s in shapes.items() if k in self.lasting}
+        return {
+            **self.rule.spread(self.executor, shapes),
+            **{k: (None,) * len(s.shape) for k, s in kept.items()},
+            **self.rule.signal.spread(self.executor, kept),
+        }
+
+    @property
+    def sharded_shapes(self) -> Values:
+        """The shape, type and sharding of each array."""
+        at, specs = self.executor.spread, self.specs
+        if at is None:
+            return {**self.shapes}
+        return {k: at.shape(s, specs[k]) if k in specs else s for k, s in self.shapes.items()}
+
+    def constrained(self, values: Values) -> Values:
+        """The arrays, each with the sharding of its initial value."""
+        at, specs = self.executor.spread, self.specs
+        if at is None:
+            return values
+        return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
