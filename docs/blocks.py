@@ -173,7 +173,7 @@ def _run_python(code: Any, scope: dict[str, Any], folder: Path) -> str:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}")
         exec(code, scope)
-    return printed.getvalue().strip("\n").rstrip()
+    return _without_root(printed.getvalue())
 
 
 def _run_commands(code: str, where: str, folder: Path) -> str:
@@ -182,4 +182,9 @@ def _run_commands(code: str, where: str, folder: Path) -> str:
     done = subprocess.run(["bash", "-ec", command], cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{where}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout.rstrip()
+    return _without_root(done.stdout)
+
+
+def _without_root(output: str) -> str:
+    """Name files of the package from the root of the repository."""
+    return output.replace(f"{ROOT}/", "").strip("\n").rstrip()

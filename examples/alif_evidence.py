@@ -1,7 +1,7 @@
-"""Adaptive spiking neurons accumulate evidence: cues on the left and the right, and a question later.
+"""Adaptive spiking neurons accumulate evidence: were there more cues on the left or on the right?
 
-A neuron with an adaptive threshold remembers its own spikes for as long as the threshold takes to fall back.
-Voltage and threshold are coupled unit by unit, and traces follow both.
+A neuron with an adaptive threshold remembers its own spikes for as long as the threshold takes to decay.
+Voltage and threshold of a neuron depend on each other, and traces follow both.
 
     python examples/alif_evidence.py [--quick]
 """

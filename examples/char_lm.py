@@ -1,7 +1,7 @@
 """A GRU reads Python's own manual, byte by byte, and writes some of it.
 
-Weights change every 20 steps while traces run on through the whole sequence: credit reaches further back
-than the 20 steps between updates, which truncated BPTT would cut off.
+The weights change every 20 steps, and traces continue through the whole sequence. Credit therefore reaches
+further back than the 20 steps after which truncated BPTT would stop.
 
     python examples/char_lm.py [--quick]
 """

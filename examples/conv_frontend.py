@@ -1,7 +1,8 @@
 """A convolution in front of leaky units learns, online, which way a bar moves.
 
-One frame does not say: the state keeps a fading image of the past, and the trace of the convolution's
-kernel follows it. Since units are coupled to themselves alone, the online gradient is exactly that of BPTT.
+A single frame does not show the direction. The state is a fading image of earlier frames, and the trace of
+the convolution's kernel follows it. Units depend on themselves only, so the online gradient equals that of
+BPTT.
 
     python examples/conv_frontend.py [--quick]
 """

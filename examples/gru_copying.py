@@ -1,7 +1,7 @@
-"""A GRU learns online to copy: letters are shown, and asked for again after a delay.
+"""A GRU learns online to copy: it sees letters and has to repeat them after a delay.
 
-The gradient of every step is there at once, from traces carried along with the state; nothing is stored
-for later, however long the sequence.
+The gradient of each step is computed from traces that are carried along with the state. Nothing is stored for
+later, however long the sequence is.
 
     python examples/gru_copying.py [--quick]
 """

@@ -1,7 +1,8 @@
 """A frozen net adapts to drifting sensors through a low-rank adapter (LoRA), online.
 
-Eight sensors see the Lorenz attractor; a net learns to predict it. Then the sensors drift, and the net fails.
-Its weights stay as they are: a matrix of rank three beside the input weights is all that learns.
+Eight sensors observe the Lorenz attractor, and a network learns to predict it. Then the sensors drift, and
+the predictions fail. All weights stay frozen; only a matrix of rank three, added to the input weights, is
+learned.
 
     python examples/lora_drift.py [--quick]
 """

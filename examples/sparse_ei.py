@@ -1,7 +1,7 @@
-"""A sparse net of excitatory and inhibitory spiking neurons, whose weights keep their signs (Dale's law).
+"""A sparse network of excitatory and inhibitory spiking neurons, whose weights keep their signs (Dale's law).
 
-Only the synapses that exist have a weight, and a trace. The sign belongs to the neuron: the parameter passes
-through `abs` and its sign on the way to the operation, and automatic differentiation does the rest.
+Only existing synapses have a weight and a trace. The sign belongs to the neuron: the operation uses the
+absolute value of the parameter times that sign, and automatic differentiation does the rest.
 
     python examples/sparse_ei.py [--quick]
 """

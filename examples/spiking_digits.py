@@ -1,7 +1,7 @@
 """Spiking neurons learn to read digits that arrive row by row, as spikes.
 
-The gradient of a spike is a surrogate. Voltages and filtered spikes are coupled neuron by neuron, and traces
-follow both; left out are the ways from neuron to neuron. In a large net `ES_D_RTRL` takes the place of
+Spikes have a surrogate gradient. Traces follow the voltage and the filtered spikes of each neuron, and
+ignore influence that passes from neuron to neuron. In a large network, use `ES_D_RTRL` in place of
 `D_RTRL`: its memory grows with the number of neurons, not of weights.
 
     python examples/spiking_digits.py [--quick]        needs the images of scikit-learn

@@ -1,7 +1,7 @@
 """Learn from a stream, with an update after every step: no batches, no epochs, nothing seen twice.
 
-The Mackey-Glass series comes in one value at a time. The net predicts the value ten steps ahead, and its
-weights change after every single step, while states and traces run on.
+The Mackey-Glass series arrives one value at a time. The network predicts the value ten steps ahead. Its
+weights change after every step, and states and traces are never reset.
 
     python examples/streaming_prediction.py [--quick]
 """
