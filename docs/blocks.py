@@ -101,8 +101,9 @@ def _run_page(job: tuple[str, str, Path]) -> tuple[str, list[str] | str, float]:
     name, text, folder = job
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if name.startswith("api/"):  # many small examples, which show no times
-        jax.config.update("jax_disable_most_optimizations", True)
+    # compiling is most of the time of a page, unless it computes long; costs are shown as users see them
+    costly = re.search(r"\b(plan|compare|scan|Stream)\(", text)
+    jax.config.update("jax_disable_most_optimizations", costly is None)
     found: list[str] | str
     try:
         found = outputs(text, f"docs/{name}.md", folder)
