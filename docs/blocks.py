@@ -16,7 +16,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 import traceback
 import warnings
@@ -27,6 +26,8 @@ from typing import Any
 from unittest import mock
 
 import jax
+
+from braintrace._cli import main
 
 FENCE = re.compile(r"^```(python|python markdown|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH = 100  # characters of output in a line
@@ -178,12 +179,26 @@ def _run_python(code: Any, scope: dict[str, Any], folder: Path) -> str:
 
 
 def _run_commands(code: str, where: str, folder: Path) -> str:
-    command = f'braintrace() {{ {shlex.quote(sys.executable)} -m braintrace "$@"; }}\n{code}'
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-ec", command], cwd=folder, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{where}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-    return _without_root(done.stdout)
+    """Run the lines of a block: `braintrace` in this process, which has imported it, the others in bash."""
+    found = ""
+    for line in code.splitlines():
+        words = shlex.split(line)
+        printed, warned = io.StringIO(), io.StringIO()
+        if words[:1] == ["braintrace"]:
+            with (
+                contextlib.redirect_stdout(printed),
+                contextlib.redirect_stderr(warned),
+                contextlib.chdir(folder),
+            ):
+                exit_code = main(words[1:])
+            output, errors = printed.getvalue(), warned.getvalue()
+        else:
+            done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
+            output, errors, exit_code = done.stdout, done.stderr, done.returncode
+        if exit_code:
+            raise RuntimeError(f"{where}: exit code {exit_code}\n{output}{errors}")
+        found += output
+    return _without_root(found)
 
 
 def _without_root(output: str) -> str:
