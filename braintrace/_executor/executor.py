@@ -25,10 +25,10 @@ from .jacobian import LocalGroup
 from .pull_back import pull_back
 from .sharding import PartialSums, Sharding, whole
 from .signals import Taken, differentiable_step, output, reads_old_states
-from .slots import PARTS, Parts, Slot, find_slots
+from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import Weighted, as_weight, factors_over_time, find_weighted, product
+from .weight_gradients import PARTS, Parts, Weighted, as_weight, factors_over_time, find_weighted, product
 
 Leaves = list[Any]
 Ys = Mapping[int, Taken]  # outputs of sites from an earlier evaluation of the step, by site

@@ -42,20 +42,15 @@ def _find_uniform(graph: ETraceGraph) -> dict[int, dict[tuple[str, int], Labels]
     slots = [t for t in executor.slots if _candidates(t)]
     if not slots:
         return {}
-    rest = [e.invars for e in info.carried]
-    given = [*info.fixed_invars, *info.arg_invars, *info.program.consts, *(v for e in rest for v in e)]
+    parts = [info.fixed_invars, info.arg_invars, list(info.program.consts), [e.invars for e in info.carried]]
 
     def jacobians(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> list[Any]:
         local = executor.local(params, args, consts, rest, None)
         return [local.at(t)[::2] for t in slots]
 
-    structs = [[struct(v) for v in part] for part in (info.fixed_invars, info.arg_invars)]
-    consts = [struct(v) for v in info.program.consts]
-    closed, shapes = jax.make_jaxpr(jacobians, return_shape=True)(
-        *structs, consts, [[struct(v) for v in e] for e in rest]
-    )
+    closed, shapes = jax.make_jaxpr(jacobians, return_shape=True)(*jax.tree.map(struct, parts))
     program = read_program(closed, marks=False)
-    var_of = dict(zip(program.inputs, given, strict=True))
+    var_of = dict(zip(program.inputs, jax.tree.leaves(parts), strict=True))
     constants = positions_of(info.program).constants
 
     def value(var: Var) -> Any:

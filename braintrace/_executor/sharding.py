@@ -23,8 +23,9 @@ from .._compiler.program import Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
 from .._ops.axis_labels import Labels, Layout
-from .slots import Parts, Slot
+from .slots import Slot
 from .trace_math import add_up, promoted
+from .weight_gradients import Parts
 
 Spec = tuple[
     Any, ...

@@ -28,7 +28,7 @@ from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import States, add_up, promoted, states, times, weigh
-from .weight_gradients import product
+from .weight_gradients import PARTS, Parts, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,13 +208,9 @@ class Slot:
             result = align(summed, tuple(a for a in y if a in w), w)
         else:
             x, have = factor if parts is None else parts.of(*factor)
-            x, dy = promoted(x, dy)
             if mesh_of(x, dy) is None:  # a batch axis merged with time would have to be gathered
                 x, have, dy, y = _joined(x, have, dy, y, w)
-            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y)))}
-            out = [a for a in w if a in number]
-            ids = [[number[a] for a in labels] for labels in (have, y, out)]
-            result = align(jnp.einsum(x, ids[0], dy, ids[1], ids[2]), tuple(out), w)
+            result = product([(x, have), (dy, y)], w)
         return jnp.broadcast_to(result, shape)
 
     def _lift_broadcast(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
@@ -270,14 +266,8 @@ class Slot:
             x, J = promoted(x, J)
             result = _align_states(J, y, labels) * align(x, have, labels)[None]
         else:
-            x, have = factor
-            x, J = promoted(x, J)
-            number = {a: i for i, a in enumerate(dict.fromkeys((*have, *y, *labels)))}
-            out = [a for a in labels if a in have or a in y]
-            ids = [[number[a] for a in some] for some in (have, y, out)]
-            # one einsum per state: with the states as an index, XLA would transpose the whole trace
-            each = [jnp.einsum(x, ids[0], one, ids[1], ids[2]) for one in J]
-            result = _align_states(jnp.stack(each), tuple(out), labels)
+            # one product per state: with the states as an axis, XLA would transpose the whole trace
+            result = jnp.stack([product([factor, (one, y)], labels) for one in J])
         sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
         full = tuple(sizes.get(a, n) for a, n in zip(labels, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
@@ -387,28 +377,6 @@ class Slot:
         """Broadcast one number for each sample to the hidden positions."""
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
-
-
-PARTS = "parts"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A batch axis split over devices, so that sums over it are per-device partial sums."""
-
-    label: str
-    ways: int
-
-    def of(self, array: Array, labels: Labels) -> tuple[Array, Labels]:
-        """Split the batch axis of an array; returns it with its labels."""
-        if self.label not in labels:
-            return array, labels
-        at = labels.index(self.label)
-        return self.split(array, at), (*labels[:at], PARTS, *labels[at:])
-
-    def split(self, array: Array, axis: int) -> Array:
-        """Split an axis into (parts, entries of each part)."""
-        return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
 def _take(q: Array, places: NpArray, lead: int, shape: tuple[int, ...]) -> Array:

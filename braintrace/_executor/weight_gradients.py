@@ -22,7 +22,7 @@ from .._compiler.provenance import provenance
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import promoted
 
-TIME, ROWS = "time", "rows"
+TIME, ROWS, PARTS = "time", "rows", "parts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,25 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
         if weights.paths and plain and known and told:
             found.append(Weighted(site, weights.varying, site.layouts(weights.varying, weights.paths)))
     return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A batch axis split over devices, so that sums over it are per-device partial sums."""
+
+    label: str
+    ways: int
+
+    def of(self, array: Array, labels: Labels) -> tuple[Array, Labels]:
+        """Split the batch axis of an array; returns it with its labels."""
+        if self.label not in labels:
+            return array, labels
+        at = labels.index(self.label)
+        return self.split(array, at), (*labels[:at], PARTS, *labels[at:])
+
+    def split(self, array: Array, axis: int) -> Array:
+        """Split an axis into (parts, entries of each part)."""
+        return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
 def row_axis(ndim: int) -> int:

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.sharding import plus, whole
-from .._executor.slots import Parts, Slot
+from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, dot, promoted, stack, states
+from .._executor.weight_gradients import Parts
 from .._executor.window import Record, unroll
 from .rule import Gradients, TraceRule, Values, add_to
 
