@@ -71,8 +71,13 @@ def compile_run(run: methods.Run, xs: Any, ys: Any) -> tuple[Any, Any, float, fl
     wall, process = time.perf_counter(), time.process_time()
     function = brainstate.transform.StatefulFunction(run, return_only_write=True).make_jaxpr(xs, ys)
     values = [st.value for st in function.get_states(xs, ys)]
-    pure = jax.jit(lambda values, xs, ys: function.jaxpr_call(values, xs, ys))
-    compiled = pure.lower(values, xs, ys).compile()
+
+    def pure(values: Any, xs: Any, ys: Any) -> Any:
+        given = {id(a) for a in jax.tree.leaves(values)}
+        # states that stay as they are (traces that are not kept) would only be copied
+        return [a for a in jax.tree.leaves(function.jaxpr_call(values, xs, ys)) if id(a) not in given]
+
+    compiled = jax.jit(pure).lower(values, xs, ys).compile()
     return compiled, values, time.perf_counter() - wall, time.process_time() - process
 
 

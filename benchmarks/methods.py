@@ -79,8 +79,10 @@ class Online:
         """The summed gradient of the sequence, by `etrace_grad`."""
 
         def run(xs: Any, ys: Any) -> Any:
-            traces = self.learner.states(braintrace.EligibilityTrace).values()
-            before = [] if options.get("keep_traces", True) else [(st, st.value) for st in traces]
+            before = []
+            if not options.get("keep_traces", True):
+                lasting = self.learner._lasting_values()  # averages, which are kept
+                before = [(st, st.value) for k, st in self.learner.traces.items() if k not in lasting]
             self.learner.reset_state(self.case.batch)
             found = self.learner.etrace_grad(xs, ys, step_fn=self.loss, reduction="sum", **options)
             for state, value in before:  # as `fit` does: no zeros are written for traces that are not kept
