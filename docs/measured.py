@@ -16,10 +16,12 @@ CAPTIONS = {
 }
 
 
-def table(file: str, columns: Mapping[str, str], heading: str | None = None) -> None:
+def table(
+    file: str, columns: Mapping[str, str], heading: str | None = None, *, deviations: bool = True
+) -> None:
     """Print columns of the first table of a file that has the first of them, under new names.
 
-    With a heading, only the text below it counts.
+    With a heading, only the text below it counts. Without `deviations`, only means are printed.
     """
     text = (RESULTS / file).read_text()
     if heading is not None:
@@ -30,7 +32,8 @@ def table(file: str, columns: Mapping[str, str], heading: str | None = None) -> 
     chosen = [(head.index(name), shown) for name, shown in columns.items() if name in head]
     print("| " + " | ".join(shown for _, shown in chosen) + " |\n|" + "---|" * len(chosen))
     for row in rows:
-        print("| " + " | ".join(_readable(row[i]) for i, _ in chosen) + " |")
+        cells = [row[i] if deviations else re.sub(r" ± [\d.]+", "", row[i]) for i, _ in chosen]
+        print("| " + " | ".join(map(_readable, cells)) + " |")
 
 
 def _readable(cell: str) -> str:
