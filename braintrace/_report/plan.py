@@ -116,7 +116,9 @@ class Plan(Tabled):
         title = f"{what}; parameters {parameters}, states {states}"
         if not all(map(self.fits, self.rows)):
             where = " of a device" if self.mesh else ""
-            notes.append(f"! More than {show_bytes(self.memory_budget)}{where}, with parameters and states.")
+            notes.append(
+                f"! With parameters and states more than the {show_bytes(self.memory_budget)}{where}."
+            )
         return Table(title, columns, rows, notes)
 
 
