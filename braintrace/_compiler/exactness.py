@@ -71,7 +71,7 @@ class RuleKind:
         if not self.rank:
             return None
         samples = find_samples(graph.module_info.marked, self.samples)
-        return None if samples.mixed else (min(self.rank, samples.numbers), samples.numbers)
+        return None if samples.mixed else (min(self.rank, samples.state_size), samples.state_size)
 
 
 BY_STEPS = RuleKind(filters=True)  # D_RTRL, one step at a time

@@ -35,7 +35,7 @@ class Samples:
     mixed: tuple[Path, ...] = ()  # states in which entries along `axis` depend on each other
 
     @property
-    def numbers(self) -> int:
+    def state_size(self) -> int:
         """The state size of one sample in real numbers, counting arrays that depend on parameters."""
         parts = [2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1 for v in self.carried]
         return sum(n * int(v.aval.size) for n, v in zip(parts, self.carried, strict=True)) // self.count

@@ -23,7 +23,7 @@ from .effective_weights import Effective, effective_weights, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
 from .pull_back import pull_back
-from .sharding import PartialSums, Sharding, whole
+from .sharding import PartialSums, Sharding, full_sum
 from .signals import Taken, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
@@ -46,7 +46,7 @@ class Local:
     slopes: dict[int, list[States]] = field(
         default_factory=dict
     )  # derivatives of each group's readings, if requested
-    spread: Sharding | None = None  # the partition specs of the step, if any
+    sharding: Sharding | None = None  # the partition specs of the step, if any
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -65,14 +65,15 @@ class Local:
 
     def parts(self, slot: Slot, trace: Any) -> Parts | None:
         """How the batch axis of a trace is split over devices; None if it is not sharded."""
-        return None if self.spread is None else self.spread.parts(slot.layout, slot.labels, trace.shape[1:])
+        at = self.sharding
+        return None if at is None else at.parts(slot.layout, slot.labels, trace.shape[1:])
 
-    def apart(self, slot: Slot, parts: Parts | None, dw: Any) -> Any:
+    def as_partial_sums(self, slot: Slot, parts: Parts | None, dw: Any) -> Any:
         """A gradient summed over each part of the batch, as per-device partial sums."""
-        if self.spread is None or parts is None:
+        if self.sharding is None or parts is None:
             return dw
-        names = self.spread.names(slot)
-        return PartialSums(dw, self.spread, (self.spread.batch, *(names.get(a) for a in slot.layout.w)))
+        names = self.sharding.names(slot)
+        return PartialSums(dw, self.sharding, (self.sharding.batch, *(names.get(a) for a in slot.layout.w)))
 
 
 class ETraceGraphExecutor:
@@ -92,15 +93,15 @@ class ETraceGraphExecutor:
         )
         self.per_sample: dict[Any, Any] = {}  # cache of `PerSample`, by its options
         self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
-        self.spread: Sharding | None = None  # the partition specs of the step, if any
+        self.sharding: Sharding | None = None  # the partition specs of the step, if any
 
-    def spread_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
+    def shard_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
         """Shard all arrays from now on as the given inputs of a step are sharded."""
-        self.spread = Sharding.find(self, params, args, rest, self.spread)
+        self.sharding = Sharding.find(self, params, args, rest, self.sharding)
 
     def like_params(self, grads: Leaves) -> Leaves:
         """Shard gradients as their parameters."""
-        at = self.spread
+        at = self.sharding
         if at is None:
             return grads
         specs = [at.of_leaf(i) for i in range(len(grads))]
@@ -108,7 +109,7 @@ class ETraceGraphExecutor:
 
     def _sent(self, site: Site, operands: Leaves) -> Any:
         """The first input of a site, gathered across devices; None if it need not be."""
-        return None if self.spread is None else self.spread.sent(site, operands)
+        return None if self.sharding is None else self.sharding.sent(site, operands)
 
     @cached_property
     def groups(self) -> list[LocalGroup]:
@@ -251,7 +252,7 @@ class ETraceGraphExecutor:
         read = slopes(self.graph, self.readings, env) if self.wants_slopes else {}
         if self.recursion is not None:
             D, J = self.recursion.of(self, env, D, J, read)
-        return Local(inputs, self._weights(env), D, J, read, self.spread)
+        return Local(inputs, self._weights(env), D, J, read, self.sharding)
 
     @cached_property
     def made_of(self) -> set[Var]:
@@ -322,22 +323,22 @@ class ETraceGraphExecutor:
             for name, layout in w.layouts.items()
         }
         back = self.pull_weights(params, consts, self.weighted, list(terms))
-        return self._all_apart(back, list(terms.values()))
+        return self._pull_partial_sums(back, list(terms.values()))
 
     def _term(self, layout: Layout, inputs: Leaves, dy: Any) -> Any:
         """The gradient of one weight from the cotangents of all steps."""
-        factors, at = factors_over_time(layout, inputs, dy, rows=False), self.spread
+        factors, at = factors_over_time(layout, inputs, dy, rows=False), self.sharding
         dy, labels = factors[-1]
         parts = None if at is None else at.parts(layout, labels, dy.shape)
         if at is None or parts is None:
             return product(factors, layout.w)
         return PartialSums(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
 
-    def _all_apart(self, pull: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
+    def _pull_partial_sums(self, pull: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
         """Pull gradients back to the parameters, as per-device partial sums if all of them are."""
-        if self.spread is None or not given or not all(isinstance(g, PartialSums) for g in given):
-            return pull([whole(g) for g in given])
-        at, found = self.spread, jax.vmap(pull)([g.parts for g in given])
+        if self.sharding is None or not given or not all(isinstance(g, PartialSums) for g in given):
+            return pull([full_sum(g) for g in given])
+        at, found = self.sharding, jax.vmap(pull)([g.parts for g in given])
         specs = [at.of_leaf(i) for i in range(len(found))]
         return [
             None if a is None else PartialSums(a, at, None if s is None else (at.batch, *s))
@@ -348,7 +349,7 @@ class ETraceGraphExecutor:
         """Pull gradients of effective weights back to the parameters."""
         keys = list(dict.fromkeys((t.relation.site.index, t.name) for t in self.slots))
         back = self.pull_weights(params, consts, self.graph.hidden_param_op_relations, keys)
-        return self._all_apart(back, [grads[k] for k in keys])
+        return self._pull_partial_sums(back, [grads[k] for k in keys])
 
     def signals(
         self,

@@ -69,8 +69,8 @@ class PerSample:
         return [v for e in self.info.carried for v in e.invars]
 
     @property
-    def numbers(self) -> int:
-        return self.samples.numbers
+    def state_size(self) -> int:
+        return self.samples.state_size
 
     @cached_property
     def dtype(self) -> Any:
@@ -91,12 +91,12 @@ class PerSample:
     @property
     def lead(self) -> Any:
         """How samples are spread over devices."""
-        at = self.executor.spread
+        at = self.executor.sharding
         return None if at is None else at.samples(self.samples.axis, self.samples.count)
 
-    def whole(self, array: Any) -> Any:
+    def shard_samples(self, array: Any) -> Any:
         """Shard an array along samples, its first axis, and along no other axis."""
-        at = self.executor.spread
+        at = self.executor.sharding
         return array if at is None else at.put(array, (self.lead, *[None] * (array.ndim - 1)))
 
     def summed(self, leaf: int, array: Any, *axes: int) -> Any:
@@ -104,7 +104,7 @@ class PerSample:
 
         Where samples are spread over devices, it is as these have it.
         """
-        at, lead = self.executor.spread, self.lead
+        at, lead = self.executor.sharding, self.lead
         ways = 0 if at is None or lead is None else at.ways(lead, len(array))
         if at is None or ways < 2:
             return jnp.sum(array, (0, *axes))
@@ -112,14 +112,14 @@ class PerSample:
         spec = at.of_leaf(leaf)
         return PartialSums(parts, at, None if spec is None else (lead, *spec))
 
-    def everywhere(self, array: Any) -> Any:
+    def replicated(self, array: Any) -> Any:
         """Replicate an array on all devices."""
-        at = self.executor.spread
+        at = self.executor.sharding
         return array if at is None else at.put(array, (None,) * array.ndim)
 
-    def _whole_at(self, site: Site, array: Any, lead: int) -> Any:
+    def _shard_samples_at(self, site: Site, array: Any, lead: int) -> Any:
         """Shard a site's output, or an array with `lead` more axes in front, along samples only."""
-        at, axis = self.executor.spread, self.axis_at(site)
+        at, axis = self.executor.sharding, self.axis_at(site)
         spec = [self.lead if a == axis else None for a in range(-lead, array.ndim - lead)]
         return array if at is None else at.put(array, tuple(spec))
 
@@ -131,7 +131,7 @@ class PerSample:
         by_var = dict(zip(self._leaves, leaves, strict=True))
         parts = [jnp.zeros((self.samples.count, 0), self.dtype)]  # parameters may act on nothing carried
         for v in self.samples.carried:
-            one = self.whole(_first(by_var[v], self.samples.axis))
+            one = self.shard_samples(_first(by_var[v], self.samples.axis))
             each = [one.real, -one.imag if dual else one.imag] if jnp.iscomplexobj(one) else [one]
             parts += [a.astype(self.dtype).reshape(self.samples.count, -1) for a in each]
         return jnp.concatenate(parts, axis=1)
@@ -144,7 +144,7 @@ class PerSample:
             size = v.aval.size // self.samples.count
             each = []
             for _ in range(_parts(v)):
-                each.append(self.whole(vectors[:, at : at + size].reshape(shape)))
+                each.append(self.shard_samples(vectors[:, at : at + size].reshape(shape)))
                 at += size
             one = each[0] if len(each) == 1 else jax.lax.complex(each[0], -each[1] if dual else each[1])
             found[v] = _back(one, self.samples.axis).astype(v.aval.dtype)
@@ -262,24 +262,23 @@ class PerSample:
     # -- what rows of signals give -----------------------------------------------------------------
 
     def pull(
-        self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis, *, whole: bool = False
+        self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis, *, samples_only: bool = False
     ) -> tuple[Any, Terms]:
         """Pull rows of signals at the window's end, (samples, rows, state size), back through it.
 
         Returns the signals at its start, and the per-sample gradients of the parameters within the window.
-        `axis(ndim)` is the position of the row axis in these; with `whole`, they are sharded along samples
-        only.
+        `axis(ndim)` is the position of the row axis in these; `samples_only` shards them along samples only.
         """
-        return self.pull_apart(window, rows, (), axis, whole=whole)[:2]
+        return self.pull_with_factors(window, rows, (), axis, samples_only=samples_only)[:2]
 
-    def pull_apart(
+    def pull_with_factors(
         self,
         window: Window,
         rows: Any,
-        apart: Sequence[int],
+        factored: Sequence[int],
         axis: Callable[[int], int] = row_axis,
         *,
-        whole: bool = False,
+        samples_only: bool = False,
     ) -> tuple[Any, Terms, dict[int, tuple[Any, Any]]]:
         """The same, and what it gives some matrices as factors.
 
@@ -300,18 +299,18 @@ class PerSample:
             terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
         inputs = self._inputs(window)
-        if whole:  # a term has many more numbers than what it is made of: each device makes it
-            dys = {w.site.index: self._whole_at(w.site, dys[w.site.index], 2) for w in self.sites}
+        if samples_only:  # a term has many more numbers than what it is made of: each device makes it
+            dys = {w.site.index: self._shard_samples_at(w.site, dys[w.site.index], 2) for w in self.sites}
         terms = self._add(terms, window, self._weight_terms(inputs, dys, axis), axis)
-        terms = {i: self.whole(a) for i, a in terms.items()} if whole else terms
-        return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in apart}
+        terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
+        return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in factored}
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
         """Of a window of one step, d(numbers after)/d(numbers before), (samples, numbers, numbers).
 
         And, of each site, the same by its output: (numbers, *y), where each element of `y` has one sample.
         """
-        eye = jnp.eye(self.numbers, dtype=self.dtype)
+        eye = jnp.eye(self.state_size, dtype=self.dtype)
         rows = jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
         start, dys, _ = self._pulled(self.linear.window(window), rows, [w.site for w in sites], ())
         return start, {i: d[:, 0] for i, d in dys.items()}
@@ -324,7 +323,7 @@ class PerSample:
         if mesh_of(*window.params) is not None:
             # of this step: what is sent before a loop that sends may meet it in any order on CPU devices
             rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
-        rows = self.whole(rows)
+        rows = self.shard_samples(rows)
         cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
         pulled, dys, dparams = window.pull(cotangents, sites, others)
         return jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled), dys, dparams
@@ -447,7 +446,7 @@ class PerSample:
         return None if label in slot.layout.w else label
 
     @property
-    def tells_traces(self) -> bool:
+    def traces_have_samples(self) -> bool:
         """Whether every trace has an axis of samples."""
         return self.samples.axis is None or None not in self._slot_labels.values()
 

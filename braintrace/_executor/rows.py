@@ -35,7 +35,7 @@ _PARTS = 4  # of the batch, so that there are enough programs
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Course:
+class Coefficients:
     """What becomes of rows and states over a window, and of which of them the gradient is made."""
 
     x: Any  # (B, I, T)
@@ -46,7 +46,7 @@ class Course:
     g: Any = None  # (B, S, O)
 
 
-def through(
+def kernel_coefficients(
     matrix: Matrix,
     x: Any,
     d: Any,
@@ -57,7 +57,7 @@ def through(
     start: Any = None,
     end: Any = None,
     signal: Any = None,
-) -> Course:
+) -> Coefficients:
     """Return the coefficients of the kernel for one window.
 
     The trace advances as `E' = P E + sum_t x[t] J[t]`, and `start E - end E'` is added to the rows, where
@@ -67,7 +67,7 @@ def through(
     """
     slot = matrix.slot
     if slot is None:
-        return Course(x, d, mix, along)
+        return Coefficients(x, d, mix, along)
     P = matrix.by_sample(P, ("new", "old", *slot.at), "new", "old")
     J = matrix.by_sample(J, ("new", TIME, *slot.y), "new", TIME)
     start, end, signal = (
@@ -77,7 +77,7 @@ def through(
     start = start - add_up(end[:, :, s, None] * P[:, None, s] for s in each)
     d = d - add_up(end[:, :, s, None] * J[:, None, s] for s in each)
     own, d = jnp.concatenate([start, P], axis=1), jnp.concatenate([d, J], axis=1)
-    return Course(x, d, mix, along, own, signal[:, 0])
+    return Coefficients(x, d, mix, along, own, signal[:, 0])
 
 
 def fits(length: int, rows: Any, trace: Any = None, ways: Sequence[int] = (1, 1, 1, 1)) -> bool:
@@ -101,21 +101,21 @@ _MOST = 36  # rows and states: more do not fit in the registers, however few col
 
 
 def step(
-    rows: Any, trace: Any, course: Course, at: Sharding | None = None, spec: Spec = ()
+    rows: Any, trace: Any, by: Coefficients, at: Sharding | None = None, spec: Spec = ()
 ) -> tuple[Any, Any, Any]:
     """The rows and the trace after a window, and the gradient, (I, O).
 
     Where rows are sharded, by `spec`, each device runs the kernel on its part.
     """
     if at is None or mesh_of(rows) is None:
-        return _step(rows, trace, course)
+        return _step(rows, trace, by)
     b, i, _, o = spec
-    specs = Course(
+    specs = Coefficients(
         *((b, i, None), (b, None, None, o), (b, None, None), (b, None)), (b, None, None, o), (b, None, o)
     )
     kept = [spec, *([] if trace is None else [(None, b, i, o)])]
-    given, tree = jax.tree.flatten((rows, trace, course))
-    names = [f.name for f in fields(Course) if getattr(course, f.name) is not None]
+    given, tree = jax.tree.flatten((rows, trace, by))
+    names = [f.name for f in fields(Coefficients) if getattr(by, f.name) is not None]
 
     def part(*arrays: Any) -> tuple[Any, ...]:
         after, traces, grad = _step(*jax.tree.unflatten(tree, arrays))
@@ -127,34 +127,34 @@ def step(
     return after, traces[0] if traces else None, jnp.sum(grads, axis=0)
 
 
-def _step(rows: Any, trace: Any, course: Course) -> tuple[Any, Any, Any]:
+def _step(rows: Any, trace: Any, by: Coefficients) -> tuple[Any, Any, Any]:
     return jax.lax.platform_dependent(  # type: ignore[no-any-return]
-        rows, trace, course, cuda=advance, default=_advance_plainly
+        rows, trace, by, cuda=advance, default=_advance_plainly
     )
 
 
-def _advance_plainly(rows: Any, trace: Any, course: Course) -> tuple[Any, Any, Any]:
-    kept, d, (x, mix, along) = rows.astype(jnp.float32), course.d, (course.x, course.mix, course.along)
+def _advance_plainly(rows: Any, trace: Any, by: Coefficients) -> tuple[Any, Any, Any]:
+    kept, d, (x, mix, along) = rows.astype(jnp.float32), by.d, (by.x, by.mix, by.along)
     num = kept.shape[2]
     new = jnp.einsum("bqr,biro->biqo", mix, kept) + jnp.einsum("bit,bqto->biqo", x, d[:, :num])
     grad = jnp.einsum("br,biro->io", along, kept)
     if trace is None:
         return new.astype(rows.dtype), None, grad
     mine = trace.astype(jnp.float32)
-    own = jnp.einsum("bqso,sbio->biqo", course.own, mine)
+    own = jnp.einsum("bqso,sbio->biqo", by.own, mine)
     traces = own[:, :, num:] + jnp.einsum("bit,bqto->biqo", x, d[:, num:])
-    grad = grad + jnp.einsum("bso,sbio->io", course.g, mine)
+    grad = grad + jnp.einsum("bso,sbio->io", by.g, mine)
     after = (new + own[:, :, :num]).astype(rows.dtype)
     return after, jnp.moveaxis(traces, 2, 0).astype(trace.dtype), grad
 
 
-def advance(rows: Any, trace: Any, course: Course, *, interpret: bool = False) -> tuple[Any, Any, Any]:
+def advance(rows: Any, trace: Any, by: Coefficients, *, interpret: bool = False) -> tuple[Any, Any, Any]:
     """Advance rows and trace by the kernel, in place."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     samples, width, size, out = rows.shape
-    states, length = 0 if trace is None else len(trace), course.x.shape[-1]
+    states, length = 0 if trace is None else len(trace), by.x.shape[-1]
     num = size + states
     most = max(_SHORTEST, _BLOCK[1] * 8 // max(8, _power(num)))
     i, o = min(_power(width), _BLOCK[0]), min(_power(out), most)
@@ -179,15 +179,15 @@ def advance(rows: Any, trace: Any, course: Course, *, interpret: bool = False) -
     if states:
         large += [(trace, spec((states, some, i, o), "", "b", "i", "o"))]
     small = [
-        (padded(course.x, 2), spec((some, i, steps), "b", "i", "")),
-        (padded(course.d, 2), spec((some, num, steps, o), "b", "", "", "o")),
-        (course.mix, spec((some, size, size), "b", "", "")),
-        (course.along, spec((some, size), "b", "")),
+        (padded(by.x, 2), spec((some, i, steps), "b", "i", "")),
+        (padded(by.d, 2), spec((some, num, steps, o), "b", "", "", "o")),
+        (by.mix, spec((some, size, size), "b", "", "")),
+        (by.along, spec((some, size), "b", "")),
     ]
     if states:
         small += [
-            (course.own, spec((some, num, states, o), "b", "", "", "o")),
-            (course.g, spec((some, states, o), "b", "", "o")),
+            (by.own, spec((some, num, states, o), "b", "", "", "o")),
+            (by.g, spec((some, states, o), "b", "", "o")),
         ]
     given = [(a.astype(jnp.float32), s) for a, s in small]
     *after, grads = pl.pallas_call(

@@ -73,14 +73,14 @@ class Sharding:
         if not found:
             return before if any(map(_compat.is_tracer, arrays)) else None
         mesh = next(mesh for mesh, _ in found.values())
-        spread = Sharding(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
-        if before is not None and spread.key == before.key:
+        sharding = Sharding(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+        if before is not None and sharding.key == before.key:
             return before
-        spread._names.update({t.key: spread._find_names(t) for t in executor.slots})
+        sharding._names.update({t.key: sharding._find_names(t) for t in executor.slots})
         for slot in executor.slots:
-            spread._groups[slot.group.index] = spread._with_weight(slot)
-        spread._find_sent(executor.slots)
-        return spread
+            sharding._groups[slot.group.index] = sharding._with_weight(slot)
+        sharding._find_sent(executor.slots)
+        return sharding
 
     @property
     def key(self) -> Any:
@@ -271,7 +271,7 @@ class PartialSums:
     spec: Spec | None = None  # of `parts`, if it is known
 
     @property
-    def whole(self) -> Any:
+    def sum(self) -> Any:
         """The gradient: the sum over the devices."""
         return jnp.sum(self.parts if self.spec is None else self.at.put(self.parts, self.spec), 0)
 
@@ -282,12 +282,12 @@ def plus(a: Any, b: Any) -> Any:
         return b if a is None else a
     if isinstance(a, PartialSums) and isinstance(b, PartialSums) and a.parts.shape == b.parts.shape:
         return replace(a, parts=add_up(promoted(a.parts, b.parts)))
-    return whole(a) + whole(b)
+    return full_sum(a) + full_sum(b)
 
 
-def whole(a: Any) -> Any:
+def full_sum(a: Any) -> Any:
     """The gradient, summed over devices if it is a partial sum."""
-    return a.whole if isinstance(a, PartialSums) else a
+    return a.sum if isinstance(a, PartialSums) else a
 
 
 def _sharding(v: Var, array: Any) -> tuple[Any, Spec] | None:

@@ -73,7 +73,7 @@ class Slot:
         return found[0].astype(self.relation.site.output.aval.dtype), found[1]
 
     @cached_property
-    def _spread(self) -> tuple[int, ...] | None:
+    def _broadcast_axes(self) -> tuple[int, ...] | None:
         """For a broadcast, the hidden axis of each axis of `y`; None if it is not a plain broadcast."""
         shape, hidden = self.site_shape, self.group.varshape
         numbers = numbered(shape)
@@ -93,14 +93,14 @@ class Slot:
         """Labels of the hidden axes that `y` lacks."""
         if not self.positions.on_hidden:
             return ()
-        if self._spread is None:
+        if self._broadcast_axes is None:
             return ("+all",)
         return tuple(f"+{a}" for a in self._extra_axes)
 
     @property
     def _extra_axes(self) -> list[int]:
-        assert self._spread is not None
-        sizes = dict(zip(self._spread, self.site_shape, strict=True))
+        assert self._broadcast_axes is not None
+        sizes = dict(zip(self._broadcast_axes, self.site_shape, strict=True))
         return [a for a, n in enumerate(self.group.varshape) if sizes.get(a, 1) != n]
 
     @cached_property
@@ -215,7 +215,7 @@ class Slot:
 
     def _lift_broadcast(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         head = q.shape[:lead]
-        if self._spread is None:
+        if self._broadcast_axes is None:
             size = int(np.prod(self.site_shape, dtype=int))
             # no axis of `y` is one of the state: use a one-hot table of positions
             hit = np.arange(size) == self.positions.map.reshape(*[1] * lead, -1, 1)

@@ -44,9 +44,9 @@ class Record:
     def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
         """One step of such a scan."""
         inputs, D, J, signals, old, keep = step
-        return Local(inputs, self.local.weights, D, J, spread=self.local.spread), signals, old, keep
+        return Local(inputs, self.local.weights, D, J, sharding=self.local.sharding), signals, old, keep
 
-    def begun_anew(self) -> Record:
+    def cut_at_resets(self) -> Record:
         """Encode resets in `D` and `old_signals`, which become zero where `keep` is False."""
         if self.keep is None:
             return self
@@ -78,7 +78,7 @@ class Window:
         return jax.tree.map(lambda a: a[0], given)
 
     @property
-    def as_if_begun(self) -> Window:
+    def without_first_reset(self) -> Window:
         """The window if no sample were reset at its first step."""
         return self if self.keep is None else replace(self, keep=self.keep.at[0].set(True))
 
@@ -98,7 +98,7 @@ class Window:
     @property
     def inputs_of_first(self) -> Local:
         """The inputs and weights of the sites at the first step, without Jacobians."""
-        return Local(self.first.inputs, self.weights, {}, {}, spread=self.first.spread)
+        return Local(self.first.inputs, self.weights, {}, {}, sharding=self.first.sharding)
 
     @cached_property
     def weights(self) -> Effective:
@@ -116,7 +116,7 @@ class Window:
         inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
         inputs = {i: self.inputs.get(i, x) for i, x in inputs.items()}
         return Record(
-            Local(inputs, self.weights, D, J, spread=self.executor.spread), self.length, keep=self.keep
+            Local(inputs, self.weights, D, J, sharding=self.executor.sharding), self.length, keep=self.keep
         )
 
     # -- the window as a linear map ----------------------------------------------------------------

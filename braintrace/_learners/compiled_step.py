@@ -109,7 +109,7 @@ class CompiledStep:
             unseen = find_unseen(self.graph, self.rule_kind)
             online = RuleStep(self.executor, self.rule, windows=self.in_windows, unseen=unseen)
         fixed, rest = self.split(self.function.like)
-        online.executor.spread_like(fixed, self.function.x.like, rest)
+        online.executor.shard_like(fixed, self.function.x.like, rest)
         return online
 
     def with_rule(self, rule: Rule, window: WindowSize | None) -> CompiledStep:
@@ -145,7 +145,7 @@ class CompiledStep:
     def shard_like(self, leaves: Leaves, x: list[PyTree]) -> None:
         """Shard the rule's arrays as the leaves of states and inputs are."""
         fixed, rest = self.split(leaves)
-        self.online.executor.spread_like(fixed, x, rest)
+        self.online.executor.shard_like(fixed, x, rest)
 
     def initial_traces(self, leaves: Leaves, x: list[PyTree]) -> Values:
         """The traces before the first step."""

@@ -237,8 +237,8 @@ class Learner:
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
-        begins, initial = self._begins(sequence)
-        drive = replace(drive, wanted=tuple(wanted), begins=begins, forget=self.compiled.reset_traces)
+        at, initial = self._reset_values(sequence)
+        drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
         total, outs, after = self.compiled.run(drive, leaves, sequence, initial)
         found = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
@@ -363,7 +363,7 @@ class Learner:
         pairs = enumerate(zip(self.start, self.function.untraced, strict=True))
         return [i for i, (a, untraced) in pairs if not untraced and jnp.shape(a)[:1] == shape]
 
-    def _begins(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
+    def _reset_values(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
         """The leaves that `reset` of a sequence sets, and the values that it sets them to."""
         if sequence.reset is None:
             return (), []

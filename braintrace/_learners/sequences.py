@@ -195,12 +195,12 @@ def _steps(
     leaves = [leaf for values in traced.pure.values() for leaf in values]
     asked = [i for found in at.values() for i in found]
     wanted = tuple(dict.fromkeys(i for i in asked if is_inexact(leaves[i])))
-    begins, initial = _initial(learner, traced, sequence)
+    reset_leaves, initial = _initial(learner, traced, sequence)
     drive = replace(
         _drive(learner, traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
         wanted=wanted,
-        begins=begins,
-        forget=learner._cache.now.reset_traces,
+        reset_leaves=reset_leaves,
+        reset_traces=learner._cache.now.reset_traces,
     )
     if not lead:
         inside = set(map(id, learner.model.states().values()))
@@ -298,11 +298,11 @@ def _initial(
     size = sequence.reset.shape[1]
     start = initial_states(learner, size, learner.graph.module_info.hidden)
     states = by_path(learner.model)
-    begins, values = [], []
+    reset_leaves, values = [], []
     for path, at in traced.leaves_of({p: states[p] for p in start}).items():
-        begins += at
+        reset_leaves += at
         values += jax.tree.leaves(start[path])
-    return tuple(begins), values
+    return tuple(reset_leaves), values
 
 
 def _refuse_unused(learner: ETraceAlgorithm, traced: TracedStep, weights: Weights) -> None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from .. import _compat, _meshes
 from .._executor.executor import Leaves
 from .._executor.pull_back import is_inexact
-from .._executor.sharding import whole
+from .._executor.sharding import full_sum
 from .._executor.window import Window, where_rows
 from .._rules.rule import Values
 from .call import Call
@@ -54,9 +54,9 @@ class Drive:
     checkpoint_every: int | None = None  # BPTT: steps per `jax.checkpoint` segment; None stores all values
     keep: bool = True  # whether the rule's arrays are needed after the sequence
     fresh: bool = False  # whether the traces are known to be zero before the sequence
-    begins: tuple[int, ...] = ()  # indices of the leaves that a reset sets to `Given.initial`
+    reset_leaves: tuple[int, ...] = ()  # indices of the leaves that a reset sets to `Given.initial`
     # resets the rule's arrays for the flagged samples of a batch
-    forget: Callable[[Values, Any], Values] | None = field(default=None, compare=False)
+    reset_traces: Callable[[Values, Any], Values] | None = field(default=None, compare=False)
     unroll: int = 1  # `unroll` of the scan over single steps
 
     def __call__(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
@@ -64,7 +64,7 @@ class Drive:
         given, sequence = _meshes.all_on_mesh((given, sequence))
         if self.step.calls:  # else it is BPTT, and all of it can be differentiated
             given, sequence = differentiated_once((given, sequence))
-            given = self._begun(given)
+            given = self._adapted(given)
         run: Any = self._in_turn
         start: Any = ()
         if self.windows:
@@ -83,9 +83,9 @@ class Drive:
         total = carry.total
         if self.chunked and not self.windows:
             total = self.with_traced(given, total, carry.traced)
-        return self._like_params(total), outs, self.laid_out(self.leaves_now(given, carry.moving))
+        return self._like_params(total), outs, self.with_trace_sharding(self.leaves_now(given, carry.moving))
 
-    def _begun(self, given: Given) -> Given:
+    def _adapted(self, given: Given) -> Given:
         """The values at the start, with what the rule adapts between sequences."""
         step = self.step
         if step.node is None or not self.windows:
@@ -98,9 +98,9 @@ class Drive:
         return replace(given, leaves=leaves)
 
     @property
-    def spread(self) -> Any:
+    def sharding_key(self) -> Any:
         """A hashable key of the sharding of the step's arrays, or None if it is unset."""
-        at = None if self.step.node is None else self.step.online.executor.spread
+        at = None if self.step.node is None else self.step.online.executor.sharding
         return None if at is None else at.key
 
     def specs(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
@@ -117,7 +117,7 @@ class Drive:
         after = [found[num + i] if i in moving else s for i, s in enumerate(before)]
         return [before[i] for i in self.wanted], outs, after
 
-    def laid_out(self, leaves: Leaves) -> Leaves:
+    def with_trace_sharding(self, leaves: Leaves) -> Leaves:
         """Return all leaves, with the rule's arrays sharded as their initial values are."""
         step = self.step
         if step.node is None:
@@ -149,7 +149,7 @@ class Drive:
         if reset is None:
             return leaves
         result = list(leaves)
-        for i, start in zip(self.begins, given.initial, strict=True):
+        for i, start in zip(self.reset_leaves, given.initial, strict=True):
             result[i] = where_rows(reset, start, result[i])
         return result
 
@@ -162,8 +162,8 @@ class Drive:
         def body(carry: Any, now: Any) -> Any:
             (total, moving), (slices, mask, reset) = carry, now
             leaves = self.with_resets(given, self.leaves_now(given, moving), reset)
-            if reset is not None and self.forget is not None:
-                kept = self.forget({k: leaves[i] for k, i in step.traces.items()}, reset)
+            if reset is not None and self.reset_traces is not None:
+                kept = self.reset_traces({k: leaves[i] for k, i in step.traces.items()}, reset)
                 for k, i in step.traces.items():
                     leaves[i] = kept[k]
 
@@ -190,7 +190,7 @@ class Drive:
             return (add(total, grads), moving), outs
 
         # on devices, XLA moves a single sum over them out of a loop
-        unroll = self.unroll if self.spread is None else 1
+        unroll = self.unroll if self.sharding_key is None else 1
         steps = part.slices, part.mask, part.reset
         (total, moving), outs = jax.lax.scan(body, (carry.total, carry.moving), steps, unroll=unroll)
         return Carry(total, carry.traced, moving), outs
@@ -235,7 +235,7 @@ class Drive:
         for i, grad in zip(self.step.params or (), found, strict=True):
             if i in self.wanted and grad is not None:
                 at = self.wanted.index(i)
-                total[at] = total[at] + whole(grad).astype(total[at].dtype)
+                total[at] = total[at] + full_sum(grad).astype(total[at].dtype)
         return total
 
     # -- along all paths ---------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Drive:
             return moving, outs
 
         moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
-        return outs, self.laid_out(self.leaves_now(given, moving))
+        return outs, self.with_trace_sharding(self.leaves_now(given, moving))
 
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
@@ -346,7 +346,7 @@ class Drive:
 
         start = given.moving(self.step)
         moving, outs = over_chunks(part, start, sequence, self.size, rest_first=self.windows)
-        return outs, self.laid_out(self.leaves_now(given, moving))
+        return outs, self.with_trace_sharding(self.leaves_now(given, moving))
 
 
 def _by_samples(spec: Any, shape: tuple[int, ...], slices: Leaves) -> Any:

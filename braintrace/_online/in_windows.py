@@ -157,7 +157,7 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
         crossed = projection.through(executor, values, window, drive.window)
         pairs = crossed[1] if windows > 1 else pairs
     grads, first, rest, _, dys = pull((jnp.ones_like(loss), pairs))
-    if executor.spread is not None:
+    if executor.sharding is not None:
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
         taken, first, rest = jax.lax.optimization_barrier((taken, first, rest))
         window = drive.window_of(given, carry.moving, part, taken)

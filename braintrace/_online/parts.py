@@ -20,7 +20,7 @@ class Given:
 
     consts: Leaves  # the constants that the step closes over
     leaves: Leaves  # the leaves of the states that the step reads or writes
-    initial: Leaves  # the reset values of the leaves in `Drive.begins`
+    initial: Leaves  # the reset values of the leaves in `Drive.reset_leaves`
 
     def moving(self, step: UserStep) -> Leaves:
         return [self.leaves[i] for i in step.moving]

@@ -35,7 +35,7 @@ class Programs:
         refuse_varying(jax.tree.leaves((given, sequence)))
         if is_traced((given, sequence)) or sequence.progress is not None:
             return _run(function, drive, given, sequence)
-        key = (function, fingerprint(drive.step.closed), drive, drive.spread)
+        key = (function, fingerprint(drive.step.closed), drive, drive.sharding_key)
         if key not in self._known:
             self._known[key] = jax.jit(lambda given, sequence: _run(function, drive, given, sequence))
             while len(self._known) > _REMEMBERED:

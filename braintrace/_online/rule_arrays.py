@@ -27,7 +27,7 @@ class RuleArrays:
 
         Under `vmap` they are mapped if arrays in `among`, those of the step, are.
         """
-        at, specs = self.executor.spread, self.specs
+        at, specs = self.executor.sharding, self.specs
         lasting = self.rule.lasting(self.executor)
         zero = _meshes.zero_of(among)
 
@@ -62,27 +62,27 @@ class RuleArrays:
     @property
     def specs(self) -> dict[str, Spec]:
         """The partition specs of the arrays, as far as they are known."""
-        if self.executor.spread is None:
+        if self.executor.sharding is None:
             return {}
         shapes = self.shapes
         kept = {k: s for k, s in shapes.items() if k in self.lasting}
         return {
-            **self.rule.spread(self.executor, shapes),
+            **self.rule.specs(self.executor, shapes),
             **{k: (None,) * len(s.shape) for k, s in kept.items()},
-            **self.rule.signal.spread(self.executor, kept),
+            **self.rule.signal.specs(self.executor, kept),
         }
 
     @property
     def sharded_shapes(self) -> Values:
         """The shape, type and sharding of each array."""
-        at, specs = self.executor.spread, self.specs
+        at, specs = self.executor.sharding, self.specs
         if at is None:
             return {**self.shapes}
         return {k: at.shape(s, specs[k]) if k in specs else s for k, s in self.shapes.items()}
 
     def constrained(self, values: Values) -> Values:
         """The arrays, each with the sharding of its initial value."""
-        at, specs = self.executor.spread, self.specs
+        at, specs = self.executor.sharding, self.specs
         if at is None:
             return values
         return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}

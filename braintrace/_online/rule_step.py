@@ -23,7 +23,7 @@ from .._compiler.slices import needed
 from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.pull_back import is_inexact, pull_back
-from .._executor.sharding import plus, whole
+from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import states
 from .._executor.window import Record, Signals, Window
@@ -90,7 +90,7 @@ class RuleStep:
     @property
     def result_specs(self) -> list[Any]:
         """How outputs and carried leaves are spread over devices, where their types do not say it."""
-        at, info = self.executor.spread, self.info
+        at, info = self.executor.sharding, self.info
         olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
         news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
         known = (info.step.specs or ())[: len(info.out_atoms)]
@@ -191,7 +191,7 @@ class RuleStep:
             pull, before, after, (inputs, weights, J, slopes), params, consts = residuals
             outs, new, _ = cotangents
             dparams, dargs, dconsts, *rest = pull([*outs, *_flat(new)])
-            deltas, old_deltas, read = rest if self.executor.spread else _after(dparams, rest)
+            deltas, old_deltas, read = rest if self.executor.sharding else _after(dparams, rest)
             local = Local(inputs, weights, {}, J)
             back = self.executor.group_signals(deltas)
             signals = self.joined(
@@ -374,7 +374,8 @@ class RuleStep:
         `back` are the back-propagated signals of the steps.
         """
         weights = self.executor.weights(params, consts)
-        record = replace(record, local=replace(record.local, weights=weights, spread=self.executor.spread))
+        local = replace(record.local, weights=weights, sharding=self.executor.sharding)
+        record = replace(record, local=local)
         assert record.signals is not None
         values, grads = self.trace_rule.chunk(self.slots, values, record, total, fresh=fresh, keep=keep)
         for slot in self.slots:
@@ -456,7 +457,7 @@ def _like(flat: Leaves, lists: list[Leaves]) -> list[Leaves]:
 
 
 def _add(a: Leaves, b: Leaves) -> Leaves:
-    return [whole(plus(x, y)) for x, y in zip(a, b, strict=True)]
+    return [full_sum(plus(x, y)) for x, y in zip(a, b, strict=True)]
 
 
 def _after(done: Leaves, values: Any) -> Any:

@@ -143,13 +143,13 @@ def over_chunks(
         report(begin + size)
     elif count > 1:
         # to reshape what is not cut evenly would copy it, and so would chunks of one step: memory would grow
-        whole = left > 0 or size == 1
+        by_slice = left > 0 or size == 1
         steps = sequence.part(begin, begin + count * size) if left else sequence.steps
-        parts = () if whole else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
+        parts = () if by_slice else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
 
         def one(carry: Any, given: Any) -> Any:
             number, now = given
-            if whole:
+            if by_slice:
                 start = begin + number * size
                 now = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), sequence.steps)
             carry, out = run(carry, *now)

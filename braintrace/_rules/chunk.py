@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._executor.sharding import plus, whole
+from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, dot, promoted, stack, states
 from .._executor.weight_gradients import Parts
@@ -123,12 +123,12 @@ def chunk_gradient(
         assert q is not None
         assert start is not None
         parts = None if values is None else record.local.parts(slot, values[slot.key])
-        dw = record.local.apart(slot, parts, over_time(slot, record, weight, q, parts))
+        dw = record.local.as_partial_sums(slot, parts, over_time(slot, record, weight, q, parts))
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
             past = slot.contract(lifted, values[slot.key], parts)
-            dw = plus(dw, record.local.apart(slot, parts, past))
-        add_to(grads, slot, whole(dw))
+            dw = plus(dw, record.local.as_partial_sums(slot, parts, past))
+        add_to(grads, slot, full_sum(dw))
     return grads
 
 
@@ -176,7 +176,7 @@ def chunk_traces(
         elif slot.uniform:
             new = _filtered(slot, record, weight, None if values is None else values[slot.key])
         else:
-            decay, lifted = course(slot, record, products)
+            decay, lifted = affine_terms(slot, record, products)
             new = slot.instant(factors(slot, inputs), lifted, weight, TIME)
             if values is not None:
                 new = add_up(promoted(slot.decay(decay, values[slot.key]), new))
@@ -184,7 +184,7 @@ def chunk_traces(
     return result
 
 
-def course(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> tuple[Any, Any]:
+def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> tuple[Any, Any]:
     """`D[K]..D[1]`, (S, S, *at), and `D[K]..D[s+1] J[s]` of every step, (S, time, *y)."""
     site = slot.relation.site.index
     inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]

@@ -21,13 +21,13 @@ from .._compiler.states_with_memory import remembering
 from .._executor.executor import Local
 from .._executor.filtered_inputs import with_filtered_inputs
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
-from .._executor.sharding import whole
+from .._executor.sharding import full_sum
 from .._executor.slots import Slot
 from .._executor.trace_math import add_up, promoted
 from .._executor.trace_recursion import Recursion
 from .._executor.window import Record, Signals
 from .bounds import Bound
-from .chunk import backward, chunk_gradient, chunk_traces, course, step_by_step
+from .chunk import affine_terms, backward, chunk_gradient, chunk_traces, step_by_step
 from .layers import Layers
 from .projection import BASES
 from .rank import Rank
@@ -140,18 +140,18 @@ class D_RTRL(TraceRule):
     def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         result = {}
         for slot in slots:
-            D, factor, J = _apart(*local.at(slot))
+            D, factor, J = _unshared(*local.at(slot))
             old = values[slot.key]
             if (
                 len(old) > 1
                 and D is not None
-                and fits(slot, old, local.spread)
+                and fits(slot, old, local.sharding)
                 and self.fuses({slot.key: old})
             ):
                 assert factor is not None
                 none = jnp.zeros(old.shape[-2:], jnp.float32)
                 nothing = jnp.zeros_like(D[0])
-                result[slot.key], _ = step(slot, old, D, factor, J, nothing, none, local.spread)
+                result[slot.key], _ = step(slot, old, D, factor, J, nothing, none, local.sharding)
                 continue
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
@@ -166,18 +166,18 @@ class D_RTRL(TraceRule):
         return result
 
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
-        return {k: whole(dw) for k, dw in self.gradient_apart(slots, values, signals, local).items()}
+        return {k: full_sum(dw) for k, dw in self.gradient_by_device(slots, values, signals, local).items()}
 
-    def gradient_apart(
+    def gradient_by_device(
         self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
     ) -> Gradients:
         grads: Gradients = {}
         for slot in slots:
             site = slot.relation.site.index
             g = slot.lift(signals[slot.group.index], local.inputs[site], 1)
-            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))  # as in `_apart`
+            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))  # as in `_unshared`
             parts = local.parts(slot, values[slot.key])
-            add_to(grads, slot, local.apart(slot, parts, slot.contract(g, values[slot.key], parts)))
+            add_to(grads, slot, local.as_partial_sums(slot, parts, slot.contract(g, values[slot.key], parts)))
         return grads
 
     def chunk(
@@ -192,7 +192,7 @@ class D_RTRL(TraceRule):
     ) -> tuple[Values, Gradients]:
         if self.bound is not None:  # no product of the steps' own
             return super().chunk(slots, values, record, total, fresh=fresh, keep=keep)
-        record = record.begun_anew()
+        record = record.cut_at_resets()
         if record.length == 1 and keep and record.old_signals is None:
             return self._one_step(slots, values, replace(record, keep=None), total)
         before = None if fresh else values
@@ -205,16 +205,16 @@ class D_RTRL(TraceRule):
     def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         if self.bound is not None:
             return super().through(slots, values, record)
-        record = record.begun_anew()
+        record = record.cut_at_resets()
         found = {k: backward(record, k, products=True) for k in record.local.D}
         return chunk_traces(slots, values, record, found, values)
 
-    def course(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
-        record = record.begun_anew()
+    def affine_terms(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
+        record = record.cut_at_resets()
         groups = dict.fromkeys(t.group.index for t in slots)
         found = {k: backward(record, k, products=True).products for k in groups}
         each = {t.key: (t, found[t.group.index]) for t in slots}
-        return {k: course(t, record, products) for k, (t, products) in each.items() if products is not None}
+        return {k: affine_terms(t, record, p) for k, (t, p) in each.items() if p is not None}
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
         return {t.key: t.where(keep, values[t.key]) for t in slots}
@@ -228,7 +228,7 @@ class D_RTRL(TraceRule):
             for t in slots
             if record.local.D[t.group.index] is not None
             and total[t.relation.site.index, t.name].dtype == jnp.float32
-            and fits(t, values[t.key], record.local.spread)
+            and fits(t, values[t.key], record.local.sharding)
         ]
         others = [t for t in slots if t not in fused]
         after = dict(values)
@@ -243,12 +243,12 @@ class D_RTRL(TraceRule):
             assert factor is not None
             key = (slot.relation.site.index, slot.name)
             g = slot.lift(signals[slot.group.index], local.inputs[key[0]], 1)
-            after[slot.key], dw = step(slot, values[slot.key], D, factor, J, g, total[key], local.spread)
+            after[slot.key], dw = step(slot, values[slot.key], D, factor, J, g, total[key], local.sharding)
             total = {**total, key: dw}
         return after, total
 
 
-def _apart(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
+def _unshared(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
     """The same, shared with no other trace: else XLA makes one loop of several, and copies all but one.
 
     On a GPU it would also transpose a whole sequence before a loop over it, were the inputs not kept as

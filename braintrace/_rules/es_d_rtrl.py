@@ -78,7 +78,7 @@ class ES_D_RTRL(TraceRule):
             values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             found[_count_key(slot)] = at.of_group(slot.group)[:1]
@@ -147,7 +147,7 @@ class ES_D_RTRL(TraceRule):
 
     def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         start = {k: states(values[k], 0) for k in map(_state_key, slots)}
-        after = self._averages(slots, values, start, record.begun_anew())[2]
+        after = self._averages(slots, values, start, record.cut_at_resets())[2]
         return {**{k: v[-1] for k, v in _counts(slots, values, record).items()}, **after}
 
     def chunk(
@@ -161,7 +161,7 @@ class ES_D_RTRL(TraceRule):
         keep: bool,
     ) -> tuple[Values, Gradients]:
         """The averages step by step, which is cheap; all the products of the two at once."""
-        record = record.begun_anew()
+        record = record.cut_at_resets()
         start = {k: states(values[k], 0) for k in map(_state_key, slots)}
         x, f, after = self._averages(slots, values, start, record)
         counts = _counts(slots, values, record)

@@ -69,11 +69,11 @@ class KF_RTRL(Estimate):
                 x = use.input(name, inputs)
                 values[use.key(name)] = jnp.zeros(x.shape, x.dtype)
             site = use.weighted.site
-            y = jnp.zeros((use.per.numbers, *site.shape), site.output.aval.dtype)
+            y = jnp.zeros((use.per.state_size, *site.shape), site.output.aval.dtype)
             values[use.key("A")] = jnp.zeros_like(use.by_sample(y))
         return values
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         """Over devices: samples as the states', inputs and outputs of an op as its weight's labels."""
         found: dict[str, Spec] = {}
         for use in self._uses(executor):
@@ -189,7 +189,7 @@ class Use:
 
     def of_output(self, names: dict[str, Any]) -> Spec:
         """How the output without its samples is spread: by its labels, or as states of the same shape."""
-        at, shape = self.per.executor.spread, self.weighted.site.shape
+        at, shape = self.per.executor.sharding, self.weighted.site.shape
         spec: Spec = (None,) * len(shape)
         for layout in self.layouts.values():
             if not layout.y_is_viewed and any(a in names for a in layout.y):
@@ -203,7 +203,7 @@ class Use:
     def names(self) -> dict[str, Any]:
         """How labels are spread over devices: as those of its weights."""
         found: dict[str, Any] = {}
-        at, number = self.per.executor.spread, [v for e in self.per.info.fixed for v in e.invars]
+        at, number = self.per.executor.sharding, [v for e in self.per.info.fixed for v in e.invars]
         if at is None:
             return found
         for name, (inputs, _, _) in self._weights.found.items():

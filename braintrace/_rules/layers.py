@@ -46,7 +46,7 @@ class Layers:
         for block in blocks:
             for key, aval in block.keys.values():
                 shape = list(aval.shape)
-                shape.insert(row_axis(aval.ndim), len(block.numbers))
+                shape.insert(row_axis(aval.ndim), len(block.indices))
                 values[key] = jnp.zeros((per.samples.count, *shape), self.dtype or aval.dtype)
         _check_memory(values)
         return values
@@ -56,15 +56,15 @@ class Layers:
         per, blocks = self._of(executor)
         values = {}
         for block in blocks:
-            rows = jnp.eye(per.numbers, dtype=per.dtype)[block.numbers]
+            rows = jnp.eye(per.state_size, dtype=per.dtype)[block.indices]
             rows = jnp.broadcast_to(rows, (per.samples.count, *rows.shape))
             start, added = per.pull(window, rows)
-            start = per.whole(finite(start))
+            start = per.shard_samples(finite(start))
             of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
             for i, (key, aval) in block.keys.items():
                 axis = 1 + row_axis(aval.ndim)
                 acting = [blocks[n] for n in block.acted_on_by if i in blocks[n].keys]
-                terms = [mixed(start[:, :, b.numbers], before[b.keys[i][0]], axis) for b in acting]
+                terms = [mixed(start[:, :, b.indices], before[b.keys[i][0]], axis) for b in acting]
                 new = add_up(promoted(*terms, *(found[i] for found in (added, of_old) if i in found)))
                 values[key] = (new - of_new[i] if i in of_new else new).astype(before[key].dtype)
         return values
@@ -74,7 +74,7 @@ class Layers:
         per, blocks = self._of(executor)
         found: dict[int, Any] = {}
         for block in blocks:
-            along = finite(per.vectors(signals, dual=True)[:, block.numbers])
+            along = finite(per.vectors(signals, dual=True)[:, block.indices])
             for i, (key, aval) in block.keys.items():
                 term = summed(per, i, along, values[key], 1 + row_axis(aval.ndim), aval.dtype)
                 found[i] = plus(found.get(i), term)
@@ -90,9 +90,9 @@ class Layers:
         names = [key for block in blocks for key, _ in block.keys.values()]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
-    def spread(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
         """Over devices: samples as the states', parameters as these."""
-        (per, blocks), at = self._of(executor), executor.spread
+        (per, blocks), at = self._of(executor), executor.sharding
         assert at is not None
         lead, found = per.lead, {}
         for block in blocks:
@@ -113,7 +113,7 @@ class Layers:
 class _Block:
     """Some numbers of a sample, and the leaves of the parameters whose influence on them is kept."""
 
-    numbers: Any
+    indices: Any  # in the state vector
     keys: dict[int, tuple[str, Any]]  # of each leaf, by number: what is kept of it, and its type
     acted_on_by: list[int]  # blocks, by number
 

@@ -68,7 +68,7 @@ class Presynaptic(TraceRule):
                 values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             key, samples = _key(slot), at.of_group(slot.group)[:1]

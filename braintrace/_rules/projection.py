@@ -52,17 +52,17 @@ class Pushed:
     """One orthonormal basis per sample, pushed along the trajectory."""
 
     def start(self, per: PerSample, rank: int) -> Values:
-        return {BASIS: jnp.zeros((per.samples.count, rank, per.numbers), per.dtype)}
+        return {BASIS: jnp.zeros((per.samples.count, rank, per.state_size), per.dtype)}
 
     def lasting(self, per: PerSample, rank: int) -> Values:
         return {}
 
-    def spread(self, per: PerSample) -> dict[str, Spec]:
+    def specs(self, per: PerSample) -> dict[str, Spec]:
         return {BASIS: (per.lead, None, None)}
 
     def pairs(self, per: PerSample, values: Values) -> Rows:
         """The pair at the start of the first window."""
-        found: Rows = per.whole(_begun(per.whole(values[BASIS])))
+        found: Rows = per.shard_samples(_or_fixed_basis(per.shard_samples(values[BASIS])))
         return found
 
     def pair(self, pairs: Rows, index: Any = None) -> tuple[Rows, Rows]:
@@ -76,12 +76,12 @@ class Pushed:
         def along(basis: Rows, window: Window) -> tuple[Rows, Rows]:
             if window.keep is not None:
                 basis = where_rows(window.keep[0], basis, jnp.zeros_like(basis))
-            basis = per.whole(_begun(basis))
-            after = window.as_if_begun.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
+            basis = per.shard_samples(_or_fixed_basis(basis))
+            after = window.without_first_reset.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
             rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
-            return per.whole(orthonormal(per.whole(rows))), basis
+            return per.shard_samples(orthonormal(per.shard_samples(rows))), basis
 
-        after, pairs = window.in_windows(size, along, per.whole(values[BASIS]))
+        after, pairs = window.in_windows(size, along, per.shard_samples(values[BASIS]))
         return after, pairs[1:]
 
     def no_pairs(self, per: PerSample, values: Values, windows: int) -> Rows:
@@ -112,16 +112,16 @@ class Balanced:
     renew_every: int = 16
 
     def start(self, per: PerSample, rank: int) -> Values:
-        return {TANGENT: jnp.zeros((per.samples.count, per.numbers), per.dtype)}
+        return {TANGENT: jnp.zeros((per.samples.count, per.state_size), per.dtype)}
 
     def lasting(self, per: PerSample, rank: int) -> Values:
-        first = jnp.asarray(fixed_basis(per.numbers, rank).T, per.dtype)
-        none = lambda: jnp.zeros((per.numbers, _sketch_size(per.numbers, rank)), per.dtype)
+        first = jnp.asarray(fixed_basis(per.state_size, rank).T, per.dtype)
+        none = lambda: jnp.zeros((per.state_size, _sketch_size(per.state_size, rank)), per.dtype)
         # index of the random change of the parameters, and windows since the pair was computed
         counts = jnp.zeros((2,), jnp.int32)
         return {BASIS: jnp.stack([first, first]), REACH: none(), READ: none(), COUNTS: counts}
 
-    def spread(self, per: PerSample) -> dict[str, Spec]:
+    def specs(self, per: PerSample) -> dict[str, Spec]:
         return {TANGENT: (per.lead, None)}
 
     def pairs(self, per: PerSample, values: Values) -> Rows:
@@ -150,16 +150,16 @@ class Balanced:
             if window.keep is not None:
                 tangent = where_rows(window.keep[0], tangent, jnp.zeros_like(tangent))
             leaves = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
-            after = per.linear.window(window.as_if_begun).push(leaves, change)
+            after = per.linear.window(window.without_first_reset).push(leaves, change)
             after = [None if a is None else a[0] for a in after]
-            return per.whole(finite(per.vectors(after, dual=False))), tangent
+            return per.shard_samples(finite(per.vectors(after, dual=False))), tangent
 
-        after, starts = window.in_windows(size, along, per.whole(values[TANGENT]))
+        after, starts = window.in_windows(size, along, per.shard_samples(values[TANGENT]))
         return (after, self.covariance(per, starts, values[REACH])), values[BASIS]
 
     def covariance(self, per: PerSample, vectors: Any, like: Covariance) -> Covariance:
         """`aᵀ a`, with `a` the vectors of all samples and windows as rows."""
-        rows = per.everywhere(vectors).reshape(-1, vectors.shape[-1])
+        rows = per.replicated(vectors).reshape(-1, vectors.shape[-1])
         return _outer(rows, rows, like)
 
     def read(self, per: PerSample, values: Values, cotangents: Any) -> Covariance:
@@ -205,8 +205,8 @@ class Balanced:
         """
         _, t = values[BASIS]
         inner = _product("qn,nr->qr", t, _operator(values[READ])(t.T))
-        rows = per.everywhere(pulled).reshape(-1, pulled.shape[-1])
-        weighed = _product("qr,brn->bqn", inner, per.everywhere(pulled)).reshape(rows.shape)
+        rows = per.replicated(pulled).reshape(-1, pulled.shape[-1])
+        weighed = _product("qr,brn->bqn", inner, per.replicated(pulled)).reshape(rows.shape)
         found = _outer(rows, weighed, values[READ])
         # an expanding window would let the average grow without bound
         before, now = _trace(values[READ]) * per.samples.count, _trace(found)
@@ -303,16 +303,16 @@ BASES: dict[str, Pushed | Balanced] = {"balanced": Balanced(), "pushed": Pushed(
 
 
 @lru_cache
-def fixed_basis(numbers: int, size: int) -> Any:
+def fixed_basis(state_size: int, size: int) -> Any:
     """Orthonormal columns to begin with, (state size, size) or fewer."""
-    random = np.random.RandomState(0).standard_normal((numbers, min(numbers, size)))
+    random = np.random.RandomState(0).standard_normal((state_size, min(state_size, size)))
     return np.linalg.qr(random)[0]
 
 
-def _begun(basis: Rows) -> Rows:
+def _or_fixed_basis(basis: Rows) -> Rows:
     """The basis, or the fixed one for samples that have none yet."""
-    _, size, numbers = basis.shape
-    first = jnp.asarray(fixed_basis(numbers, size).T, basis.dtype)[None]
+    _, size, state_size = basis.shape
+    first = jnp.asarray(fixed_basis(state_size, size).T, basis.dtype)[None]
     return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
 
 
@@ -321,11 +321,11 @@ def orthonormal(rows: Rows) -> Rows:
 
     Where rows are lost (a hard reset), a little of the fixed basis takes their place.
     """
-    _, size, numbers = rows.shape
+    _, size, state_size = rows.shape
     if not size:  # parameters act on no carried state
         return rows
     rows = finite(rows)
-    rows = _unit(rows, -1) + _little(rows) * fixed_basis(numbers, size).T.astype(rows.dtype)[None]
+    rows = _unit(rows, -1) + _little(rows) * fixed_basis(state_size, size).T.astype(rows.dtype)[None]
 
     def add(j: Any, basis: Any) -> Any:
         row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)

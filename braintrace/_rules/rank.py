@@ -31,7 +31,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.fused import on_gpu
 from .._executor.marked_step import MarkedStep
 from .._executor.per_sample import Matrix, PerSample
-from .._executor.rows import fits, step, through
+from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
 from .._executor.trace_math import add_up, promoted, weigh
@@ -41,7 +41,7 @@ from .._meshes import mesh_of
 from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, finite
 
 Values = dict[str, Any]
-Courses = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`
+AffineTerms = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class Rank:
         return values
 
     def _rank(self, per: PerSample) -> int:
-        return min(self.size, per.numbers)
+        return min(self.size, per.state_size)
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays that survive a reset."""
         per = self.per_sample(executor)
         return self.basis.lasting(per, self._rank(per))
 
-    def spread(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
         """The partition specs: samples as the states', parameters as these."""
-        per, at = self.per_sample(executor), executor.spread
+        per, at = self.per_sample(executor), executor.sharding
         assert at is not None
-        found = self.basis.spread(per)
+        found = self.basis.specs(per)
         for i, (key, aval) in named(per).items():
             spec = list(at.of_leaf(i) or [None] * aval.ndim)
             spec.insert(row_axis(aval.ndim), None)
@@ -115,7 +115,7 @@ class Rank:
         before: Values,
         after: Values,
         window: Window,
-        course: Callable[[Sequence[Slot]], Courses],
+        affine_terms: Callable[[Sequence[Slot]], AffineTerms],
         state: Any,
         signals: Leaves | None = None,
     ) -> tuple[Values, dict[int, Any], Any]:
@@ -134,7 +134,7 @@ class Rank:
         else:
             new, old = (jnp.broadcast_to(a, (per.samples.count, *a.shape)) for a in (new, old))
         values: Values = {}
-        matrices, specs, courses = self._in_kernel(executor, per, before, window.length, course)
+        matrices, specs, affine = self._in_kernel(executor, per, before, window.length, affine_terms)
         rows, (start, factors) = self._corrected(per, old, before, after, window, list(matrices), new)
         values.update(rows)
         if not matrices:
@@ -146,10 +146,10 @@ class Rank:
         for i, matrix in matrices.items():
             (key, aval), slot = named(per)[i], matrix.slot
             trace = None if slot is None else before[slot.key]
-            more = () if slot is None else (*courses[slot.key], *(found[slot.key] for found in lifted))
+            more = () if slot is None else (*affine[slot.key], *(found[slot.key] for found in lifted))
             x, d = factors[i]
-            how = through(matrix, x, d, carried, along, *more)
-            values[key], trace, grad = step(before[key], trace, how, executor.spread, specs[i])
+            how = kernel_coefficients(matrix, x, d, carried, along, *more)
+            values[key], trace, grad = step(before[key], trace, how, executor.sharding, specs[i])
             values.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads, start
@@ -167,7 +167,7 @@ class Rank:
     def cross(self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
         """The part of cotangents at the start of a window that goes on to the window before."""
         per = self.per_sample(executor)
-        vectors = per.whole(finite(per.vectors(cotangents, dual=True)))
+        vectors = per.shard_samples(finite(per.vectors(cotangents, dual=True)))
         return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
 
     def left(
@@ -215,30 +215,30 @@ class Rank:
         per: PerSample,
         values: Values,
         length: int,
-        course: Callable[[Sequence[Slot]], Courses],
-    ) -> tuple[dict[int, Matrix], dict[int, Spec], Courses]:
+        affine_terms: Callable[[Sequence[Slot]], AffineTerms],
+    ) -> tuple[dict[int, Matrix], dict[int, Spec], AffineTerms]:
         """The matrices whose rows are large, where there is a kernel for these.
 
         And how they are spread over devices, and how their traces go.
         """
-        names, at = named(per), executor.spread
-        spread = mesh_of(*values.values()) is not None
-        if not on_gpu() or (spread and at is None):
+        names, at = named(per), executor.sharding
+        sharded = mesh_of(*values.values()) is not None
+        if not on_gpu() or (sharded and at is None):
             return {}, {}, {}
         found, specs = {}, dict[int, Spec]()
         for i, matrix in per.matrices.items():
             rows = values[names[i][0]]
             trace = None if matrix.slot is None else values[matrix.slot.key]
             ways: Sequence[int] = (1, 1, 1, 1)
-            if spread and at is not None:
+            if sharded and at is not None:
                 on_inputs, on_outputs = at.of_leaf(i) or (None, None)
                 specs[i] = at.fitted((per.lead, on_inputs, None, on_outputs), rows.shape)
                 ways = [at.ways(p, n) for p, n in zip(specs[i], rows.shape, strict=True)]
             if rows.nbytes // math.prod(ways) >= _LARGE and fits(length, rows, trace, ways):
                 found[i] = matrix
-        courses = course([m.slot for m in found.values() if m.slot is not None])
-        known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in courses}
-        return known, {i: specs.get(i, ()) for i in known}, courses
+        affine = affine_terms([m.slot for m in found.values() if m.slot is not None])
+        known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in affine}
+        return known, {i: specs.get(i, ()) for i in known}, affine
 
     def _corrected(
         self,
@@ -247,20 +247,20 @@ class Rank:
         before: Values,
         after: Values,
         window: Window,
-        apart: Sequence[int],
+        factored: Sequence[int],
         rows: Any,
     ) -> tuple[Values, Any]:
         """`rows (H (E + Tᵀ V) + A - E')`, with `T` = `old`.
 
-        Also returns `rows H`, and for the matrices in `apart` the factors of `rows A`.
+        Also returns `rows H`, and for the matrices in `factored` the factors of `rows A`.
         """
-        start, added, factors = per.pull_apart(window, rows, apart)
-        start = per.whole(finite(start))
+        start, added, factors = per.pull_with_factors(window, rows, factored)
+        start = per.shard_samples(finite(start))
         carried = _product("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
         values = {}
         for i, (key, aval) in named(per).items():
-            if i not in apart:
+            if i not in factored:
                 terms = [mixed(carried, before[key], 1 + row_axis(aval.ndim))]
                 terms += [found[i] for found in (added, of_old) if i in found]
                 new = add_up(promoted(*terms))
@@ -270,7 +270,7 @@ class Rank:
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """The gradients `<signal, Tᵀ V>` of signals at the carried states, by leaf of the parameters."""
         per = self.per_sample(executor)
-        signal = per.whole(finite(per.vectors(signals, dual=True)))
+        signal = per.shard_samples(finite(per.vectors(signals, dual=True)))
         _, rows = self.basis.pair(self.basis.pairs(per, values))
         along = along_rows(signal, rows)
         found = {}
@@ -289,7 +289,7 @@ class Rank:
 
 
 def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True) -> PerSample:
-    """The samples of a step, found once; `traces`: those have to be told apart by sample, too."""
+    """The `PerSample` of a step, cached on its executor; with `traces`, all traces need a batch axis too."""
     if (axis, traces) not in executor.per_sample:
         linear = MarkedStep(executor)
         samples = find_samples(linear.info, axis)
@@ -307,13 +307,13 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
                 "`samples` out, or take all as one (`samples=None`)."
             )
         found = PerSample(linear, samples)
-        told = not traces or found.tells_traces
-        if not told and axis != "auto":
+        separate = not traces or found.traces_have_samples
+        if not separate and axis != "auto":
             raise NotSupportedError(
                 f"The traces of this model have no axis for the samples along axis {axis} of the states: "
                 "leave `samples` out, or take all for one (`samples=None`)."
             )
-        if not told:  # places of an image, say, with no batch
+        if not separate:  # places of an image, say, with no batch
             found = PerSample(linear, find_samples(linear.info, None))
         executor.per_sample[axis, traces] = found
     return executor.per_sample[axis, traces]  # type: ignore[no-any-return]

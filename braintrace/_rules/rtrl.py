@@ -40,16 +40,16 @@ class RTRL(Rule):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = _per_sample(executor)
-        lead = (per.samples.count, per.numbers)
+        lead = (per.samples.count, per.state_size)
         with jax.numpy_dtype_promotion("standard"):  # parameters may be of fewer bits than what is carried
             return {
                 name: jnp.zeros((*lead, *aval.shape), jnp.result_type(aval.dtype, per.dtype))
                 for name, aval in _names(per).values()
             }
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         """Over devices: samples as the states', parameters as these."""
-        per, at = _per_sample(executor), executor.spread
+        per, at = _per_sample(executor), executor.sharding
         assert at is not None
         lead = per.lead
         return {
@@ -64,7 +64,7 @@ class RTRL(Rule):
         if window.keep is not None:  # what begins anew there is no function of the state before
             values = self.forget(executor, values, ~window.keep[0])
         every = jnp.broadcast_to(
-            jnp.eye(per.numbers, dtype=per.dtype), (per.samples.count, *[per.numbers] * 2)
+            jnp.eye(per.state_size, dtype=per.dtype), (per.samples.count, *[per.state_size] * 2)
         )
         H, added = per.pull(window, every, in_front)
         carried = self._carry(executor, H, values)
@@ -84,10 +84,10 @@ class RTRL(Rule):
 
     def _carry(self, executor: ETraceGraphExecutor, rows: Any, values: Values) -> Values:
         """`rows @ P` for each sample; each device looks at its own part alone."""
-        at = executor.spread
+        at = executor.sharding
         if at is None or mesh_of(*values.values()) is None:
             return _carry(rows, values)
-        keys, found = list(values), self.spread(executor, values)
+        keys, found = list(values), self.specs(executor, values)
         specs = [at.fitted(found[k], values[k].shape) for k in keys]
         lead = specs[0][0]
         part = lambda rows, *kept: tuple(_carry(rows, dict(zip(keys, kept, strict=True))).values())

@@ -82,8 +82,8 @@ class Rule(ABC):
         """The projection of the cotangents that cross a window's start; None if none crosses."""
         return None
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """The partition specs of the rule's arrays, of these shapes, given the sharding `executor.spread`.
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """The partition specs of the rule's arrays, of these shapes, given `executor.sharding`.
 
         XLA chooses the sharding of arrays without a spec.
         """
@@ -142,7 +142,7 @@ class TraceRule(Rule):
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
         """The gradient of the step's loss, from the traces after the step."""
 
-    def gradient_apart(
+    def gradient_by_device(
         self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
     ) -> Gradients:
         """`gradient`, as per-device partial sums (`PartialSums`) where the batch is sharded."""
@@ -155,7 +155,7 @@ class TraceRule(Rule):
             "`reset(slots, values, keep)` to it, or reset all samples (`learner.reset_state()`)."
         )
 
-    def spread_traces(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
         """How its arrays are spread over devices; those that are no traces by their labels, XLA lays out."""
         by_labels = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
         return {k: spec for k, spec in by_labels.items() if len(spec) == len(shapes[k].shape)}
@@ -189,7 +189,7 @@ class TraceRule(Rule):
 
         return jax.lax.scan(body, values, record.steps)[0]
 
-    def course(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
+    def affine_terms(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
         """`P` and `d` of each trace that goes as `P trace + sum_t x[t] d[t]` over the steps in `record`.
 
         `P` is (S, S, *at), `d` (S, time, *y).
@@ -202,11 +202,11 @@ class TraceRule(Rule):
         values = self.init(executor.slots, executor.example_local())
         return values if self.correction is None else {**values, **self.correction.start(executor)}
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        at = executor.spread
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        at = executor.sharding
         assert at is not None
-        found = self.spread_traces(executor.slots, at, shapes)
-        return found if self.correction is None else {**found, **self.correction.spread(executor)}
+        found = self.trace_specs(executor.slots, at, shapes)
+        return found if self.correction is None else {**found, **self.correction.specs(executor)}
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         found = super().lasting(executor)
@@ -239,12 +239,12 @@ class TraceRule(Rule):
             return self._advanced(executor, values, window), {}, None
         if window.keep is not None:  # samples that are reset at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
-            window = window.as_if_begun
+            window = window.without_first_reset
         after = self._advanced(executor, values, window)
         if not isinstance(self.correction, Rank):
             return {**after, **self.correction.advance(executor, values, after, window)}, {}, None
-        course = lambda slots: self.course(slots, window.record)
-        more, known, pulled = self.correction.advance(executor, values, after, window, course, state, signals)
+        terms = lambda slots: self.affine_terms(slots, window.record)
+        more, known, pulled = self.correction.advance(executor, values, after, window, terms, state, signals)
         return {**values, **after, **more}, known, pulled
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
@@ -255,7 +255,7 @@ class TraceRule(Rule):
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         at_groups = executor.widened(executor.at_groups(signals))
-        grads = self.gradient_apart(executor.slots, values, at_groups, window.inputs_of_first)
+        grads = self.gradient_by_device(executor.slots, values, at_groups, window.inputs_of_first)
         found = executor.to_parameters(window.params, window.first_consts, grads)
         if self.correction is None:
             return found
@@ -306,10 +306,10 @@ class TraceRule(Rule):
         if not fresh:
             more = self.projection.past(executor, values, first)
             found = [plus(a, more.get(i)) for i, a in enumerate(found)]
-        after = window.in_windows(size, partial(self._one_more, executor), values)[0] if keep else values
+        after = window.in_windows(size, partial(self._next_window, executor), values)[0] if keep else values
         return found, {**after, **self.projection.observed(executor, values, state, read, len(starts))}
 
-    def _one_more(
+    def _next_window(
         self, executor: ETraceGraphExecutor, values: Values, window: Window
     ) -> tuple[Values, tuple[()]]:
         """The traces, `V` and basis after one more window."""

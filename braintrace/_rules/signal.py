@@ -47,8 +47,8 @@ class BackPropagated:
         """The arrays that it keeps; they outlast a sequence."""
         return {}
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """How they are spread over devices, as `executor.spread` has it."""
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        """How they are spread over devices, as `executor.sharding` has it."""
         return {}
 
     def prepared(
@@ -85,7 +85,7 @@ class Broadcast(BackPropagated):
     is_broadcast: ClassVar[bool] = True
     in_windows: ClassVar[bool] = False
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         return _columns(executor, shapes)
 
 
@@ -330,7 +330,7 @@ def _values_of(values: Values, prefix: str) -> list[Any]:
 
 def _columns(executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
     """Of matrices from outputs to units: columns as the units are spread, where these are one axis."""
-    at, samples = executor.spread, executor.samples
+    at, samples = executor.sharding, executor.samples
     assert at is not None
     found: dict[str, Spec] = {}
     for group in executor.graph.hidden_groups:

@@ -90,9 +90,9 @@ class SnAp(Rule):
         count = pattern.per.samples.count
         return {b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), b.dtype) for b in pattern.blocks}
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         """Over devices: samples as the states', and sets, or numbers in them, over what parameters are."""
-        pattern, at = self._pattern(executor), executor.spread
+        pattern, at = self._pattern(executor), executor.sharding
         assert at is not None
         lead = pattern.per.lead
         parts = [p for i in pattern.offsets for p in at.of_leaf(i) or () if p is not None]
@@ -105,21 +105,21 @@ class SnAp(Rule):
         return {k: of(a.shape) for k, a in shapes.items()}
 
     def _advanced(self, executor: ETraceGraphExecutor, block: Block, old: Any, H: Any, terms: Any) -> Any:
-        at = executor.spread
+        at = executor.sharding
         if at is None or mesh_of(old) is None:
             return block.advanced(old, H, terms)
-        spec = self.spread(executor, {block.key: old})[block.key]
-        specs = [spec, *[(spec[0], None, None)] * 2, *block.spread(spec)]
+        spec = self.specs(executor, {block.key: old})[block.key]
+        specs = [spec, *[(spec[0], None, None)] * 2, *block.specs(spec)]
         part = lambda old, H, terms, *arrays: (block.part(arrays).advanced(old, H, terms),)
         return per_device(part, at.mesh, specs, [spec])(old, H, terms, *block.arrays)[0]
 
     def _summed(self, executor: ETraceGraphExecutor, block: Block, signal: Any, kept: Any) -> Any:
-        at = executor.spread
+        at = executor.sharding
         if at is None or mesh_of(kept) is None:
             return block.summed(signal, kept)
-        spec = self.spread(executor, {block.key: kept})[block.key]
+        spec = self.specs(executor, {block.key: kept})[block.key]
         lead, sets, _, places = spec
-        specs = [(lead, None), spec, *block.spread(spec)]
+        specs = [(lead, None), spec, *block.specs(spec)]
         # what devices have is summed outside, with all else that is
         part = lambda signal, kept, *arrays: (block.part(arrays).summed(signal, kept)[None],)
         return jnp.sum(
@@ -142,7 +142,7 @@ class SnAp(Rule):
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
-        signal = pattern.per.whole(finite(pattern.per.vectors(signals, dual=True)))
+        signal = pattern.per.shard_samples(finite(pattern.per.vectors(signals, dual=True)))
         summed = {b.key: self._summed(executor, b, signal, values[b.key]) for b in pattern.blocks}
         found = pattern.gradients(summed)
         return [found.get(i) for i in range(len(window.params))]
@@ -178,7 +178,7 @@ class Block:
         rows, places, colours, *now = arrays
         return replace(self, rows=rows, places=places, colours=colours, now=now[0] if now else None)
 
-    def spread(self, spec: Spec) -> list[Spec]:
+    def specs(self, spec: Spec) -> list[Spec]:
         """How they are cut where what is kept, (samples, sets, carried, numbers), is spread so."""
         _, sets, _, places = spec
         found: list[Spec] = [(sets, None), (sets, places), (sets, None), (sets, None, places)]
@@ -245,23 +245,22 @@ class Pattern:
         """`H`, (samples, numbers, numbers)."""
         pulled = self.per.back(window, _rows(self.state_colours, self.per))
         found = pulled[:, self.state_colours]
-        return self.per.whole(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
+        return self.per.shard_samples(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
 
     def terms(self, window: Window) -> dict[Any, Any]:
         """`dh/dw`, rows of one colour together: by type, (samples, colours, numbers of parameters)."""
         rows = _rows(self.colours, self.per)
-        added = self.per.pull(window, rows, whole=True)[1]
+        added = self.per.pull(window, rows, samples_only=True)[1]
         parts: dict[Any, list[Any]] = {}
         for i, (dtype, _, size) in self.offsets.items():
             shape = (self.per.samples.count, rows.shape[1], size)
             if i in added:
                 axis = 1 + row_axis(added[i].ndim - 2)
                 flat = jnp.moveaxis(added[i], axis, 1)
-                flat = self.per.whole(self.per.whole(flat).reshape(*flat.shape[:2], size))
-            parts.setdefault(dtype, []).append(
-                self.per.whole(jnp.broadcast_to(flat, shape) if i in added else jnp.zeros(shape, dtype))
-            )
-        return {dtype: self.per.whole(jnp.concatenate(found, 2)) for dtype, found in parts.items()}
+                flat = self.per.shard_samples(self.per.shard_samples(flat).reshape(*flat.shape[:2], size))
+            one = jnp.broadcast_to(flat, shape) if i in added else jnp.zeros(shape, dtype)
+            parts.setdefault(dtype, []).append(self.per.shard_samples(one))
+        return {dtype: self.per.shard_samples(jnp.concatenate(found, 2)) for dtype, found in parts.items()}
 
     def gradients(self, summed: dict[str, Any]) -> dict[int, Any]:
         """Of each leaf, what blocks give each of its numbers."""
@@ -271,12 +270,12 @@ class Pattern:
             size = max(start + n for d, start, n in self.offsets.values() if d == dtype)
             total = jnp.zeros((size + 1,), dtype)  # the last is of none
             for b in mine:
-                each = self.per.everywhere(summed[b.key])
+                each = self.per.replicated(summed[b.key])
                 total = total.at[b.places.ravel()].set(each.ravel().astype(dtype))
-            totals[dtype] = self.per.everywhere(total)
+            totals[dtype] = self.per.replicated(total)
         leaves = [v for e in self.per.info.fixed for v in e.invars]
         return {
-            i: self.per.everywhere(totals[dtype][start : start + n].reshape(leaves[i].aval.shape))
+            i: self.per.replicated(totals[dtype][start : start + n].reshape(leaves[i].aval.shape))
             for i, (dtype, start, n) in self.offsets.items()
         }
 

@@ -49,10 +49,10 @@ class UORO(Estimate):
             values = self.forget(executor, values, ~window.keep[0])
             window = replace(window, keep=window.keep.at[0].set(True))
         per = self._kept.per_sample(executor)
-        s = per.whole(values[BASIS])
+        s = per.shard_samples(values[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
-        pushed = per.whole(finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)))
-        nu = per.whole(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
+        pushed = per.shard_samples(finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)))
+        nu = per.shard_samples(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
         names = {i: key for i, (key, _) in named(per).items()}
         theta = {i: values[key] for i, key in names.items()}
@@ -72,8 +72,8 @@ class UORO(Estimate):
         found = self._kept.past(executor, values, signals)
         return [found.get(i) for i in range(len(window.params))]
 
-    def spread(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        return self._kept.spread(executor)
+    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+        return self._kept.specs(executor)
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}

@@ -68,7 +68,7 @@ def test_rank_equals_its_definition(name, rank, window, basis):
     for var in samples.carried:
         ((path, i),) = ((path, i) for path, i, v in places if v is var)
         leaves.append([n for n, p in enumerate(brute.f.state_paths) if p == path][i])
-    pair = random_pair(samples.numbers, rank) if basis == "balanced" else None
+    pair = random_pair(samples.state_size, rank) if basis == "balanced" else None
     expected = brute.d_rtrl_rank(xs, window, rank, leaves, samples.axis, pair)
     # Of each model one basis goes window by window too, and one in one pass; a call at a time would renew a
     # balanced pair.
@@ -462,7 +462,7 @@ def test_the_kernel_of_rows(size, shape, states, length):
     kept = normal(samples, width, size, out)
     trace = normal(states, *shape) if states else None
     of_trace = (normal(samples, num, states, out), normal(samples, states, out)) if states else ()
-    course = rows.Course(
+    by = rows.Coefficients(
         normal(samples, width, length),
         normal(samples, num, length, out),
         normal(samples, size, size),
@@ -471,8 +471,8 @@ def test_the_kernel_of_rows(size, shape, states, length):
     )
     with jax.enable_x64(False):
         kernel = jax.jit(partial(rows.advance, interpret=True))
-        found = jax.tree.leaves(kernel(kept, trace, course))
-    truth = jax.tree.leaves(rows._advance_plainly(kept, trace, course))
+        found = jax.tree.leaves(kernel(kept, trace, by))
+    truth = jax.tree.leaves(rows._advance_plainly(kept, trace, by))
     for a, b in zip(found, truth, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
