@@ -190,8 +190,7 @@ class RuleStep:
         def backward(residuals: Any, cotangents: Any) -> Any:
             pull, before, after, (inputs, weights, J, slopes), params, consts = residuals
             outs, new, _ = cotangents
-            dparams, dargs, dconsts, *rest = pull([*outs, *_flat(new)])
-            deltas, old_deltas, read = rest if self.executor.sharding else _after(dparams, rest)
+            dparams, dargs, dconsts, deltas, old_deltas, read = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
             back = self.executor.group_signals(deltas)
             signals = self.joined(
@@ -458,17 +457,6 @@ def _like(flat: Leaves, lists: list[Leaves]) -> list[Leaves]:
 
 def _add(a: Leaves, b: Leaves) -> Leaves:
     return [full_sum(plus(x, y)) for x, y in zip(a, b, strict=True)]
-
-
-def _after(done: Leaves, values: Any) -> Any:
-    """The same values, made to depend on other arrays.
-
-    A contraction of traces then waits until the pull-back has read all weights. Otherwise XLA copies the
-    weights that an optimiser writes in between. The zero that is added is none that XLA can simplify.
-    """
-    first = [jnp.abs(d.ravel()[0]) for d in done if d is not None and d.size]
-    zero = sum(jnp.minimum(jnp.where(a == a, a, 0), 0) for a in first)  # not of NaN
-    return jax.tree.map(lambda a: a + jnp.asarray(zero).astype(a.dtype), values)
 
 
 def _repeated(x: Any, length: int) -> Any:
