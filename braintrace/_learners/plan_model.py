@@ -45,7 +45,7 @@ def plan(
 
     Args:
         model: A module of brainstate.
-        x0: The input of one step, or a tuple of several: arrays or `jax.ShapeDtypeStruct`s.
+        x0: The input of one step, or a tuple of several; each an array or a `jax.ShapeDtypeStruct`.
         batch_size: Take the states as `init_all_states(model, batch_size=batch_size)` would make them.
             Default the states as they are.
         length: The number of steps of the sequence. Default 100.
