@@ -177,8 +177,8 @@ def test_a_model_learns_to_remember(algorithm: Any) -> None:
         net = braintrace.online(function, params, carry, x)
         agent = Agent(net, algorithm, optax.adam(5e-3), ENV, num_envs=8)
         state = agent.init(params, carry, jax.random.key(0))
-        state, early = agent.run(state, 100)
-        state, _ = agent.run(state, 2900)
+        state, early = agent.run(state, 40)
+        state, _ = agent.run(state, 2960)
         state, late = agent.run(state, 500)
     assert early.episode_returns().mean() < 0.5
     assert late.episode_returns().mean() > 0.8
