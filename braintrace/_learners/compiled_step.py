@@ -47,7 +47,7 @@ Shape = Callable[[Array], Array]
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """The graph of a step function, and the functions of a rule on it.
+    """A compiled step function and a learning rule, as functions over flat lists of leaves.
 
     `leaves` are those of the step's states: parameters and carry, in the order of `function.step.states`.
     """
@@ -96,12 +96,12 @@ class CompiledStep:
 
     @cached_property
     def executor(self) -> ETraceGraphExecutor:
-        """The graph's own functions, with the states that the rule needs traces of."""
+        """Evaluates steps of the graph as the rule sees it: `Rule.seen` may add filter states to it."""
         return ETraceGraphExecutor(self.rule.seen(self.graph, self.in_windows))
 
     @cached_property
     def online(self) -> RuleStep:
-        """The rule's functions on the graph."""
+        """Steps and windows whose derivative is the online gradient of the rule."""
         with _meshes.no_types():
             if isinstance(self.rule, TraceRule):
                 check_own_ops(find_slots(self.graph.hidden_param_op_relations))
@@ -163,10 +163,10 @@ class CompiledStep:
         consts: Leaves | None = None,
         stepped: tuple[bool, ...] | None = None,
     ) -> tuple[Leaves, Leaves, Values]:
-        """Take a step, or a window: the leaves of the outputs, those of the states after it, and the traces.
+        """Take a step or a window; returns the leaves of outputs and new states, and the new traces.
 
         `signal` has the inputs of the rule's learning signal, `consts` the values that the step closes over.
-        With `stepped`, the call is a window: flags for each leaf of `x`, whether time is its first axis.
+        With `stepped`, the call is a window: a flag for each leaf of `x`, whether its first axis is time.
         """
         if self.rule.back_through_time:
             return *self._evaluate(leaves, x), traces
@@ -200,7 +200,7 @@ class CompiledStep:
         fresh: bool = False,
         budget: int | None = None,
     ) -> Drive:
-        """The way to drive a user's step over a sequence; see `choose`."""
+        """Choose how to run a user's step over a sequence; for the arguments see `choose`."""
         return choose(
             self.online,
             step,
@@ -222,7 +222,7 @@ class CompiledStep:
         *,
         evolve: bool = False,
     ) -> PyTree:
-        """Drive a user's step over a sequence; `initial` are the values that samples are reset to."""
+        """Run a drive over a sequence, compiled and cached; `initial` are the values of reset samples."""
         given = Given(list(drive.step.program.consts.values()), leaves, list(initial))
         return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, given, sequence)
 

@@ -297,7 +297,11 @@ class Learner:
     def _trace(
         self, returned: Loss, params: PyTree, carry: PyTree, traces: Values, sequence: Sequence, fixed: Values
     ) -> tuple[UserStep, jax.tree_util.PyTreeDef, Leaves]:
-        """Trace a step and `returned` of its output: the step, the structure of its result, all leaves."""
+        """Trace one step and `returned(y, slices)`, which is the loss and the auxiliary output.
+
+        Returns the traced step, the structure of the result of `returned`, and the leaves of parameters,
+        carry and traces.
+        """
         states = self.function.leaves(params, carry)
         leaves = [*states, *jax.tree.leaves(traces)]
         x = self.function.x.leaves(sequence.arrays[0])
@@ -346,7 +350,7 @@ class Learner:
         return self.function.carry_of(leaves), values
 
     def _sampled(self, shape: tuple[int, ...]) -> list[int]:
-        """Which leaves of the carry have a batch axis of this shape; all hidden states must."""
+        """The indices of the carry leaves with a batch axis in front; raises if a hidden state has none."""
         hidden = {h.leaf for h in self.compiled.online.info.hidden}
         variables = [(e, v) for e in self.compiled.online.info.entries for v in e.invars]
         odd = [
@@ -364,7 +368,7 @@ class Learner:
         return [i for i, (a, untraced) in pairs if not untraced and jnp.shape(a)[:1] == shape]
 
     def _reset_values(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
-        """The leaves that `reset` of a sequence sets, and the values that it sets them to."""
+        """The indices of the leaves that `reset` resets, and the values that they are reset to."""
         if sequence.reset is None:
             return (), []
         at = self._sampled(sequence.reset.shape[1:])

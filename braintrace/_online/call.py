@@ -21,19 +21,19 @@ from .rule_step import RuleStep
 
 @dataclass(frozen=True)
 class Call:
-    """What is called: the functions of a rule on a model, and how its operands are laid out."""
+    """The parameter of `call_p`: the functions of a rule on a model, and the structure of the operands."""
 
     online: RuleStep
-    stepped: tuple[bool, ...] | None  # of a window: which arguments have time in front
-    tree: Any  # of (params, args, consts, rest, values)
-    maps: tuple[tuple[bool, ...], ...] = ()  # of each `vmap`, the last first: which operands have its axis
+    stepped: tuple[bool, ...] | None  # for a window: which arguments have a leading time axis
+    tree: Any  # structure of (params, args, consts, rest, values)
+    maps: tuple[tuple[bool, ...], ...] = ()  # operands that each `vmap` maps, outermost first
 
     def operands(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, list[Leaves], Values]:
-        """The parameters, arguments, constants, carried states and what the rule keeps."""
+        """Unflatten the operands: parameters, arguments, constants, carried states and the rule's arrays."""
         return jax.tree.unflatten(self.tree, leaves)  # type: ignore[no-any-return]
 
     def masked(self, leaves: Leaves, mask: Any) -> Leaves:
-        """The operands, with what the step was given for the signal weighed as its loss is."""
+        """The operands, with the inputs of the learning signal weighted by the mask of the loss."""
         signal = self.online.rule.signal
         if not signal.takes:
             return leaves
@@ -41,15 +41,15 @@ class Call:
         return jax.tree.leaves((*others, signal.masked(values, mask)))
 
     def mapped(self, flags: Sequence[bool]) -> Call:
-        """The same under one more `vmap`, with an axis in front of the operands that are flagged."""
+        """This call under one more `vmap`, over the first axis of the flagged operands."""
         return replace(self, maps=(tuple(flags), *self.maps))
 
     def __call__(self, *leaves: Any) -> Leaves:
-        """Compute it; where types say how arrays are spread, by what they say of the results."""
+        """Compute the call; for arrays with explicit sharding, the results have the specs of `specs`."""
         return _meshes.in_auto(self._compute, leaves, lambda: self.specs(leaves))
 
     def specs(self, leaves: Sequence[Any]) -> list[Any]:
-        """How the results are spread, as their types say, given operands or their types."""
+        """The partition specs of the results, from operands or their types."""
         if self.maps:
             flags, inner = self.maps[0], replace(self, maps=self.maps[1:])
             one = [_meshes.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
@@ -79,7 +79,7 @@ class Call:
         return jax.tree.leaves(self.online.call(params, args, consts, rest, values, self.stepped))
 
     def results(self, leaves: Leaves) -> tuple[Leaves, list[Leaves], Values]:
-        """The outputs, the carried states and what the rule keeps, of the leaves of a result."""
+        """Unflatten the results: outputs, carried states and the rule's arrays."""
         _, _, _, rest, values = self.operands([None] * self.tree.num_leaves)
         outs = [0] * len(self.online.info.out_atoms)
         some = jax.tree.structure((outs, *jax.tree.map(lambda _: 0, (rest, values), is_leaf=_is_none)))
@@ -91,13 +91,13 @@ def _is_none(x: Any) -> bool:
 
 
 def refuse_varying(leaves: Leaves) -> None:
-    """Zeros that loops begin with vary along no axis, and what the loops make of them does."""
+    """Raise in a `shard_map` that checks varying axes: the zeros that our loops start from do not vary."""
     if _compat.varies(*leaves):
         raise NotSupportedError(
             "A learner was called inside a `shard_map` whose types say along which axes values vary. Pass "
             "`check_vma=False` to `jax.shard_map`: gradients are then those of each device's own part, to be "
-            "added up with `jax.lax.psum`. Or leave `shard_map` out: a learner spreads over a mesh what its "
-            "parameters and inputs are spread over."
+            "added up with `jax.lax.psum`. Or leave `shard_map` out: a learner shards its arrays as "
+            "its parameters and inputs are sharded."
         )
 
 
@@ -110,7 +110,7 @@ def bind(
     values: Values,
     stepped: tuple[bool, ...] | None = None,
 ) -> tuple[Leaves, list[Leaves], Values]:
-    """Call a learner's functions: its outputs, the carried states, and what the rule keeps."""
+    """Bind `call_p`; returns the outputs, the carried states and the rule's arrays."""
     leaves, tree = jax.tree.flatten((params, args, consts, rest, values))
     refuse_varying(leaves)
     call = Call(online, stepped, tree)

@@ -1,4 +1,4 @@
-"""How to drive a step over a sequence: in turn, in chunks or in windows, and how many steps at once."""
+"""Choose how to run a sequence: step by step, in chunks or in windows, and how many steps at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rule_step import RuleStep
 from .sequence import Sequence, even_chunks
 from .user_step import UserStep
 
-_WHOLE = 16  # default window size of rules whose gradient does not depend on it
+_ANY_WINDOW = 16  # default window size of rules whose gradient does not depend on it
 
 
 def memory_budget() -> int:
@@ -47,7 +47,7 @@ def choose(
         any_window = online.rule.any_window
         if window == "auto":
             window = chunk_size or auto_window(online, sequence.length, budget)
-        size = (chunk_size or _WHOLE) if any_window else window
+        size = (chunk_size or _ANY_WINDOW) if any_window else window
         if why is not None and size > 1 and not any_window:
             raise NotSupportedError(
                 f"Windows of {size} steps cannot be taken: {why}. Call the learner once in a step, "
@@ -79,5 +79,5 @@ def auto_window(online: RuleStep, length: int, budget: int) -> int:
 
 
 def _best_chunk(online: RuleStep, sequence: Sequence, budget: int) -> int:
-    """As many steps as the memory budget holds records of, in chunks of about one size."""
+    """The size of about equal chunks whose records fit into `budget` bytes."""
     return even_chunks(sequence.length, min(sequence.pace, budget // max(1, online.record_bytes())))

@@ -70,7 +70,7 @@ class Drive:
         if self.windows:
             run = partial(back_through_time if self.step.node is None else in_windows, self)
         elif self.chunked:
-            run, start = partial(in_chunks, self), self.no_traced(given)
+            run, start = partial(in_chunks, self), self.no_weight_grads(given)
         carry = Carry([jnp.zeros_like(given.leaves[i]) for i in self.wanted], start, given.moving(self.step))
 
         def part(carry: Carry, arrays: Any, mask: Any, reset: Any) -> tuple[Carry, Leaves]:
@@ -78,15 +78,15 @@ class Drive:
             found: tuple[Carry, Leaves] = run(given, carry, Part(slices, mask, reset))
             return found
 
-        # a loss at the end of a sequence has a whole window before it
+        # windows: the remainder comes first, so that a loss at the end of the sequence has a full window
         carry, outs = over_chunks(part, carry, sequence, self.size, rest_first=self.windows)
         total = carry.total
         if self.chunked and not self.windows:
-            total = self.with_traced(given, total, carry.traced)
+            total = self.add_weight_grads(given, total, carry.weight_grads)
         return self._like_params(total), outs, self.with_trace_sharding(self.leaves_now(given, carry.moving))
 
     def _adapted(self, given: Given) -> Given:
-        """The values at the start, with what the rule adapts between sequences."""
+        """Let the rule adapt its arrays at the start of a sequence: a balanced basis is renewed here."""
         step = self.step
         if step.node is None or not self.windows:
             return given
@@ -127,7 +127,7 @@ class Drive:
         return [number.get(i, a) for i, a in enumerate(leaves)]
 
     def _like_params(self, total: Leaves) -> Leaves:
-        """The gradients, spread over devices as the parameters are."""
+        """Shard the gradients as the parameters."""
         step = self.step
         if step.node is None or step.params is None:
             return total
@@ -136,10 +136,10 @@ class Drive:
         at.update({i: g for i, g in zip(step.params, found, strict=True) if g is not None})
         return [at[i] for i in self.wanted]
 
-    # -- parts that all share ----------------------------------------------------------------------
+    # -- shared by all modes -----------------------------------------------------------------------
 
     def leaves_now(self, given: Given, moving: Leaves, some: Leaves | None = None) -> Leaves:
-        """All leaves, with those that move, and those that are differentiated, as they are now."""
+        """All leaves, with new values of the moving ones and, in `some`, of the differentiated ones."""
         now = dict(zip(self.step.moving, moving, strict=True))
         now.update(zip(self.wanted, some or (), strict=some is not None))
         return [now.get(i, a) for i, a in enumerate(given.leaves)]
@@ -189,11 +189,11 @@ class Drive:
                 grads = self.add_params(grads, self._before_call(taken[0], by_leaf))
             return (add(total, grads), moving), outs
 
-        # on devices, XLA moves a single sum over them out of a loop
+        # not unrolled on several devices: XLA moves the sum over them out of the loop if it is a single one
         unroll = self.unroll if self.sharding_key is None else 1
         steps = part.slices, part.mask, part.reset
         (total, moving), outs = jax.lax.scan(body, (carry.total, carry.moving), steps, unroll=unroll)
-        return Carry(total, carry.traced, moving), outs
+        return Carry(total, carry.weight_grads, moving), outs
 
     @property
     def old_leaves(self) -> list[int]:
@@ -218,17 +218,18 @@ class Drive:
         first = jax.tree.map(lambda a: jnp.asarray(a)[None], (args, consts, rest, ys))
         return self._past(Window(executor, 1, params, *first), values, signals)
 
-    def no_traced(self, given: Given) -> Any:
+    def no_weight_grads(self, given: Given) -> Any:
+        """Zeros for the gradients of effective weights, by site and name."""
         params = [given.leaves[i] for i in self.step.params or ()]
         executor = self.step.online.executor
         weights = executor.weights(params, self.step.fixed_consts(given.consts, given.leaves))
         return executor.no_gradients(weights)
 
-    def with_traced(self, given: Given, total: Leaves, traced: Any) -> Leaves:
-        """The gradients, with those of effective weights carried back to the parameters."""
+    def add_weight_grads(self, given: Given, total: Leaves, found: Any) -> Leaves:
+        """Add gradients of effective weights, pulled back to the parameters."""
         params = [given.leaves[i] for i in self.step.params or ()]
         consts = self.step.fixed_consts(given.consts, given.leaves)
-        return self.add_params(total, self.step.online.executor.to_parameters(params, consts, traced))
+        return self.add_params(total, self.step.online.executor.to_parameters(params, consts, found))
 
     def add_params(self, total: Leaves, found: Leaves) -> Leaves:
         total = list(total)
@@ -238,9 +239,9 @@ class Drive:
                 total[at] = total[at] + full_sum(grad).astype(total[at].dtype)
         return total
 
-    # -- along all paths ---------------------------------------------------------------------------
+    # -- full Jacobian -----------------------------------------------------------------------------
 
-    def along(
+    def scan_steps(
         self,
         given: Given,
         some: Leaves | None,
@@ -249,9 +250,9 @@ class Drive:
         added: dict[int, Any],
         at_call: AtCall | None = None,
         boundary: Boundary | None = None,
-        rest: Leaves = (),  # type: ignore[assignment]
+        at_starts: Leaves = (),  # type: ignore[assignment]
     ) -> Any:
-        """Run consecutive steps, differentiable along all paths; `boundary` splits them into windows.
+        """Scan over steps without traces, differentiable along all paths; `boundary` forms windows.
 
         Returns the carry (the moving leaves, and the projection's pairs) after the last step and, for each
         step, its outputs, the call's operands and the boundary's loss.
@@ -262,7 +263,7 @@ class Drive:
             slices, reset, added, at = now
             found: list[Any] = [()]
 
-            def along(call: Call, operands: Leaves) -> Leaves:
+            def outputs_only(call: Call, operands: Leaves) -> Leaves:
                 params, args, consts, rest, values = call.operands(operands)
                 outs, new, ys, inputs = call.online.executor.outputs(params, args, consts, rest, added)
                 found.append((args, consts, rest, ys, inputs, call.online.given(values)))
@@ -271,7 +272,7 @@ class Drive:
             moving, pairs = carry if boundary is None else boundary.enter(carry, at)
             leaves = self.with_resets(given, self.leaves_now(given, moving, some), reset)
             targets = [*step.outs, *(step.new[i] for i in step.moving)]
-            results = step.run(given.consts, slices, leaves, targets, at_call or along)
+            results = step.run(given.consts, slices, leaves, targets, at_call or outputs_only)
             moving, taken = results[len(step.outs) :], found[-1]
             later = () if boundary is None else boundary.later(moving, taken[-1], at)
             return (moving, pairs), (results[: len(step.outs)], taken, later)
@@ -281,7 +282,7 @@ class Drive:
             return jax.lax.scan(body, carry, (slices, reset, added, at))
 
         length = len(part.mask)
-        arrays = part.slices, added, () if boundary is None else boundary.steps(rest)
+        arrays = part.slices, added, () if boundary is None else boundary.steps(at_starts)
         if self.checkpoint_every is None or self.checkpoint_every >= length:
             return several(carry, arrays, part.mask, part.reset)
         sequence = Sequence(arrays, length, part.mask, part.reset)
@@ -301,7 +302,7 @@ class Drive:
         return online.rule.past(online.executor, values, self.at_carried(signals), window)
 
     def at_carried(self, signals: dict[int, Any], lead: tuple[int, ...] = ()) -> Leaves:
-        """Signals at some of the leaves, at all that are carried; `lead` are axes in front."""
+        """Signals by leaf index, as a list over all carried leaves, with zeros for the others."""
         avals = [v.aval for e in self.step.online.info.carried for v in e.invars]
         return [
             signals[i] if i in signals else jnp.zeros((*lead, *a.shape), a.dtype) if is_inexact(a) else None
@@ -309,18 +310,18 @@ class Drive:
         ]
 
     def with_values(self, moving: Leaves, values: Values) -> Leaves:
-        """The leaves that move, with those of the rule."""
+        """The moving leaves, with new values of the rule's arrays."""
         number = {i: values[k] for k, i in self.step.traces.items()}
         return [number.get(i, a) for i, a in zip(self.step.moving, moving, strict=True)]
 
     # -- without a loss ----------------------------------------------------------------------------
 
     def evolve(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
-        """What every step returns, and the leaves after the last, without any gradient."""
+        """The outputs of every step and the leaves after the last, without a gradient."""
         if not (self.chunked or self.windows) or self.step.node is None:
             return self._evolve_in_turn(given, sequence)
 
-        # its derivative, should anyone ask for it, is that of the steps
+        # if it is differentiated, single steps are taken, whose derivative is the online gradient
         evolve = jax.custom_vjp(self._evolve_together)
         evolve.defvjp(lambda *args: jax.vjp(self._evolve_in_turn, *args), lambda pull, cts: pull(cts))
         return evolve(given, sequence)
@@ -328,7 +329,7 @@ class Drive:
     def _evolve_in_turn(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            (moving, _), (outs, *_) = self.along(given, None, (moving, ()), now, {}, as_it_is)
+            (moving, _), (outs, *_) = self.scan_steps(given, None, (moving, ()), now, {}, as_it_is)
             return moving, outs
 
         moving, outs = over_chunks(part, given.moving(self.step), sequence, sequence.length)
@@ -337,7 +338,7 @@ class Drive:
     def _evolve_together(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            (after, _), (outs, (*taken, _), _) = self.along(given, None, (moving, ()), now, {})
+            (after, _), (outs, (*taken, _), _) = self.scan_steps(given, None, (moving, ()), now, {})
             values = {k: self.leaves_now(given, moving)[i] for k, i in self.step.traces.items()}
             window = self.window_of(given, moving, now, taken)
             advance = lambda values, window: ({**values, **self.step.online.advance(values, window)}, ())

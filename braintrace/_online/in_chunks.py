@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
-    """Record the steps of a chunk, then do all that concerns traces at once."""
+    """Record the steps of a chunk, then contract and advance each trace once."""
     step, online = drive.step, drive.step.online
     length = len(part.mask)
     before, ys, moving = _forward(drive, given, carry.moving, part)
@@ -56,11 +56,11 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
         old_signals=jax.vmap(online.executor.widened)(by_group(dold)) if reads_old else None,
         keep=None if part.reset is None else ~part.reset,
     )
-    kept, traced = online.chunk(
+    kept, weight_grads = online.chunk(
         params,
         consts,
         values,
-        carry.traced,
+        carry.weight_grads,
         record,
         fresh=drive.fresh,
         keep=drive.keep,
@@ -69,7 +69,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
     values = {**values, **kept}
     number = {i: k for k, i in step.traces.items()}
     moving = [values[number[i]] if i in number else a for i, a in zip(step.moving, moving, strict=True)]
-    return Carry(add(carry.total, grads), traced, moving), outs
+    return Carry(add(carry.total, grads), weight_grads, moving), outs
 
 
 def _forward(drive: Drive, given: Given, moving: Leaves, part: Part) -> tuple[Any, Any, Leaves]:
@@ -120,7 +120,9 @@ def _differentiable(
         return [*outs, *jax.tree.leaves((after, values))]
 
     leaves = drive.leaves_now(given, before, some)
-    moved = list(leaves)  # what the loss reads of old states; the call adds deltas of its own
+    moved = list(
+        leaves
+    )  # old states as the loss reads them; the call reads `leaves` and adds the deltas itself
     for i, h, delta in zip(step.hidden, step.online.info.hidden, old, strict=bool(old)):
         if i is not None:
             moved[i] = moved[i] + h.in_leaf(delta)

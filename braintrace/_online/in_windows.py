@@ -6,9 +6,9 @@ those after it, the projection (`_rules/projection.py`) splits
     λ = u + (λ - u)        u = (λ Tᵀ) S goes on to the window before;  λ - u meets the traces.
 
 `jax.vjp` computes `λ`: the function `enter` is the identity before each step. At the start of a window, its
-backward pass returns `u` for the leaves and `λ` for `rest` (zeros, one per step). The first window of a part
-has none before it: its `λ` is the cotangent of the part's first leaves. The rule then turns `rest` into
-gradients (`TraceRule.over_windows`).
+backward pass returns `u` for the leaves and `λ` for `at_starts` (zeros, one per step). The first window of a
+part has none before it: its `λ` is the cotangent of the part's first leaves. The rule then turns the
+cotangents `λ` into gradients (`TraceRule.over_windows`).
 
 The projection at the starts (`pairs`) may depend on the steps, so it is computed after the forward pass. It
 reaches `enter` as the cotangent of zeros that are carried along with the state.
@@ -48,37 +48,41 @@ class Boundary:
         """The first steps of all windows."""
         return starts_of(self.length, self.drive.window or self.length)
 
-    def steps(self, rest: Leaves) -> tuple[Any, ...]:
-        """What each step has: zeros for cotangents, whether and which window begins, whether one ends."""
+    def steps(self, at_starts: Leaves) -> tuple[Any, ...]:
+        """The inputs of `enter` and `later` at each step.
+
+        These are `at_starts`, whether a window starts (except the first), its index, and whether one ends.
+        """
         t = np.arange(self.length)
-        begins = np.isin(t, self.starts[1:])
-        return rest, begins, np.maximum(np.cumsum(begins) - 1, 0), np.isin(t + 1, [*self.starts, self.length])
+        is_start, is_end = np.isin(t, self.starts[1:]), np.isin(t + 1, [*self.starts, self.length])
+        return at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0), is_end
 
     def enter(self, carry: tuple[Leaves, Any], step: Any) -> tuple[Leaves, Any]:
         """The leaves before a step; at the start of a window the projection splits their cotangents."""
-        (moving, pairs), (rest, begins, index, _) = carry, step
-        if not rest:
+        (moving, pairs), (at_starts, is_start, index, _) = carry, step
+        if not at_starts:
             return carry
 
         @jax.custom_vjp
-        def enter(leaves: Leaves, rest: Leaves, pairs: Any, begins: Any, index: Any) -> Any:
+        def enter(leaves: Leaves, at_starts: Leaves, pairs: Any, is_start: Any, index: Any) -> Any:
             return leaves, pairs
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            begins, index = residuals
+            is_start, index = residuals
             found, pairs = cotangents
             through = self._crossing(found, pairs, index)
-            on = [jnp.where(begins, u, c) for u, c in zip(through, found, strict=True)]
-            return on, [jnp.where(begins, c, jnp.zeros_like(c)) for c in found], pairs, None, None
+            on = [jnp.where(is_start, u, c) for u, c in zip(through, found, strict=True)]
+            return on, [jnp.where(is_start, c, jnp.zeros_like(c)) for c in found], pairs, None, None
 
-        enter.defvjp(lambda leaves, rest, pairs, *at: ((leaves, pairs), at), backward)
-        leaves, pairs = enter([moving[n] for n in self.carried], rest, pairs, begins, index)
+        enter.defvjp(lambda leaves, at_starts, pairs, *at: ((leaves, pairs), at), backward)
+        leaves, pairs = enter([moving[n] for n in self.carried], at_starts, pairs, is_start, index)
         entered = list(moving)
         for n, leaf in zip(self.carried, leaves, strict=True):
             entered[n] = leaf
         return entered, pairs
 
     def _crossing(self, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
+        """The part `u` of cotangents at a window's start; zero for rules without a projection."""
         online, step = self.drive.step.online, self.drive.step
         projection = online.rule.projection
         if projection is None:
@@ -87,13 +91,13 @@ class Boundary:
         return [found[step.carried.index(step.moving[n])] for n in self.carried]
 
     def at_leaves(self, cotangents: Leaves, lead: tuple[int, ...] = ()) -> Leaves:
-        """Cotangents of the inexact carried leaves, at all that are carried."""
+        """Cotangents of the inexact carried leaves, as a list over all carried leaves (see `at_carried`)."""
         step = self.drive.step
         by_leaf = dict(zip((step.moving[n] for n in self.carried), cotangents, strict=True))
         return self.drive.at_carried(by_leaf, lead)
 
     def later(self, moving: Leaves, given_to: Values, step: Any) -> Any:
-        """At a window's end, `<s, h>` with `s` the signal's estimate of dL/dh of later losses; or nothing."""
+        """At a window's end, `<s, h>` with `s` the signal's estimate of dL/dh of later losses; () if none."""
         online, at = self.drive.step.online, dict(zip(self.drive.step.moving, moving, strict=True))
         if online.rule.signal == PROPAGATED or any(i not in at for i in self.drive.step.hidden):
             return ()
@@ -110,12 +114,12 @@ def back_through_time(drive: Drive, given: Given, carry: Carry, part: Part) -> t
     """BPTT: one backward pass without boundaries, for a step that calls no learner."""
 
     def losses(some: Leaves) -> Any:
-        (moving, _), (outs, *_) = drive.along(given, some, (carry.moving, ()), part, {})
+        (moving, _), (outs, *_) = drive.scan_steps(given, some, (carry.moving, ()), part, {})
         return weighed(outs[0], part.mask), (outs, moving)
 
     now = drive.leaves_now(given, carry.moving)
     grads, (outs, moving) = jax.grad(losses, has_aux=True)([now[i] for i in drive.wanted])
-    return Carry(add(carry.total, grads), carry.traced, moving), outs
+    return Carry(add(carry.total, grads), carry.weight_grads, moving), outs
 
 
 def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
@@ -134,48 +138,49 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
     windows = len(boundary.starts)
     projection = rule.projection if drive.window else None
 
-    def losses(some: Leaves, start: Leaves, rest: Leaves, pairs: Any, added: dict[int, Any]) -> Any:
+    def losses(some: Leaves, start: Leaves, at_starts: Leaves, pairs: Any, added: dict[int, Any]) -> Any:
         moving = list(carry.moving)
         for n, leaf in zip(carried, start, strict=True):
             moving[n] = leaf
-        (moving, pairs), (outs, taken, later) = drive.along(
-            given, some, (moving, pairs), part, added, boundary=boundary, rest=rest
+        (moving, pairs), (outs, taken, later) = drive.scan_steps(
+            given, some, (moving, pairs), part, added, boundary=boundary, at_starts=at_starts
         )
         loss = weighed(outs[0], part.mask)
         loss = sum((jnp.sum(a).astype(loss.dtype) for a in jax.tree.leaves(later)), loss)
         return (loss, pairs), (outs, moving, jax.lax.stop_gradient(taken))
 
     some = [now[i] for i in drive.wanted]
-    # cotangents at the starts of windows, by step
-    rest = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if windows > 1 else []
+    # zeros whose cotangents are those at the starts of windows, by step
+    at_starts = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if windows > 1 else []
     pairs = projection.no_pairs(executor, values, windows) if projection and windows > 1 else ()
     (loss, pairs), pull, (outs, moving, (*taken, _)) = jax.vjp(
-        losses, some, start, rest, pairs, _nothing_added(drive, length), has_aux=True
+        losses, some, start, at_starts, pairs, _nothing_added(drive, length), has_aux=True
     )
     window, crossed = drive.window_of(given, carry.moving, part, taken), None
     if projection is not None:
         crossed = projection.through(executor, values, window, drive.window)
         pairs = crossed[1] if windows > 1 else pairs
-    grads, first, rest, _, dys = pull((jnp.ones_like(loss), pairs))
+    grads, first, at_starts, _, dys = pull((jnp.ones_like(loss), pairs))
     if executor.sharding is not None:
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
-        taken, first, rest = jax.lax.optimization_barrier((taken, first, rest))
+        taken, first, at_starts = jax.lax.optimization_barrier((taken, first, at_starts))
         window = drive.window_of(given, carry.moving, part, taken)
     found: Leaves = [None] * len(window.params)
     if dys:
         found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
     if drive.window:
-        rest = rest or [jnp.zeros((length, *a.shape), a.dtype) for a in start]
-        rest = boundary.at_leaves([r.at[0].add(s) for r, s in zip(rest, first, strict=True)], (length,))
+        at_starts = at_starts or [jnp.zeros((length, *a.shape), a.dtype) for a in start]
+        signals = [a.at[0].add(s) for a, s in zip(at_starts, first, strict=True)]
+        signals = boundary.at_leaves(signals, (length,))
         past, after = step.online.trace_rule.over_windows(
-            executor, values, rest, window, drive.window, crossed, fresh=drive.fresh, keep=drive.keep
+            executor, values, signals, window, drive.window, crossed, fresh=drive.fresh, keep=drive.keep
         )
     else:
         past = rule.past(executor, values, boundary.at_leaves(first), window)
         after = rule.advance(executor, values, window)
     total = drive.add_params(add(carry.total, grads), list(map(plus, found, past)))
     moving = drive.with_values(moving, step.online.arrays.constrained({**values, **after}))
-    return Carry(total, carry.traced, moving), outs
+    return Carry(total, carry.weight_grads, moving), outs
 
 
 def _nothing_added(drive: Drive, length: int) -> dict[int, Any]:

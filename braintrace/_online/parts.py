@@ -32,13 +32,13 @@ class Carry:
     """The carry of the loop over the parts of a sequence."""
 
     total: Leaves  # the sum of the gradients so far
-    traced: Any  # the sum of those of effective weights, pulled back to the parameters after the last part
-    moving: Leaves
+    weight_grads: Any  # in chunks: the sum of those of effective weights, pulled back after the last part
+    moving: Leaves  # the leaves that a step changes
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some steps of a sequence."""
+    """Consecutive steps of a sequence, with a leading time axis."""
 
     slices: Leaves
     mask: Any

@@ -1,4 +1,4 @@
-"""Compiled programs, known by the jaxpr of the user's step: an equal one compiles nothing new."""
+"""A cache of compiled programs by the jaxpr of the user's step: an equal step is not compiled again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEMBERED = 16
 
 
 class Programs:
-    """The programs that were used last."""
+    """The compiled programs that were used last."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
@@ -50,7 +50,7 @@ def _run(
     given: Given,
     sequence: Sequence,
 ) -> Any:
-    """The function; where types say how arrays are spread, with results of such types."""
+    """Call the function; for arrays with explicit sharding, the results have the specs of `drive.specs`."""
     leaves, tree = jax.tree.flatten((given, sequence))
     out_trees: list[Any] = []
 

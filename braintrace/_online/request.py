@@ -1,4 +1,4 @@
-"""What is asked of a gradient over a sequence, and what is returned of it."""
+"""The options of a gradient over a sequence, and the values that it returns."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Request:
         check_choice("loss_output", self.loss_output, ("per_step", "masked", "scalar"))
 
     def split(self, out: Any, lead: tuple[int, ...] = ()) -> tuple[Any, Any]:
-        """The loss of a step, or of the steps of a window (`lead`: how many), and what else is returned."""
+        """Split what the loss function returned into loss, of shape `lead` (steps) + samples, and aux."""
         return split_loss(out, self.has_aux, lead, self.sequence.mask.shape[1:])
 
     def result(self, grads: Any, losses: Any, aux: Any) -> Any:
-        """What the caller asked for, of summed gradients and of all steps."""
+        """The requested values, from the summed gradients and the losses and aux of all steps."""
         mask = self.sequence.mask.astype(losses.dtype)
         counted = masked(losses, mask)
         total = counted.sum()
@@ -52,7 +52,7 @@ class Request:
 def split_loss(
     out: Any, has_aux: bool, lead: tuple[int, ...] = (), samples: tuple[int, ...] = ()
 ) -> tuple[Any, Any]:
-    """The loss that a step returned, checked and without its unit, and the rest of what it returned."""
+    """Split what the loss function returned into the loss, checked and without unit, and aux."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
             "With `has_aux=True`, the loss function returns a pair: the loss, and anything else."

@@ -1,4 +1,4 @@
-"""Sequences, and a function over parts of them."""
+"""Checked sequences, and a loop over chunks of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from .. import _compat
 from .data import SingleStepData
 
-Report = Callable[[int, int, Any], None]  # steps done, steps in all, what is carried on
+Report = Callable[[int, int, Any], None]  # steps done, number of steps, carry
 
 
 @partial(
@@ -32,7 +32,7 @@ class Sequence:
     arrays: Any  # a tuple of trees, time first
     length: int
     mask: Any  # (time,), or (time, batch) where a step has a loss for each sample
-    reset: Any = None  # (time, batch): the samples that begin anew before each step
+    reset: Any = None  # (time, batch): the samples that are reset before each step
     progress: Report | None = None
 
     @staticmethod
@@ -81,7 +81,7 @@ class Sequence:
 
     @property
     def steps(self) -> tuple[Any, Any, Any]:
-        """What a part of a sequence has a part of."""
+        """The arrays with a leading time axis."""
         return self.arrays, self.mask, self.reset
 
     def part(self, start: int, stop: int) -> Any:
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def pace(self) -> int:
-        """The most steps to take at once: few enough to see progress where it is wanted."""
+        """The largest number of steps to take at once, which is small if progress is reported."""
         return self.length if self.progress is None else -(-self.length // _REPORTS)
 
 
@@ -142,7 +142,7 @@ def over_chunks(
         outs.append(out)
         report(begin + size)
     elif count > 1:
-        # to reshape what is not cut evenly would copy it, and so would chunks of one step: memory would grow
+        # slice, where XLA would copy the whole sequence to reshape it: with a remainder, or for single steps
         by_slice = left > 0 or size == 1
         steps = sequence.part(begin, begin + count * size) if left else sequence.steps
         parts = () if by_slice else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)

@@ -27,7 +27,7 @@ AtCall = Callable[[Call, Leaves], Leaves]
 
 
 def as_it_is(call: Call, operands: Leaves) -> Leaves:
-    """The call by itself, with the online gradient as its derivative."""
+    """Bind the call unchanged: its derivative is the online gradient."""
     return call_p.bind(*operands, call=call)  # type: ignore[no-any-return]
 
 
@@ -68,7 +68,7 @@ class UserStep:
 
     @property
     def outs(self) -> tuple[Atom, ...]:
-        """The loss, and what else the step returns."""
+        """The loss, and the other outputs of the step."""
         return self.program.outputs[: len(self.program.outputs) - len(self.names)]
 
     @property
@@ -78,17 +78,17 @@ class UserStep:
 
     @cached_property
     def moving(self) -> list[int]:
-        """The leaves that a step changes."""
+        """The indices of the leaves that a step changes."""
         return [i for i, (old, new) in enumerate(zip(self.leaves, self.new, strict=True)) if old is not new]
 
     @cached_property
     def calls(self) -> list[Node]:
-        """The calls of the learner, wherever they are."""
+        """The calls of the learner, including those inside control flow."""
         return [node for node in self.program.walk() if node.primitive is call_p]
 
     @cached_property
     def node(self) -> Node | None:
-        """The one call of the learner, on one step, if there is just one and it is not inside of anything."""
+        """The call of the learner, if it is the only one, of one step, and not in control flow or `vmap`."""
         if len(self.calls) != 1 or self.calls[0] not in self.program.nodes:
             return None
         call = self.calls[0].params["call"]
@@ -105,24 +105,24 @@ class UserStep:
 
     @cached_property
     def operands(self) -> tuple[Any, Any, Any, Any, Any]:
-        """The parameters, arguments, constants, carried states and traces that the call is given."""
+        """The parameters, arguments, constants, carried states and traces that the call takes."""
         assert self.node is not None
         return self.call.operands(list(self.node.inputs))
 
     @cached_property
     def params(self) -> list[int] | None:
-        """Which leaf each of the model's parameters is; None if a step computes one of them by itself."""
+        """The leaf index of each parameter of the model; None if the step computes one of them."""
         number = {v: i for i, v in enumerate(self.leaves) if i not in self.moving}
         found = [number.get(a) if isinstance(a, Var) else None for a in self.operands[0]]
         return None if any(i is None for i in found) else [i for i in found if i is not None]
 
     @cached_property
     def _varying(self) -> set[Var]:
-        """What differs from step to step."""
+        """The variables that may differ from step to step."""
         return dependents(self.program, [*self.slices, *(self.leaves[i] for i in self.moving)])
 
     def why_in_turn(self) -> str | None:
-        """Why the steps of a chunk cannot be taken together; None: they can."""
+        """The reason why steps have to run one by one; None if they can run in chunks or windows."""
         if self.node is None:
             return "the learner is not called just once, outside of control flow and transformations"
         if self.has_effects:
@@ -146,7 +146,7 @@ class UserStep:
 
     @cached_property
     def hidden(self) -> list[int | None]:
-        """Which leaf each hidden array is."""
+        """The leaf index of each hidden state; None if the step does not use it."""
         at = dict(zip((v for e in self.online.info.carried for v in e.invars), self.carried, strict=True))
         return [at.get(h.leaf) for h in self.online.info.hidden]
 
@@ -176,19 +176,19 @@ class UserStep:
 
     @cached_property
     def read_after(self) -> set[int | None]:
-        """The carried leaves that the loss reads as the call leaves them."""
+        """Indices of the carried leaves whose values after the call the loss depends on."""
         assert self.node is not None
         new = [a for leaves in self.call.results(list(self.node.outputs))[1] for a in leaves]
         return {i for i, a in zip(self.carried, new, strict=True) if a in self._behind_loss}
 
     @cached_property
     def reads_old_states(self) -> bool:
-        """Whether the loss depends on a hidden state otherwise than by the call."""
+        """Whether the loss depends on a hidden state before the call, on a path that avoids the call."""
         return not self.read_otherwise.isdisjoint(self.hidden)
 
     @cached_property
     def targets(self) -> list[bool]:
-        """Of each slice, whether no state depends on it."""
+        """For each slice, whether it is a target: no new state depends on it."""
         read = behind(self.program, self.new)
         return [v not in read for v in self.slices]
 
@@ -201,15 +201,15 @@ class UserStep:
         at_call: AtCall = as_it_is,
         for_call: Leaves | None = None,
     ) -> Leaves:
-        """The values of `targets`, and nothing that they do not need.
+        """Evaluate `targets`, and only the equations that they depend on.
 
-        `for_call` are the leaves that the call sees, if they are others.
+        `for_call` are the leaves that the call reads instead of `leaves`.
         """
         env: dict[Var, Any] = dict(zip(self.program.consts, consts, strict=True))
         env.update(zip(self.slices, slices, strict=True))
         seen = {**env, **dict(zip(self.leaves, leaves if for_call is None else for_call, strict=True))}
         env.update(zip(self.leaves, leaves, strict=True))
-        # what prints or calls back runs, whether anyone asks for its value or not
+        # effects (prints, callbacks) run even if no target depends on them
         prints = [v for n in self.program.nodes if n.eqn.effects for v in (*n.inputs, *n.outputs)]
         wanted = {id(n) for n in needed(self.program, [*targets, *prints])}
         for node in self.program.nodes:
@@ -223,11 +223,11 @@ class UserStep:
         return [read(env, a) for a in targets]
 
     def fixed_consts(self, consts: Leaves, leaves: Leaves) -> Leaves:
-        """What the model closes over, at the call; zeros for what differs from step to step."""
+        """The constants that the model closes over; zeros for those that may differ from step to step."""
         atoms = self.operands[2]
         varies = [isinstance(a, Var) and a in self._varying for a in atoms]
         kept = [a for a, v in zip(atoms, varies, strict=True) if not v]
-        # what is left depends on no slice, so that any will do
+        # the others do not depend on the slices, so that zeros will do
         nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]
         known = iter(self.run(consts, nothing, leaves, kept))
         zeros = [
