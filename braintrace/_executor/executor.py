@@ -43,9 +43,8 @@ class Local:
     weights: Effective
     D: dict[int, Jacobian | None]  # by group; None if the group has no memory
     J: dict[tuple[int, int], States]  # by (site, group)
-    slopes: dict[int, list[States]] = field(
-        default_factory=dict
-    )  # derivatives of each group's readings, if requested
+    # derivatives of each group's readings, if requested
+    slopes: dict[int, list[States]] = field(default_factory=dict)
     sharding: Sharding | None = None  # the partition specs of the step, if any
 
     @property
@@ -87,10 +86,8 @@ class ETraceGraphExecutor:
         self, graph: ETraceGraph, recursion: Recursion | None = None, *, reads: bool = False
     ) -> None:
         self.graph, self.info = graph, graph.module_info
-        self.recursion, self.wants_slopes = (
-            recursion,
-            reads or bool(recursion and recursion.kappa is not None),
-        )
+        self.recursion = recursion
+        self.wants_slopes = reads or bool(recursion and recursion.kappa is not None)
         self.per_sample: dict[Any, Any] = {}  # cache of `PerSample`, by its options
         self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
         self.sharding: Sharding | None = None  # the partition specs of the step, if any

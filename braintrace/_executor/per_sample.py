@@ -36,7 +36,7 @@ from .trace_math import add_up, promoted, states
 from .weight_gradients import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
 from .window import Window, each_step
 
-# of each leaf of `params`, by its number: (samples, *shape) with rows among the axes of the shape
+# per-sample gradients by leaf index in `params`: (samples, *shape), with a row axis inserted in the shape
 Terms = dict[int, Any]
 
 
@@ -46,23 +46,23 @@ class Matrix:
 
     site: Site
     name: str
-    label: str  # of the samples
+    label: str  # of the batch axis
     layout: Layout
     slot: Slot | None  # of its trace
 
     def by_sample(self, array: Any, have: Labels, *lead: str) -> Any:
-        """An array with the labels `lead` and those of the output, as (samples, *lead, out)."""
+        """Transpose an array with labels `have` to (samples, *lead, out)."""
         return align(array, have, (self.label, *lead, self.layout.w[1]))
 
 
 class PerSample:
-    """The samples of one compiled step."""
+    """Per-sample linear maps of one compiled step: state vectors, pull-backs and weight gradients."""
 
     def __init__(self, linear: MarkedStep, samples: Samples) -> None:
         self.linear, self.samples = linear, samples
         self.executor, self.info = linear.traced, linear.info
 
-    # -- numbers of a sample -----------------------------------------------------------------------
+    # -- state vectors -----------------------------------------------------------------------------
 
     @cached_property
     def _leaves(self) -> list[Var]:
@@ -74,13 +74,13 @@ class PerSample:
 
     @cached_property
     def dtype(self) -> Any:
-        """The type of real numbers that holds all that is carried."""
+        """The real type of state vectors, which holds all carried states."""
         types = [jnp.finfo(v.aval.dtype).dtype for v in self.samples.carried]
         return np.result_type(np.float32, *types) if types else np.dtype(np.float32)
 
     @cached_property
     def places(self) -> dict[int, Any]:
-        """Of each carried leaf that parameters act on, by number, its places among a sample's numbers."""
+        """The indices in the state vector of each carried leaf that depends on parameters, by leaf index."""
         at, found = 0, {}
         for v in self.samples.carried:
             size = _parts(v) * int(v.aval.size) // self.samples.count
@@ -90,7 +90,7 @@ class PerSample:
 
     @property
     def lead(self) -> Any:
-        """How samples are spread over devices."""
+        """The mesh axes that samples are sharded over."""
         at = self.executor.sharding
         return None if at is None else at.samples(self.samples.axis, self.samples.count)
 
@@ -100,9 +100,9 @@ class PerSample:
         return array if at is None else at.put(array, (self.lead, *[None] * (array.ndim - 1)))
 
     def summed(self, leaf: int, array: Any, *axes: int) -> Any:
-        """The gradient of a leaf: an array summed over its samples, in front, and over other axes.
+        """The gradient of a leaf: an array summed over samples (its first axis) and over `axes`.
 
-        Where samples are spread over devices, it is as these have it.
+        If samples are sharded, the result is per-device partial sums.
         """
         at, lead = self.executor.sharding, self.lead
         ways = 0 if at is None or lead is None else at.ways(lead, len(array))
@@ -137,7 +137,10 @@ class PerSample:
         return jnp.concatenate(parts, axis=1)
 
     def leaves(self, vectors: Any, *, dual: bool) -> Leaves:
-        """The way back; None for leaves that have no derivative."""
+        """Unflatten (samples, state size) to tangents (`dual`: cotangents) of the carried leaves.
+
+        None for leaves that are not inexact, zeros for those that depend on no parameter.
+        """
         at, found = 0, {}
         for v in self.samples.carried:
             shape = _first_shape(v.aval.shape, self.samples.axis)
@@ -154,7 +157,7 @@ class PerSample:
         ]
 
     def axis_at(self, site: Site) -> int | None:
-        """The axis of the output of a site along which samples lie."""
+        """The batch axis of the output of a site."""
         if self.samples.axis is None:
             return None
         numbers = self.samples.sites[site.index]
@@ -162,10 +165,10 @@ class PerSample:
         return None if axis is None else int(axis)
 
     def check_rows(self) -> None:
-        """Refuse samples that begin anew one by one where they do not stand in front."""
+        """Raise if samples cannot be reset one by one, because the batch axis is not the first."""
         if self.samples.axis != 0:
             raise NotSupportedError(
-                "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
+                "Samples cannot be reset one by one: the batch axis is not the first axis of the states. "
                 "Reset all of them."
             )
 
@@ -173,7 +176,7 @@ class PerSample:
 
     @cached_property
     def labels(self) -> dict[tuple[int, str], str | None]:
-        """Of each weight at each site in `sites`, the label of the output along which samples lie."""
+        """The label of the batch axis of each weight at each site; None if the labels have none."""
         return {
             (w.site.index, name): self.samples.label(w.site, layout)
             for w in self.linear.weighted
@@ -183,7 +186,7 @@ class PerSample:
 
     @cached_property
     def sites(self) -> list[Weighted]:
-        """The sites that act on what is carried, whose weight terms the labels tell sample by sample."""
+        """The sites that affect carried states, and whose labels separate the gradients of samples."""
         return [
             w
             for w in self.linear.weighted
@@ -193,21 +196,21 @@ class PerSample:
 
     @cached_property
     def others(self) -> list[int]:
-        """The leaves of `params` that act on what is carried in other ways, too."""
+        """The leaves of `params` that affect carried states also on paths outside the weights of `sites`."""
         return self._acting({w.site.index for w in self.sites})
 
     @cached_property
     def acting(self) -> list[int]:
-        """The leaves of `params` that act on what is carried."""
+        """The leaves of `params` that affect carried states."""
         return self._acting(set())
 
-    def _acting(self, but: set[int]) -> list[int]:
-        """The same, but for what acts through the weights of some sites."""
+    def _acting(self, excluded: set[int]) -> list[int]:
+        """The leaves of `params` that affect carried states other than through the weights of some sites."""
         leaves = [(v, e.is_param) for e in self.info.fixed for v in e.invars]
         new = {a for e in self.info.carried for a in e.outvars}
 
         def transfer(node: Node, given: list[Any]) -> Any:
-            if node.site is not None and node.site.index in but:
+            if node.site is not None and node.site.index in excluded:
                 return union(given[: node.site.num_inputs])
             return union(given)
 
@@ -224,7 +227,7 @@ class PerSample:
 
     @cached_property
     def matrices(self) -> dict[int, Matrix]:
-        """The leaves that are the matrix of one dense op, with a trace or without, and nothing else."""
+        """The leaves of `params` whose only use is as the matrix of one dense op, with or without a trace."""
         sites: Sequence[Any] = self.sites
         keys = [(w, name) for w in sites for name in w.layouts]
         fixed = [v.aval for e in self.info.fixed for v in e.invars]
@@ -259,7 +262,7 @@ class PerSample:
         )
         return Matrix(site, name, label, layout, slots[0] if slots else None) if plain else None
 
-    # -- what rows of signals give -----------------------------------------------------------------
+    # -- pull-backs through a window ---------------------------------------------------------------
 
     def pull(
         self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis, *, samples_only: bool = False
@@ -280,14 +283,16 @@ class PerSample:
         *,
         samples_only: bool = False,
     ) -> tuple[Any, Terms, dict[int, tuple[Any, Any]]]:
-        """The same, and what it gives some matrices as factors.
+        """`pull`, which also returns the gradients of the matrices `factored` as factors of a product.
 
-        They are (samples, in, time) and (samples, rows, time, out).
+        These are `x`, (samples, in, time), and `dy`, (samples, rows, time, out), by leaf.
         """
         window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
         given: Any = rows
-        if self.others:  # one sample at a time
+        if self.others:
+            # The pull-back of a parameter sums over samples. So each sample has rows of its own, which are
+            # zero for all other samples: row (b, r) gives the gradient of sample b alone.
             given = (jnp.eye(count, dtype=rows.dtype)[:, :, None, None] * rows[:, None]).reshape(
                 count, count * each, -1
             )
@@ -299,16 +304,16 @@ class PerSample:
             terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
         inputs = self._inputs(window)
-        if samples_only:  # a term has many more numbers than what it is made of: each device makes it
+        if samples_only:  # gather the factors, which are much smaller than their product
             dys = {w.site.index: self._shard_samples_at(w.site, dys[w.site.index], 2) for w in self.sites}
         terms = self._add(terms, window, self._weight_terms(inputs, dys, axis), axis)
         terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
         return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in factored}
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
-        """Of a window of one step, d(numbers after)/d(numbers before), (samples, numbers, numbers).
+        """The full Jacobian of a window of one step, (samples, state size, state size).
 
-        And, of each site, the same by its output: (numbers, *y), where each element of `y` has one sample.
+        Also d(state after)/dy of each site, (state size, *y), where each element of `y` has one sample.
         """
         eye = jnp.eye(self.state_size, dtype=self.dtype)
         rows = jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
@@ -316,12 +321,12 @@ class PerSample:
         return start, {i: d[:, 0] for i, d in dys.items()}
 
     def back(self, window: Window, rows: Any) -> Any:
-        """Rows of signals at the window's end, (samples, rows, numbers), as those at its start."""
+        """Pull rows of signals, (samples, rows, state size), from the window's end back to its start."""
         return self._pulled(self.linear.window(window), rows, (), ())[0]
 
     def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
         if mesh_of(*window.params) is not None:
-            # of this step: what is sent before a loop that sends may meet it in any order on CPU devices
+            # after this step's collectives: CPU devices may match those of concurrent loops wrongly
             rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
         rows = self.shard_samples(rows)
         cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
@@ -346,7 +351,7 @@ class PerSample:
     def _weight_terms(
         self, inputs: dict[int, list[Any]], dys: dict[int, Any], axis: Callable[[int], int]
     ) -> dict[tuple[int, str], Any]:
-        """`sum_t x[t] dy[t]` of each weight at each site, by the labels of the weight."""
+        """`sum_t x[t] dy[t]` of each weight at each site: samples first, then the weight's axes with rows."""
         found = {}
         for w in self.sites:
             i = w.site.index
@@ -364,14 +369,14 @@ class PerSample:
         found: dict[tuple[int, str], Any],
         axis: Callable[[int], int],
     ) -> Terms:
-        """The terms, with those of effective weights carried back to the parameters."""
+        """Add per-sample gradients of effective weights, pulled back to the parameters, to `terms`."""
         if not found:
             return terms
         by_leaf = self._to_parameters(window, self.sites, found, axis)
         return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
 
     def to_parameters(self, window: Window, terms: dict[tuple[int, str], Any]) -> dict[int, Any]:
-        """Terms of the effective weights of all samples together, as those of parameters."""
+        """Pull gradients of effective weights, summed over samples, back to the parameters."""
         window = self.linear.window(window)
         pull = window.executor.pull_weights(window.params, window.first_consts, self.sites, list(terms))
         found = pull(list(terms.values()))
@@ -384,7 +389,7 @@ class PerSample:
         found: dict[tuple[int, str], Any],
         axis: Callable[[int], int] = row_axis,
     ) -> Terms:
-        """Terms of effective weights, by their labels, as those of parameters."""
+        """Pull per-sample gradients of effective weights, with rows, back to the parameters."""
         params = window.params
         pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
         arrays = _same_lead(list(found.values()))
@@ -401,7 +406,7 @@ class PerSample:
     # -- traces ------------------------------------------------------------------------------------
 
     def lift(self, rows: Any, window: Window) -> dict[str, Any]:
-        """Rows of signals, (samples, rows, numbers), where each trace is: (rows, states, *at)."""
+        """Take rows of signals, (samples, rows, state size), to the axes of each trace: (rows, S, *at)."""
         leaves = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
         signals = jax.vmap(self.executor.at_groups)(leaves)
         found = {}
@@ -413,7 +418,7 @@ class PerSample:
         return found
 
     def contract(self, traces: dict[str, Any], rows: Any, window: Window) -> Terms:
-        """`sum g trace` for rows of signals at the states of the traces, sample by sample."""
+        """Per-sample gradients `sum g trace`, for rows `g` of signals: (samples, rows, state size)."""
         lifted = self.lift(rows, window)
         found: dict[tuple[int, str], Any] = {}
         for slot in self.executor.slots:
@@ -428,7 +433,7 @@ class PerSample:
 
     @cached_property
     def _slot_labels(self) -> dict[str, str | None]:
-        """Of each trace, the label along which samples lie."""
+        """The label of the batch axis of each trace; None if it has none."""
         return {t.key: self._slot_label(t) for t in self.executor.slots}
 
     def _slot_label(self, slot: Slot) -> str | None:
@@ -441,13 +446,13 @@ class PerSample:
         with jax.ensure_compile_time_eval():
             places = hidden.of_leaf(jnp.asarray(numbers, float))
             seen = np.asarray(slot.lift(places[None], slot.relation.site.no_inputs, 1)[0])
-        # a place of the output that reaches no state has a zero there
+        # elements of the output that reach no state are zero
         label = counting(seen - 1, slot.at, self.samples.count)
         return None if label in slot.layout.w else label
 
     @property
     def traces_have_samples(self) -> bool:
-        """Whether every trace has an axis of samples."""
+        """Whether every trace has a batch axis."""
         return self.samples.axis is None or None not in self._slot_labels.values()
 
 
@@ -458,9 +463,9 @@ def _factors(matrix: Matrix, inputs: dict[int, list[Any]], dys: dict[int, Any]) 
 
 
 def _contract(slot: Slot, label: str | None, g: Any, trace: Any) -> Any:
-    """`sum g trace` by the labels of the weight, samples first; `g` is (rows, states, *at).
+    """`sum g trace`, samples first, then the axes of the weight with rows; `g` is (rows, S, *at).
 
-    Products element by element, which go with what they are added to: there is little or nothing to sum over.
+    Element-wise products, because XLA fuses them with the sum that they are added to.
     """
     lead = () if label is None else (label,)
     summed = tuple(a for a in slot.labels if a not in (label, *slot.layout.w))
@@ -474,13 +479,13 @@ def _contract(slot: Slot, label: str | None, g: Any, trace: Any) -> Any:
 
 
 def _same_lead(arrays: list[Any]) -> list[Any]:
-    """The arrays with the same number of samples: one that all of them share stands for each."""
+    """Broadcast first axes of length one to the number of samples."""
     count = max(a.shape[0] for a in arrays)
     return [jnp.broadcast_to(a, (count, *a.shape[1:])) for a in arrays]
 
 
 def _parts(v: Var) -> int:
-    """How many real numbers a number of the array is."""
+    """The number of real numbers per element: 2 for complex arrays."""
     return 2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
 
 

@@ -36,13 +36,13 @@ _PARTS = 4  # of the batch, so that there are enough programs
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Coefficients:
-    """What becomes of rows and states over a window, and of which of them the gradient is made."""
+    """The coefficients of the two sums that the kernel computes (see above)."""
 
     x: Any  # (B, I, T)
     d: Any  # (B, R + S, T, O)
     mix: Any  # (B, R, R)
     along: Any  # (B, R)
-    own: Any = None  # (B, R + S, S, O); None: there is no trace
+    own: Any = None  # (B, R + S, S, O); None without a trace
     g: Any = None  # (B, S, O)
 
 

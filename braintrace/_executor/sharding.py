@@ -27,9 +27,7 @@ from .slots import Slot
 from .trace_math import add_up, promoted
 from .weight_gradients import Parts
 
-Spec = tuple[
-    Any, ...
-]  # as a `PartitionSpec`: for each array axis None, or the mesh axes that it is sharded over
+Spec = tuple[Any, ...]  # a `PartitionSpec`: for each array axis None, or the mesh axes that shard it
 Names = dict[str, Any]  # the mesh axes of each axis label
 
 
@@ -44,9 +42,8 @@ class Sharding:
     # the probes that find them cannot run inside a derivative
     _names: dict[str, tuple[Names, Names]] = field(default_factory=dict)
     _groups: dict[int, Spec] = field(default_factory=dict)
-    _sent: dict[Var, Spec] = field(
-        default_factory=dict
-    )  # of inputs that are gathered for column-sharded weights
+    # of inputs that are gathered for column-sharded weights
+    _sent: dict[Var, Spec] = field(default_factory=dict)
 
     @staticmethod
     def find(

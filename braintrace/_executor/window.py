@@ -1,4 +1,4 @@
-"""Consecutive steps, as rules see them.
+"""Consecutive steps, in the two forms that rules take.
 
 A `Window` has the operands of each step, and computes Jacobians, pushes and pulls on demand. A `Record` has
 the inputs, local Jacobians and signals of each step of a chunk, from which traces are updated.
@@ -28,13 +28,15 @@ Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """What is kept of the steps of a chunk, with an axis of time in front of each array but the weights."""
+    """Inputs, local Jacobians and signals of the steps of a chunk; all but the weights have leading time."""
 
     local: Local
     length: int
-    signals: Signals | None = None  # None: there is no loss
-    old_signals: Signals | None = None  # of what reads old states; None where nothing does
-    keep: Any = None  # (time, batch): False where a sample begins anew before the step; None: none does
+    signals: Signals | None = None  # dL/dh after each step; None without a loss
+    old_signals: Signals | None = (
+        None  # dL/dh before each step, of losses that read old states; None if none does
+    )
+    keep: Any = None  # (time, batch): False where a sample is reset before the step; None without resets
 
     @property
     def steps(self) -> Any:
@@ -42,12 +44,12 @@ class Record:
         return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals, self.keep
 
     def one(self, step: Any) -> tuple[Local, Signals, Signals | None, Any]:
-        """One step of such a scan."""
+        """The local Jacobians, signals, old signals and `keep` of one slice of `steps`."""
         inputs, D, J, signals, old, keep = step
         return Local(inputs, self.local.weights, D, J, sharding=self.local.sharding), signals, old, keep
 
     def cut_at_resets(self) -> Record:
-        """Encode resets in `D` and `old_signals`, which become zero where `keep` is False."""
+        """Encode resets as zeros: in `D` and `old_signals`, where `keep` is False."""
         if self.keep is None:
             return self
 
@@ -62,7 +64,7 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Some steps of a model, one after the other; all but the parameters have time in front."""
+    """Consecutive steps of a model; all arrays but the parameters have a leading time axis."""
 
     executor: ETraceGraphExecutor = field(repr=False)
     length: int
@@ -70,9 +72,9 @@ class Window:
     args: Leaves
     consts: Leaves
     before: list[Leaves]  # the carried states before each step
-    ys: dict[int, Taken]  # what sites that feed a state have had
-    keep: Any = None  # (time, batch): False where a sample begins anew before the step
-    inputs: dict[int, Leaves] = field(default_factory=dict)  # of those sites where they are known
+    ys: dict[int, Taken]  # known outputs of the sites that new states depend on
+    keep: Any = None  # (time, batch): False where a sample is reset before the step
+    inputs: dict[int, Leaves] = field(default_factory=dict)  # inputs of sites, as far as they are known
 
     def _of_first(self, given: Any) -> Any:
         return jax.tree.map(lambda a: a[0], given)
@@ -84,7 +86,7 @@ class Window:
 
     @property
     def first_consts(self) -> Leaves:
-        """What the model closes over, at the first step."""
+        """The constants that the model closes over, at the first step."""
         return self._of_first(self.consts)  # type: ignore[no-any-return]
 
     @cached_property
@@ -136,12 +138,12 @@ class Window:
             keep, *now = step
             tangents = _cleared(keep, tangents)
             function, before = self._live_step(now, (), others)
-            if only_back:  # the way forward is the transpose of the way back
+            if only_back:  # no forward mode: transpose the pull-back
                 pull = jax.vjp(function, before, [], some)[1]
                 try:
                     transposed = jax.linear_transpose(lambda c: pull(c)[::2], before)
                     return jax.vmap(lambda t: transposed((t, moved))[0])(tangents), None
-                # as each primitive has it; a `while` has the last
+                # the error depends on the primitive; that of a `while` is the last
                 except (AssertionError, NotImplementedError, RuntimeError, ValueError) as e:
                     raise NotSupportedError(
                         "The rule pushes directions through the derivatives of `custom_vjp` functions "
@@ -191,7 +193,7 @@ class Window:
     def _live_step(
         self, step: Any, sites: Sequence[Site] = (), others: Sequence[int] = ()
     ) -> tuple[Callable[..., Leaves], Leaves]:
-        """One step as a function of the inexact leaves, what is added at sites, and some parameters."""
+        """One step as a function `(inexact leaves, perturbations of sites, parameters)`, and those leaves."""
         args, consts, before, ys = step
         leaves, tree = jax.tree.flatten(before)
         live = [i for i, a in enumerate(leaves) if is_inexact(a)]
@@ -211,7 +213,7 @@ class Window:
 
     def _loop(self, body: Any, carry: Any, *, reverse: bool = False) -> Any:
         steps = (self.keep, self.args, self.consts, self.before, self.ys)
-        if self.length == 1:  # as it is: XLA knows it from the step itself
+        if self.length == 1:  # without a scan, XLA shares values with the step itself
             carry, found = body(carry, self._of_first(steps))
             return carry, jax.tree.map(lambda a: a[None], found)
         return jax.lax.scan(body, carry, steps, reverse=reverse)
@@ -244,7 +246,7 @@ class Window:
 
 
 def _cleared(keep: Any, rows: Leaves) -> Leaves:
-    """Derivatives, rows first, by leaves before a step: zero for the samples that begin anew there."""
+    """Zero the derivatives (rows first) at the leaves before a step for samples that are reset there."""
     if keep is None:
         return rows
     return [
@@ -254,13 +256,13 @@ def _cleared(keep: Any, rows: Leaves) -> Leaves:
 
 
 def where_rows(rows: Any, these: Any, others: Any) -> Any:
-    """`these` for the samples, along the first axis, that `rows` has True for, and `others` for the rest."""
+    """`jnp.where` with one flag for each sample: `rows` is (batch,), and samples are the first axis."""
     return jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
 
 
 def each_step(function: Callable[[Any], Any], args: Any) -> Any:
-    """`function` of each step, all at once where every operation in it can be mapped."""
-    if jax.tree.leaves(args)[0].shape[0] == 1:  # as it is: XLA knows it from the step before
+    """Map `function` over steps by `vmap`, or by `lax.map` if an operation in it has no batching rule."""
+    if jax.tree.leaves(args)[0].shape[0] == 1:  # without `vmap`, XLA shares values with the forward pass
         return jax.tree.map(lambda a: jnp.asarray(a)[None], function(jax.tree.map(lambda a: a[0], args)))
     try:
         return jax.vmap(function)(args)
@@ -269,5 +271,5 @@ def each_step(function: Callable[[Any], Any], args: Any) -> Any:
 
 
 def unroll() -> int:
-    """How many steps of an element-wise loop go together: on a GPU, a launch costs more than its work."""
+    """The `unroll` of element-wise scans: on a GPU, launching a step costs more than computing it."""
     return 1 if jax.default_backend() == "cpu" else 8

@@ -297,10 +297,9 @@ class Learner:
     def _trace(
         self, returned: Loss, params: PyTree, carry: PyTree, traces: Values, sequence: Sequence, fixed: Values
     ) -> tuple[UserStep, jax.tree_util.PyTreeDef, Leaves]:
-        """Trace one step and `returned(y, slices)`, which is the loss and the auxiliary output.
+        """Trace one step and `returned(y, slices)` of its output, the loss and aux.
 
-        Returns the traced step, the structure of the result of `returned`, and the leaves of parameters,
-        carry and traces.
+        Returns the traced step, the structure of (loss, aux), and the leaves of params, carry and traces.
         """
         states = self.function.leaves(params, carry)
         leaves = [*states, *jax.tree.leaves(traces)]

@@ -134,11 +134,8 @@ def _shapes(*avals: Any, call: Call) -> list[Any]:
         ]
         return [jax.core.ShapedArray((size, *a.shape), a.dtype) for a in _shapes(*one, call=inner)]
     _, args, _, rest, values = call.operands(list(avals))
-    lead = (
-        ()
-        if call.stepped is None
-        else next(a.shape[:1] for a, s in zip(args, call.stepped, strict=True) if s)
-    )
+    stepped = call.stepped
+    lead = () if stepped is None else next(a.shape[:1] for a, s in zip(args, stepped, strict=True) if s)
     outs = [(*lead, *a.aval.shape) for a in call.online.info.out_atoms]
     types = [a.aval.dtype for a in call.online.info.out_atoms]
     shaped = [jax.core.ShapedArray(s, t) for s, t in zip(outs, types, strict=True)]

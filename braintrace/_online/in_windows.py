@@ -49,10 +49,7 @@ class Boundary:
         return starts_of(self.length, self.drive.window or self.length)
 
     def steps(self, at_starts: Leaves) -> tuple[Any, ...]:
-        """The inputs of `enter` and `later` at each step.
-
-        These are `at_starts`, whether a window starts (except the first), its index, and whether one ends.
-        """
+        """Per step: `at_starts`, whether a window after the first starts, its index, whether one ends."""
         t = np.arange(self.length)
         is_start, is_end = np.isin(t, self.starts[1:]), np.isin(t + 1, [*self.starts, self.length])
         return at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0), is_end

@@ -3,7 +3,7 @@
     step(params, args, consts, states, traces) -> outputs, new states, new traces
 
 The pull-back takes the cotangents of the outputs and new states, gets the learning signals and the
-within-step gradients from one `vjp`, and adds what the traces make of the signals. The incoming states and
+within-step gradients from one `vjp`, and adds the contraction of traces and signals. The incoming states and
 traces get no gradient: the losses of several calls add up, and nothing is counted twice.
 """
 
@@ -33,7 +33,7 @@ from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, joined
 from .rule_arrays import RuleArrays
 
-Added = tuple[Leaves, Leaves]  # to the new states, and to the old ones
+Added = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
 
 
 class RuleStep:
@@ -89,7 +89,7 @@ class RuleStep:
 
     @property
     def result_specs(self) -> list[Any]:
-        """How outputs and carried leaves are spread over devices, where their types do not say it."""
+        """The partition specs of outputs and new carried leaves whose types do not have explicit sharding."""
         at, info = self.executor.sharding, self.info
         olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
         news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
@@ -102,7 +102,7 @@ class RuleStep:
         return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
 
     def advance(self, values: Values, window: Window) -> Values:
-        """What the rule keeps after a window of steps."""
+        """The rule's arrays after a window of steps."""
         return self.arrays.constrained(self.rule.advance(self.executor, values, window))
 
     # -- calls -------------------------------------------------------------------------------------
@@ -116,18 +116,18 @@ class RuleStep:
         values: Values,
         stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
-        """One step; or, where `stepped` says which arguments have time in front, a window of steps.
+        """Take a step or, with `stepped` (which arguments have a leading time axis), a window of steps.
 
-        Its derivative is the online gradient.
+        The derivative is the online gradient.
         """
         if self.windows or stepped is not None:
             outs, new, after = self._window(params, args, consts, rest, values, stepped)
         else:
             outs, new, after = self._step(params, args, consts, rest, values)
-        return outs, self._watched(new), {**values, **after}  # with what the rule leaves as it is
+        return outs, self._watched(new), {**values, **after}  # a rule returns only the arrays that it changed
 
     def _watched(self, new: list[Leaves]) -> list[Leaves]:
-        """New states that warn if someone asks for the derivative of a loss at one that is `unseen`."""
+        """New states that warn when a loss is differentiated at one that is `unseen`."""
         path_of = {h.leaf: h.path for h in self.info.hidden if h.path in self.unseen}
 
         def watched(path: Path) -> Callable[[Any], Any]:
@@ -181,7 +181,7 @@ class RuleStep:
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
             deltas = self.executor.zero_deltas(), old, self.zeros_at_readings()
             _, pull = pull_back(differentiable, params, args, consts, *deltas)
-            # kept until someone differentiates: of the Jacobians only what the way back asks for
+            # residuals: `J` is needed only for traces that do not cover every path (`_counted_twice`)
             partial = not all(t.positions.complete for t in self.slots)
             kept = (local.inputs, local.weights, local.J if partial else {}, local.slopes)
             before = values if self.executor.reads_old_states and self.asks_old else None
@@ -260,7 +260,7 @@ class RuleStep:
             steps = window(params, args, consts, taken)
             num = len(self.info.out_atoms)
             new = _like(results[num:], rest)
-            # on the way back a rule asks about the window's start alone
+            # the backward pass needs the first step only
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
             after = {**values, **self.advance(values, steps)}
             estimated = self.at_end(values, new)
@@ -290,11 +290,11 @@ class RuleStep:
         return self.rule.signal == PROPAGATED
 
     def given(self, values: Values) -> Values:
-        """What a call was given for the signal, which comes with the values."""
+        """The inputs of the learning signal (targets, modulators), which come with the rule's arrays."""
         return {k: values[k] for k in self.rule.signal.takes if k in values}
 
     def at_end(self, values: Values, new: list[Leaves]) -> Leaves | None:
-        """What the signal adds to the cotangents of the carried leaves after a window; None: nothing."""
+        """The signal's estimate of dL/dh of losses after a window, by carried leaf; None if it has none."""
         at = {v: i for i, v in enumerate(a for e in self.info.carried for a in e.invars)}
         flat, hidden = _flat(new), self.info.hidden
         now = [h.of_leaf(flat[at[h.leaf]]) for h in hidden]
@@ -311,15 +311,13 @@ class RuleStep:
         return [a for a, v in zip(outs, self.info.out_atoms, strict=True) if is_inexact(v.aval)]
 
     def zeros_at_readings(self) -> Leaves:
-        """Zeros to add to what is read of filtered groups."""
+        """Zeros for the perturbations of readings of filtered groups."""
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.executor.filtered_readings]
 
     def zeros_at_outputs(self) -> Leaves:
-        """Zeros to add to the outputs, where the signal is made of their cotangents."""
-        atoms = [a for a in self.info.out_atoms if is_inexact(a.aval)]
-        return (
-            [jnp.zeros(a.aval.shape, a.aval.dtype) for a in atoms] if self.rule.signal.reads_outputs else []
-        )
+        """Zeros for perturbations of the outputs, if the signal is computed from their cotangents."""
+        atoms = self.inexact_outs(list(self.info.out_atoms)) if self.rule.signal.reads_outputs else []
+        return [jnp.zeros(a.aval.shape, a.aval.dtype) for a in atoms]
 
     def joined(
         self,
@@ -331,7 +329,10 @@ class RuleStep:
         slopes: Any,
         given: Values,
     ) -> Signals:
-        """The signals of a step at all that the rule has traces of."""
+        """The learning signal of each group of a step, (S, *varshape), with filter states.
+
+        `back` and `deltas` are dL/dh by group and by state, `read` and `d_outs` dL/d(readings, outputs).
+        """
         signal, executor = self.rule.signal, self.executor
         if signal == PROPAGATED and not executor.filters:
             return back
@@ -350,7 +351,7 @@ class RuleStep:
         ys: dict[int, Any],
         read: Leaves,
     ) -> tuple[Leaves, list[Leaves], Local]:
-        """One step in its differentiable form, deltas added to its states, and what traces need of it."""
+        """One step with perturbations `added` to its states: outputs, new states, and local Jacobians."""
         rest = jax.lax.stop_gradient(rest)
         local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
         outs, new = self.executor.signals(params, args, consts, rest, added, ys, read)
@@ -386,7 +387,7 @@ class RuleStep:
         return self.arrays.constrained(values), grads
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
-        """Those constants of the model, and numbers in it, that weights and gains of readouts are made of."""
+        """The constants and literals of the model that effective weights and gains of readouts depend on."""
         program = self.info.program
         weights = [w for t in self.slots for w in t.relation.site.weights.values()]
         weights += [a for h in self.info.hidden for a in h.coefficients]
@@ -396,12 +397,12 @@ class RuleStep:
         return [*(c for v, c in zip(program.consts, consts, strict=True) if v in made_of), *numbers]
 
     def record_bytes(self) -> int:
-        """About how many bytes a step of a chunk takes: what it computes, and what traces need of it."""
+        """A rough estimate of the bytes per step of a chunk: activations and inputs of the trace update."""
         program = self.info.program
         moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_fixed for v in e.invars)}
         computed, _ = solve(Flow[bool](), program, ((v, True) for v in moving))
         size = sum(_bytes(v.aval) for v in computed if v not in program.inputs)
-        needed = 0  # it is kept, propagated through time, and laid out for one product
+        needed = 0  # times 3: recorded, propagated through time, and transposed for the product over time
         for local in self.executor.groups:
             each = local.group.num_state * _bytes(local.group.hidden_outvars[0].aval)
             needed += each * max(local.group.num_state, local.num_pulled)
@@ -413,9 +414,11 @@ class RuleStep:
         return int(size + 3 * needed)
 
     def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
-        """The within-step gradients that both the traces and the pull-back contain, to be subtracted once.
+        """The within-step gradients `g J x` that both traces and pull-back contain, to be subtracted once.
 
-        Where a trace does not cover every path, the pull-back does not hold the weight fixed.
+        Where a trace covers only some of the paths from its site to the group, the step is differentiated
+        without holding the weight fixed. The pull-back then has the gradient along all paths of this step,
+        and the contraction of signal and trace has that along the covered paths once more.
         """
         grads: Gradients = {}
         for slot in self.slots:
@@ -429,7 +432,7 @@ class RuleStep:
 
 
 def differentiated_once(values: Any) -> Any:
-    """The operands of an online gradient, which raise an error where it is differentiated again."""
+    """The identity on the operands of an online gradient, which raises if the gradient is differentiated."""
     return jax.tree.map(lambda a: _once_p.bind(a) if is_inexact(a) else a, values)
 
 

@@ -39,9 +39,8 @@ class UserStep:
     num_slices: int
     names: tuple[str, ...]  # of the leaves
     traces: dict[str, int]  # the index of the leaf of each of the rule's arrays, by name
-    carried: tuple[
-        int | None, ...
-    ]  # the index of each of the model's carried leaves; None if the step does not use it
+    # the index of each of the model's carried leaves; None if the step does not use it
+    carried: tuple[int | None, ...]
     has_effects: bool
     closed: Any  # the jaxpr of the step
 
@@ -230,10 +229,8 @@ class UserStep:
         # the others do not depend on the slices, so that zeros will do
         nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]
         known = iter(self.run(consts, nothing, leaves, kept))
-        zeros = [
-            jnp.zeros(a.aval.shape, a.aval.dtype) if v else None for a, v in zip(atoms, varies, strict=True)
-        ]
-        return [next(known) if z is None else z for z in zeros]
+        pairs = zip(atoms, varies, strict=True)
+        return [jnp.zeros(a.aval.shape, a.aval.dtype) if v else next(known) for a, v in pairs]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -1,7 +1,7 @@
-"""Many steps at once: the same numbers as step by step, with each trace touched once.
+"""D-RTRL over a chunk of `K` steps: equal to step by step, but each trace is read and written once.
 
-With the weights fixed over `K` steps, keep of each step what is small: inputs, `J`, `D` and signals `g`.
-Then, with `q[s] = g[s] + D[s+1]^T q[s+1]`,
+The inputs, `J`, `D` and signals `g` of each step are recorded, with the same weights for all. Then, with
+`q[s] = g[s] + D[s+1]^T q[s+1]`,
 
     gradient  = <D[1]^T q[1], trace[0]> + sum_s x[s] (J[s] q[s])
     trace[K]  = D[K]..D[1] trace[0]     + sum_s x[s] (D[K]..D[s+1] J[s])
@@ -30,7 +30,7 @@ TIME = ("time",)
 def step_by_step(
     rule: TraceRule, slots: Sequence[Slot], values: Values, record: Record
 ) -> tuple[Values, Gradients]:
-    """The traces after a chunk and its summed gradients, for any rule."""
+    """The traces after a chunk and its summed gradients, by a scan over steps, for any rule."""
 
     def body(carry: Any, step: Any) -> Any:
         values, grads = carry
@@ -53,17 +53,16 @@ def step_by_step(
 
 @dataclass(frozen=True)
 class Backward:
-    """What one pass from the last step of a chunk to its first finds of a group."""
+    """The result of one reverse scan over a chunk, for one group."""
 
-    q: States | None  # of every step; None: there are no signals
-    start: States | None  # the signal that is left for the states before the chunk
-    products: (
-        tuple[Jacobian, Jacobian] | None
-    )  # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None: no memory
+    q: States | None  # of every step; None if there are no signals
+    start: States | None  # dL/dh of the states before the chunk
+    # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None if the group has no memory
+    products: tuple[Jacobian, Jacobian] | None
 
 
 def backward(record: Record, group: int, *, products: bool) -> Backward:
-    """`q`, and the products of `D` if the traces after the chunk are wanted."""
+    """Pull the signals of a group back through a chunk; `products` of `D` are for the traces after it."""
     D = record.local.D[group]
     if record.signals is None and record.old_signals is None:
         return Backward(None, None, None if D is None else _products(D))
@@ -87,7 +86,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
 
     steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
     zero = [jnp.zeros_like(one[0]) for one in steps[0]]
-    # an empty product stays empty: nobody computes what is not wanted
+    # without `products`, this stays an empty list and nothing is computed
     one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if products else []
     (start, total), (q, each) = jax.lax.scan(body, (zero, one), steps, reverse=True, unroll=unroll())
     return Backward(q, start, (each, total))
@@ -114,7 +113,7 @@ def _promoted(arrays: Any) -> Any:
 def chunk_gradient(
     slots: Sequence[Slot], values: Values | None, record: Record, found: dict[int, Backward]
 ) -> Gradients:
-    """The summed gradients of D-RTRL; `values` is None where the traces before the chunk are zero."""
+    """The summed gradients of D-RTRL; `values` is None if the traces before the chunk are zero."""
     grads: Gradients = {}
     for slot in slots:
         site, k = slot.relation.site.index, slot.group.index
@@ -133,7 +132,7 @@ def chunk_gradient(
 
 
 def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Parts | None = None) -> Any:
-    """`sum_s x[s] (J[s] signal[s])`; with `parts`, of each of them."""
+    """`sum_s x[s] (J[s] signal[s])`; with `parts`, per-device partial sums."""
     site = slot.relation.site.index
     inputs = record.local.inputs[site]
     J = record.local.J[site, slot.group.index]
@@ -142,8 +141,8 @@ def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Pa
 
 
 def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
-    """The op's factor at every step."""
-    labels: list[Any] = []  # no arrays: they leave the map by the side
+    """The op's factor `x` at every step with its labels; None if it has none."""
+    labels: list[Any] = []  # labels are not arrays, so that `vmap` cannot return them
 
     def one(inputs: Any) -> Any:
         found = slot.factor(inputs)
@@ -169,7 +168,7 @@ def chunk_traces(
         site, products = slot.relation.site.index, found[slot.group.index].products
         inputs, weight = record.local.inputs[site], record.local.weights[site][slot.name]
         J = record.local.J[site, slot.group.index]
-        if products is None:  # no memory: the last step is all there is
+        if products is None:  # without memory, the trace is the instant term of the last step
             last = [a[-1] for a in inputs]
             lifted = slot.lift_instant(jnp.stack([j[-1] for j in J]), last)
             new = slot.instant(slot.factor(last), lifted, weight)
@@ -185,7 +184,7 @@ def chunk_traces(
 
 
 def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> tuple[Any, Any]:
-    """`D[K]..D[1]`, (S, S, *at), and `D[K]..D[s+1] J[s]` of every step, (S, time, *y)."""
+    """`P = D[K]..D[1]`, (S, S, *at), and `d[s] = D[K]..D[s+1] J[s]`, (S, time, *y), of one trace."""
     site = slot.relation.site.index
     inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]
     carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
@@ -194,7 +193,7 @@ def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]
 
 
 def _filtered(slot: Slot, record: Record, weight: Any, before: Any) -> Any:
-    """A trace that is a filtered input, step by step: it is so small that products would cost more."""
+    """Advance a filtered input (`Slot.uniform`) by a scan: it is small, and products would cost more."""
     site, k = slot.relation.site.index, slot.group.index
     inputs, D = record.local.inputs[site], record.local.D[k]
     assert D is not None

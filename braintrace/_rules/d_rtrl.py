@@ -34,12 +34,12 @@ from .rank import Rank
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
-_LARGE = 2**27  # bytes: below, what counts on a GPU is how many kernels a step launches
+_LARGE = 2**27  # bytes; for smaller traces, kernel launches dominate the time of a step on a GPU
 
 
 @dataclass(frozen=True)
 class D_RTRL(TraceRule):
-    """Traces of every weight; `dtype` is what they are stored in (None: what they are computed in).
+    """A trace of every weight for every state of its group; `dtype` overrides the type they are stored in.
 
     `rank` adds a correction of that rank to the traces of each sample. Its `basis` is 'balanced' (one pair
     of projections for all samples, from running averages of the directions that parameters reach and losses
@@ -65,7 +65,7 @@ class D_RTRL(TraceRule):
 
     @property
     def follows_chains(self) -> bool:
-        """Whether a trace of a state is the chain rule on those of others."""
+        """Whether traces follow the chain rule: local Jacobians, back-propagated signals and no bound."""
         return self.recursion is None and self.signal == PROPAGATED and self.bound is None
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class D_RTRL(TraceRule):
             raise ValueError(f"`across` is 'layers' or None, not {self.across!r}.")
         if self.across is not None and self.rank:
             raise ValueError(
-                "`across` and `rank` are two ways to keep what traces leave out: pass one of them."
+                "`across` and `rank` both correct for paths that traces truncate: pass one of them."
             )
 
     @property
@@ -125,7 +125,7 @@ class D_RTRL(TraceRule):
         )
 
     def fuses(self, values: Values) -> bool:
-        """Whether the kernel is faster, which makes one pass over each trace: if they are large."""
+        """Whether the fused kernel is faster, which makes one pass over each trace: if these are large."""
         return self.bound is None and bytes_on_gpu(values.values()) >= _LARGE
 
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
@@ -190,7 +190,7 @@ class D_RTRL(TraceRule):
         fresh: bool,
         keep: bool,
     ) -> tuple[Values, Gradients]:
-        if self.bound is not None:  # no product of the steps' own
+        if self.bound is not None:  # bounded traces are not linear in the steps
             return super().chunk(slots, values, record, total, fresh=fresh, keep=keep)
         record = record.cut_at_resets()
         if record.length == 1 and keep and record.old_signals is None:
@@ -249,10 +249,9 @@ class D_RTRL(TraceRule):
 
 
 def _unshared(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
-    """The same, shared with no other trace: else XLA makes one loop of several, and copies all but one.
+    """The operands of one trace, behind a barrier: XLA merges the loops of several, and copies all but one.
 
-    On a GPU it would also transpose a whole sequence before a loop over it, were the inputs not kept as
-    they are.
+    On a GPU inputs are also kept row-major, because XLA would transpose a whole sequence before its loop.
     """
     if D is None or factor is None:
         return D, factor, J

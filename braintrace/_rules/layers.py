@@ -82,11 +82,8 @@ class Layers:
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         per, blocks = self._of(executor)
-        if blocks and per.samples.axis != 0:
-            raise NotSupportedError(
-                "Samples cannot begin anew one by one: they do not lie along the first axis of the states. "
-                "Reset all of them."
-            )
+        if blocks:
+            per.check_rows()
         names = [key for block in blocks for key, _ in block.keys.values()]
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 

@@ -93,7 +93,7 @@ class Pushed:
         return {BASIS: state}
 
     def read(self, per: PerSample, values: Values, cotangents: Any) -> None:
-        """Nothing: the basis does not depend on cotangents."""
+        """None, because the basis does not depend on cotangents."""
 
 
 # -- balanced --------------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ class Balanced:
         `pulled` are the rows of `S`, pulled back to the window's start.
         """
         _, t = values[BASIS]
-        inner = _product("qn,nr->qr", t, _operator(values[READ])(t.T))
+        inner = precise_einsum("qn,nr->qr", t, _operator(values[READ])(t.T))
         rows = per.replicated(pulled).reshape(-1, pulled.shape[-1])
-        weighed = _product("qr,brn->bqn", inner, per.replicated(pulled)).reshape(rows.shape)
+        weighed = precise_einsum("qr,brn->bqn", inner, per.replicated(pulled)).reshape(rows.shape)
         found = _outer(rows, weighed, values[READ])
         # an expanding window would let the average grow without bound
         before, now = _trace(values[READ]) * per.samples.count, _trace(found)
@@ -214,7 +214,7 @@ class Balanced:
 
 
 def _signs(seed: Any, avals: list[Any]) -> list[Any]:
-    """Random arrays of plus and minus one: a hash of each element's index, as windows draw them again."""
+    """Arrays of random signs by hashing each element's index: all windows of a sequence draw the same."""
     found, start = [], 0
     for aval in avals:
         count = jax.lax.iota(jnp.uint32, int(aval.size)) + np.uint32(start)
@@ -227,27 +227,33 @@ def _signs(seed: Any, avals: list[Any]) -> list[Any]:
 
 
 def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
-    """`S` and `T` after two steps of subspace iteration from the present `T`: (2, rank, state size)."""
+    """`S` and `T` after two steps of subspace iteration from the present `T`: (2, rank, state size).
+
+    `O` is regularised by a multiple of the identity: directions that no loss has read yet are ranked by `R`
+    alone, and the inverse in `S` exists.
+    """
     n = len(reach)
     reach, read = _scaled(reach), _scaled(read)
     mean = _trace(read) / n
     least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
-    level = jnp.where(mean > 0, least * mean, 1)  # nothing read yet: `O` is the identity
+    level = jnp.where(mean > 0, least * mean, 1)  # before any loss, `O` is the identity
     t, by_reach, by_read = basis[1].T, _operator(reach), _operator(read)
     for _ in range(2):
         t = _columns(by_reach(by_read(t) + level * t))
     read_t = by_read(t)
-    inner = _product("nq,nr->qr", t, read_t)
+    inner = precise_einsum("nq,nr->qr", t, read_t)
     # the inverse by eigenvalues: `jnp.linalg.solve` takes three times as long to compile
     each, vectors = jnp.linalg.eigh(inner)
     scaled = vectors / (jnp.maximum(each, 0) + level)[None]
-    s = _product("nq,qr->nr", read_t, _product("qk,rk->qr", scaled, vectors))
-    s = t + s - _product("nq,qr->nr", t, _product("nq,nr->qr", t, s))  # `S Tᵀ = I` whatever rounding does
+    s = precise_einsum("nq,qr->nr", read_t, precise_einsum("qk,rk->qr", scaled, vectors))
+    s = (
+        t + s - precise_einsum("nq,qr->nr", t, precise_einsum("nq,nr->qr", t, s))
+    )  # exactly `S Tᵀ = I`, despite the regulariser
     return jnp.stack([s.T, t.T])
 
 
-_LEAST = 1e-6  # of the mean eigenvalue of `O`: what counts as read
-_DENSE = 256  # state size up to which averages are whole matrices; a sketch gives as close gradients
+_LEAST = 1e-6  # the regulariser of `O`, relative to its mean eigenvalue
+_DENSE = 256  # state size up to which averages are full matrices; above, a sketch is as good
 
 
 def _sketch_size(n: int, rank: int) -> int:
@@ -256,15 +262,16 @@ def _sketch_size(n: int, rank: int) -> int:
 
 @lru_cache
 def _test_columns(n: int, size: int) -> Any:
+    """The fixed random columns `Ω`, (n, size), of the sketch `C = M Ω` of a covariance `M`."""
     return np.random.RandomState(1).standard_normal((n, size)).astype(np.float32) / np.sqrt(n)
 
 
 def _outer(a: Float[Array, "k state"], b: Float[Array, "k state"], like: Covariance) -> Covariance:
-    """`aᵀ b`, or its product with fixed random columns where that is smaller."""
+    """`aᵀ b`, or its sketch `aᵀ b Ω` if `like` is one."""
     n, size = like.shape
     if size < n:
-        b = _product("kn,nm->km", b, jnp.asarray(_test_columns(n, size), b.dtype))
-    return _product("kn,km->nm", a, b).astype(like.dtype)
+        b = precise_einsum("kn,nm->km", b, jnp.asarray(_test_columns(n, size), b.dtype))
+    return precise_einsum("kn,km->nm", a, b).astype(like.dtype)
 
 
 def _operator(average: Covariance) -> Callable[[Float[Array, "state rank"]], Float[Array, "state rank"]]:
@@ -274,17 +281,17 @@ def _operator(average: Covariance) -> Callable[[Float[Array, "state rank"]], Flo
     """
     n, size = average.shape
     if size == n:
-        return lambda columns: _product("nm,mr->nr", average, columns)
-    core = _product("nm,nk->mk", jnp.asarray(_test_columns(n, size), average.dtype), average)
+        return lambda columns: precise_einsum("nm,mr->nr", average, columns)
+    core = precise_einsum("nm,nk->mk", jnp.asarray(_test_columns(n, size), average.dtype), average)
     each, vectors = jnp.linalg.eigh((core + core.T) / 2)
     level = 1e-5 * jnp.trace(core) / size
     scale = jax.lax.rsqrt(jnp.maximum(each, 0) + jnp.where(level > 0, level, 1))
-    factor = _product("nm,mk->nk", average, vectors * scale[None])
-    return lambda columns: _product("nk,kr->nr", factor, _product("nk,nr->kr", factor, columns))
+    factor = precise_einsum("nm,mk->nk", average, vectors * scale[None])
+    return lambda columns: precise_einsum("nk,kr->nr", factor, precise_einsum("nk,nr->kr", factor, columns))
 
 
 def _scaled(average: Covariance) -> Covariance:
-    """The same up to a factor, such that products neither overflow nor vanish."""
+    """Divide by the largest entry, so that products of averages neither overflow nor underflow."""
     largest = jnp.max(jnp.abs(average))
     return average / jnp.where(largest == 0, 1, largest)
 
@@ -293,7 +300,7 @@ def _trace(average: Covariance) -> Any:
     n, size = average.shape
     if size == n:
         return jnp.trace(average)
-    return _product("nm,nm->", jnp.asarray(_test_columns(n, size), average.dtype), average) * n / size
+    return precise_einsum("nm,nm->", jnp.asarray(_test_columns(n, size), average.dtype), average) * n / size
 
 
 BASES: dict[str, Pushed | Balanced] = {"balanced": Balanced(), "pushed": Pushed()}
@@ -304,22 +311,23 @@ BASES: dict[str, Pushed | Balanced] = {"balanced": Balanced(), "pushed": Pushed(
 
 @lru_cache
 def fixed_basis(state_size: int, size: int) -> Any:
-    """Orthonormal columns to begin with, (state size, size) or fewer."""
+    """A fixed random orthonormal basis in columns, (state size, size), to start from."""
     random = np.random.RandomState(0).standard_normal((state_size, min(state_size, size)))
     return np.linalg.qr(random)[0]
 
 
 def _or_fixed_basis(basis: Rows) -> Rows:
-    """The basis, or the fixed one for samples that have none yet."""
+    """The basis, or the fixed one for samples whose basis is still zero."""
     _, size, state_size = basis.shape
     first = jnp.asarray(fixed_basis(state_size, size).T, basis.dtype)[None]
     return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
 
 
 def orthonormal(rows: Rows) -> Rows:
-    """An orthonormal basis of the span of rows, for each sample.
+    """An orthonormal basis of the span of rows, for each sample, by Gram-Schmidt.
 
-    Where rows are lost (a hard reset), a little of the fixed basis takes their place.
+    A small multiple of the fixed basis is added first: rows that a hard reset has made zero, or parallel to
+    others, are replaced by it instead of by 0/0.
     """
     _, size, state_size = rows.shape
     if not size:  # parameters act on no carried state
@@ -329,8 +337,8 @@ def orthonormal(rows: Rows) -> Rows:
 
     def add(j: Any, basis: Any) -> Any:
         row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
-        for _ in range(2):  # once more, for what rounding left
-            row = row - _product("br,brn->bn", _product("brn,bn->br", basis, row), basis)
+        for _ in range(2):  # the second time removes rounding errors of the first
+            row = row - precise_einsum("br,brn->bn", precise_einsum("brn,bn->br", basis, row), basis)
             row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
         return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
 
@@ -339,7 +347,7 @@ def orthonormal(rows: Rows) -> Rows:
 
 
 def _columns(columns: Float[Array, "state rank"]) -> Float[Array, "state rank"]:
-    """Orthonormal columns that span the same, completed by the fixed basis."""
+    """Orthonormalise columns, with the fixed basis in place of lost ones, as in `orthonormal`."""
     n, size = columns.shape
     fixed = jnp.asarray(fixed_basis(n, size), columns.dtype)
     found: Array = jnp.linalg.qr(_unit(finite(columns), 0) + _little(columns) * fixed)[0]
@@ -356,23 +364,23 @@ def _unit(a: Any, axis: int) -> Any:
 
 
 def along_rows(vectors: Vectors, rows: Rows) -> Float[Array, "samples rank"]:
-    """The products of the samples' vectors with rows, which all samples share or have each."""
-    return _product("bn,brn->br" if rows.ndim == 3 else "bn,rn->br", vectors, rows)
+    """Products of per-sample vectors with rows, which are shared, (r, n), or per sample, (b, r, n)."""
+    return precise_einsum("bn,brn->br" if rows.ndim == 3 else "bn,rn->br", vectors, rows)
 
 
 def cross(vectors: Vectors, pair: tuple[Rows, Rows]) -> Vectors:
     """The part `(λ Tᵀ) S` of cotangents that crosses the start of a window."""
     s, t = pair
-    return _product("br,brn->bn" if s.ndim == 3 else "br,rn->bn", along_rows(vectors, t), s)
+    return precise_einsum("br,brn->bn" if s.ndim == 3 else "br,rn->bn", along_rows(vectors, t), s)
 
 
-def _product(axes: str, *arrays: Any) -> Array:
-    # small, and what is orthonormal must stay so: no tensor cores
+def precise_einsum(axes: str, *arrays: Any) -> Array:
+    """`jnp.einsum` without tensor cores: the products are small, and bases must stay orthonormal."""
     found: Array = jnp.einsum(axes, *promoted(*arrays), precision="highest")
     return found
 
 
 def finite(a: Any) -> Array:
-    """Zero where a slope is not finite: a state that nothing has reached may have one at its start."""
+    """Replace non-finite slopes by zero: a state at its initial value may have one (a root of zero)."""
     found: Array = jnp.where(jnp.isfinite(a), a, 0)
     return found

@@ -38,10 +38,10 @@ from .._executor.trace_math import add_up, promoted, weigh
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of
-from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, finite
+from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, finite, precise_einsum
 
 Values = dict[str, Any]
-AffineTerms = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that go as `P trace + sum_t x[t] d[t]`
+AffineTerms = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that advance as `P trace + sum_t x[t] d[t]`
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Rank:
         return found
 
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
-        """The arrays at the start of a sequence, with a balanced pair that is up to date.
+        """Renew a balanced pair at the start of a sequence.
 
-        `V` becomes `S' Tᵀ V`; `fresh`: it is known to be zero.
+        `V` is projected to the new pair, `S' Tᵀ V`, unless `fresh` says that it is zero.
         """
         if not isinstance(self.basis, Balanced):
             return values
@@ -121,11 +121,11 @@ class Rank:
     ) -> tuple[Values, dict[int, Any], Any]:
         """Advance `V` over a window, given the traces before and after it, and the state of `through`.
 
-        Large arrays go through a kernel, with their traces, which also gives the gradient of `signals` at the
-        window's start; `course` returns how traces advance over the window.
+        A kernel advances large arrays together with their traces, and computes the gradient for `signals` at
+        the window's start in the same pass; it needs `affine_terms` of the traces.
 
         Returns:
-            The new arrays, those gradients by leaf, and the rows of `S'`, pulled back to the window's start.
+            The new arrays, the kernel's gradients by leaf, and the rows of `S'` pulled back to the start.
         """
         per = self.per_sample(executor)
         new, old = self.basis.pair(self.basis.pairs(per, before))
@@ -140,7 +140,7 @@ class Rank:
         if not matrices:
             return values, {}, start
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
-        carried, along = (_product("b...n,brn->b...r", a, old) for a in (start, signal))
+        carried, along = (precise_einsum("b...n,brn->b...r", a, old) for a in (start, signal))
         lifted = [per.lift(a, window) for a in (start, new, signal[:, None])]
         grads = {}
         for i, matrix in matrices.items():
@@ -165,7 +165,7 @@ class Rank:
         return self.basis.no_pairs(self.per_sample(executor), values, windows)
 
     def cross(self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
-        """The part of cotangents at the start of a window that goes on to the window before."""
+        """The part `u = (λ Tᵀ) S` of cotangents at a window's start, which goes on to the window before."""
         per = self.per_sample(executor)
         vectors = per.shard_samples(finite(per.vectors(cotangents, dual=True)))
         return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
@@ -173,7 +173,7 @@ class Rank:
     def left(
         self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, starts: Sequence[int]
     ) -> Leaves:
-        """The rest of the cotangents before each step, of which a part crosses at `starts`."""
+        """The part `λ - u` of cotangents, by step, which meets the traces; `u` is subtracted at `starts`."""
         if not starts:
             return cotangents
         at = np.array(starts)
@@ -182,11 +182,11 @@ class Rank:
         return [None if c is None else c.at[at].add(-u) for c, u in zip(cotangents, crossing, strict=True)]
 
     def moved(self, state: Any) -> Values:
-        """The basis after a window, if it moves with the samples."""
+        """The basis after a window, if it is pushed along with the samples."""
         return {BASIS: state} if isinstance(self.basis, Pushed) else {}
 
     def read(self, executor: ETraceGraphExecutor, values: Values, cotangents: Leaves) -> Any:
-        """Statistics of cotangents at the starts of windows, with an axis of windows in front."""
+        """The sum of `λᵀ λ` over samples and windows, the first axis of `cotangents`; None if pushed."""
         per = self.per_sample(executor)
         return self.basis.read(per, values, jax.vmap(lambda c: finite(per.vectors(c, dual=True)))(cotangents))
 
@@ -217,9 +217,9 @@ class Rank:
         length: int,
         affine_terms: Callable[[Sequence[Slot]], AffineTerms],
     ) -> tuple[dict[int, Matrix], dict[int, Spec], AffineTerms]:
-        """The matrices whose rows are large, where there is a kernel for these.
+        """The matrices that the kernel advances because their `V` is large, by leaf.
 
-        And how they are spread over devices, and how their traces go.
+        Also returns the partition specs of `V`, and the affine terms of their traces.
         """
         names, at = named(per), executor.sharding
         sharded = mesh_of(*values.values()) is not None
@@ -256,7 +256,7 @@ class Rank:
         """
         start, added, factors = per.pull_with_factors(window, rows, factored)
         start = per.shard_samples(finite(start))
-        carried = _product("bqn,brn->bqr", start, old)
+        carried = precise_einsum("bqn,brn->bqr", start, old)
         of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
         values = {}
         for i, (key, aval) in named(per).items():
@@ -313,14 +313,14 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
                 f"The traces of this model have no axis for the samples along axis {axis} of the states: "
                 "leave `samples` out, or take all for one (`samples=None`)."
             )
-        if not separate:  # places of an image, say, with no batch
+        if not separate:  # such as the positions of an image without a batch
             found = PerSample(linear, find_samples(linear.info, None))
         executor.per_sample[axis, traces] = found
     return executor.per_sample[axis, traces]  # type: ignore[no-any-return]
 
 
 def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | None:
-    """The axis along which samples have each a basis; as it is where the rule refuses it."""
+    """The batch axis that a rank correction of this graph uses; `axis` if the rule refuses it."""
     try:
         return per_sample(ETraceGraphExecutor(graph), axis).samples.axis
     except NotSupportedError:
@@ -328,18 +328,13 @@ def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | N
 
 
 def named(per: PerSample) -> dict[int, tuple[str, Any]]:
-    """The leaves of the parameters that act on what is carried, by number: names and types."""
+    """The name of `V` and the type of each parameter leaf that affects carried states, by leaf index."""
     leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
     found = {n: leaves[n] for n in per.acting}
     return {n: (f"{BASIS}:{name_of(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
 
 
-def _product(labels: str, *arrays: Any) -> Any:
-    # small, and what is orthonormal must stay so: no tensor cores
-    return jnp.einsum(labels, *promoted(*arrays), precision="highest")
-
-
-_LARGE = 2**28  # bytes of `V` of a matrix: what XLA writes of less, a GPU finds in its cache
+_LARGE = 2**28  # bytes of `V` of a matrix; intermediate results of smaller ones stay in the GPU's cache
 
 
 def mixed(carried: Any, kept: Any, axis: int) -> Any:
@@ -347,7 +342,7 @@ def mixed(carried: Any, kept: Any, axis: int) -> Any:
     carried, kept = promoted(carried, kept)
     if carried.shape[1:] == (1, 1):
         return carried.reshape(-1, *[1] * (kept.ndim - 1)) * kept
-    # axes of a parameter stay apart: spread over devices, they would be gathered to be joined
+    # the parameter's axes are not merged: if they are sharded, that would gather them
     found = jnp.einsum("bqr,br...->bq...", carried, jnp.moveaxis(kept, axis, 1))
     return jnp.moveaxis(found, 1, axis)
 

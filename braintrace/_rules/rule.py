@@ -29,7 +29,7 @@ from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal
 
-Values = dict[str, Any]  # the arrays that a rule keeps, by stable names
+Values = dict[str, Any]  # the arrays of a rule, by stable names
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
 
 
@@ -46,7 +46,7 @@ class Rule(ABC):
         """The arrays at the start; called with abstract values, for shapes and types."""
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
-        """The arrays that a reset does not set back, at their start: those of the signal."""
+        """The initial values of the arrays that a reset keeps, such as those of the signal."""
         return self.signal.start(executor)
 
     def seeded(self, values: Values, key: Any) -> Values:
@@ -90,7 +90,7 @@ class Rule(ABC):
         return {}
 
     def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
-        """The graph with the states that it keeps traces of; `windows` is as in `kind`."""
+        """The graph that the rule runs on, perhaps with additional filter states; `windows` as in `kind`."""
         return graph
 
     @property
@@ -156,7 +156,7 @@ class TraceRule(Rule):
         )
 
     def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
-        """How its arrays are spread over devices; those that are no traces by their labels, XLA lays out."""
+        """The partition specs of traces, by axis label; XLA chooses the sharding of other arrays."""
         by_labels = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
         return {k: spec for k, spec in by_labels.items() if len(spec) == len(shapes[k].shape)}
 
@@ -172,7 +172,7 @@ class TraceRule(Rule):
     ) -> tuple[Values, Gradients]:
         """The traces after the steps in `record`, and their gradients, added to `total`.
 
-        `fresh`: the traces are known to be zero. Unless `keep`, the traces are not wanted any more.
+        With `fresh`, the traces are zero before the chunk; without `keep`, they are not used after it.
         """
         from .chunk import step_by_step
 
@@ -190,13 +190,13 @@ class TraceRule(Rule):
         return jax.lax.scan(body, values, record.steps)[0]
 
     def affine_terms(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
-        """`P` and `d` of each trace that goes as `P trace + sum_t x[t] d[t]` over the steps in `record`.
+        """`P` and `d` of each trace that the steps in `record` advance to `P trace + sum_t x[t] d[t]`.
 
-        `P` is (S, S, *at), `d` (S, time, *y).
+        `P` is (S, S, *at), `d` is (S, time, *y). Traces without such a form are left out.
         """
         return {}
 
-    # -- as any rule -------------------------------------------------------------------------------
+    # -- the interface of `Rule` -------------------------------------------------------------------
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         values = self.init(executor.slots, executor.example_local())
@@ -333,7 +333,7 @@ def _at(arrays: Leaves, steps: list[int]) -> Leaves:
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:
-    """What a verdict has to know of a rule's signal and of how its traces advance."""
+    """The fields of `RuleKind` that describe a rule's signal and trace recursion."""
     recursion = rule.recursion or Recursion()
     leak = recursion.decay.value if isinstance(recursion.decay, Leak) else None
     signal = {"signal": rule.signal.words, "broadcast": rule.signal.is_broadcast}
@@ -341,13 +341,13 @@ def kind_of(rule: Rule) -> dict[str, Any]:
 
 
 def add_to(grads: Gradients, slot: Slot, value: Any) -> None:
-    """Add what one trace gives to the gradient of its effective weight."""
+    """Add the gradient from one trace to that of its effective weight."""
     key = (slot.relation.site.index, slot.name)
     grads[key] = plus(grads.get(key), value)
 
 
 def add_all(total: Gradients, grads: Gradients) -> Gradients:
-    """The gradients, added to those so far, in the types of these."""
+    """Add gradients to the totals, in the types of the totals."""
     return {
         k: v + (grads[k] if jnp.iscomplexobj(v) else grads[k].real).astype(v.dtype) if k in grads else v
         for k, v in total.items()
