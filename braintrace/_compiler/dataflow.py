@@ -215,11 +215,11 @@ def _iterate(
     ends = (body.inputs if back else body.outputs)[far + carry :]
     stacked = [flow.stack([slices[s][k] for s in steps], a.aval.shape) for k, a in enumerate(ends)]
     depth = len(node.loops) + 1
-    whole = {
+    by_site = {
         s.index: flow.stack([below[i].get(s.index) for i in steps], (*s.loops[depth:], *s.output.aval.shape))
         for s in node.sites
     }
-    return [*head, *constants, *moving, *stacked], {i: v for i, v in whole.items() if v is not None}
+    return [*head, *constants, *moving, *stacked], {i: v for i, v in by_site.items() if v is not None}
 
 
 def settled(bits: int, more: Callable[[int], int]) -> int:

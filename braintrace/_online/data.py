@@ -1,4 +1,4 @@
-"""How a learner is told what its arguments are: one step, or a window of steps."""
+"""Wrappers that mark the arguments of a learner as data of one step or of a window of steps."""
 
 from __future__ import annotations
 

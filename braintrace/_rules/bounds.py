@@ -1,4 +1,4 @@
-"""Bounds on traces, where these would grow."""
+"""Bounds that keep traces from growing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Bound(Protocol):
-    """What becomes of `D`, (states, states, *units), of what a step adds, and of the trace after it."""
+    """Bounds the local Jacobian `D`, (S, S, *units), the instant term, and the trace after the step."""
 
     def jacobian(self, D: Any) -> Any: ...
 
@@ -21,7 +21,7 @@ class Bound(Protocol):
 
 @dataclass(frozen=True)
 class Clipped:
-    """No number of a trace is larger than `most`."""
+    """Clips the entries of a trace to magnitude `most`."""
 
     most: float
 
@@ -41,7 +41,7 @@ class Clipped:
 
 @dataclass(frozen=True)
 class Normalized:
-    """`D` over its spectral radius, what is added and the trace over their largest numbers, if above one."""
+    """Divides `D` by its spectral radius, and instant term and trace by their largest entry, if above one."""
 
     def jacobian(self, D: Any) -> Any:
         return D / jnp.maximum(_radius(D), 1.0)[None, None]

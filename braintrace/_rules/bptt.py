@@ -1,4 +1,4 @@
-"""BPTT: nothing is kept, and a gradient goes back through all the steps that it spans."""
+"""BPTT: no traces, and one backward pass through all steps."""
 
 from __future__ import annotations
 

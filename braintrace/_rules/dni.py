@@ -1,8 +1,8 @@
-"""DNI: windows alone, with a learned estimate of what comes after each.
+"""DNI: truncated BPTT in windows, with a learned estimate of dL/dh at the end of each.
 
     gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw        s held fixed
 
-`s` stands for dL/dh[end] of all later losses; were it exact, the sum would be BPTT.
+`s` estimates dL/dh[end] of all later losses. If it is exact, the sum is BPTT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .signal import PROPAGATED, Signal
 
 @dataclass(frozen=True)
 class DNI(Rule):
-    """Windows with a bootstrapped signal at their end; nothing is kept of what came before."""
+    """Windows with a bootstrapped signal at their end, without traces."""
 
     signal: Signal = PROPAGATED
     any_window: ClassVar[bool] = False

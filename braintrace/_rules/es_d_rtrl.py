@@ -63,7 +63,7 @@ class ES_D_RTRL(TraceRule):
 
     @property
     def unroll(self) -> int:
-        """How many steps of a loop go together: on a GPU, a turn costs as much as a small kernel."""
+        """The `unroll` of the scan over steps: on a GPU, an iteration costs as much as a small kernel."""
         return 1 if jax.default_backend() == "cpu" else 2
 
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
@@ -124,9 +124,9 @@ class ES_D_RTRL(TraceRule):
         return grads
 
     def _scale(self, slot: Slot, count: Any, dtype: Any, ndim: int) -> Any:
-        """What takes the bias of the start out, after `count` steps, for signals of `ndim` axes."""
+        """The factor that removes the start-up bias after `count` steps, for signals with `ndim` axes."""
         real = jnp.finfo(dtype).dtype
-        # before the first step the averages are zero, and so is what they say
+        # before the first step the averages are zero, so that any finite factor will do
         steps = jnp.maximum(count, 1).astype(real)
         scale = 1 / (1 - jnp.asarray(self.out, real) ** steps)
         if slot.layout.x is None:
@@ -215,7 +215,7 @@ class ES_D_RTRL(TraceRule):
 
 
 def _counts(slots: Sequence[Slot], values: Values, record: Record) -> Values:
-    """How many steps each sample has taken, after every step."""
+    """The number of steps that each sample has taken, after every step."""
     start = {k: values[k] for k in map(_count_key, slots)}
     if record.keep is None:
         number = jnp.arange(1, record.length + 1, dtype=jnp.int32)
@@ -290,7 +290,7 @@ def as_decay(decay_or_rank: Any) -> float:
 
 
 def input_of(slot: Slot, local: Local) -> Any | None:
-    """What is averaged: the op's input, where its factor is linear in it; else the factor itself."""
+    """The array that is averaged: the op's input if it is inexact, else the factor."""
     if slot.layout.x is None:
         return None
     x = local.inputs[slot.relation.site.index][0]

@@ -188,7 +188,7 @@ class Use:
         return tuple(a for a in layout.x or () if a != lone and a in layout.w)
 
     def of_output(self, names: dict[str, Any]) -> Spec:
-        """How the output without its samples is spread: by its labels, or as states of the same shape."""
+        """The partition spec of the output without batch axis: by its labels, or as states of its shape."""
         at, shape = self.per.executor.sharding, self.weighted.site.shape
         spec: Spec = (None,) * len(shape)
         for layout in self.layouts.values():
@@ -201,7 +201,7 @@ class Use:
 
     @property
     def names(self) -> dict[str, Any]:
-        """How labels are spread over devices: as those of its weights."""
+        """The mesh axes of each label, from the partition specs of the weights."""
         found: dict[str, Any] = {}
         at, number = self.per.executor.sharding, [v for e in self.per.info.fixed for v in e.invars]
         if at is None:
@@ -245,7 +245,7 @@ class Use:
 
 
 def _norm(arrays: list[Any]) -> Any:
-    """The length of all numbers of each sample, which lie along the first axis."""
+    """The norm of all arrays of each sample together; samples are the first axis."""
     squares = [jnp.sum(jnp.abs(a) ** 2, axis=tuple(range(1, a.ndim))) for a in arrays]
     return jnp.sqrt(sum(squares[1:], squares[0]))
 

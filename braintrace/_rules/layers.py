@@ -2,11 +2,11 @@
 
     P = E on the states that a parameter's traces follow        P = E + Q on those above, every unit of them
 
-Over a window, with `H` = d(state at its end)/d(state at its start) along all paths, on the states above:
+Over a window with full Jacobian `H`, in which parameters add the influence `A`, on the states above:
 
-    Q' = H (E + Q) + what the window adds - E'        gradient = within the window + <dL/dh[start], E + Q>
+    Q' = H (E + Q) + A - E'        gradient = within the window + <dL/dh[start], E + Q>
 
-Where traces follow a layer's own states exactly, all that it does to the layers above is exact, too.
+If the traces of a layer are exact on its own states, its influence on the layers above is exact, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Layers:
-    """The influence on states above traces; `samples` is the axis of the states along which samples lie."""
+    """The correction `Q` for the states above the traces; `samples` is the batch axis of the states."""
 
     samples: int | str | None = "auto"
     dtype: Any = None
@@ -52,7 +52,7 @@ class Layers:
         return values
 
     def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
-        """What is kept beside the traces, which are `before` the window and `after` it."""
+        """Advance `Q` over a window, given the rule's arrays before it and the traces after it."""
         per, blocks = self._of(executor)
         values = {}
         for block in blocks:
@@ -70,7 +70,7 @@ class Layers:
         return values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
-        """What it gives each leaf of the parameters, of signals at the carried states."""
+        """The gradients `<signal, Q>` of signals at the carried states, by leaf of the parameters."""
         per, blocks = self._of(executor)
         found: dict[int, Any] = {}
         for block in blocks:
@@ -88,7 +88,7 @@ class Layers:
         return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
 
     def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
-        """Over devices: samples as the states', parameters as these."""
+        """The partition specs: samples as the states', parameters as these."""
         (per, blocks), at = self._of(executor), executor.sharding
         assert at is not None
         lead, found = per.lead, {}
@@ -108,11 +108,11 @@ class Layers:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Some numbers of a sample, and the leaves of the parameters whose influence on them is kept."""
+    """Some entries of the state vector, and the parameter leaves whose influence on them is stored."""
 
     indices: Any  # in the state vector
-    keys: dict[int, tuple[str, Any]]  # of each leaf, by number: what is kept of it, and its type
-    acted_on_by: list[int]  # blocks, by number
+    keys: dict[int, tuple[str, Any]]  # by leaf index: name of its `Q`, and its type
+    acted_on_by: list[int]  # indices of blocks
 
 
 def _blocks(executor: ETraceGraphExecutor, per: PerSample) -> list[_Block]:

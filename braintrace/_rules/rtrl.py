@@ -33,7 +33,7 @@ from .rule import Rule, Values
 
 @dataclass(frozen=True)
 class RTRL(Rule):
-    """The influence of every number of every parameter on every number that is carried, for each sample."""
+    """The full influence matrix dh/dw of all parameters on all carried states, for each sample."""
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind("RTRL", whole=True)
@@ -41,14 +41,14 @@ class RTRL(Rule):
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = _per_sample(executor)
         lead = (per.samples.count, per.state_size)
-        with jax.numpy_dtype_promotion("standard"):  # parameters may be of fewer bits than what is carried
+        with jax.numpy_dtype_promotion("standard"):  # parameters may have fewer bits than states
             return {
                 name: jnp.zeros((*lead, *aval.shape), jnp.result_type(aval.dtype, per.dtype))
                 for name, aval in _names(per).values()
             }
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """Over devices: samples as the states', parameters as these."""
+        """The partition specs: samples as the states', parameters as these."""
         per, at = _per_sample(executor), executor.sharding
         assert at is not None
         lead = per.lead
@@ -61,7 +61,7 @@ class RTRL(Rule):
         if not values:
             return values
         per = _per_sample(executor)
-        if window.keep is not None:  # what begins anew there is no function of the state before
+        if window.keep is not None:  # reset states do not depend on the state before
             values = self.forget(executor, values, ~window.keep[0])
         every = jnp.broadcast_to(
             jnp.eye(per.state_size, dtype=per.dtype), (per.samples.count, *[per.state_size] * 2)
@@ -83,7 +83,7 @@ class RTRL(Rule):
         return found
 
     def _carry(self, executor: ETraceGraphExecutor, rows: Any, values: Values) -> Values:
-        """`rows @ P` for each sample; each device looks at its own part alone."""
+        """`rows @ P` for each sample, on each device for its own shard."""
         at = executor.sharding
         if at is None or mesh_of(*values.values()) is None:
             return _carry(rows, values)
@@ -98,7 +98,7 @@ class RTRL(Rule):
         per = _per_sample(executor)
 
         def of(v: Any) -> Any:
-            """One, in all its parts, where a number is gone."""
+            """Nonzero where a state is reset, in its real and imaginary part."""
             parts = 1 + 1j if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
             none, all_ = (jnp.full(v.aval.shape, a, v.aval.dtype) for a in (0, parts))
             return where_rows(rows, all_, none) if v.aval.shape[:1] == rows.shape else none
@@ -112,7 +112,7 @@ class RTRL(Rule):
 
 
 def _per_sample(executor: ETraceGraphExecutor) -> PerSample:
-    """The samples of a step, found once; all is one where they act on each other."""
+    """The cached `PerSample` of a step; the batch is one sample if its entries depend on each other."""
     if RTRL not in executor.per_sample:
         linear = MarkedStep(executor)
         samples = find_samples(linear.info)
@@ -123,19 +123,19 @@ def _per_sample(executor: ETraceGraphExecutor) -> PerSample:
 
 
 def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
-    """The leaves of the parameters that act on what is carried, by number: stable names and types."""
+    """The name and type of each parameter leaf that affects carried states, by leaf index."""
     leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
     return {n: (f"{name_of(e.path)}:{i}", aval) for n in per.acting for e, i, aval in [leaves[n]]}
 
 
 def _carry(rows: Any, values: Values) -> Values:
-    """`rows @ P` for each sample, whatever the rows say of a number that nothing has reached yet."""
+    """`rows @ P` for each sample, where zero rows of `P` give zero even if the slopes are infinite."""
 
     def cleared() -> Values:
         reached = {k: jnp.any(p != 0, axis=tuple(range(2, p.ndim))) for k, p in values.items()}
         return {k: jnp.where(r[:, None], rows, 0) for k, r in reached.items()}
 
-    # to look for what is reached takes a pass over all of `P`
+    # finding the rows that are zero takes a pass over all of `P`
     finite = jnp.all(jnp.isfinite(rows))
     given = jax.lax.cond(finite, lambda: dict.fromkeys(values, rows), cleared)
     return {k: _product(given[k], p) for k, p in values.items()}

@@ -1,8 +1,8 @@
-"""Learning signals: what meets a trace, back-propagated or made of something else.
+"""Learning signals, which are contracted with traces: the back-propagated dL/dh, or a replacement for it.
 
-A signal that is broadcast is one at what others read of a group (its spikes, say), and goes on to the states
-by the unit's own slope. Weights without a trace, such as a readout, keep their ordinary gradient, and so do
-those of a readout with memory: errors reach its units at once.
+A broadcast signal applies to the readings of a group (its spikes, say), and is multiplied by their slopes to
+get to the states. Weights without a trace, such as those of a readout, keep their ordinary gradient. So do
+the weights of a readout with memory, because errors reach its units directly.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BackPropagated:
-    """The derivative of the step's loss by the states: what is there without any choice."""
+    """The derivative dL/dh of the step's loss, the default; also the interface of all signals."""
 
-    takes: ClassVar[tuple[str, ...]] = ()  # what a call of the learner is given, by name
-    spellings: ClassVar[dict[str, str]] = {}  # other names for that
-    is_broadcast: ClassVar[bool] = False  # made at what is read of a group
-    reads_outputs: ClassVar[bool] = False  # made of the cotangents of the model's outputs
-    words: ClassVar[str] = ""  # for the verdict
-    in_windows: ClassVar[bool] = True  # it can be had where losses are pulled back through windows
-    moves: ClassVar[bool] = True  # what a call is given is of that step
-    comes_last: ClassVar[bool] = False  # it may be the last argument of a call, without a name
+    takes: ClassVar[tuple[str, ...]] = ()  # names of the inputs that a call of the learner takes
+    spellings: ClassVar[dict[str, str]] = {}  # other names for these
+    is_broadcast: ClassVar[bool] = False  # applies to the readings of groups
+    reads_outputs: ClassVar[bool] = False  # computed from cotangents of the outputs
+    words: ClassVar[str] = ""  # its name in reports
+    in_windows: ClassVar[bool] = True  # whether it is defined in windows
+    moves: ClassVar[bool] = True  # whether its inputs differ from step to step
+    comes_last: ClassVar[bool] = False  # its input may be the last positional argument
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        """The arrays that it keeps; they outlast a sequence."""
+        """The initial values of its arrays, which a reset keeps."""
         return {}
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """How they are spread over devices, as `executor.sharding` has it."""
+        """The partition specs of its arrays, given `executor.sharding`."""
         return {}
 
     def prepared(
         self, executor: ETraceGraphExecutor, params: Leaves, consts: Leaves, values: Values
     ) -> Values:
-        """The same for these parameters."""
+        """The arrays of the signal, adapted to these parameters."""
         return values
 
     def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
-        """What is added to the cotangents of the hidden arrays after a window; None: nothing."""
+        """An estimate of dL/dh of losses after a window, by hidden state; None if it has none."""
         return None
 
     def named(self, given: Values) -> Values:
-        """What a call was given, by the names in `takes`; unknown ones stay as they are."""
+        """The inputs of a call by their names in `takes`; unknown names are kept."""
         return {self.spellings.get(k, k): v for k, v in given.items()}
 
     def masked(self, values: Values, mask: Any) -> Values:
-        """What a step was given, weighed as its loss is; `mask` is one number, or one for each sample."""
+        """The inputs of a step times the mask of its loss, which is a scalar or (batch,)."""
         return {k: _weighed(v, mask) if self.moves and k in self.takes else v for k, v in values.items()}
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
-        """Of one step: arrays at the readings of each group; or at its states; None: as back-propagated."""
+        """The signal of a step by group, at its readings if broadcast, else at its states; None for dL/dh."""
         return None
 
 
-Signal = BackPropagated  # what every other one has the interface of
+Signal = BackPropagated  # the type of any signal
 PROPAGATED = BackPropagated()
 
 
 @dataclass(frozen=True)
 class Broadcast(BackPropagated):
-    """A signal that comes to what is read of each group through matrices, (numbers, units)."""
+    """A signal at the readings of each group, through matrices (entries of the error, units)."""
 
     is_broadcast: ClassVar[bool] = True
     in_windows: ClassVar[bool] = False
@@ -94,8 +94,8 @@ class Feedback(Broadcast):
     """The outputs' errors through matrices of their own: `dL/dread = sum_o dL/do B`.
 
     `B` is random and fixed; with `adaptive`, whenever the readout changes from `R` to `R'` it becomes
-    `R' + (1 - decay) (B - R)`, where `R` is the derivative of the outputs by what is read, at zero: it
-    changes as the readout does, and where that decays, both do alike.
+    `R' + (1 - decay) (B - R)`, where `R` is the derivative of the outputs in the readings, at zero. So `B`
+    follows the changes of the readout, and decays as it does.
     """
 
     key: Key = (0, 0)
@@ -141,12 +141,12 @@ class Feedback(Broadcast):
 class TargetProjection(Broadcast):
     """A fixed random projection of the target that a call is given: `dL/dread = target B`.
 
-    `matrices` are those of the groups, (targets, units), where they are not to be drawn.
+    `matrices`, (targets, units) for each group, replace random ones.
     """
 
-    size: int = 1  # numbers of the target
+    size: int = 1  # length of the target
     key: Key = (0, 0)
-    matrices: Any = None  # a tuple of nested tuples: a rule is a value that compares
+    matrices: Any = None  # a tuple of nested tuples, because rules are compared by value
     takes: ClassVar[tuple[str, ...]] = ("target",)
     spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
     comes_last: ClassVar[bool] = True
@@ -183,9 +183,9 @@ class TargetProjection(Broadcast):
 
 @dataclass(frozen=True)
 class Modulator(BackPropagated):
-    """A third factor that a call is given: it is the signal at every state, whatever the loss is.
+    """A third factor, passed to each call, as the signal at every state, whatever the loss is.
 
-    One number; one for each sample; or an array like the states, with or without an axis of states behind.
+    It is a scalar, (batch,), or an array shaped as the states, with or without a last axis of states.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("modulator",)
@@ -194,17 +194,17 @@ class Modulator(BackPropagated):
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         return {
-            g.index: _spread(jnp.asarray(given["modulator"]), g.varshape, g.num_state, g.dtype)
+            g.index: _at_states(jnp.asarray(given["modulator"]), g.varshape, g.num_state, g.dtype)
             for g in executor.graph.hidden_groups
         }
 
 
 @dataclass(frozen=True)
 class Bootstrapped(BackPropagated):
-    """An estimate of what comes after a window, added to the cotangents at its end.
+    """An estimate of dL/dh of later losses, added to the cotangents at a window's end.
 
-    `net(values, states) -> signals`: of each group, by number, (*shape, states); `values` are what a call is
-    given.
+    `net(synthesizer, states) -> signals` takes and returns (*varshape, S) by group; `synthesizer` is an input
+    of the call.
     """
 
     net: Callable[[Any, dict[int, Any]], dict[int, Any]]
@@ -234,7 +234,7 @@ def joined(
     slopes: dict[int, Any],
     given: dict[str, Any],
 ) -> Signals:
-    """The signals of one step at what a rule has traces of: states, and filters of readings."""
+    """The signals of one step by group, (S, *varshape); for filtered groups, at the filter states alone."""
     made = signal.of(executor, values, d_outs, given)
     result: Signals = {}
     for k, g in back.items():
@@ -256,7 +256,7 @@ def joined(
 
 
 def _weighed(value: Any, mask: Any) -> Any:
-    """A number, or an array with samples in front or none, times the mask; nothing where that is zero."""
+    """Multiply a value, with or without a batch axis, by the mask; zero where the mask is, even if NaN."""
     value = jnp.asarray(value)
     value = value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(mask.dtype)
     if mask.ndim and value.shape[:1] != mask.shape:
@@ -284,7 +284,7 @@ def _folded(key: Key, *numbers: int) -> Any:
 
 
 def as_key(key: Any) -> Key:
-    """A key of random numbers, as a value that compares."""
+    """A random key as a tuple of integers, which can be compared."""
     if key is None:
         return (0, 0)
     if jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key):
@@ -298,7 +298,7 @@ def _broadcast_to(executor: ETraceGraphExecutor) -> list[HiddenGroup]:
 
 
 def _places(executor: ETraceGraphExecutor, samples: Samples) -> Any:
-    """Group, number of its reading, number of the output; numbers of the output and units of a sample."""
+    """For each matrix: group, reading, output, and the sizes of output and group per sample."""
     outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
     for group in _broadcast_to(executor):
         for i, _ in enumerate(executor.readings[group.index]):
@@ -317,7 +317,7 @@ def _width(shape: tuple[int, ...], samples: Samples) -> int:
 
 
 def _rows(array: Any, samples: Samples) -> Any:
-    """(samples, numbers); one row where samples cannot be told apart."""
+    """Flatten to (samples, entries), with one row if there is no batch axis."""
     if _has_samples(array.shape, samples):
         array = jnp.moveaxis(array, samples.axis or 0, 0)
         return array.reshape(samples.count, -1)
@@ -329,7 +329,7 @@ def _values_of(values: Values, prefix: str) -> list[Any]:
 
 
 def _columns(executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-    """Of matrices from outputs to units: columns as the units are spread, where these are one axis."""
+    """Partition specs of matrices from outputs to units: columns as the units, if these are one axis."""
     at, samples = executor.sharding, executor.samples
     assert at is not None
     found: dict[str, Spec] = {}
@@ -344,7 +344,7 @@ def _columns(executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
 def _projected(
     executor: ETraceGraphExecutor, samples: Samples, values: Values, errors: dict[int, Any]
 ) -> dict[int, list[Any]]:
-    """Rows of errors, one for each sample or one for all, at the readings of each group."""
+    """Project errors, (samples or 1, entries), to the readings of each group."""
     found = {}
     for group in _broadcast_to(executor):
         k, shape = group.index, group.varshape
@@ -361,7 +361,7 @@ def _projected(
 
 
 def _units(rows: Any, shape: tuple[int, ...], samples: Samples) -> Any:
-    """Rows of units as an array of a group's shape."""
+    """Reshape (samples, units) to the shape of a group."""
     if not _has_samples(shape, samples):
         return jnp.sum(rows, 0).reshape(shape) if rows.shape[0] > 1 else rows.reshape(shape)
     axis = samples.axis or 0
@@ -370,8 +370,8 @@ def _units(rows: Any, shape: tuple[int, ...], samples: Samples) -> Any:
     return jnp.moveaxis(rows.reshape(samples.count, *rest), 0, axis)
 
 
-def _spread(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
-    """A modulator at every state of every unit, states first."""
+def _at_states(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
+    """Broadcast a modulator to (S, *varshape)."""
     m = m.astype(dtype)
     full = (num, *shape)
     if m.shape == (*shape, num) and (m.shape != shape):
@@ -387,7 +387,7 @@ def _spread(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
 
 
 def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> dict[str, Any]:
-    """The derivative of each output by each reading, of one sample, where all but the parameters is zero."""
+    """The derivative of each output in each reading, per sample, at zero inputs and states."""
     info, samples = executor.info, executor.samples
     zeros = lambda variables: {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables}
     known = {**zeros(info.arg_invars), **zeros(v for e in info.carried for v in e.invars)}
@@ -416,7 +416,7 @@ def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> 
 
 
 def _in_first(row: Any, like: Any, samples: Samples) -> Any:
-    """The numbers of one sample, at the first one."""
+    """An array shaped as `like`, with the entries `row` at the first sample and zeros elsewhere."""
     if not _has_samples(like.shape, samples):
         return row.reshape(like.shape)
     rows = jnp.zeros((samples.count, row.size), like.dtype).at[0].set(row)

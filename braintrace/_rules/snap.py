@@ -174,12 +174,12 @@ class Block:
         return [self.rows, self.places, self.colours, *([] if self.now is None else [self.now])]
 
     def part(self, arrays: Sequence[Any]) -> Block:
-        """The same with parts of these."""
+        """This block with its arrays replaced by a device's shards."""
         rows, places, colours, *now = arrays
         return replace(self, rows=rows, places=places, colours=colours, now=now[0] if now else None)
 
     def specs(self, spec: Spec) -> list[Spec]:
-        """How they are cut where what is kept, (samples, sets, carried, numbers), is spread so."""
+        """The partition specs of `arrays`, given that of the influence, (samples, sets, carried, params)."""
         _, sets, _, places = spec
         found: list[Spec] = [(sets, None), (sets, places), (sets, None), (sets, None, places)]
         return found[: len(self.arrays)]
@@ -200,13 +200,13 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Where the influence is kept, as blocks."""
+    """The sparsity pattern of the stored influence, as blocks."""
 
     per: PerSample
     blocks: list[Block]
     offsets: dict[int, tuple[Any, int, int]]  # of each leaf: its type, where it begins and its size
     colours: Array  # of carried numbers, of which no parameter reaches two of one colour at once
-    state_colours: Array  # the same by carried numbers
+    state_colours: Array  # of which no carried number reaches two of one colour
     moves: Array
 
     @staticmethod
@@ -226,7 +226,7 @@ class Pattern:
         colours = _colours(first.T)[element]
         state_colours = _colours(reached.moves)[element]
         # a complex number is two, which go together
-        colours, state_colours = (_apart(c, element) for c in (colours, state_colours))
+        colours, state_colours = (_split_complex(c, element) for c in (colours, state_colours))
         blocks: list[Block] = []
         for dtype in sizes:
             mine = [i for i in reached.params if offsets[i][0] == dtype]
@@ -237,12 +237,12 @@ class Pattern:
 
     @property
     def size(self) -> int:
-        """How many numbers are kept, of all samples."""
+        """The number of stored entries, of all samples."""
         kept = sum(b.rows.size * b.places.shape[1] for b in self.blocks)
         return int(kept * self.per.samples.count)
 
     def jacobian(self, window: Window) -> Any:
-        """`H`, (samples, numbers, numbers)."""
+        """`H`, (samples, state size, state size)."""
         pulled = self.per.back(window, _rows(self.state_colours, self.per))
         found = pulled[:, self.state_colours]
         return self.per.shard_samples(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
@@ -263,7 +263,7 @@ class Pattern:
         return {dtype: self.per.shard_samples(jnp.concatenate(found, 2)) for dtype, found in parts.items()}
 
     def gradients(self, summed: dict[str, Any]) -> dict[int, Any]:
-        """Of each leaf, what blocks give each of its numbers."""
+        """The gradient of each parameter leaf, from the sums of all blocks."""
         totals = {}
         for dtype in dict.fromkeys(dtype for dtype, _, _ in self.offsets.values()):
             mine = [b for b in self.blocks if b.dtype == dtype]
@@ -335,8 +335,8 @@ def _colours(rows: Array) -> Array:
     return found
 
 
-def _apart(colours: Array, element: Array) -> Array:
-    """Colours of numbers; the second number of an element has one of its own."""
+def _split_complex(colours: Array, element: Array) -> Array:
+    """Colours of real entries: the imaginary part of a complex element gets a colour of its own."""
     seen: dict[int, int] = {}
     count = int(colours.max(initial=-1)) + 1
     result = np.array(colours)
@@ -347,7 +347,7 @@ def _apart(colours: Array, element: Array) -> Array:
 
 
 def _rows(colours: Array, per: PerSample) -> Any:
-    """Ones where each colour is: (samples, colours, numbers)."""
+    """Ones where each colour is: (samples, colours, state size)."""
     count = int(colours.max(initial=0)) + 1
     rows = (np.arange(count)[:, None] == colours[None]).astype(per.dtype)
     return jnp.broadcast_to(jnp.asarray(rows), (per.samples.count, *rows.shape))

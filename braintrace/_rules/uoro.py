@@ -17,7 +17,7 @@ The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -38,16 +38,16 @@ class UORO(Estimate):
 
     @property
     def _kept(self) -> Rank:
-        """Kept as one direction would be: `s` in place of the basis, `theta` of what lies along it."""
+        """The arrays of a rank-1 correction, with `s` in place of the basis and `theta` in place of `V`."""
         return Rank(1, self.samples, corrects_traces=False)
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         return self._kept.start(executor)
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
-        if window.keep is not None:  # samples that begin anew at its start have no past
+        if window.keep is not None:  # samples that are reset at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
-            window = replace(window, keep=window.keep.at[0].set(True))
+            window = window.without_first_reset
         per = self._kept.per_sample(executor)
         s = per.shard_samples(values[BASIS])
         pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
@@ -80,7 +80,7 @@ class UORO(Estimate):
 
 
 def _norm(arrays: Any, dtype: Any) -> Any:
-    """The length of all numbers of each sample, which lie along the first axis."""
+    """The norm of all arrays of each sample together; samples are the first axis."""
     squares = [jnp.sum(jnp.abs(a).astype(dtype) ** 2, axis=tuple(range(1, a.ndim))) for a in arrays]
     return jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
 
