@@ -155,7 +155,7 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
     )
     window, crossed = drive.window_of(given, carry.moving, part, taken), None
     if projection is not None:
-        crossed = projection.through(executor, values, window, drive.window)
+        crossed = projection.advance_basis(executor, values, window, drive.window)
         pairs = crossed[1] if windows > 1 else pairs
     grads, first, at_starts, _, dys = pull((jnp.ones_like(loss), pairs))
     if executor.sharding is not None:

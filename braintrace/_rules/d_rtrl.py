@@ -202,9 +202,9 @@ class D_RTRL(TraceRule):
         after = chunk_traces(slots, before, record, found, values) if keep else values
         return after, add_all(total, grads)
 
-    def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
+    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         if self.bound is not None:
-            return super().through(slots, values, record)
+            return super().traces_after(slots, values, record)
         record = record.cut_at_resets()
         found = {k: backward(record, k, products=True) for k in record.local.D}
         return chunk_traces(slots, values, record, found, values)

@@ -145,7 +145,7 @@ class ES_D_RTRL(TraceRule):
                 result[_input_key(slot)] = slot.where_input(keep, values[_input_key(slot)])
         return result
 
-    def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
+    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         start = {k: states(values[k], 0) for k in map(_state_key, slots)}
         after = self._averages(slots, values, start, record.cut_at_resets())[2]
         return {**{k: v[-1] for k, v in _counts(slots, values, record).items()}, **after}

@@ -31,8 +31,8 @@ from .._executor.sharding import Spec
 from .._executor.trace_math import promoted
 from .._executor.window import Window, unroll, where_rows
 
-# A projection has arrays of its own (`start`, `lasting`). Over the windows of a pass, `through` computes its
-# state after them and the pairs at their starts; `pair` picks one of those, `observed` gives the new arrays.
+# A projection has arrays of its own (`start`, `lasting`). Over windows, `advance_basis` computes its
+# state after them and the pairs at their starts; `pair` picks one pair, `observed` returns the new arrays.
 Values = dict[str, Any]
 Rows = Float[Array, "*samples rank state"]
 Vectors = Float[Array, "samples state"]
@@ -70,7 +70,7 @@ class Pushed:
         basis = pairs if index is None else jax.lax.dynamic_index_in_dim(pairs, index, keepdims=False)
         return basis, basis
 
-    def through(self, per: PerSample, values: Values, window: Window, size: int) -> tuple[Rows, Rows]:
+    def advance_basis(self, per: PerSample, values: Values, window: Window, size: int) -> tuple[Rows, Rows]:
         """The basis after windows of `size` steps, and the bases at the starts of all but the first."""
 
         def along(basis: Rows, window: Window) -> tuple[Rows, Rows]:
@@ -135,7 +135,7 @@ class Balanced:
     def no_pairs(self, per: PerSample, values: Values, windows: int) -> Rows:
         return jnp.zeros_like(values[BASIS])
 
-    def through(
+    def advance_basis(
         self, per: PerSample, values: Values, window: Window, size: int
     ) -> tuple[tuple[Vectors, Covariance], Rows]:
         """The tangent `P ν` after windows of `size` steps and the sum of its covariances, and the pair.
@@ -184,7 +184,7 @@ class Balanced:
     ) -> Values:
         """The arrays that choose the pair, after windows of a pass.
 
-        `state` is that of `through`; `read` is the sum of `λᵀ λ` over windows and samples.
+        `state` is that of `advance_basis`; `read` is the sum of `λᵀ λ` over windows and samples.
         """
         tangent, reach = state
         new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)

@@ -119,7 +119,7 @@ class Rank:
         state: Any,
         signals: Leaves | None = None,
     ) -> tuple[Values, dict[int, Any], Any]:
-        """Advance `V` over a window, given the traces before and after it, and the state of `through`.
+        """Advance `V` over a window, given the traces before and after it, and the state of `advance_basis`.
 
         A kernel advances large arrays together with their traces, and computes the gradient for `signals` at
         the window's start in the same pass; it needs `affine_terms` of the traces.
@@ -154,14 +154,14 @@ class Rank:
             grads[i] = grad.astype(aval.dtype)
         return values, {} if signals is None else grads, start
 
-    def through(
+    def advance_basis(
         self, executor: ETraceGraphExecutor, values: Values, window: Window, size: int
     ) -> tuple[Any, Any]:
         """The state of the projection after windows of `size` steps, and its pairs at their starts."""
-        return self.basis.through(self.per_sample(executor), values, window, size)
+        return self.basis.advance_basis(self.per_sample(executor), values, window, size)
 
     def no_pairs(self, executor: ETraceGraphExecutor, values: Values, windows: int) -> Any:
-        """Zeros of the shape of the pairs that `through` returns."""
+        """Zeros of the shape of the pairs that `advance_basis` returns."""
         return self.basis.no_pairs(self.per_sample(executor), values, windows)
 
     def cross(self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
@@ -170,7 +170,7 @@ class Rank:
         vectors = per.shard_samples(finite(per.vectors(cotangents, dual=True)))
         return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
 
-    def left(
+    def not_crossing(
         self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, starts: Sequence[int]
     ) -> Leaves:
         """The part `λ - u` of cotangents, by step, which meets the traces; `u` is subtracted at `starts`."""
@@ -201,8 +201,8 @@ class Rank:
     ) -> Values:
         """The arrays of the projection after the windows of a pass.
 
-        `state` is that of `through`, `read` the sum of the covariances of cotangents at window starts; and
-        `pulled` the rows of `S`, pulled back to the start of the only window, if later losses matter.
+        `state` is from `advance_basis` and `read` from `read`. In a stream, whose later losses are unknown,
+        `pulled` are the rows of `S`, pulled back to the start of the only window.
         """
         per = self.per_sample(executor)
         if isinstance(self.basis, Balanced) and pulled is not None and read is not None:

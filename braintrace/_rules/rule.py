@@ -179,7 +179,7 @@ class TraceRule(Rule):
         values, grads = step_by_step(self, slots, values, record)
         return values, add_all(total, grads)
 
-    def through(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
+    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         """The traces after the steps in `record`."""
 
         def body(values: Values, step: Any) -> Any:
@@ -218,7 +218,7 @@ class TraceRule(Rule):
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if self.projection is None:
             return self._all_advanced(executor, values, None, window)[0]
-        state, _ = self.projection.through(executor, values, window, window.length)
+        state, _ = self.projection.advance_basis(executor, values, window, window.length)
         after = self._all_advanced(executor, values, None, window, state)[0]
         return {**after, **self.projection.observed(executor, values, state, None, 1)}
 
@@ -251,7 +251,7 @@ class TraceRule(Rule):
         if window.length == 1:
             values = values if window.keep is None else self.reset(executor.slots, values, window.keep[0])
             return self.update(executor.slots, values, window.first)
-        return self.through(executor.slots, values, window.record)
+        return self.traces_after(executor.slots, values, window.record)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         at_groups = executor.widened(executor.at_groups(signals))
@@ -278,7 +278,7 @@ class TraceRule(Rule):
 
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `signals` are the cotangents of the carried leaves at the start of each window, by step: zero inside a
-        window. `crossed` is what the projection's `through` returned.
+        window. `crossed` is what the projection's `advance_basis` returned.
         """
         first = [None if s is None else s[0] for s in signals]
         starts = starts_of(window.length, size)
@@ -286,7 +286,7 @@ class TraceRule(Rule):
         if self.projection is not None and crossed is not None:
             state, pairs = crossed
             read = self.projection.read(executor, values, _at(signals, starts))
-            signals = self.projection.left(executor, signals, pairs, starts[1:])
+            signals = self.projection.not_crossing(executor, signals, pairs, starts[1:])
         if keep and not fresh and len(starts) == 1:  # one pass over all arrays
             after, known, pulled = self._all_advanced(executor, values, first, window, state)
             found = self.past(executor, values, first, window)
@@ -314,7 +314,7 @@ class TraceRule(Rule):
     ) -> tuple[Values, tuple[()]]:
         """The traces, `V` and basis after one more window."""
         assert self.projection is not None
-        state = self.projection.through(executor, values, window, window.length)[0]
+        state = self.projection.advance_basis(executor, values, window, window.length)[0]
         after = self._all_advanced(executor, values, None, window, state)[0]
         return {**after, **self.projection.moved(state)}, ()
 
