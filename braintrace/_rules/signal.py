@@ -203,8 +203,8 @@ class Modulator(BackPropagated):
 class Bootstrapped(BackPropagated):
     """An estimate of dL/dh of later losses, added to the cotangents at a window's end.
 
-    `net(synthesizer, states) -> signals` takes and returns (*varshape, S) by group; `synthesizer` is an input
-    of the call.
+    `net(synthesizer, states) -> signals` takes and returns `(*varshape, S)` by group; `synthesizer` is an
+    input of the call.
     """
 
     net: Callable[[Any, dict[int, Any]], dict[int, Any]]
