@@ -59,11 +59,18 @@ OTHER_CELLS = {
 
 
 def load_parameters(model: brainstate.nn.Module, tree: PyTree, *, strict: bool = True) -> Loaded:
-    """Fill the parameters of `model` from `tree`, by path, and say what was missing or left over.
+    """Fill the parameters of `model` from `tree`, by path.
 
-    The names may be our own, those of 0.2.x or those of `brainstate.nn`: separate and fused gates, `phi`,
-    `h_re` and the like are translated. Running statistics are filled where the tree has them; hidden
-    states are not. With `strict`, nothing is filled unless everything has its place.
+    Names may be our own, those of 0.2.x or those of `brainstate.nn`: separate and fused gates, `phi`, `h_re`
+    and the like are translated. Running statistics are filled if the tree has them; hidden states are not.
+
+    Args:
+        model: The model to fill.
+        tree: Nested dictionaries of arrays.
+        strict: Fill nothing unless every parameter and every array of the tree has its place.
+
+    Returns:
+        The names that were missing from the tree, and those that were left over.
 
     >>> import braintrace, jax.numpy as jnp
     >>> gate = {"weight": {"weight": jnp.ones((7, 4)), "bias": jnp.zeros(4)}}

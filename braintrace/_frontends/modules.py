@@ -90,8 +90,15 @@ def compile_etrace_graph(
 ) -> ETraceGraph:
     """Trace `model(*args, **kwargs)` and find its hidden groups and the sites that feed them.
 
-    Sites are the marked ops of the model; with `mark='auto'`, also other operations by which a parameter
-    enters.
+    Args:
+        model: The model, with an `update` method; its states must be initialised.
+        *args: Inputs of one step.
+        include_hidden_perturb: Whether to derive `hidden_perturb`, the step with perturbed states, too.
+        mark: 'ops' takes the marked ops of the model as sites; 'auto' also finds other uses of parameters.
+        **kwargs: Keyword inputs of one step.
+
+    Returns:
+        The compiled graph.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> class Leaky(brainstate.nn.Module):

@@ -34,11 +34,20 @@ def compile(
 ) -> Any:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
-    `algorithm` is a class, a name (`'d_rtrl'`, `'es_d_rtrl'`, `'rtrl'`, `'bptt'`, `'eprop'`, ...), a value of
-    `braintrace.rules` or an `ETraceConfig`; `options` are its own.
-    With `vmap`, the model is one of a single sample: states and traces are made for each of `batch_size`
-    samples, and the learner is mapped over the first axis of its inputs. `verbose=1` prints the
-    report, 2 every finding of the compiler as well.
+    Args:
+        model: The model, with an `update` method.
+        algorithm: A learner class, a name ('d_rtrl', 'es_d_rtrl', 'rtrl', 'bptt', 'eprop', ...), a value of
+            `braintrace.rules` or an `ETraceConfig`.
+        *example_inputs: Inputs of one step; only their shapes are used.
+        batch_size: Number of samples, passed to `init_state`; by default the states have no batch axis.
+        seed: Seed of the random numbers that `init_state` draws.
+        verbose: 1 prints the report, 2 every finding of the compiler as well.
+        vmap: The model is that of a single sample. States and traces are made for each of `batch_size`
+            samples, and the learner is mapped over the first axis of its inputs.
+        **options: Options of the learner, such as `window` and `rank`.
+
+    Returns:
+        The learner, ready to be called.
 
     >>> import brainstate, braintrace, jax.numpy as jnp
     >>> cell = braintrace.nn.GRUCell(3, 4)

@@ -114,13 +114,24 @@ def train_synthetic_gradient(
     reset: bool = True,
     batch_size: int | None = None,
 ) -> list[float]:
-    """Fit the synthesizer of a learner to the gradients that it estimates; the mean squared error by epoch.
+    """Fit the synthesizer of a learner to the gradients that it estimates; the model's parameters stay.
 
         s(h[start]) -> d(L in the window + <s(h[end]), h[end]>)/dh[start], and zero at the end of `inputs`
 
-    Windows have `chunk_size` steps, as those that it will be used for; `loss_fn(output)` is the loss of a
-    step (the sum of squares by default). The model's parameters do not move. `optimizer`, registered for
-    `learner.synthesizer.states_dict()`, takes the gradients; without one, steps of size `lr` are taken.
+    Args:
+        learner: The learner, compiled, with a synthesizer attached.
+        inputs: Inputs of all steps; time is the first axis.
+        chunk_size: Steps of a window, as in the training that follows; it divides the number of steps.
+        loss_fn: Loss of a step, `loss_fn(output)`; by default the sum of squares.
+        optimizer: Takes the gradients, registered for `learner.synthesizer.states_dict()`; by default
+            gradient descent with step size `lr`.
+        lr: Step size without an optimizer.
+        epochs: Passes over `inputs`.
+        reset: Whether to reset the learner before each pass.
+        batch_size: Number of samples of that reset.
+
+    Returns:
+        The mean squared error of each pass.
     """
     net = learner.synthesizer
     if net is None:

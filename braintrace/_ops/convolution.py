@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._types import Value
 from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
@@ -119,9 +120,9 @@ conv_p = register_primitive("etp_conv", _conv, _terms)
 
 
 def conv(
-    x: Any,
-    kernel: Any,
-    bias: Any = None,
+    x: Value,
+    kernel: Value,
+    bias: Value = None,
     *,
     strides: Sequence[int] = (1,),
     padding: str | Sequence[tuple[int, int]] = "SAME",
@@ -132,12 +133,27 @@ def conv(
     dimension_numbers: Any = None,
     kernel_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
-) -> Any:
-    """`jax.lax.conv_general_dilated(x, kernel, ...) + bias`, learned online, in 1 to 3 dimensions.
+) -> Value:
+    """Convolve `x` with a kernel that is learned online, in 1 to 3 dimensions.
 
-    By default x is (batch, in, *space) and kernel (out, in, *window); `dimension_numbers` changes that.
-    x may lack the batch axis, but `dimension_numbers` always includes it. The bias is (out,), or
-    broadcasts against the output with that shape. One stride or dilation stands for all dimensions.
+    Options are those of `jax.lax.conv_general_dilated`; one stride or dilation stands for all dimensions.
+
+    Args:
+        x: Input, shape `(batch, in, *space)`; the batch axis may be missing.
+        kernel: Kernel, shape `(out, in / feature_group_count, *window)`.
+        bias: Bias, shape `(out,)`; by default none.
+        strides: Steps of the window.
+        padding: 'SAME', 'VALID', or a pair of integers for each spatial axis.
+        lhs_dilation: Dilation of the input.
+        rhs_dilation: Dilation of the kernel.
+        feature_group_count: Number of groups of features that are convolved separately.
+        batch_group_count: Number of groups of samples that are convolved separately.
+        dimension_numbers: Order of the axes, as in JAX; it always includes the batch axis.
+        kernel_fn: Function applied to the kernel first, without its unit.
+        bias_fn: Function applied to the bias first.
+
+    Returns:
+        The convolution plus `bias`, shape `(batch, out, *space)`.
 
     >>> import jax.numpy as jnp
     >>> conv(jnp.ones((5, 3, 8, 8)), jnp.ones((4, 3, 2, 2)), strides=(2,)).shape

@@ -8,6 +8,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
+from .._types import ArrayLike, Value
 from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
@@ -24,16 +25,24 @@ matmul_p = register_primitive("etp_matmul", _matmul, {"weight": "...i,io->...o",
 
 
 def matmul(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Value,
+    weight: Value,
+    bias: Value = None,
     *,
     weight_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
-) -> Any:
-    """`x @ weight + bias`, learned online; x is (..., in), weight (in, out), bias (out,).
+) -> Value:
+    """Multiply `x` by a weight that is learned online.
 
-    `weight_fn` and `bias_fn` are applied first, to the mantissas.
+    Args:
+        x: Input, shape `(..., in)`.
+        weight: Weight, shape `(in, out)`.
+        bias: Bias, shape `(out,)`; by default none.
+        weight_fn: Function applied to the weight first, without its unit: a mask, a sign constraint.
+        bias_fn: Function applied to the bias first.
+
+    Returns:
+        `x @ weight + bias`, shape `(..., out)`.
 
     >>> import jax.numpy as jnp
     >>> matmul(jnp.ones(3), jnp.ones((3, 2))).shape
@@ -56,16 +65,24 @@ grouped_p = register_primitive(
 
 
 def grouped_matmul(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Value,
+    weight: Value,
+    bias: Value = None,
     *,
     weight_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
-) -> Any:
-    """One product for each group, learned online: `y[..., g, :] = x[..., g, :] @ weight[g] + bias[g]`.
+) -> Value:
+    """Multiply each group of features by a weight of its own, learned online.
 
-    x is (..., groups, in), weight (groups, in, out), bias (groups, out).
+    Args:
+        x: Input, shape `(..., groups, in)`.
+        weight: Weights, shape `(groups, in, out)`.
+        bias: Biases, shape `(groups, out)`; by default none.
+        weight_fn: Function applied to the weights first, without their unit.
+        bias_fn: Function applied to the biases first.
+
+    Returns:
+        `x[..., g, :] @ weight[g] + bias[g]` for each group `g`, shape `(..., groups, out)`.
 
     >>> import jax.numpy as jnp
     >>> grouped_matmul(jnp.ones((16, 4, 8)), jnp.ones((4, 8, 2))).shape
@@ -98,17 +115,30 @@ lora_p = register_primitive(
 
 
 def lora_matmul(
-    x: Any,
-    B: Any,
-    A: Any,
+    x: Value,
+    B: Value,
+    A: Value,
     *,
     alpha: float = 1.0,
-    bias: Any = None,
+    bias: Value = None,
     b_fn: WeightFn | None = None,
     a_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
-) -> Any:
-    """`alpha * x @ B @ A + bias`, learned online; x is (..., in), B (in, rank), A (rank, out).
+) -> Value:
+    """Multiply `x` by a low-rank weight `B @ A` that is learned online.
+
+    Args:
+        x: Input, shape `(..., in)`.
+        B: First factor, shape `(in, rank)`.
+        A: Second factor, shape `(rank, out)`.
+        alpha: Scale of the product.
+        bias: Bias, shape `(out,)`; by default none.
+        b_fn: Function applied to `B` first, without its unit.
+        a_fn: Function applied to `A` first.
+        bias_fn: Function applied to the bias first.
+
+    Returns:
+        `alpha * x @ B @ A + bias`, shape `(..., out)`.
 
     >>> import jax.numpy as jnp
     >>> print(lora_matmul(jnp.ones(3), jnp.ones((3, 1)), jnp.ones((1, 2)), alpha=0.5))
@@ -129,10 +159,18 @@ def _einsum(x: jax.Array, weight: jax.Array, *, equation: str) -> jax.Array:
 einsum_p = register_primitive("etp_einsum", _einsum, lambda equation: {"weight": Term(equation)})
 
 
-def einsum(equation: str, x: Any, weight: Any, *, weight_fn: WeightFn | None = None) -> Any:
-    """`jnp.einsum(equation, x, weight)`, learned online.
+def einsum(equation: str, x: Value, weight: Value, *, weight_fn: WeightFn | None = None) -> Value:
+    """Compute `jnp.einsum(equation, x, weight)` with a weight that is learned online.
 
-    Without an arrow, the output has the axis labels that occur once, in alphabetical order.
+    Args:
+        equation: Axis labels, `'bi,io->bo'`. Without an arrow, the output has the labels that occur once, in
+            alphabetical order.
+        x: Input.
+        weight: Weight.
+        weight_fn: Function applied to the weight first, without its unit.
+
+    Returns:
+        The sum of products, with the axes named after the arrow.
 
     >>> import jax.numpy as jnp
     >>> einsum("bhd,hde->bhe", jnp.ones((5, 2, 3)), jnp.ones((2, 3, 4))).shape
@@ -165,8 +203,16 @@ def _embedding_terms(size: int, dtype: Any) -> dict[str, Term]:
 embedding_p = register_primitive("etp_embedding", _embedding, _embedding_terms)
 
 
-def embedding(indices: Any, weight: Any, *, weight_fn: WeightFn | None = None) -> Any:
-    """`weight[indices]`, learned online; indices are integers of any shape, weight (size, features).
+def embedding(indices: ArrayLike, weight: Value, *, weight_fn: WeightFn | None = None) -> Value:
+    """Look up rows of a table that is learned online.
+
+    Args:
+        indices: Integers of any shape; negative ones count from the end.
+        weight: Table, shape `(size, features)`.
+        weight_fn: Function applied to the table first, without its unit.
+
+    Returns:
+        `weight[indices]`, shape `(*indices.shape, features)`.
 
     >>> import jax.numpy as jnp
     >>> print(embedding(jnp.array([0, 2]), jnp.arange(6.0).reshape(3, 2)))

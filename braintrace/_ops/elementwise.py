@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_letters
-from typing import Any
 
 import jax
 from jax import lax
 
+from .._types import Value
 from .axis_labels import Term
 from .primitive import WeightFn, on_mantissa, register_primitive, shape_of
 
@@ -26,11 +26,16 @@ def _terms(axes: Sequence[int], shape: Sequence[int] | None) -> dict[str, Term]:
 element_wise_p = register_primitive("etp_element_wise", _broadcast, _terms)
 
 
-def element_wise(weight: Any, fn: WeightFn | None = None, *, weight_fn: WeightFn | None = None) -> Any:
-    """`fn(weight)`, learned online: a weight that acts on the state element by element.
+def element_wise(weight: Value, fn: WeightFn | None = None, *, weight_fn: WeightFn | None = None) -> Value:
+    """Mark a weight that acts on the state element by element, such as a gain, a leak or a threshold.
 
-    Any shape that broadcasts against the state will do, `()` and `(1,)` included. `fn` (`weight_fn` is
-    another name for it) is applied to the mantissa.
+    Args:
+        weight: Weight of any shape that broadcasts against the state, `()` and `(1,)` included.
+        fn: Function applied to the weight, without its unit.
+        weight_fn: Another name for `fn`.
+
+    Returns:
+        `fn(weight)`, to be used in ordinary JAX operations.
 
     >>> import jax, jax.numpy as jnp
     >>> print(element_wise(jnp.zeros(3), jax.nn.sigmoid))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._types import Value
 from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
@@ -51,21 +52,31 @@ sparse_p = register_primitive(
 
 
 def sparse_matmul(
-    x: Any,
-    weight_data: Any = None,
+    x: Value,
+    weight_data: Value = None,
     *,
     sparse_mat: Any,
-    bias: Any = None,
-    weight: Any = None,
+    bias: Value = None,
+    weight: Value = None,
     weight_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
-) -> Any:
-    """`x @ M + bias`, learned online; `M` (in, out) has the sparsity of `sparse_mat`.
+) -> Value:
+    """Multiply `x` by a sparse matrix whose stored entries are learned online.
 
-    `weight_data` (`weight` is another name for it) are the entries of `M`, of shape (entries,), in the
-    storage order of `sparse_mat`; a single number is the weight of all. `sparse_mat` is a CSR, CSC, COO, BCOO
-    or BCSR matrix of `brainevent`, `brainunit.sparse`, `jax.experimental.sparse` or `scipy.sparse`; its own
-    entries are not used.
+    Args:
+        x: Input, shape `(..., in)`.
+        weight_data: Stored entries, shape `(entries,)`, in the storage order of `sparse_mat`; a single number
+            is the value of all.
+        sparse_mat: Matrix of shape `(in, out)` that gives the positions of the entries, its own are not used:
+            CSR, CSC, COO, BCOO or BCSR of `brainevent`, `brainunit.sparse`, `jax.experimental.sparse` or
+            `scipy.sparse`.
+        bias: Bias, shape `(out,)`; by default none.
+        weight: Another name for `weight_data`.
+        weight_fn: Function applied to the entries first, without their unit.
+        bias_fn: Function applied to the bias first.
+
+    Returns:
+        The product plus `bias`, shape `(..., out)`.
 
     >>> import jax.numpy as jnp
     >>> from jax.experimental.sparse import BCSR

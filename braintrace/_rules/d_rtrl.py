@@ -39,17 +39,23 @@ _LARGE = 2**27  # bytes; for smaller traces, kernel launches dominate the time o
 
 @dataclass(frozen=True)
 class D_RTRL(TraceRule):
-    """A trace of every weight for every state of its group; `dtype` overrides the type they are stored in.
+    """A trace of every weight, advanced by the diagonal of the recurrence.
 
-    `rank` adds a correction of that rank to the traces of each sample. Its `basis` is 'balanced' (one pair
-    of projections for all samples, from running averages of the directions that parameters reach and losses
-    read) or 'pushed' (one orthonormal basis per sample, pushed along the trajectory). `samples` is the batch
-    axis of the states: 'auto' finds it, None takes all samples as one. With `across='layers'`, the influence
-    of each weight on the states of the layers above is kept densely for each sample.
-    The other options define published rules: `recursion` replaces the local Jacobians in the update of the
-    traces, `signal` is the learning signal, `bound` keeps traces from growing, and `called` is the name in
-    reports. With `by_readouts`, the traces of units that a leaky readout reads are filtered by its decay even
-    where they are approximate.
+    `recursion`, `signal`, `bound`, `called` and `by_readouts` define published rules.
+
+    Args:
+        dtype: Type that traces are stored in; by default the type they are computed in.
+        rank: Rank of the low-rank correction of the traces of each sample; 0 keeps the diagonal alone.
+        samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
+        basis: Projection of the correction. 'balanced' is one for all samples, from running averages of the
+            directions that parameters reach and losses read; 'pushed' is an orthonormal basis per sample.
+        recursion: Replaces the local Jacobians in the update of the traces.
+        signal: The learning signal.
+        bound: Keeps traces from growing.
+        called: Name in reports.
+        across: 'layers' stores the influence of each weight on the states of later layers, densely.
+        by_readouts: Filter the traces of units that a leaky readout reads by its decay, even where the result
+            is approximate.
     """
 
     dtype: Any = None

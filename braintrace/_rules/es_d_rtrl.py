@@ -32,10 +32,15 @@ from .signal import PROPAGATED, Signal
 
 @dataclass(frozen=True)
 class ES_D_RTRL(TraceRule):
-    """Averages of inputs (decay `inp`) and of state Jacobians (decay `out`).
+    """Running averages of inputs (decay `inp`) and of state Jacobians (decay `out`) in place of traces.
 
-    `decay_or_rank` is the decay of both, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; or a
-    pair of them.
+    Args:
+        decay_or_rank: Decay of both averages, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; or a
+            pair (inputs, states) of them.
+        dtype: Type that the averages are stored in; by default the type they are computed in.
+        recursion: Replaces the local Jacobians in the update of the averages.
+        signal: The learning signal.
+        called: Name in reports.
     """
 
     decay_or_rank: Any = field(default=0.9, compare=False)

@@ -41,7 +41,13 @@ from .signs import COUNT, Estimate, key_at, signs
 
 @dataclass(frozen=True)
 class KF_RTRL(Estimate):
-    """Kronecker factors of each use of a parameter."""
+    """A random Kronecker product for each use of a parameter, right on average.
+
+    Args:
+        key: Integer or random key of the signs.
+        eps: Number added to norms.
+        samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
+    """
 
     def _uses(self, executor: ETraceGraphExecutor) -> list[Use]:
         per = per_sample(executor, self.samples, traces=False)

@@ -22,10 +22,12 @@ COUNT = "draws so far"
 
 @dataclass(frozen=True)
 class Estimate(Rule):
-    """A rule whose gradients are right on average over keys; `key` is that of the signs.
+    """A rule whose gradient is unbiased: right on average over random signs.
 
-    `eps` is added to norms, and `samples` is the axis of the states along which samples lie ('auto': it is
-    found; None: all is one).
+    Args:
+        key: Integer or random key of the signs.
+        eps: Number added to norms.
+        samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
     """
 
     key: Key = 42

@@ -41,9 +41,12 @@ MOST = 16777216  # numbers that are kept, of all samples
 
 @dataclass(frozen=True)
 class SnAp(Rule):
-    """Influence where `n` steps can reach, of at most `most` numbers.
+    """The entries of the influence matrix that a parameter can reach within `n` steps.
 
-    `samples` is the axis of the states along which samples lie ('auto': it is found; None: all is one).
+    Args:
+        n: Number of steps, at least 1.
+        most: Largest number of entries; a larger influence matrix is refused.
+        samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
     """
 
     n: int = 2

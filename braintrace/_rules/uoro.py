@@ -34,7 +34,13 @@ from .signs import COUNT, Estimate, key_at, signs
 
 @dataclass(frozen=True)
 class UORO(Estimate):
-    """A random product for each sample."""
+    """A random outer product of a state vector and a parameter vector for each sample, right on average.
+
+    Args:
+        key: Integer or random key of the signs.
+        eps: Number added to norms.
+        samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
+    """
 
     @property
     def _kept(self) -> Rank:
