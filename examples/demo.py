@@ -206,11 +206,12 @@ def draw(
 
         dial_steps = next(iter(dial.values()))[0][1].steps[-1]
         for name, points in dial.items():
-            color, marker = (orange, "s") if "BPTT" in name else (blue, "o")
+            # labels of truncated BPTT are above its points, because chance is below
+            color, marker, above = (orange, "s", 9) if "BPTT" in name else (blue, "o", -16)
             memories = [kib * run.memory for _, run in points]
             scores = [run.accuracy.mean() for _, run in points]
             right.plot(memories, scores, color=color, marker=marker, label=name)
-            place = {"xytext": (0, -16), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+            place = {"xytext": (0, above), "textcoords": "offset points", "ha": "center", "fontsize": 9}
             for (label, _), x, y in zip(points, memories, scores, strict=True):
                 right.annotate(label, (x, y), **place)
         right.axhline(1 / SYMBOLS, color="#999999", ls=":")
