@@ -154,8 +154,8 @@ def speed(seed: int, cell: str, units: int, steps: int, rounds: int = 100) -> Ro
         rounds,
     )
     per_second = {name: steps / seconds for name, seconds in found.items()}
-    ratio = found["bare loop with environment"] / found["agent"]
-    return {"score": per_second["bare loop"], **per_second, "agent / bare loop with environment": ratio}
+    ratios = {f"agent / {name}": found[name] / found["agent"] for name in found if name != "agent"}
+    return {"score": per_second["bare loop"], **per_second, **ratios}
 
 
 def _race(loops: dict[str, Any], rounds: int) -> dict[str, float]:

@@ -169,7 +169,9 @@ TASKS = {
         },
         "steps per second of the bare loop, by CPU time, best of 100 runs",
         "batch 1, 3 inputs, 3 outputs, SGD at every step; environment MemoryChain, agent AC(lambda)",
-        columns=("bare loop with environment", "agent", "agent / bare loop with environment"),
+        columns=(
+            "bare loop with environment", "agent", "agent / bare loop", "agent / bare loop with environment",
+        ),
         seeds={"RTU 256": 1, "GRU 64": 1},
         quick={"steps": 200, "units": 4, "rounds": 2},
     ),

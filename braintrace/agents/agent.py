@@ -162,13 +162,21 @@ class Agent:
 
     def step(self, state: AgentState) -> tuple[AgentState, Steps]:
         """Take one step in each environment and update the parameters: a pure function."""
-        return self._advance(state, self._draw(state.key, state.time))
+        after, steps = self.rollout(state, 1)
+        return after, jax.tree.map(lambda a: a[0], steps)
 
     def rollout(self, state: AgentState, num_steps: int) -> tuple[AgentState, Steps]:
         """Take many steps: `run` as a pure function, without its checks; it may be jitted and mapped."""
         # random numbers of all steps at once: one at a time, they would take longer than the net
         times = state.time + jnp.arange(num_steps, dtype=jnp.uint32)
-        return jax.lax.scan(self._advance, state, jax.vmap(partial(self._draw, state.key))(times))
+        drawn = jax.vmap(partial(self._draw, state.key))(times)
+        if self.num_envs > 1:
+            return jax.lax.scan(self._advance, state, drawn)
+        # no axis of environments in the loop: where it is added to a trace, XLA computes the trace twice
+        drawn, own = jax.tree.map(lambda a: a[:, 0], drawn), jax.tree.map(lambda a: a[0], state[4:])
+        state, steps = jax.lax.scan(self._advance, AgentState(*state[:4], *own), drawn)
+        own = jax.tree.map(lambda a: a[None], state[4:])
+        return AgentState(*state[:4], *own), jax.tree.map(lambda a: a[:, None], steps)
 
     def _draw(self, key: Array, time: Array) -> tuple[Array, Any]:
         """Return keys for the environments, and the algorithm's random numbers, of one step."""
@@ -176,11 +184,10 @@ class Agent:
         return keys[0], jax.vmap(lambda key: self.algorithm.draw(key, self._output))(keys[1])
 
     def _advance(self, state: AgentState, drawn: tuple[Array, Any]) -> tuple[AgentState, Steps]:
-        """Take a step with given random numbers."""
+        """Take a step with given random numbers; with one environment, arrays have no axis for it."""
         params, opt_state, key, time, *own = state
         if self.num_envs == 1:  # a mapped `cond` runs both of its branches
-            after, direction, steps = self._one(params, *_first((drawn, *own)))
-            after, steps = jax.tree.map(lambda a: a[None], (after, steps))
+            after, direction, steps = self._one(params, drawn, *own)
         else:
             after, direction, steps = jax.vmap(partial(self._one, params))(drawn, *own)
             direction = jax.tree.map(lambda a: jnp.mean(a, 0), direction)
@@ -242,8 +249,8 @@ class Agent:
         done: Array,
     ) -> tuple[tuple[Any, ...], Any, Steps]:
         """Take a step in one environment; return its part of the state, a direction, and what happened."""
-        start = self.net.reset(carry, traces)
-        carry, traces = jax.tree.map(partial(jnp.where, done), start, (carry, traces))
+        # a branch, because `where` over all traces would slow down every step
+        carry, traces = jax.lax.cond(done, self.net.reset, lambda *now: now, carry, traces)
 
         def forward(net: Any) -> Any:
             new_carry, new_traces, y = self.net.step(net, carry, traces, observation)
@@ -272,10 +279,6 @@ def _env_step(env: Any, key: Any, state: Any, action: Any, params: Any) -> Any:
 def _strong(tree: Any) -> Any:
     """Give numbers of Python types of their own, so that a loop carries the same types."""
     return jax.tree.map(lambda a: jax.lax.convert_element_type(a, jnp.result_type(a)), tree)
-
-
-def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[0], tree)
 
 
 def _check_environment(env: Any, params: Any, net: Learner) -> None:
