@@ -214,7 +214,7 @@ class ES_D_RTRL(TraceRule):
         of_input = {_input_key(t): t for t in slots}
         first = {k: values[k] for k in inputs}, start
         steps = (inputs, local.D, instants, record.keep)
-        (last, end), (looped, f) = jax.lax.scan(body, first, steps, unroll=unroll())
+        (last, end), (looped, f) = jax.lax.scan(body, first, steps, record.length, unroll=unroll())
         after = {k: v[-1].astype(values[k].dtype) for k, v in each.items()}
         return each | looped, f, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
 

@@ -13,8 +13,9 @@ import pytest
 
 import braintrace as bt
 from braintrace._frontends.pure import Pure
+from braintrace._learners.plan_model import read_request
 from braintrace._report.flops import count_flops
-from braintrace._report.plan import PlanRequest, _recommend
+from braintrace._report.plan import _recommend
 
 pytestmark = pytest.mark.slow
 
@@ -153,9 +154,9 @@ def test_a_plan_reads_well_and_recommends():
 
 def test_rules_have_options_and_windows_come_last():
     rules = ["es_d_rtrl", (bt.D_RTRL, {"window": 2, "rank": 1})]
-    request = PlanRequest(9, rules, window=3, basis="pushed")
+    request = read_request(9, rules, window=3, basis="pushed")
     titles = ["ES_D_RTRL", "D_RTRL, windows of 2, rank 1", "D_RTRL, windows of 3, basis=pushed"]
-    assert [choice.label for choice in request.choices()] == titles
+    assert [choice.label for choice in request.choices] == titles
     assert [request.sizes(name) for name in ("D_RTRL", "BPTT", "SnAp")] == [[1, 3, 9], [3, 9], [1]]
 
 
