@@ -29,7 +29,7 @@ def table(
     tables = [found.splitlines() for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)]
     lines = next(lines for lines in tables if lines[0].startswith(f"| {next(iter(columns))} |"))
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    chosen = [(head.index(name), shown) for name, shown in columns.items() if name in head]
+    chosen = [(head.index(name), shown) for name, shown in columns.items()]
     print("| " + " | ".join(shown for _, shown in chosen) + " |\n|" + "---|" * len(chosen))
     for row in rows:
         cells = [row[i] if deviations else re.sub(r" ± [\d.]+", "", row[i]) for i, _ in chosen]
