@@ -81,7 +81,7 @@ def kernel_coefficients(
 
 
 def fits(length: int, rows: Any, trace: Any = None, ways: Sequence[int] = (1, 1, 1, 1)) -> bool:
-    """Whether the kernel can advance rows, (B, I, R, O), and the trace, (S, B, I, O), over so many steps.
+    """Whether the kernel can advance rows, (B, I, R, O), and the trace, (S, B, I, O), over `length` steps.
 
     For one step XLA stores no product, and many steps do not fit in shared memory. `ways` are the numbers of
     parts into which devices cut the axes of the rows.

@@ -53,7 +53,7 @@ def plan(
         chunk_sizes: Steps per backward pass. Default 1, about the square root of the length, and all steps.
         memory_budget: The bytes that the recommendation may use on each device. Default the memory of the
             device, or half of the machine's, which the devices of a CPU share.
-        window: Add a row for D_RTRL in windows of so many steps, or 'auto'.
+        window: Add a row for D_RTRL in windows of this length, or 'auto'.
         rank: The rank of the correction in that row. Default 0.
         basis: How the basis of that correction is found: 'balanced' or 'pushed'.
         across: 'layers' for the influence on the layers above a weight, in that row.

@@ -82,7 +82,7 @@ class RuleChoice:
         return RuleChoice(label or _title(source, options), source, options)
 
     def with_options(self, **options: Any) -> RuleChoice:
-        """The same rule with further options, and a label for them."""
+        """Return the rule with further options, and a label for them."""
         return RuleChoice.of((self.source, {**self.options, **options}))
 
     @property

@@ -3,7 +3,7 @@
 A use `y = op(x, w)` of a parameter acts on the states by `x (x) J`, with `J` = dh/dy along all paths. Its
 influence on what is carried is kept, for each sample, in the same form:
 
-    P ~ u (x) A        u (inputs of the op), A (numbers carried, outputs of the op)
+    P ~ u (x) A        u (inputs of the op), A (state, outputs of the op)
 
 At each step, with `H` = dh[t]/dh[t-1] along all paths and two random signs `c` for each use and sample:
 

@@ -1,6 +1,6 @@
 """UORO: the influence of the parameters as one random product for each sample, right on average.
 
-    P ~ s theta^T        s (numbers carried), theta (parameters)
+    P ~ s theta^T        s (state), theta (parameters)
 
 Over a window, with `H` = d(state at its end)/d(state at its start) along all paths, `W` = d(state at its
 end)/d(parameters) and `nu` random signs, one for each number carried:

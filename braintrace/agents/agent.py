@@ -66,7 +66,7 @@ class AgentState(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What happened, with axes (time, environment)."""
+    """Transitions and diagnostics of a run, with axes (time, environment)."""
 
     observation: Any
     action: Array
