@@ -334,14 +334,20 @@ def named(per: PerSample) -> dict[int, tuple[str, Any]]:
     return {n: (f"{BASIS}:{name_of(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
 
 
+_WRITTEN_OUT = 16  # rows up to which sums over them are unrolled; above, a matrix product is faster
 _LARGE = 2**28  # bytes of `V` of a matrix; intermediate results of smaller ones stay in the GPU's cache
 
 
 def mixed(carried: Any, kept: Any, axis: int) -> Any:
     """`sum_r carried[b, q, r] kept[b, .., r, ..]`."""
     carried, kept = promoted(carried, kept)
-    if carried.shape[1:] == (1, 1):
-        return carried.reshape(-1, *[1] * (kept.ndim - 1)) * kept
+    size = kept.shape[axis]
+    if 1 <= size <= _WRITTEN_OUT:
+        # products of rows, which XLA fuses with the terms that are added: `V` is read once and not transposed
+        shape = [1] * kept.ndim
+        shape[0], shape[axis] = carried.shape[:2]
+        rows = [jax.lax.slice_in_dim(kept, r, r + 1, axis=axis) for r in range(size)]
+        return add_up(carried[:, :, r].reshape(shape) * row for r, row in enumerate(rows))
     # the parameter's axes are not merged: if they are sharded, that would gather them
     found = jnp.einsum("bqr,br...->bq...", carried, jnp.moveaxis(kept, axis, 1))
     return jnp.moveaxis(found, 1, axis)
@@ -352,6 +358,8 @@ def summed(per: PerSample, leaf: int, along: Any, kept: Any, axis: int, dtype: A
     along, kept = promoted(along, kept)
     if mesh_of(kept) is not None:
         return per.summed(leaf, mixed(along[:, None], kept, axis).astype(dtype), axis)
+    if len(kept) == 1 and 1 < kept.shape[axis] <= _WRITTEN_OUT:
+        return jnp.squeeze(mixed(along[:, None], kept, axis), (0, axis)).astype(dtype)
     if kept.shape[axis] > 1:
         return jnp.tensordot(along, kept, ((0, 1), (0, axis))).astype(dtype)
     found = weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
