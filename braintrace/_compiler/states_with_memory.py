@@ -22,19 +22,22 @@ from .reachability import Reachability, find_reachability
 
 
 def remembering(graph: ETraceGraph) -> ETraceGraph:
-    """The graph with groups reduced to the states with memory.
+    """The graph with groups reduced to the states with memory, and no traces for groups without any.
 
-    A group is unchanged if none of its states has memory, or if it mixes positions: a trace then keeps only
-    the diagonal of a derivative that the step has in full.
+    A group that mixes positions is unchanged if one of its states has memory: a trace then keeps only the
+    diagonal of a derivative that the step has in full.
     """
     positions, flows = positions_of(graph.module_info.program), find_reachability(graph)
     changed = {g: _reduced(graph, g, positions, flows) for g in graph.hidden_groups}
+    relations = []
+    for r in graph.hidden_param_op_relations:
+        fed = [(new, m) for g, m in r.feeds if (new := changed[g]) is not None]
+        if fed:
+            groups, maps = map(list, zip(*fed, strict=True))
+            relations.append(replace(r, hidden_groups=groups, position_maps=maps))
     return graph._replace(
-        hidden_groups=type(graph.hidden_groups)(changed.values()),
-        hidden_param_op_relations=type(graph.hidden_param_op_relations)(
-            replace(r, hidden_groups=[changed[g] for g in r.hidden_groups])
-            for r in graph.hidden_param_op_relations
-        ),
+        hidden_groups=type(graph.hidden_groups)(changed[g] or g for g in graph.hidden_groups),
+        hidden_param_op_relations=type(graph.hidden_param_op_relations)(relations),
     )
 
 
@@ -45,13 +48,14 @@ def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
 
 def _reduced(
     graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Reachability
-) -> HiddenGroup:
+) -> HiddenGroup | None:
+    """A group without the states that have no memory; None if none of them has."""
     maps = [m for r in graph.hidden_param_op_relations for g, m in r.feeds if g is group]
-    if len(group.hidden) == 1 or not group.is_local or not all(m.complete for m in maps):
-        return group
     read = {c.old for c in flows.of(flows.group_bits(group.index)) if flows.is_read_old(c)}
     kept = [h.invar in read or _remembers(graph, group, h, positions) for h in group.hidden]
-    if not any(kept) or all(kept):
+    if not any(kept):
+        return None
+    if all(kept) or not group.is_local or not all(m.complete for m in maps):
         return group
     pairs = [(h, r) for h, r, k in zip(group.hidden, group.within, kept, strict=True) if k]
     return replace(group, hidden=tuple(h for h, _ in pairs), within=tuple(r for _, r in pairs))
