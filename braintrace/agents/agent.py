@@ -174,7 +174,7 @@ class Agent:
             return jax.lax.scan(self._advance, state, drawn)
         # no axis of environments in the loop: where it is added to a trace, XLA computes the trace twice
         drawn, own = jax.tree.map(lambda a: a[:, 0], drawn), jax.tree.map(lambda a: a[0], state[4:])
-        # two steps a turn: in a loop of one, XLA copies the parameters and the eligibility traces each time
+        # two steps per iteration: with one, XLA copies the eligibility traces at every step
         state, steps = jax.lax.scan(self._advance, AgentState(*state[:4], *own), drawn, unroll=2)
         own = jax.tree.map(lambda a: a[None], state[4:])
         return AgentState(*state[:4], *own), jax.tree.map(lambda a: a[:, None], steps)

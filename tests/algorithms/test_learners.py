@@ -1309,6 +1309,19 @@ def test_only_states_that_remember_have_traces(method):
     assert "recomputed in each step" in learner.report.to_str()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_without_memory_has_no_traces(size, monkeypatch):
+    xs, found = data(5)[0], []
+    for reduced in (True, False):
+        monkeypatch.setattr(d_rtrl.D_RTRL, "follows_chains", reduced)
+        learner = braintrace.D_RTRL(net(cell=nn.ValinaRNNCell))
+        learner.compile_graph(xs[0])
+        assert bool(learner.traces) != reduced
+        step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+        found.append(learner.etrace_grad(xs, step_fn=step, chunk_size=size))
+    assert agree(*found, 1e-12)
+
+
 class ReadsOld(brainstate.nn.Module):
     """The op reads the old `h`, a function of `c`; so may `h` itself, the output or another group."""
 
