@@ -29,18 +29,23 @@ class Net(brainstate.nn.Module):
 
 
 def make_cell(
-    name: str, num_in: int, units: int, longest: float, r_min: float = 0.9, max_phase: float = 0.3
-) -> Any:
+    name: str, num_in: int, units: int, longest: float, r_min: float = 0.9, max_phase: float = 0.3,
+    gate: float = 0.0,
+) -> Any:  # fmt: skip
     """Return a cell whose memory is up to about `longest` steps at the start.
 
-    The update gates of a GRU have biases by chrono initialisation (Tallec and Ollivier, 2018).
+    The update gates of a GRU have biases by chrono initialisation (Tallec and Ollivier, 2018); `gate` is the
+    standard deviation of their input weights (0: as those of other gates).
     """
     if name in ("RTU", "LRU"):
         make = getattr(nn, name + "Cell")
         return make(num_in, units, r_min=r_min, r_max=float(np.exp(-1 / longest)), max_phase=max_phase)
     cell = nn.GRUCell(num_in, units)
     steps = 1 + (longest - 2) * np.asarray(brainstate.random.uniform(size=units), np.float32)
-    cell.Wz.weight.value = {**cell.Wz.weight.value, "bias": jnp.asarray(-np.log(steps))}
+    weight = jnp.asarray(cell.Wz.weight.value["weight"])
+    if gate:
+        weight = weight.at[:num_in].set(gate * brainstate.random.normal(size=(num_in, units)))
+    cell.Wz.weight.value = {"weight": weight, "bias": jnp.asarray(-np.log(steps))}
     return cell
 
 

@@ -42,6 +42,7 @@ RULES = {
     "rank 4": lambda: braintrace.rules.D_RTRL(rank=4),
     "diagonal": braintrace.rules.D_RTRL,
     "SnAp-1": lambda: braintrace.rules.SnAp(1),
+    "exact": braintrace.rules.RTRL,
 }
 
 
@@ -92,12 +93,13 @@ def series(
 def copying(
     seed: int, delay: int, cell: str, steps: int, window: int, rank: int = 0, truncated: bool = False,
     units: int = 64, letters: int = 3, alphabet: int = 4, batch: int = 8, rate: float = 3e-3,
-    reach: float = 3.0, phase: float = 3.0,
+    reach: float = 3.0, phase: float = 3.0, gate: float = 0.0,
 ) -> Row:  # fmt: skip
     """Return the accuracy of repeated letters over the last fifth of an endless sequence of trials.
 
     At the start, the memory of the cell is up to `reach` times the delay; `phase` is the largest one of RTU
-    and LRU, which tells apart letters that follow each other.
+    and LRU, which tells apart letters that follow each other; `gate` is the standard deviation of the input
+    weights of a GRU's update gate.
     """
     rng, length = np.random.RandomState(seed), 2 * letters + delay + 1
     trials = -(-steps // length)
@@ -117,7 +119,8 @@ def copying(
     longest = reach * delay
     rule = braintrace.rules.BPTT() if truncated else braintrace.rules.D_RTRL(rank=rank)
     options = {"window": window} if rank else {}
-    model = Net(make_cell(cell, alphabet + 2, units, longest, float(np.exp(-5 / longest)), phase), alphabet)
+    slow = float(np.exp(-5 / longest))
+    model = Net(make_cell(cell, alphabet + 2, units, longest, slow, phase, gate), alphabet)
     net, params, carry = functional(model, x, rule=rule, **options)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
 
