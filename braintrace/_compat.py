@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -27,17 +27,32 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval
 
+from ._types import Array, ArrayLike, Aval, Function, Options
+
 if TYPE_CHECKING:
 
     class Literal:  # JAX's own says of `aval` less than it is
-        aval: Any
-        val: Any
+        aval: Aval
+        val: Array  # or a number of NumPy
 
 else:
     from jax.extend.core import Literal as Literal
 
+Body: TypeAlias = tuple[Jaxpr, list[Array]]  # a jaxpr and its constants
+AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Tangent: TypeAlias = Array | ad.Zero
+Result = TypeVar("Result")
 
-def _primitive_of(example: Callable[[Any], Any]) -> Any:
+
+class Call(Protocol):
+    """A function of arrays that returns arrays, and knows itself under one more `vmap`."""
+
+    def __call__(self, *operands: Array) -> list[Array]: ...
+
+    def mapped(self, flags: Sequence[bool]) -> Call: ...
+
+
+def _primitive_of(example: Callable[[Array], object]) -> Primitive | None:
     """The primitive that a function consists of; None if this version of JAX does not have it."""
     try:
         made = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((1,), np.float32))
@@ -47,12 +62,12 @@ def _primitive_of(example: Callable[[Any], Any]) -> Any:
     return found[0] if len(found) == 1 and found[0] not in vars(primitives).values() else None
 
 
-def _an_explicit_reshard(x: Any) -> Any:
+def _an_explicit_reshard(x: Array) -> object:
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     return jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
 
 
-def _a_shard_map(x: Any) -> Any:
+def _a_shard_map(x: Array) -> object:
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
     return jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
@@ -89,14 +104,15 @@ _CUSTOM = {
 }
 
 
-def parts(jaxpr: Any) -> tuple[Any, list[Any]]:
+def parts(jaxpr: ClosedJaxpr | Jaxpr) -> Body:
     """The body and the constants of a jaxpr."""
+    consts = list(getattr(jaxpr, "consts", ()))
     if hasattr(jaxpr, "jaxpr"):  # a ClosedJaxpr, or the one type that it became in 0.11
-        return jaxpr.jaxpr, list(jaxpr.consts)
-    return jaxpr, list(getattr(jaxpr, "consts", ()))
+        return jaxpr.jaxpr, consts
+    return jaxpr, consts
 
 
-def live_equations(jaxpr: Any) -> list[Any]:
+def live_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """The equations whose results are used or that have effects, with dead code inside them removed."""
     used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     live = []
@@ -105,7 +121,7 @@ def live_equations(jaxpr: Any) -> list[Any]:
         if not any(wanted) and not eqn.effects:
             continue
         if eqn.primitive in partial_eval.dce_rules:
-            rule: Any = partial_eval.dce_rules[eqn.primitive]
+            rule: Function = partial_eval.dce_rules[eqn.primitive]
             # since 0.12 a rule also takes which inputs are read later: of use for mutable arrays
             takes_live = len(inspect.signature(rule).parameters) == 3
             live_inputs = [[True] * len(eqn.invars)] if takes_live else []
@@ -116,8 +132,8 @@ def live_equations(jaxpr: Any) -> list[Any]:
     return live[::-1]
 
 
-def called_jaxpr(eqn: JaxprEqn, *, custom: bool = False) -> tuple[Any, list[Any]] | None:
-    """The (jaxpr, constants) that a call applies; None if the equation is not a call.
+def called_jaxpr(eqn: JaxprEqn, *, custom: bool = False) -> Body | None:
+    """The jaxpr that a call applies; None if the equation is not a call.
 
     With `custom`, that of a `custom_jvp` or `custom_vjp` function instead.
     """
@@ -125,7 +141,7 @@ def called_jaxpr(eqn: JaxprEqn, *, custom: bool = False) -> tuple[Any, list[Any]
     return None if name is None else parts(eqn.params[name])
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[Body]:
     """The jaxprs of control flow: a `cond`'s branches, a `scan`'s body, a `while`'s condition and body."""
     if eqn.primitive is primitives.cond_p:
         return [parts(b) for b in eqn.params["branches"]]
@@ -136,7 +152,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[tuple[Any, list[Any]]]:
     return []
 
 
-def all_jaxprs(eqn: JaxprEqn) -> list[Any]:
+def all_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Every jaxpr among the parameters of an equation."""
     found = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
     return [parts(v)[0] for v in found if isinstance(v, ClosedJaxpr | Jaxpr)]
@@ -156,7 +172,7 @@ def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
 
-def bind(eqn: JaxprEqn, *vals: Any) -> list[Any]:
+def bind(eqn: JaxprEqn, *vals: ArrayLike) -> list[Array]:
     """Apply one equation to values; returns a list of results."""
     params = eqn.primitive.get_bind_params(eqn.params)
     if isinstance(params, tuple):  # before 0.9.2: (callables, params)
@@ -171,27 +187,28 @@ def pull_back_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
     None if the equation has no reverse mode.
     """
-    inexact = lambda atoms: [i for i, a in enumerate(atoms) if _is_inexact(a.aval)]
-    live, outs = inexact(eqn.invars), inexact(eqn.outvars)
+    inputs, outputs = ([v.aval for v in ends] for ends in (eqn.invars, eqn.outvars))
+    live, outs = ([i for i, a in enumerate(avals) if _is_inexact(a)] for avals in (inputs, outputs))
 
-    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
-        def inexact_outputs(*vals: Any) -> list[Any]:
+    def pull(operands: list[Array], cotangents: list[Array]) -> tuple[Array, ...]:
+        def inexact_outputs(*vals: Array) -> list[Array]:
             results = bind(eqn, *vals)
             return [results[j] for j in outs]
 
         function = with_live(inexact_outputs, operands, live)
-        return jax.vjp(function, *(operands[i] for i in live))[1](cotangents)
+        found: tuple[Array, ...] = jax.vjp(function, *(operands[i] for i in live))[1](cotangents)
+        return found
 
-    def struct(atom: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    def struct(aval: Aval) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     try:
-        return jax.make_jaxpr(pull)([*map(struct, eqn.invars)], [struct(eqn.outvars[j]) for j in outs])
+        return jax.make_jaxpr(pull)([*map(struct, inputs)], [struct(outputs[j]) for j in outs])
     except Exception:  # a user's rule without reverse mode may raise anything
         return None
 
 
-def _is_inexact(aval: Any) -> bool:
+def _is_inexact(aval: Aval) -> bool:
     return bool(jax.numpy.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact))  # a token has no type
 
 
@@ -210,13 +227,10 @@ def library_line(eqn: JaxprEqn) -> str:
     return ""
 
 
-def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+def at_line_of(eqn: JaxprEqn) -> AbstractContextManager[object]:
     """A context in which traced equations get the source line of this one."""
     info = eqn.source_info
-    manager: AbstractContextManager[Any] = source_info_util.user_context(
-        info.traceback, name_stack=info.name_stack
-    )
-    return manager
+    return source_info_util.user_context(info.traceback, name_stack=info.name_stack)
 
 
 def hide_from_tracebacks(*paths: str) -> None:
@@ -231,40 +245,47 @@ def row_major(x: jax.Array) -> jax.Array:
     return result
 
 
-def type_of(x: Any) -> Any:
+def abstract(mesh: AnyMesh) -> jax.sharding.AbstractMesh:
+    """The mesh without its devices."""
+    return mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+
+
+def type_of(x: Array | Aval) -> Aval:
     return x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x)
 
 
-def explicit_mesh_of(x: Any) -> Any:
+def explicit_mesh_of(x: Array | Aval) -> jax.sharding.AbstractMesh | None:
     """The mesh of an array, if it has axes of type Explicit."""
-    mesh = getattr(getattr(type_of(x), "sharding", None), "mesh", None)
-    return mesh if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types else None
+    mesh: AnyMesh | None = getattr(getattr(type_of(x), "sharding", None), "mesh", None)
+    if mesh is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    return abstract(mesh)
 
 
-def typed_sharding(x: Any) -> Any:
+def typed_sharding(x: Array | Aval) -> jax.sharding.NamedSharding | None:
     return None if explicit_mesh_of(x) is None else type_of(x).sharding
 
 
-def is_tracer(x: Any) -> bool:
+def is_tracer(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-def trace_of(x: Any) -> Any:
+def trace_of(x: object) -> object:
     """The JAX trace that a tracer belongs to; None for an array."""
-    return x._trace if is_tracer(x) else None
+    return x._trace if isinstance(x, jax.core.Tracer) else None
 
 
-def is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Tangent) -> bool:
     """Whether a tangent or cotangent inside a derivative rule is a symbolic zero."""
     return type(tangent) is ad.Zero
 
 
 def with_live(
-    function: Callable[..., Any], operands: Sequence[Any], live: Sequence[int]
-) -> Callable[..., Any]:
+    function: Callable[..., Result], operands: Sequence[Array], live: Sequence[int]
+) -> Callable[..., Result]:
     """`function` of the operands with indices in `live`; all others are fixed."""
 
-    def at(*vals: Any) -> Any:
+    def at(*vals: Array) -> Result:
         now = dict(zip(live, vals, strict=True))
         return function(*(now.get(i, x) for i, x in enumerate(operands)))
 
@@ -273,8 +294,8 @@ def with_live(
 
 def register_derived_rules(
     prim: Primitive,
-    plain: Callable[..., Any],
-    vmapped: Callable[[Sequence[bool], dict[str, Any]], dict[str, Any]],
+    plain: Callable[..., Array],
+    vmapped: Callable[[Sequence[bool], Options], Options],
 ) -> None:
     """Register all JAX rules of `prim`, derived from `plain(*operands, **params)`.
 
@@ -282,41 +303,32 @@ def register_derived_rules(
     leading axis on the operands that are flagged.
     """
 
-    def abstract(*avals: Any, **params: Any) -> Any:
+    def abstract(*avals: Aval, **params: object) -> Aval:
         # from tracing, because the type includes the sharding, and the `shard_map` axes along which it varies
         made, out = jax.make_jaxpr(lambda *a: plain(*a, **params), return_shape=True)(*avals)
         if not isinstance(out, jax.ShapeDtypeStruct):
             raise TypeError(f"The implementation of `{prim.name}` must return one array, got {out}.")
         return made.out_avals[0]
 
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Array]:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
-
         at = with_live(lambda *operands: plain(*operands, **params), primals, live)
         # the value stays a marked op, because a model may differentiate itself; only the tangent is plain
         out = prim.bind(*primals, **params)
         _, dout = jax.jvp(at, [primals[i] for i in live], [tangents[i] for i in live])
         return out, dout
 
-    def transpose(ct: Any, *operands: Any, **params: Any) -> list[Any]:
+    def transpose(ct: Tangent, *operands: Array, **params: object) -> list[Tangent | None]:
         linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
-
         at = with_live(lambda *args: plain(*args, **params), operands, linear)
         avals = [operands[i].aval for i in linear]
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, **_also(a)) for a in avals]
-        result: list[Any] = [None] * len(operands)
-        if is_zero(ct):
-            cts: Any = [ad.Zero(a) for a in avals]
-        else:
-            cts = jax.linear_transpose(at, *shapes)(ct)
-        for i, c in zip(linear, cts, strict=True):
-            result[i] = c
-        return result
+        cts = map(ad.Zero, avals) if is_zero(ct) else jax.linear_transpose(at, *shapes)(ct)
+        by_operand = dict(zip(linear, cts, strict=True))
+        return [by_operand.get(i) for i in range(len(operands))]
 
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        flags = [d is not None for d in dims]
-        moved = [jax.numpy.moveaxis(a, d, 0) if f else a for a, d, f in zip(args, dims, flags, strict=True)]
-        return prim.bind(*moved, **vmapped(flags, params)), 0
+    def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
+        return prim.bind(*_in_front(args, dims), **vmapped([d is not None for d in dims], params)), 0
 
     prim.def_impl(plain)
     prim.def_abstract_eval(abstract)
@@ -326,32 +338,28 @@ def register_derived_rules(
     mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
 
 
-def _also(aval: Any) -> dict[str, Any]:
+def _in_front(args: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    """Operands with the axis of a `vmap` moved to the front."""
+    return [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+
+
+def _also(aval: Aval) -> Options:
     """The sharding of a type, and the axes of a `shard_map` along which it varies, as keywords."""
     found = {"sharding": typed_sharding(aval)}
-    if hasattr(aval, "vma"):  # before 0.10
-        return {**found, "vma": aval.vma}
-    return (
-        {**found, "manual_axis_type": aval.manual_axis_type} if hasattr(aval, "manual_axis_type") else found
+    name = "vma" if hasattr(aval, "vma") else "manual_axis_type"  # from 0.10 on
+    return {**found, name: getattr(aval, name)} if hasattr(aval, name) else found
+
+
+def varies(*arrays: Array | Aval) -> bool:
+    """Whether an array varies along an axis of a `shard_map`, by its type."""
+    types = [type_of(x) for x in arrays]
+    return any(
+        getattr(getattr(t, "manual_axis_type", None), "varying", getattr(t, "vma", None)) for t in types
     )
 
 
-def varies(*arrays: Any) -> bool:
-    """Whether an array varies along an axis of a `shard_map`, by its type."""
-    for x in arrays:
-        found = getattr(type_of(x), "vma", None)
-        found = getattr(getattr(type_of(x), "manual_axis_type", None), "varying", found)
-        if found:
-            return True
-    return False
-
-
-def _aval(x: Any) -> Any:
-    return jax.core.ShapedArray(x.shape, x.dtype)
-
-
 def call_primitive(
-    name: str, shapes: Callable[..., list[Any]], refuse_forward_mode: Callable[..., NoReturn]
+    name: str, shapes: Callable[..., list[Aval]], refuse_forward_mode: Callable[..., NoReturn]
 ) -> Primitive:
     """A primitive that applies its parameter `call` to its operands, with the derivative that `call` has.
 
@@ -368,22 +376,21 @@ def call_primitive(
     prim = Primitive(name)
     prim.multiple_results = True
 
-    def apply(*operands: Any, call: Callable[..., Any]) -> Any:
+    def apply(*operands: Array, call: Call) -> list[Array]:
         return call(*operands)
 
-    def jvp(primals: Any, tangents: Any, call: Callable[..., Any]) -> Any:
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Tangent], call: Call
+    ) -> tuple[list[Array], list[Tangent]]:
         live = [i for i, t in enumerate(tangents) if not is_zero(t)]
-
         at = with_live(call, primals, live)
         outs, douts = jax.jvp(at, [primals[i] for i in live], [tangent_p.bind(tangents[i]) for i in live])
         # `jax.jvp` returns float0 tangents for integers, a rule must return symbolic zeros
-        none = [ad.Zero(_aval(t)) if t.dtype == jax.dtypes.float0 else t for t in douts]
-        return outs, none
+        zero = lambda t: ad.Zero(jax.core.ShapedArray(t.shape, t.dtype))
+        return outs, [zero(t) if t.dtype == jax.dtypes.float0 else t for t in douts]
 
-    def batch(args: Any, dims: Any, call: Any) -> Any:
-        flags = [d is not None for d in dims]
-        moved = [jax.numpy.moveaxis(a, d, 0) if f else a for a, d, f in zip(args, dims, flags, strict=True)]
-        outs = prim.bind(*moved, call=call.mapped(flags))
+    def batch(args: Sequence[Array], dims: Sequence[int | None], call: Call) -> tuple[list[Array], list[int]]:
+        outs = prim.bind(*_in_front(args, dims), call=call.mapped([d is not None for d in dims]))
         return outs, [0] * len(outs)
 
     prim.def_impl(apply)
@@ -394,7 +401,7 @@ def call_primitive(
     return prim
 
 
-def identity_primitive(name: str, differentiate: Callable[..., Any]) -> Primitive:
+def identity_primitive(name: str, differentiate: Function) -> Primitive:
     """An operation that returns its operand, with `differentiate(primals, tangents)` as its derivative."""
     prim = Primitive(name)  # a `jax.custom_jvp` loses its rule where JAX splits off the linear part
     prim.def_impl(lambda a: a)

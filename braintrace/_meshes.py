@@ -10,16 +10,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from ._compat import (
+    AnyMesh,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
+    abstract,
     all_jaxprs,
     at_line_of,
     bind,
@@ -32,19 +34,20 @@ from ._compat import (
     type_of,
     typed_sharding,
 )
-from ._types import Aval, DTypeLike, Function, Options, PyTree, Shape
+from ._types import Array, Aval, DTypeLike, Function, Options, PyTree, Shape
 
-AnyMesh: TypeAlias = Any  # concrete or abstract
-Spec: TypeAlias = Sequence[Any]  # a PartitionSpec: for each array axis a mesh axis, several, or None
+# a PartitionSpec: for each array axis a mesh axis, several, None, or `UNCONSTRAINED`
+Spec: TypeAlias = Sequence[object]
+Result = TypeVar("Result")
 
 
-def mesh_of(*arrays: Aval) -> Any:
+def mesh_of(*arrays: Aval) -> AnyMesh | None:
     """Return the mesh in the type of one of the arrays, or None if each is on one device.
 
     A mesh whose axes are all manual, inside `shard_map`, does not count.
     """
     for x in arrays:
-        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        mesh: AnyMesh | None = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
         if mesh is not None and any(
             n > 1 and t != jax.sharding.AxisType.Manual
             for n, t in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -53,7 +56,7 @@ def mesh_of(*arrays: Aval) -> Any:
     return None
 
 
-def sharding_of(x: Aval) -> tuple[Any, tuple[Any, ...]] | None:
+def sharding_of(x: Aval) -> tuple[AnyMesh, tuple[object, ...]] | None:
     """Return the mesh and the PartitionSpec of an array or of a `ShapeDtypeStruct`.
 
     None if it is on one device, if XLA will choose, or inside `shard_map`.
@@ -111,9 +114,10 @@ def zeros(shape: Shape, dtype: DTypeLike, mesh: AnyMesh, spec: Spec) -> jax.Arra
     return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
 
 
-def place(x: Aval, mesh: AnyMesh, spec: Spec) -> Any:
+def place(x: Array, mesh: AnyMesh, spec: Spec) -> Array:
     """Return an array with a sharding, copied to its devices."""
-    return jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
+    placed: Array = jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
+    return placed
 
 
 def zero_of(arrays: Sequence[Aval]) -> jax.Array | None:
@@ -148,6 +152,8 @@ def all_on_mesh(arrays: PyTree) -> PyTree:
     """Put the types of all arrays on the mesh if one is on it, so that results are on it too."""
     leaves = [a for a in jax.tree.leaves(arrays) if hasattr(a, "dtype")]
     mesh = mesh_of(*leaves)
+    if mesh is None:
+        return arrays
 
     def one(x: Aval) -> Aval:
         if not is_tracer(x) or mesh_of(x) is not None or jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
@@ -155,29 +161,28 @@ def all_on_mesh(arrays: PyTree) -> PyTree:
         anyhow = _partition([jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim)
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, anyhow))
 
-    return arrays if mesh is None else jax.tree.map(one, arrays)
+    return jax.tree.map(one, arrays)
 
 
-def per_device(function: Function, mesh: AnyMesh, specs: Any, out_specs: Any) -> Function:
+def per_device(
+    function: Function, mesh: AnyMesh, specs: Sequence[Spec], out_specs: Sequence[Spec]
+) -> Function:
     """Return a function that each device runs on its shards, with these PartitionSpecs."""
-    a_mesh = {} if not jax.sharding.get_abstract_mesh().empty else {"mesh": mesh}
-    parts = [tuple(map(_partition, s)) for s in (specs, out_specs)]
-    mapped: Function = jax.shard_map(
-        function, in_specs=parts[0], out_specs=parts[1], check_vma=False, **a_mesh
-    )
-    return mapped
+    given = mesh if jax.sharding.get_abstract_mesh().empty else None
+    ins, outs = (tuple(map(_partition, s)) for s in (specs, out_specs))
+    return jax.shard_map(function, mesh=given, in_specs=ins, out_specs=outs, check_vma=False)
 
 
-def _partition(spec: Spec) -> Any:
+def _partition(spec: Spec) -> jax.sharding.PartitionSpec:
     return jax.sharding.PartitionSpec(*spec)
 
 
-def explicit_mesh(*arrays: Aval) -> Any:
+def explicit_mesh(*arrays: Aval) -> AnyMesh | None:
     """Return the mesh with Explicit axes of an array, or that is set, or None."""
     meshes = [getattr(getattr(type_of(x), "sharding", None), "mesh", None) for x in arrays]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
-            return getattr(mesh, "abstract_mesh", mesh)
+            return abstract(mesh)
     return None
 
 
@@ -191,7 +196,7 @@ def no_types(*arrays: Aval) -> Iterator[None]:
         yield
 
 
-def traced(trace: Function, *args: Any) -> Any:
+def traced(trace: Callable[..., Result], *args: PyTree) -> Result:
     """Return `trace(*args)`, with types without shardings if tracing works so."""
     leaves = [a for a in jax.tree.leaves(args) if hasattr(a, "dtype")]
     if explicit_mesh(*leaves) is None:
@@ -244,16 +249,17 @@ def _is_layout(eqn: JaxprEqn) -> bool:
     return eqn.primitive is reshard_p or constrains
 
 
-def _is_explicit(sharding: Any) -> bool:
+def _is_explicit(sharding: object) -> bool:
     mesh = getattr(sharding, "mesh", None)
     return mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
-def _evaluate_untyped(closed: ClosedJaxpr, *args: PyTree) -> list[PyTree]:
+def _evaluate_untyped(closed: ClosedJaxpr, *args: Array) -> list[Array]:
     jaxpr, consts = parts(closed)
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_on_no_mesh, consts), *args], strict=True))
+    env: dict[object, Array] = {}
+    env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_on_no_mesh, consts), *args], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: object) -> Array:
         return _on_no_mesh(atom.val) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
@@ -269,12 +275,12 @@ def _evaluate_untyped(closed: ClosedJaxpr, *args: PyTree) -> list[PyTree]:
     return [read(a) for a in jaxpr.outvars]
 
 
-def _on_no_mesh(x: Aval) -> Aval:
-    return x if is_tracer(x) or explicit_mesh_of(x) is None else np.asarray(x)
+def _on_no_mesh(x: Array) -> Array:
+    return x if is_tracer(x) or explicit_mesh_of(x) is None else np.asarray(x)  # type: ignore[return-value]
 
 
 def _untyped_params(eqn: JaxprEqn) -> Options:
-    def one(name: str, value: Any) -> Any:
+    def one(name: str, value: object) -> object:
         if name in ("sharding", "out_sharding") and _is_explicit(value):
             return None
         if eqn.primitive is shard_map_p:  # types inside are its own
@@ -293,7 +299,7 @@ def _untyped_jaxpr(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(partial(_evaluate_untyped, closed))(*shapes)
 
 
-def typed(function: Function, *operands: Aval) -> Any:
+def typed(function: Function, *operands: Aval) -> list[Spec | None] | None:
     """Return the PartitionSpecs of a function's results by their types, or None if JAX cannot infer them."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_sharding(a)) for a in operands]
     try:
@@ -306,12 +312,12 @@ def typed(function: Function, *operands: Aval) -> Any:
 
 def in_auto(
     function: Function, operands: Sequence[Aval], specs: Callable[[], Sequence[Spec | None]]
-) -> list[Any]:
+) -> list[Array]:
     """Call `function(*operands)`, which returns a list, with all mesh axes of type Auto inside.
 
     `specs` returns the PartitionSpecs of the results. Without Explicit shardings this is a plain call.
     """
-    found = [getattr(m, "abstract_mesh", m) for m in map(explicit_mesh_of, operands) if m is not None]
+    found = [m for m in map(explicit_mesh_of, operands) if m is not None]
     if not found:
         return list(function(*operands))
     mesh = found[0]
@@ -323,7 +329,7 @@ def in_auto(
         )
     if jax.sharding.get_abstract_mesh().empty and not any(map(is_tracer, operands)):
         return list(jax.jit(lambda *operands: in_auto(function, operands, specs))(*operands))
-    parts = [_partition(()) if s is None else _partition(s) for s in specs()]
+    parts = [_partition(s or ()) for s in specs()]
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -332,27 +338,26 @@ def in_auto(
         return list(jax.sharding.auto_axes(function, axes=axes, out_sharding=parts)(*operands))
 
 
-def in_auto_like(like: Aval, function: Function, *args: Any) -> Any:
+def in_auto_like(like: PyTree, function: Function, *args: PyTree) -> PyTree:
     """Call `function(*args)`, which returns a pytree like `like`, with all mesh axes of type Auto inside."""
     leaves, tree = jax.tree.flatten(args)
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: Array) -> list[Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
 
     found = in_auto(flat, leaves, lambda: [spec_of(a) for a in jax.tree.leaves(like)])
     return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
-def spec_of(x: Aval) -> Aval:
+def spec_of(x: Aval) -> Spec | None:
     """Return the PartitionSpec in the type of an array, or None."""
     return None if explicit_mesh_of(x) is None else tuple(type_of(x).sharding.spec)
 
 
-def sharded_aval(aval: Aval, mesh: AnyMesh, spec: Any) -> Any:
+def sharded_aval(aval: Aval, mesh: AnyMesh, spec: Spec | None) -> Aval:
     """Return an abstract value with a sharding; it is replicated if `spec` is None."""
-    mesh = getattr(mesh, "abstract_mesh", mesh)
     parts = [*(spec or ()), *[None] * (len(aval.shape) - len(spec or ()))]
-    return aval.update(sharding=jax.sharding.NamedSharding(mesh, _partition(parts)))
+    return aval.update(sharding=jax.sharding.NamedSharding(abstract(mesh), _partition(parts)))
 
 
 def slice_of(x: Aval) -> jax.ShapeDtypeStruct:
@@ -363,5 +368,5 @@ def slice_of(x: Aval) -> jax.ShapeDtypeStruct:
 
 def without_axis(x: Aval) -> Aval:
     """Return the type of an array without its first axis."""
-    spec, aval = spec_of(x), jax.core.ShapedArray(x.shape[1:], x.dtype)
-    return aval if spec is None else sharded_aval(aval, explicit_mesh_of(x), spec[1:])
+    mesh, aval = explicit_mesh_of(x), jax.core.ShapedArray(x.shape[1:], x.dtype)
+    return aval if mesh is None else sharded_aval(aval, mesh, (spec_of(x) or ())[1:])

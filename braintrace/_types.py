@@ -13,6 +13,7 @@
 | `Initializer` | `w_init` of a layer: a function of a shape, an array, or None for no weight |
 | `Activation` | a function of an array, or its name in `brainstate.nn` |
 | `Model` | a model of any framework; only its front end knows more about it |
+| `Handle` | an object of a framework that holds a state; only its front end knows more about it |
 | `RuleLike` | a learning rule as users give it: its name, its class, or a value of `braintrace.rules` |
 | `Function` | a function whose arguments the caller of this package chooses: steps, losses, metrics |
 | `Options` | keyword arguments that are passed on, settings, and plain data by name |
@@ -20,7 +21,8 @@
 | `Path` | the path of a parameter or state in its model |
 
 A jaxpr and its parts have their types in `_compat`: `Jaxpr`, `ClosedJaxpr`, `JaxprEqn`, `Primitive`.
-To mypy, `PyTree`, `Aval`, `Value`, `Model` and `RuleLike` are `Any`: they tell the reader what to expect.
+To mypy, `PyTree`, `Aval`, `Value`, `Model`, `Handle` and `RuleLike` are `Any`: they tell the reader what to
+expect.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ Aval: TypeAlias = Any
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 Value: TypeAlias = Any
 Model: TypeAlias = Any
+Handle: TypeAlias = Any
 RuleLike: TypeAlias = Any
 Shape: TypeAlias = tuple[int, ...]
 Size: TypeAlias = int | Sequence[int]

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-Analysis = TypeVar("Analysis", bound=Callable[..., Any])
+Of = TypeVar("Of")
+Given = ParamSpec("Given")
+Analysis = TypeVar("Analysis")
 
 _CACHE = "_analyses"  # the attribute that holds the results, so that they live as long as the object
 
 
-def cached(function: Analysis) -> Analysis:
+def cached(
+    function: Callable[Concatenate[Of, Given], Analysis],
+) -> Callable[Concatenate[Of, Given], Analysis]:
     """Compute `function(of, *options)` once for each object and each set of options."""
 
     @wraps(function)
-    def lookup(of: object, *args: Any, **kwargs: Any) -> Any:
-        results = vars(of).setdefault(_CACHE, {})
+    def lookup(of: Of, /, *args: Given.args, **kwargs: Given.kwargs) -> Analysis:
+        results: dict[Hashable, Analysis] = vars(of).setdefault(_CACHE, {})
         key = (function, tuple(map(_hashable, args)), tuple(sorted(kwargs.items())))
         if key not in results:
             results[key] = function(of, *args, **kwargs)
         return results[key]
 
-    return lookup  # type: ignore[return-value]
+    return lookup
 
 
 def clear(of: object) -> None:
@@ -30,5 +34,5 @@ def clear(of: object) -> None:
     vars(of).pop(_CACHE, None)
 
 
-def _hashable(option: Any) -> Hashable:
+def _hashable(option: object) -> object:
     return tuple(option) if isinstance(option, list) else option

@@ -6,14 +6,14 @@ The first are indices of slices and gathers; the second are those of masked weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._compat import Literal, primitives
+from .._compat import Literal, Primitive, primitives
+from .._types import ArrayLike
 from .copies import Array, copy
 from .primitives import COPIES, LAYOUT, is_reshape, named
 from .program import Atom, Node, Program, Var
@@ -24,7 +24,7 @@ class Constants:
 
     def __init__(self, program: Program, given: Mapping[Var, Array | None]) -> None:
         self._program = program
-        self._values: dict[Var, Array | None] = dict(given)
+        self._values: dict[Var, ArrayLike | None] = dict(given)
         for var, value in program.consts.items():
             self._values[var] = value if _is_plain(var) and not _compat.is_tracer(value) else None
 
@@ -39,7 +39,7 @@ class Constants:
         value = self._values[atom]
         return None if value is None else np.asarray(value)
 
-    def _compute(self, var: Var) -> Array | None:
+    def _compute(self, var: Var) -> ArrayLike | None:
         if var not in self._program.producer:
             return None
         node = self._program.nodes[self._program.producer[var]]
@@ -60,7 +60,7 @@ def _is_plain(var: Var) -> bool:
     return any(jnp.issubdtype(var.aval.dtype, kind) for kind in (np.number, np.bool_))  # not a random key
 
 
-_UFUNCS: dict[Any, Callable[..., Any]] = {
+_UFUNCS: dict[Primitive, Callable[..., Array]] = {
     primitives.abs_p: np.abs,
     primitives.add_p: np.add,
     primitives.and_p: np.bitwise_and,
@@ -83,7 +83,7 @@ _UFUNCS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _evaluate(node: Node, vals: Sequence[Array]) -> list[Any]:
+def _evaluate(node: Node, vals: Sequence[Array]) -> list[Array]:
     """Evaluate one node, in numpy if possible, because JAX takes 20 ms to compile each new operation."""
     aval, primitive, params = node.outputs[0].aval, node.primitive, node.params
     shape, dtype = tuple(aval.shape), aval.dtype
@@ -106,7 +106,7 @@ def _evaluate(node: Node, vals: Sequence[Array]) -> list[Any]:
     elif primitive is primitives.select_n_p and len(vals) == 3:
         return [np.where(vals[0], vals[2], vals[1])]
     with jax.ensure_compile_time_eval():
-        return _compat.bind(node.eqn, *vals)
+        return list(map(np.asarray, _compat.bind(node.eqn, *vals)))
 
 
 _KEEPS = named("neg abs tanh sin sqrt sign square convert_element_type copy div sinh asinh atan")
@@ -166,7 +166,7 @@ class Zeros:
         return None if known is None else _some(known != 0)
 
 
-def _moved(node: Node, z: Array, shape: tuple[int, ...]) -> Any:
+def _moved(node: Node, z: Array, shape: tuple[int, ...]) -> Array:
     if node.primitive is primitives.transpose_p:
         return np.transpose(z, node.params["permutation"])
     if node.primitive is primitives.broadcast_in_dim_p:

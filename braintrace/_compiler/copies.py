@@ -6,20 +6,20 @@ JAX would compile a program for each of them, which takes a thousand times longe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from .. import _compat
-from .._compat import primitives
+from .._compat import Primitive, primitives
+from .._types import NumPyArray, Options
+from .._types import Shape as Shape
 
-Shape = tuple[int, ...]
-Array = np.ndarray[Any, Any]
+Array = NumPyArray
 
 
 def copy(
-    primitive: Any, params: dict[str, Any], operands: Sequence[Array], out: Shape, fill: int = 0
+    primitive: Primitive, params: Options, operands: Sequence[Array], out: Shape, fill: int = 0
 ) -> Array:
     """Apply one of `COPIES`; a gather reads `fill` outside its operand."""
     first = operands[0]
@@ -68,7 +68,7 @@ def _pad(x: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Arra
     return x
 
 
-def gathered(params: dict[str, Any], operand: Shape, indices: Array, out: Shape) -> Array:
+def gathered(params: Options, operand: Shape, indices: Array, out: Shape) -> Array:
     """The element of the operand that each element of a gather is a copy of; -1 if none."""
     d = params["dimension_numbers"]
     return _addresses(
@@ -85,7 +85,7 @@ def gathered(params: dict[str, Any], operand: Shape, indices: Array, out: Shape)
     )
 
 
-def scattered(params: dict[str, Any], operand: Shape, indices: Array, updates: Shape) -> Array:
+def scattered(params: Options, operand: Shape, indices: Array, updates: Shape) -> Array:
     """The element of the operand that each update of a scatter is written to; -1 if none."""
     d = params["dimension_numbers"]
     window = iter(updates[a] for a in d.update_window_dims)
@@ -114,7 +114,7 @@ def _addresses(
     batching: Sequence[int],
     indices_batching: Sequence[int],
     sizes: Sequence[int],
-    mode: Any,
+    mode: jax.lax.GatherScatterMode,
 ) -> Array:
     places = np.indices(out)
     batch = tuple(places[a] for a in range(len(out)) if a not in window)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -32,7 +31,7 @@ class PullBack:
 
     program: Program
     cotangents: dict[int, Var]  # inputs of the program, by the index of the output of the node
-    results: dict[int, Any]  # outputs of the program, by the index of the input of the node
+    results: dict[int, Atom]  # outputs of the program, by the index of the input of the node
 
     @staticmethod
     def of(node: Node) -> PullBack | None:
@@ -105,7 +104,7 @@ def _across(node: Node, ins: list[int]) -> list[int]:
     """The kinds of terms of the outputs of a node."""
     if node.primitive is primitives.cond_p:
         ways = [_terms(program, ins[1:]) for program in node.inner]
-        return [union(outs) if ins[0] <= _FREE else _OTHER for outs in zip(*ways, strict=True)]
+        return [union(outs) or 0 if ins[0] <= _FREE else _OTHER for outs in zip(*ways, strict=True)]
     if node.loop is not None:
         return _iterated(node, node.loop, ins)
     if node.inner:
@@ -139,7 +138,7 @@ def _made(node: Node, ins: list[int]) -> int:
         return ins[1]
     fixed = _fixed(node)
     if fixed is not None and not any(i in fixed for i in live):
-        return int(union(terms for i, terms in enumerate(ins) if i not in fixed))
+        return union(terms for i, terms in enumerate(ins) if i not in fixed) or 0
     if primitive is primitives.is_finite_p or not live:
         return _FREE
     is_nan = primitive is primitives.ne_p and node.inputs[0] is node.inputs[1]

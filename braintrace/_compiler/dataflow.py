@@ -13,16 +13,26 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from .._compat import primitives
 from .program import Atom, Node, Program, Var
 
-V = TypeVar("V")
+if TYPE_CHECKING:
+    from .custom_derivatives import PullBack
+
+
+class Lattice(Protocol):
+    """A value that can be joined with another."""
+
+    def __or__(self, other: Self, /) -> Self: ...
+
+
+V = TypeVar("V", bound=Lattice)
 Values = list[V | None]
 
 
-def union(values: Iterable[Any]) -> Any:
+def union(values: Iterable[V | None]) -> V | None:
     """The join of all values that are not None; None if there are none."""
     found = [v for v in values if v is not None]
     return reduce(or_, found) if found else None
@@ -37,13 +47,13 @@ class Flow(Generic[V]):
     `beyond(var, value)` is the part of a value that is propagated past a variable.
     """
 
-    transfer: Callable[[Node, Values[V]], Any] = lambda node, given: union(given)
+    transfer: Callable[[Node, Values[V]], Values[V] | V | None] = lambda node, given: union(given)
     back: bool = False
     beyond: Callable[[Var, V], V | None] = lambda var, value: value
     derivatives: bool = False  # paths end at integers and at operations without a derivative
     enters: bool = False  # whether inner programs are analysed; if not, `transfer` treats the node as a whole
     # the pull-back of a function with a custom derivative rule, analysed instead of the function
-    rule: Callable[[Node], Any] = lambda node: None
+    rule: Callable[[Node], PullBack | None] = lambda node: None
     # the flow for an inner program: (node, program, iteration of a `scan`, back, derivatives)
     inside: Callable[[Node, Program, int | None, bool, bool], Flow[V]] | None = None
     # stacks the values of all iterations of a `scan`, given the shape of one; `value[i]` is the inverse.
@@ -54,6 +64,11 @@ class Flow(Generic[V]):
     def takes(self, atom: Atom) -> bool:
         """Whether the atom can have a value."""
         return isinstance(atom, Var) and (atom.inexact or not self.derivatives)
+
+    def across(self, node: Node, given: Values[V]) -> Values[V]:
+        """Apply `transfer`, with one value for each variable on the other side."""
+        made = self.transfer(node, given)
+        return made if isinstance(made, list) else [made] * len(node.inputs if self.back else node.outputs)
 
     def at(self, node: Node, program: Program, step: int | None, *, back: bool, derivatives: bool) -> Flow[V]:
         if self.inside is None:
@@ -79,7 +94,7 @@ def solve(
     waiting: list[int] = [-i if back else i for i in range(len(nodes)) if i in visit] if visit else []
 
     def put(var: Var, value: V) -> None:
-        env[var] = union((env.get(var), value))
+        env[var] = env[var] | value if var in env else value
         if back:
             if var in program.producer:
                 heapq.heappush(waiting, -program.producer[var])
@@ -119,8 +134,8 @@ def solve(
             made, below = _enter(flow, node, given, here)
             found.update(below)
         else:
-            made = flow.transfer(node, given)
-        for atom, value in zip(far, made if isinstance(made, list) else [made] * len(far), strict=True):
+            made = flow.across(node, given)
+        for atom, value in zip(far, made, strict=True):
             if value is not None and flow.takes(atom):
                 value = value if back else flow.beyond(atom, value)  # type: ignore[arg-type]
                 if value:
@@ -159,7 +174,7 @@ def _enter(
     return along_rule(flow, node, pull, given), {}
 
 
-def along_rule(flow: Flow[V], node: Node, pull: Any, given: Values[V]) -> Values[V]:
+def along_rule(flow: Flow[V], node: Node, pull: PullBack, given: Values[V]) -> Values[V]:
     """Propagate values across a node along its pull-back, in which directions are reversed."""
     turned = flow.at(node, pull.program, None, back=not flow.back, derivatives=False)
     near, far = (pull.cotangents, pull.results) if flow.back else (pull.results, pull.cotangents)
@@ -183,7 +198,7 @@ def _iterate(
     args = given if back else given[loop.before :]
     moving = args[near:][:carry]
 
-    def given_in(step: int | None) -> tuple[Any, ...]:
+    def given_in(step: int | None) -> tuple[Flow[V], Values[V], dict[int, V]]:
         """The flow and the values at the start of one iteration (None: of any iteration)."""
 
         def at(value: Any) -> Any:
@@ -201,7 +216,7 @@ def _iterate(
             if after == moving:
                 return [*head, *made[:far], *moving, *made[far + carry :]], found
             moving = after
-        return list(flow.transfer(node, given)), {}
+        return flow.across(node, given), {}
     steps = range(loop.length)
     constants: Values[V] = [None] * far
     slices, below = {}, {}

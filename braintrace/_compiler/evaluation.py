@@ -10,32 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _compat
 from .._compat import Literal, primitives
+from .._types import Array, PyTree
 from .program import Atom, Node, Program, Site, Var
 
-AtSite = Callable[[Site, Any, list[Any]], tuple[Any, Any]]
+# (site, its input, its operands) -> (the output `y`, what the site returns besides)
+AtSite = Callable[[Site, PyTree, list[Array]], tuple[Array, PyTree]]
+Outcome = tuple[list[Array], dict[int, PyTree]]  # outputs, and what each site returns, by index
+Branch = Callable[[list[Array], Mapping[int, PyTree]], Outcome]
 
 
 def run(
     program: Program,
-    args: Sequence[Any],
+    args: Sequence[Array],
     at_site: AtSite,
-    site_ins: Mapping[int, Any] | None = None,
-    consts: Mapping[Var, Any] | None = None,
-) -> tuple[list[Any], dict[int, Any], dict[Var, Any]]:
+    site_ins: Mapping[int, PyTree] | None = None,
+    consts: Mapping[Var, Array] | None = None,
+) -> tuple[list[Array], dict[int, PyTree], dict[Var, Array]]:
     """Evaluate a program; returns its outputs, the site outputs and the value of every variable.
 
     `consts` replaces the constants that the program was read with.
     """
-    env: dict[Var, Any] = {**program.consts, **(consts or {})}
+    env: dict[Var, Array] = {**program.consts, **(consts or {})}
     env.update(zip(program.inputs, args, strict=True))
-    site_outs: dict[int, Any] = {}
+    site_outs: dict[int, PyTree] = {}
     for node in program.nodes:
         outs, given = apply(node, [read(env, a) for a in node.inputs], at_site, site_ins or {})
         env.update(zip(node.outputs, outs, strict=True))
@@ -43,13 +46,11 @@ def run(
     return [read(env, a) for a in program.outputs], site_outs, env
 
 
-def read(env: Mapping[Var, Any], atom: Atom) -> Any:
+def read(env: Mapping[Var, Array], atom: Atom) -> Array:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def apply(
-    node: Node, vals: list[Any], at_site: AtSite, site_ins: Mapping[int, Any]
-) -> tuple[list[Any], dict[int, Any]]:
+def apply(node: Node, vals: list[Array], at_site: AtSite, site_ins: Mapping[int, PyTree]) -> Outcome:
     """Evaluate one node; returns its outputs and the outputs of the sites at or inside it."""
     if node.site is not None:
         y, given = at_site(node.site, site_ins.get(node.site.index), vals)
@@ -64,20 +65,18 @@ def apply(
     raise AssertionError(f"`{node.primitive}` holds a site; the compiler refuses such a model")
 
 
-def _apply_cond(
-    node: Node, vals: list[Any], at_site: AtSite, ins: Mapping[int, Any]
-) -> tuple[list[Any], dict[int, Any]]:
+def _apply_cond(node: Node, vals: list[Array], at_site: AtSite, ins: Mapping[int, PyTree]) -> Outcome:
     index, *operands = vals
 
-    def taken(program: Program) -> Callable[..., Any]:
+    def taken(program: Program) -> Branch:
         return lambda operands, ins: run(program, operands, at_site, ins)[:2]
 
-    shapes: dict[int, Any] = {}
+    shapes: dict[int, PyTree] = {}
     for program in node.inner:
         shapes.update(jax.eval_shape(taken(program), operands, ins)[1])
 
-    def padded(program: Program) -> Callable[..., Any]:
-        def branch(operands: Any, ins: Any) -> Any:
+    def padded(program: Program) -> Branch:
+        def branch(operands: list[Array], ins: Mapping[int, PyTree]) -> Outcome:
             outs, given = taken(program)(operands, ins)
             zeros = {
                 i: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
@@ -93,13 +92,16 @@ def _apply_cond(
 
 
 def scan_with(
-    node: Node, vals: list[Any], body: Callable[[list[Any], Any], tuple[list[Any], Any]], more: Any = ()
-) -> tuple[list[Any], Any]:
+    node: Node,
+    vals: list[Array],
+    body: Callable[[list[Array], PyTree], tuple[list[Array], PyTree]],
+    more: PyTree = (),
+) -> tuple[list[Array], PyTree]:
     """Apply a `scan` with another body: `(operands, slices of more) -> (outputs, further outputs)`."""
     num_consts, num_carry = _compat.scan_counts(node.eqn)
     consts, carry, xs = vals[:num_consts], vals[num_consts:][:num_carry], vals[num_consts + num_carry :]
 
-    def one(carry: Any, slices: Any) -> Any:
+    def one(carry: list[Array], slices: PyTree) -> tuple[list[Array], PyTree]:
         outs, further = body([*consts, *carry, *slices[0]], slices[1])
         return outs[:num_carry], (outs[num_carry:], further)
 
@@ -123,20 +125,20 @@ class View:
     # its own group, with a perturbation added for all others. A single value for both would count the
     # coupling inside the group twice.
 
-    known: Mapping[Var, Any]  # values that are the same in every world
+    known: Mapping[Var, Array]  # values that are the same in every world
     at_site: Callable[[Site, World], AtSite]  # how to evaluate a site in a world
     # the world in which a reader in `world` finds a variable, and what is added to its value (or None)
-    reads: Callable[[Var, World], tuple[World, Any]] = lambda var, world: (world, None)
+    reads: Callable[[Var, World], tuple[World, Array | None]] = lambda var, world: (world, None)
     # the world in which a site reads its operands
     operands: Callable[[Site, World], World] = lambda site, world: world
-    site_ins: Mapping[int, Any] = field(default_factory=dict)
+    site_ins: Mapping[int, PyTree] = field(default_factory=dict)
     # the output of a site if it is known, so that its operands are not evaluated
-    leaf: Callable[[Site, World], Any] = lambda site, world: None
+    leaf: Callable[[Site, World], Array | None] = lambda site, world: None
     # applied to the operands of a node before it is evaluated
-    before: Callable[[Node, list[Any]], list[Any]] = lambda node, vals: vals
+    before: Callable[[Node, list[Array]], list[Array]] = lambda node, vals: vals
 
 
-def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View) -> list[Any]:
+def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View) -> list[Array]:
     """Evaluate `targets`, each in its world, and nothing that they do not depend on."""
     producer = program.producer
     needed: list[dict[World, None]] = [{} for _ in program.nodes]
@@ -160,9 +162,9 @@ def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View
                 for atom in node.inputs:
                     ask(atom, inner)
 
-    values: dict[tuple[Var, World], Any] = {}
+    values: dict[tuple[Var, World], Array] = {}
 
-    def get(atom: Atom, world: World) -> Any:
+    def get(atom: Atom, world: World) -> Array:
         if isinstance(atom, Literal):
             return atom.val
         home, offset = view.reads(atom, world)
@@ -176,10 +178,7 @@ def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View
                 continue
             inner = world if node.site is None else view.operands(node.site, world)
             vals = view.before(node, [get(a, inner) for a in node.inputs])
-
-            def at_site(site: Site, site_in: Any, operands: list[Any], world: World = world) -> Any:
-                return view.at_site(site, world)(site, site_in, operands)
-
+            at_site = lambda site, *given, world=world: view.at_site(site, world)(site, *given)
             outs, _ = apply(node, vals, at_site, view.site_ins)
             for var, out in zip(node.outputs, outs, strict=True):
                 values[var, world] = out

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -285,9 +285,9 @@ class _Verdict:
             yield from self._to_others(params, c, beyond | kept)
 
     def _to_others(self, params: list[Path], c: Carried, bits: int) -> Iterator[Finding]:
-        apart: dict[Any, int] = {}  # by group, or by state without a trace
+        apart: dict[Path | int, int] = {}  # by group, or by state without a trace
         for d in self.flows.of(bits):
-            key = d.path if d.group is None else d.group
+            key: Path | int = d.path if d.group is None else d.group
             apart[key] = apart.get(key, 0) | d.bit
         tags = self.flows.tag(c, new=False) | self.flows.tag(c, new=True)
         for key, missed in apart.items():

@@ -7,25 +7,25 @@ the values of constants, which are inputs of a program.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._compat import Literal
+from .._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from .._types import ArrayLike, Aval
 
 
-def fingerprint(closed: Any) -> Hashable:
+def fingerprint(closed: ClosedJaxpr) -> Hashable:
     """A key that is equal for equal programs."""
     jaxpr, consts = _compat.parts(closed)
     return _jaxpr(jaxpr, True), tuple(map(_aval, consts))
 
 
-def _jaxpr(jaxpr: Any, rules: bool) -> Hashable:
+def _jaxpr(jaxpr: Jaxpr, rules: bool) -> Hashable:
     """The key of a jaxpr; with `rules=False`, without custom derivative rules."""
-    number: dict[Any, int] = {}
+    number: dict[object, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         number[var] = len(number)
     eqns = []
@@ -39,15 +39,15 @@ def _jaxpr(jaxpr: Any, rules: bool) -> Hashable:
     return heads, tuple(eqns), tuple(_atom(a, number) for a in jaxpr.outvars)
 
 
-def _atom(atom: Any, number: dict[Any, int]) -> Hashable:
+def _atom(atom: object, number: dict[object, int]) -> Hashable:
     return _number(atom.val) if isinstance(atom, Literal) else number[atom]
 
 
-def _aval(x: Any) -> Hashable:
+def _aval(x: Aval) -> Hashable:
     return tuple(jnp.shape(x)), str(jnp.result_type(x)), bool(getattr(x, "weak_type", False))
 
 
-def _number(value: Any) -> Hashable:
+def _number(value: ArrayLike) -> Hashable:
     """The key of a constant value; a tracer equals nothing else."""
     if _compat.is_tracer(value):
         return object()
@@ -55,7 +55,7 @@ def _number(value: Any) -> Hashable:
     return array.shape, str(array.dtype), array.tobytes()
 
 
-def _params(eqn: Any, rules: bool) -> Hashable:
+def _params(eqn: JaxprEqn, rules: bool) -> Hashable:
     if _compat.called_jaxpr(eqn, custom=True) is not None:
         jaxpr, consts = _compat.called_jaxpr(eqn, custom=True)  # type: ignore[misc]
         rule = _own_rule(eqn) if rules else None
@@ -63,7 +63,7 @@ def _params(eqn: Any, rules: bool) -> Hashable:
     return tuple((name, _value(value, rules)) for name, value in sorted(eqn.params.items()))
 
 
-def _own_rule(eqn: Any) -> Hashable:
+def _own_rule(eqn: JaxprEqn) -> Hashable:
     """The key of the pull-back of a function with a custom derivative rule."""
     traced = _compat.pull_back_of(eqn)
     if traced is None:
@@ -72,8 +72,8 @@ def _own_rule(eqn: Any) -> Hashable:
     return _jaxpr(jaxpr, False), tuple(map(_number, consts))
 
 
-def _value(value: Any, rules: bool) -> Hashable:
-    if isinstance(value, _compat.ClosedJaxpr | _compat.Jaxpr):
+def _value(value: object, rules: bool) -> Hashable:
+    if isinstance(value, ClosedJaxpr | Jaxpr):
         jaxpr, consts = _compat.parts(value)
         return _jaxpr(jaxpr, rules), tuple(map(_number, consts))
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
@@ -86,4 +86,4 @@ def _value(value: Any, rules: bool) -> Hashable:
         hash(value)
     except TypeError:
         return object()
-    return value  # type: ignore[no-any-return]
+    return value

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from .._types import Options
 from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import RuleKind, find_dropped
@@ -53,7 +54,7 @@ class ETraceGraph(_Fields):
         """The variables of the new states of all groups but one."""
         return [v for g in self.hidden_groups if g is not group for v in g.hidden_outvars]
 
-    def dict(self) -> dict[str, Any]:
+    def dict(self) -> Options:
         return self._asdict()
 
     def exactness(self, rule: RuleKind | None = None) -> Exactness:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._compat import ClosedJaxpr
+from .._types import Array, Handle, NumPyArray, Options
 from .custom_derivatives import PullBack, has_own_rule
 from .findings import Finding, Found
-from .links import Array
 from .module_info import Hidden, ModuleInfo
 from .positions import Positions, positions_of
 from .primitives import ELEMENT_WISE, NOT_COMPLEX
@@ -55,7 +54,7 @@ class HiddenGroup:
         return [h.path for h in self.hidden]
 
     @property
-    def hidden_states(self) -> list[Any]:
+    def hidden_states(self) -> list[Handle]:
         return [h.state for h in self.hidden]
 
     @property
@@ -75,7 +74,7 @@ class HiddenGroup:
         return sum(h.num_state for h in self.hidden) + self.filtered
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[np.generic]:
         each = [jnp.finfo(t).dtype if h.split else t for h in self.hidden for t in [h.invar.aval.dtype]]
         with jax.numpy_dtype_promotion("standard"):
             return jnp.result_type(*each)
@@ -85,7 +84,7 @@ class HiddenGroup:
         return all(r.stays_at(h.positions) for h, r in zip(self.hidden, self.within, strict=True))
 
     @cached_property
-    def coupled(self) -> Array:
+    def coupled(self) -> NumPyArray:
         """Whether each new state (row) may depend on each old one (column); sparse for delay lines."""
         if self.num_state <= _FEW_STATES or self.filtered or any(h.split for h in self.hidden):
             return np.ones((self.num_state, self.num_state), bool)
@@ -101,13 +100,13 @@ class HiddenGroup:
                 rows.append(np.concatenate([_states_in(old, reached.get(old.invar)) for old in self.hidden]))
         return np.stack(rows)
 
-    def concat_hidden(self, values: Sequence[Any]) -> jax.Array:
+    def concat_hidden(self, values: Sequence[Array]) -> Array:
         """The states of the group as one array, `varshape + (num_state,)`."""
         pairs = zip(self.hidden, values, strict=True)
         parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, -1))]
         return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
 
-    def stack_hidden(self, values: Sequence[Any], *, dual: bool = False) -> jax.Array:
+    def stack_hidden(self, values: Sequence[Array], *, dual: bool = False) -> Array:
         """The states of the group as one array, `(num_state,) + varshape`: a short last axis is slow.
 
         With `dual`, the values are cotangents of the states.
@@ -116,7 +115,7 @@ class HiddenGroup:
         parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, 0), dual)]
         return jnp.concatenate([p.astype(self.dtype) for p in parts])
 
-    def split_hidden(self, array: Any) -> list[jax.Array]:
+    def split_hidden(self, array: Array) -> list[Array]:
         """The inverse of `concat_hidden`."""
         ends = np.cumsum([h.num_state for h in self.hidden])[:-1]
         found = []
@@ -140,24 +139,24 @@ class HiddenGroup:
         """The variables that `transition_jaxpr` takes after the old states."""
         return self._transition.constvars
 
-    def diagonal_jacobian(self, hidden: Sequence[Any], consts: Sequence[Any]) -> jax.Array:
+    def diagonal_jacobian(self, hidden: Sequence[Array], consts: Sequence[Array]) -> Array:
         """`dh[t]/dh[t-1]` at each position, `varshape + (num_state, num_state)`: new, then old."""
         flat = self.concat_hidden(hidden)
         size, s = int(np.prod(self.varshape, dtype=int)), self.num_state
 
-        def step(h: Any) -> Any:
+        def step(h: Array) -> Array:
             return self.concat_hidden(self._transition.call(self.split_hidden(h), consts))
 
         full = jax.jacrev(step)(flat).reshape(size, s, size, s)
         blocks = jnp.diagonal(full, axis1=0, axis2=2)
         return jnp.moveaxis(blocks, -1, 0).reshape(*self.varshape, s, s)
 
-    def dict(self) -> dict[str, Any]:
+    def dict(self) -> Options:
         names = ("index", "hidden_paths", "hidden_states", "hidden_invars", "hidden_outvars", "varshape")
         return {name: getattr(self, name) for name in (*names, "num_state", "transition_jaxpr")}
 
 
-def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
+def _states_in(hidden: Hidden, reach: Reach | None) -> NumPyArray:
     """Whether each state of an array reaches any position."""
     if reach is None:
         return np.zeros(hidden.num_state, bool)
@@ -166,7 +165,7 @@ def _states_in(hidden: Hidden, reach: Reach | None) -> Array:
     return np.atleast_1d(np.any(hit, axis=others))
 
 
-def _parts(hidden: Hidden, value: Any, dual: bool = False) -> list[Any]:
+def _parts(hidden: Hidden, value: Array, dual: bool = False) -> list[Array]:
     """The real arrays of a split complex value, or the value; JAX's cotangent of `a + ib` is `da - i db`."""
     if not hidden.split:
         return [value]

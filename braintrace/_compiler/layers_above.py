@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .custom_derivatives import PullBack
 from .dataflow import Flow, settled, solve, union
@@ -133,7 +133,7 @@ class Across:
         """Whether a parameter affects states in other ways than as the weight of an op."""
         info = self.graph.module_info.marked
 
-        def transfer(node: Node, given: list[Any]) -> Any:
+        def transfer(node: Node, given: list[bool | None]) -> bool | None:
             return union(given[: node.site.num_inputs] if node.site is not None else given)
 
         flow = Flow[bool](transfer, derivatives=True, enters=True, rule=PullBack.of)

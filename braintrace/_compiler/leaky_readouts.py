@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from .._compat import Literal, primitives
+from .._types import Array
 from .caching import cached
 from .custom_derivatives import PullBack
 from .dataflow import Flow, solve
@@ -257,12 +258,12 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
     reads = dict.fromkeys(a for node in nodes for a in node.inputs if isinstance(a, Var) and a not in inner)
     given = [v for v in reads if v not in later]
 
-    def make(z: Any, *values: Any) -> Any:
+    def make(z: Array, *values: Array) -> tuple[Array, Array, Array]:
         known = dict(zip(given, values, strict=True))
         # the decay does not depend on the input of the readout, because that is added; so it may be zero
         known |= {v: zeros(v) for v in reads if v in later}
 
-        def readout(old: Any) -> Any:
+        def readout(old: Array) -> Array:
             return values_of(program, [r.outvar], {**known, r.invar: old})[0]
 
         zero = zeros(r.invar)
@@ -302,13 +303,14 @@ def decay_of(graph: ETraceGraph, readout: Hidden) -> float | None:
     """The decay of a leaky readout; None if it depends on parameters."""
     program, old = graph.module_info.program, readout.invar
 
-    def decay(*values: Any) -> Any:
+    def decay(*values: Array) -> Array:
         known = {**program.consts, **dict(zip(program.inputs, values, strict=True))}
 
-        def new(value: Any) -> Any:
+        def new(value: Array) -> Array:
             return values_of(program, [readout.outvar], {**known, old: value})[0]
 
-        return jax.jvp(new, (known[old],), (jnp.ones_like(known[old]),))[1].ravel()[0]
+        slope: Array = jax.jvp(new, (known[old],), (jnp.ones_like(known[old]),))[1]
+        return slope.ravel()[0]
 
     inputs = [zeros(v) for v in program.inputs]
     made = read_program(jax.make_jaxpr(decay)(*inputs))

@@ -12,18 +12,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from .. import _compat
-from .._compat import primitives
-from .._ops.found import dot_letters
+from .._compat import Primitive, primitives
+from .._ops.found import DotDimensions, dot_letters
+from .._types import Aval, Options
 from . import primitives as tables
 from .constants import Zeros
 from .copies import Array as Array
 from .copies import Shape as Shape
 from .copies import copy, scattered
+from .program import Node
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ Known = Callable[[int], Array | None]  # the value of an integer input, if it do
 
 
 def links(
-    primitive: Any, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], known: Known
+    primitive: Primitive, params: Options, ins: Sequence[Aval], outs: Sequence[Aval], known: Known
 ) -> Linked | None:
     """The links of one primitive, from the shapes and types of its inputs and outputs.
 
@@ -92,7 +93,8 @@ def links(
         link = _mixed_along(len(out), [params["dimension"]])
         return [(i, j, link) for i in range(len(ins)) for j in range(len(outs))]
     if primitive in tables.ALONG_AN_AXIS:  # `top_k` has its axis among the parameters from 0.10 on
-        axis = params.get("axis", params.get("reduction_dimension", len(out) - 1))
+        last: int = params.get("reduction_dimension", len(out) - 1)
+        axis: int = params.get("axis", last)
         return [(0, 0, _mixed_along(len(out), [axis % len(out)]))]  # from the end, where it is negative
     if primitive is primitives.fft_p:
         n = len(params["fft_lengths"])
@@ -142,13 +144,13 @@ def _mixed_along(ndim: int, axes: Sequence[int] | range) -> Link:
     return Axes(tuple(range(ndim)), tuple(a + ndim if a in axes else a for a in range(ndim)))
 
 
-def _dot_axes(shapes: list[Shape], dimension_numbers: Any) -> list[tuple[int, ...]]:
+def _dot_axes(shapes: list[Shape], dimension_numbers: DotDimensions) -> list[tuple[int, ...]]:
     """The axes of the operands and of the result of a product, numbered by its einsum equation."""
     labels = dot_letters(dimension_numbers, (len(shapes[0]), len(shapes[1])), at=1)
     return [tuple(map(ord, part)) for part in labels.replace("->", ",").split(",")]
 
 
-def _conv(shapes: list[Shape], out: Shape, params: dict[str, Any]) -> Linked:
+def _conv(shapes: list[Shape], out: Shape, params: Options) -> Linked:
     spec = params["dimension_numbers"]
     n = len(out)
     axes = list(range(n, 2 * n))
@@ -168,11 +170,11 @@ def _parts(parts: Iterable[Array]) -> Linked:
 
 
 def _copies(
-    primitive: Any, params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known
+    primitive: Primitive, params: Options, ins: Sequence[Aval], out: Shape, known: Known
 ) -> Linked | None:
     """Copy element numbers instead of data, to find the source of each element of the output."""
     data = range(tables.INDICES[primitive].start if primitive in tables.INDICES else len(ins))
-    operands: list[Any] = []
+    operands: list[Array] = []
     starts, start = {}, 0
     for i, a in enumerate(ins):
         if i in data:
@@ -193,7 +195,7 @@ def _copies(
     return found
 
 
-def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Known) -> Linked | None:
+def _scatter(params: Options, ins: Sequence[Aval], out: Shape, known: Known) -> Linked | None:
     """Updates are added to, or replace, the elements at the indices."""
     indices = known(1)
     if indices is None:
@@ -208,7 +210,7 @@ def _scatter(params: dict[str, Any], ins: Sequence[Any], out: Shape, known: Know
     return [(0, 0, kept), (2, 0, Pairs(hit, put[hit]))]
 
 
-def _somewhere(primitive: Any, params: dict[str, Any], shapes: list[Shape], out: Shape) -> Linked:
+def _somewhere(primitive: Primitive, params: Options, shapes: list[Shape], out: Shape) -> Linked:
     """Copies with unknown indices: only along axes that are copied as a whole, the index is preserved."""
     if primitive is primitives.dynamic_slice_p:
         return [(0, 0, _whole_axes(shapes[0], out, {a: a for a in range(len(out))}))]
@@ -226,7 +228,7 @@ def _somewhere(primitive: Any, params: dict[str, Any], shapes: list[Shape], out:
     return [(0, 0, _whole_axes(shapes[0], out, dict(pairs)))]
 
 
-def _scattered_somewhere(params: dict[str, Any], updates: Shape, out: Shape) -> Link:
+def _scattered_somewhere(params: Options, updates: Shape, out: Shape) -> Link:
     numbers = params["dimension_numbers"]
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [a for a in range(len(out)) if a not in gone]
@@ -246,7 +248,7 @@ def _whole_axes(inp: Shape, out: Shape, pairs: dict[int, int]) -> Link:
     return Axes(tuple(range(n)), tuple(same.get(b, n + b) for b in range(len(out))))
 
 
-def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:
+def _windows(shape: Shape, out: Shape, params: Options) -> Link:
     """Link each element to the windows that contain it."""
     window, strides, padding = (params[k] for k in ("window_dimensions", "window_strides", "padding"))
     base = params.get("base_dilation") or (1,) * len(shape)
@@ -270,7 +272,7 @@ def _windows(shape: Shape, out: Shape, params: dict[str, Any]) -> Link:
 _MOST = 2**22  # pairs; above this, all elements are linked
 
 
-def fine_links(node: Any, zeros: Zeros) -> Linked | None:
+def fine_links(node: Node, zeros: Zeros) -> Linked | None:
     """The fine links of a convolution or a product; None if there are none."""
     ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
     if node.primitive is primitives.conv_general_dilated_p:
@@ -296,7 +298,9 @@ def _masked(nonzero: Sequence[Array | None], shapes: Sequence[Shape], out: Shape
     return found
 
 
-def _masked_dot(shapes: list[Shape], dimension_numbers: Any, nonzero: list[Array | None]) -> Linked | None:
+def _masked_dot(
+    shapes: list[Shape], dimension_numbers: DotDimensions, nonzero: list[Array | None]
+) -> Linked | None:
     if all(z is None for z in nonzero):
         return None
     *operands, product = _dot_axes(shapes, dimension_numbers)
@@ -314,7 +318,7 @@ def _masked_dot(shapes: list[Shape], dimension_numbers: Any, nonzero: list[Array
     return [(i, 0, Pairs(flat(own), flat(product))) for i, own in enumerate(operands)]
 
 
-def fine_conv(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Linked | None:
+def fine_conv(params: Options, ins: Sequence[Aval], outs: Sequence[Aval]) -> Linked | None:
     """The links of a convolution element by element; None if there are too many, or grouped batches."""
     x, k, out = (tuple(a.shape) for a in (*ins, *outs))
     spec = params["dimension_numbers"]

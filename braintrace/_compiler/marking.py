@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compat import primitives
+from .._compat import JaxprEqn, primitives
 from .._ops.found import MARKED as OPS
 from .._ops.found import mark_elements
 from .._ops.primitive import ETPPrimitive
+from .._types import Array, Shape
 from .evaluation import read, scan_with
 from .packed_states import take_apart
 from .primitives import ELEMENT_WISE
@@ -26,7 +26,6 @@ from .program import Atom, Node, Program, Var, read_program
 from .provenance import SLICED, provenance
 from .step import Role, Step
 
-Shape = tuple[int, ...]
 Axes = list[int | None]
 
 
@@ -52,7 +51,7 @@ def mark_found(step: Step) -> Step:
     learned = sum(bits[v] for v in params)
     frontier = _Frontier(bits, learned, learned | sum(bits[v] for v in fixed) | SLICED)
 
-    def marked(*args: Any) -> list[Any]:
+    def marked(*args: Array) -> list[Array]:
         return frontier.run(program, args, new)
 
     closed: _compat.ClosedJaxpr = jax.make_jaxpr(marked)(*(v.aval for v in program.inputs))
@@ -63,8 +62,8 @@ def mark_uses(step: Step) -> Step:
     """Mark every use of a parameter with data, also in a step with marks set by hand."""
     program = take_apart(read_program(step.closed_jaxpr, marks=False))
 
-    def opened(*args: Any) -> list[Any]:
-        env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
+    def opened(*args: Array) -> list[Array]:
+        env: dict[Var, Array] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
         for node in program.nodes:
             vals = [read(env, a) for a in node.inputs]
             op = node.primitive
@@ -99,9 +98,11 @@ class _Frontier:
     def is_weight(self, atom: Atom) -> bool:
         return bool(self.of(atom) & self.params) and not self.is_data(atom) and _is_number(atom)
 
-    def run(self, program: Program, args: Sequence[Any], leaving: Container[int] | None = None) -> list[Any]:
+    def run(
+        self, program: Program, args: Sequence[Array], leaving: Container[int] | None = None
+    ) -> list[Array]:
         """Evaluate the outputs; weights among them (or among `leaving`, by index) are marked."""
-        env: dict[Var, Any] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
+        env: dict[Var, Array] = {**program.consts, **dict(zip(program.inputs, args, strict=True))}
         for node in program.nodes:
             self.made.update(dict.fromkeys(node.outputs, node))
             with _compat.at_line_of(_with_line(node)):
@@ -114,7 +115,7 @@ class _Frontier:
             for i, a in enumerate(program.outputs)
         ]
 
-    def apply(self, node: Node, env: dict[Var, Any]) -> list[Any]:
+    def apply(self, node: Node, env: dict[Var, Array]) -> list[Array]:
         vals = [read(env, a) for a in node.inputs]
         weights = [i for i, a in enumerate(node.inputs) if self.is_weight(a)]
         ours = isinstance(node.primitive, ETPPrimitive)
@@ -122,7 +123,7 @@ class _Frontier:
             return _compat.bind(node.eqn, *vals)
         if node.primitive is primitives.cond_p:
             branches = [lambda *operands, p=p: self.run(p, operands) for p in node.inner]
-            outs: list[Any] = jax.lax.switch(vals[0], branches, *vals[1:])
+            outs: list[Array] = jax.lax.switch(vals[0], branches, *vals[1:])
             return outs
         if node.primitive is primitives.scan_p:
             return scan_with(node, vals, lambda operands, _: (self.run(node.inner[0], operands), ()))[0]
@@ -134,7 +135,7 @@ class _Frontier:
                 vals[i] = self.elements(node.inputs[i], node.outputs[0].aval.shape, env)
         return _compat.bind(node.eqn, *vals)
 
-    def elements(self, atom: Atom, shape: Shape, env: dict[Var, Any]) -> Any:
+    def elements(self, atom: Atom, shape: Shape, env: dict[Var, Array]) -> Array:
         """Mark an element-wise weight before it is broadcast to `shape`."""
         axes: Axes = [a if n == shape[a] else None for a, n in enumerate(atom.aval.shape)]
         while isinstance(atom, Var) and atom in self.made:
@@ -165,7 +166,7 @@ def _is_number(atom: Atom) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
 
-def _with_line(node: Node) -> Any:
+def _with_line(node: Node) -> JaxprEqn:
     """The equation with a user's source line: that of the call, for nodes inside a JAX function."""
     eqns = (node.eqn, *reversed(node.callers))
     return next((e for e in eqns if not node.callers or _compat.source_line(e)), node.eqn)

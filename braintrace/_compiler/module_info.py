@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ import numpy as np
 
 from .. import _compat
 from .._compat import Literal
+from .._types import Array, Handle, Model, NumPyArray, Options
 from .errors import CompilationError, NotSupportedError
 from .fingerprint import fingerprint
-from .links import Array, numbered
+from .links import numbered
 from .marking import mark_found
 from .packed_states import Part, insert, split_states, take_apart
 from .program import Atom, Program, UnreadableSite, Var, read_program
@@ -40,7 +41,7 @@ class StateEntry:
         return self.of.path
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Handle:
         """The front end's object."""
         return self.of.handle
 
@@ -66,7 +67,7 @@ class Hidden:
     """
 
     path: Path
-    state: Any
+    state: Handle
     invar: Var
     outvar: Var
     axis: int | None = None  # the axis that enumerates its states; None if there is one
@@ -83,13 +84,14 @@ class Hidden:
         """The carried array that it is or is a part of."""
         return self.invar if self.part is None else self.part.leaf
 
-    def of_leaf(self, array: Any) -> Any:
+    def of_leaf(self, array: Array) -> Array:
         """Slice its elements from an array shaped as the leaf."""
         return array if self.part is None else self.part.of(array)
 
-    def in_leaf(self, array: Any) -> Any:
+    def in_leaf(self, array: Array) -> Array:
         """The transpose of `of_leaf`: an array shaped as the leaf, zero elsewhere."""
-        return jax.linear_transpose(self.of_leaf, self.leaf.aval)(array)[0]
+        (whole,) = jax.linear_transpose(self.of_leaf, self.leaf.aval)(array)
+        return cast("Array", whole)
 
     @property
     def varshape(self) -> tuple[int, ...]:
@@ -102,14 +104,14 @@ class Hidden:
         return 2 * each if self.split else each
 
     @property
-    def positions(self) -> Array:
+    def positions(self) -> NumPyArray:
         """The position of each element of the array."""
         numbers = numbered(self.varshape)
         if self.axis is not None:
             numbers = np.broadcast_to(np.expand_dims(numbers, self.axis), self.invar.aval.shape)
         return numbers
 
-    def states_at(self, array: Any, axis: int) -> Any:
+    def states_at(self, array: Array, axis: int) -> Array:
         """Move the axis of states of an array shaped as the state to `axis`; add one if there is none."""
         if self.axis is None:
             return jnp.expand_dims(array, axis)
@@ -126,7 +128,7 @@ class ModuleInfo:
     hidden: tuple[Hidden, ...]
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The front end's object."""
         return self.step.model
 
@@ -145,14 +147,14 @@ class ModuleInfo:
         return self.program.outputs[: len(self.program.outputs) - num_states]
 
     @property
-    def out_tree(self) -> Any:
+    def out_tree(self) -> jax.tree_util.PyTreeDef:
         return self.step.out_tree
 
     @cached_property
     def fingerprint(self) -> Hashable:
         return fingerprint(self.closed_jaxpr)
 
-    def constants_of(self, closed: _compat.ClosedJaxpr) -> list[Any] | None:
+    def constants_of(self, closed: _compat.ClosedJaxpr) -> list[Array] | None:
         """The constants (a time, a step size) of the step traced again; None if it is another program.
 
         Constants are inputs of a program, except for those that an analysis has used (indices, shifts).
@@ -172,7 +174,7 @@ class ModuleInfo:
         return f"<ModuleInfo of {self.step.name}: {shown}>"
 
     @property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> _compat.Jaxpr:
         """The jaxpr of the step."""
         return _compat.parts(self.closed_jaxpr)[0]
 
@@ -244,10 +246,10 @@ class ModuleInfo:
         return {id(e.state): e.path for e in self.entries}
 
     @property
-    def compiled_model_states(self) -> tuple[Any, ...]:
+    def compiled_model_states(self) -> tuple[Handle, ...]:
         return tuple(e.state for e in self.entries)
 
-    def dict(self) -> dict[str, Any]:
+    def dict(self) -> Options:
         names = ("closed_jaxpr", "program", "entries", "hidden", "weight_path_to_invars")
         return {name: getattr(self, name) for name in names}
 
@@ -313,7 +315,7 @@ def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
     )
 
 
-def _is_same(known: Any, now: Any) -> bool:
+def _is_same(known: Array | None, now: Array) -> bool:
     """Whether a constant is unchanged; one that was unknown before has not been used."""
     if known is None or _compat.is_tracer(known):
         return True

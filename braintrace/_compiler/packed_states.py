@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._types import Array, Function, NumPyArray
 from .caching import clear
 from .positions import Positions
 from .primitives import COPIES, ELEMENT_WISE, INDICES, LAYOUT, PARTS, named
@@ -44,12 +44,12 @@ class Part:
         step = f":{self.range.step}" if self.range.step > 1 else ""
         return f"{self.range.start}:{self.range.stop}{step}"
 
-    def of(self, array: Any) -> Any:
+    def of(self, array: Array) -> Array:
         """Slice an array shaped as the leaf, and reshape it to the part."""
         at = self.range
         return jax.lax.slice_in_dim(array, at.start, at.stop, at.step, self.axis).reshape(self.shape)
 
-    def whole(self, array: Any) -> Any:
+    def whole(self, array: Array) -> Array:
         """Reshape an array shaped as the part to that range of the leaf."""
         shape = list(self.leaf.aval.shape)
         shape[self.axis] = len(self.range)
@@ -94,12 +94,12 @@ class _Copies:
             pairs = zip(node.outputs, made, strict=True)
             self.found.update({v: r for v, r in pairs if r and np.array_equal(r.lowest, r.highest)})
 
-    def sources(self, var: Var) -> tuple[Any, Any]:
+    def sources(self, var: Var) -> tuple[NumPyArray, NumPyArray]:
         """For each element, the index of the variable that it is a copy of, and its position there."""
         number = np.searchsorted(self._starts, self.found[var].lowest, side="right") - 1
         return number, self.found[var].lowest - np.asarray(self._starts)[number]
 
-    def is_all(self, numbers: Any, places: Any) -> Var | None:
+    def is_all(self, numbers: NumPyArray, places: NumPyArray) -> Var | None:
         """The one variable of which these are all elements in order, if there is one."""
         source = self._sources[numbers.flat[0]]
         same = np.all(numbers == numbers.flat[0]) and np.array_equal(
@@ -149,7 +149,7 @@ def _taken_apart(program: Program) -> tuple[Program, dict[Var, Var]]:
 
 def _parts_without_cut(
     program: Program, cut: Node, copies: _Copies, lanes: _Copies
-) -> tuple[Callable[..., list[Any]], Sequence[Atom]] | None:
+) -> tuple[Callable[..., list[Array]], Sequence[Atom]] | None:
     """A function that computes the outputs of a slice or split, and its operands; None to leave the node.
 
     A part of a join is the joined array; a part of an element-wise result is computed from parts.
@@ -167,7 +167,7 @@ def _parts_without_cut(
         return None
     num, shape = len(made.inputs), made.outputs[0].aval.shape
 
-    def parts(*vals: Any) -> list[Any]:
+    def parts(*vals: Array) -> list[Array]:
         with _compat.at_line_of(made.eqn):
             operands = [
                 _compat.bind(cut.eqn, a, *vals[num:]) if a.shape == shape else [a] * len(cut.outputs)
@@ -181,7 +181,7 @@ def _parts_without_cut(
 def _insert_as(
     program: Program,
     outputs: Sequence[Var],
-    function: Callable[..., list[Any]],
+    function: Callable[..., list[Array]],
     atoms: Sequence[Atom],
     at: int,
 ) -> None:
@@ -202,17 +202,18 @@ def _replaced(atoms: Sequence[Atom], instead: Mapping[Var, Atom]) -> tuple[Atom,
     return tuple(instead.get(a, a) if isinstance(a, Var) else a for a in atoms)
 
 
-def insert(program: Program, function: Callable[..., Any], atoms: Sequence[Atom], at: int) -> list[Var]:
+def insert(program: Program, function: Function, atoms: Sequence[Atom], at: int) -> list[Var]:
     """Insert the nodes of `function(*atoms)` into a program at index `at`; returns the results."""
     structs = [struct(a) for a in atoms]
     traced = read_program(jax.make_jaxpr(function)(*structs))
     made = [*program.inputs, *program.consts, *(v for n in program.nodes for v in n.outputs)]
     first = 1 + max(v.index for v in made)
-    instead: dict[Var, Any] = dict(zip(traced.inputs, atoms, strict=True))
+    instead: dict[Var, Atom] = dict(zip(traced.inputs, atoms, strict=True))
     for node in traced.nodes:
         _read_instead(node, instead)
-        instead.update({v: Var(v.aval, first + v.index) for v in node.outputs})
-        node.outputs = tuple(instead[v] for v in node.outputs)
+        own = {v: Var(v.aval, first + v.index) for v in node.outputs}
+        instead.update(own)
+        node.outputs = tuple(own.values())
     program.nodes[at:at] = traced.nodes
     for cached in ("producer", "readers", "holder"):
         vars(program).pop(cached, None)
@@ -246,7 +247,7 @@ def _join_instead(program: Program, var: Var, parts: Sequence[Part], at: int) ->
     """Cut a variable into parts at index `at`; nodes from there on read the join of these instead."""
     axis = parts[0].axis
 
-    def join(*values: Any) -> Any:
+    def join(*values: Array) -> Array:
         slabs = [part.whole(a) for part, a in zip(parts, values, strict=True)]
         if parts[0].range.step > 1:
             return jnp.stack(slabs, axis + 1).reshape(var.aval.shape)
@@ -280,7 +281,7 @@ def _parts(program: Program, lanes: _Copies, old: Var, new: Var, taken: set[Var]
     return []
 
 
-def _ranges(sources: Any) -> list[range]:
+def _ranges(sources: NumPyArray) -> list[range]:
     """The ranges of equal entries, consecutive or, if they repeat one pattern, at a distance."""
     size, num = len(sources), len(np.unique(sources))
     if 1 < num < size and size % num == 0 and np.array_equal(sources, np.resize(sources[:num], size)):
@@ -288,7 +289,7 @@ def _ranges(sources: Any) -> list[range]:
     return [range(a, b) for a, b in pairwise([0, *np.flatnonzero(np.diff(sources)) + 1, size])]
 
 
-def _reads_parts(program: Program, old: Var, new: Var, label: Any) -> bool:
+def _reads_parts(program: Program, old: Var, new: Var, label: NumPyArray) -> bool:
     """Whether all reads of an array take whole parts, and at least one takes not all of them.
 
     An element-wise function of the array counts as the array.

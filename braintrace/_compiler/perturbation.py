@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 
 from .._compat import ClosedJaxpr
+from .._types import Array, Handle
 from .evaluation import View, World, evaluate
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
@@ -43,19 +43,19 @@ class HiddenPerturbation:
         return [h.path for h in self.info.hidden]
 
     @property
-    def perturb_hidden_states(self) -> list[Any]:
+    def perturb_hidden_states(self) -> list[Handle]:
         return [h.state for h in self.info.hidden]
 
-    def init_perturb_data(self) -> list[jax.Array]:
+    def init_perturb_data(self) -> list[Array]:
         """Zeros, one array for each new state."""
         return [zeros(v) for v in self.perturb_vars]
 
-    def call(self, inputs: Sequence[Any], perturbations: Sequence[Any]) -> list[Any]:
+    def call(self, inputs: Sequence[Array], perturbations: Sequence[Array]) -> list[Array]:
         """Evaluate the outputs and new states of the step from its inputs and the perturbations."""
         program, home = self.info.program, worlds(self.groups)
-        deltas: Mapping[Var, Any] = dict(zip(self.perturb_vars, perturbations, strict=True))
+        deltas: Mapping[Var, Array] = dict(zip(self.perturb_vars, perturbations, strict=True))
 
-        def reads(var: Var, world: World) -> tuple[World, Any]:
+        def reads(var: Var, world: World) -> tuple[World, Array | None]:
             if var not in home or home[var] == world:
                 return world, None
             return home[var], deltas[var]

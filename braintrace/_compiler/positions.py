@@ -7,9 +7,8 @@ rule (a linear solve, say) they follow the rule, because the value need not show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,8 @@ from .links import Array, Linked
 from .primitives import INDICES
 from .program import Atom, Node, Program, Var
 from .reach import Reach, SiteReach
+
+Known = list[Array | None] | None  # the known values of the inputs of a program
 
 
 class Positions:
@@ -53,8 +54,8 @@ class Positions:
         self._zeros = Zeros(program, self.constants, zeros or {})
         self._links: dict[Node, Linked | None] = {}
         self._computed: dict[Node, Positions | None] = {}
-        self._inner: dict[Any, Positions] = {}
-        self._iterations: dict[Node, list[Any]] = {}
+        self._inner: dict[Hashable, Positions] = {}
+        self._iterations: dict[Node, list[Known]] = {}
         self._flows: dict[tuple[bool, bool], Flow[Reach]] = {}
 
     def reaches(
@@ -127,8 +128,8 @@ class Positions:
         """The positions of a primitive's implementation, if that can be traced."""
         if node not in self._computed:
             program = None if node.inner else implementation(node)
-            known: dict[Var, Any] = {}
-            zeros: dict[Var, Any] = {}
+            known: dict[Var, Array | None] = {}
+            zeros: dict[Var, Array | None] = {}
             if program is not None and self.fine:
                 known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
                 zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
@@ -147,7 +148,7 @@ class Positions:
             known = self._known_in(node)[step]
         return self._program(program, known)
 
-    def _program(self, program: Program, known: list[Array | None] | None) -> Positions:
+    def _program(self, program: Program, known: Known) -> Positions:
         key = (
             program,
             known and tuple(None if v is None else np.asarray(v).tobytes() for v in known),
@@ -161,13 +162,13 @@ class Positions:
         """The values of integers that do not depend on data; None for all others."""
         return [self.constants(a) if jnp.issubdtype(a.aval.dtype, jnp.integer) else None for a in atoms]
 
-    def _known_in(self, node: Node) -> list[Any]:
+    def _known_in(self, node: Node) -> list[Known]:
         """The known inputs of a scan's body in each iteration: constants and counters."""
         if node not in self._iterations:
             self._iterations[node] = self._follow_counters(node)
         return self._iterations[node]
 
-    def _follow_counters(self, node: Node) -> list[Any]:
+    def _follow_counters(self, node: Node) -> list[Known]:
         loop = node.loop
         assert loop is not None
         assert loop.length is not None
@@ -178,7 +179,7 @@ class Positions:
         xs = first[loop.consts + loop.carry :]
         if loop.length > _UNROLL or all(v is None for v in (*carried, *xs)):
             return [[*consts, *[None] * (len(carried) + len(xs))]] * loop.length
-        result: list[Any] = [None] * loop.length
+        result: list[Known] = [None] * loop.length
         steps = range(loop.length)
         for step in reversed(steps) if node.params["reverse"] else steps:
             result[step] = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
@@ -192,7 +193,7 @@ def positions_of(program: Program, *, through: bool = False, fine: bool = False)
     return Positions(program, through=through, fine=fine)
 
 
-def _stack(parts: Sequence[Any], shape: tuple[int, ...]) -> Any:
+def _stack(parts: Sequence[Reach | None], shape: tuple[int, ...]) -> Reach | None:
     """Stack values of the given shape; None if none of them reaches a position."""
     first = next((p for p in parts if p is not None), None)
     return None if first is None else first.stack(parts, shape)

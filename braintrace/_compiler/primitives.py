@@ -7,10 +7,9 @@ version of JAX does not have are left out of the tables.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .. import _compat
 from .._compat import Primitive, primitives
+from .._types import Options
 
 
 def named(names: str) -> frozenset[Primitive]:
@@ -20,7 +19,7 @@ def named(names: str) -> frozenset[Primitive]:
     return frozenset(p for p in found if p is not None)
 
 
-def is_reshape(primitive: Any, params: dict[str, Any]) -> bool:
+def is_reshape(primitive: Primitive, params: Options) -> bool:
     """Whether the elements keep their row-major order."""
     if primitive is primitives.reshape_p:
         return params["dimensions"] is None

@@ -10,16 +10,16 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._compat import JaxprEqn, Literal, primitives
+from .._compat import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 from .._ops.axis_labels import Layout
 from .._ops.primitive import ETPPrimitive
+from .._types import Array, Aval, DTypeLike, Options
 from .primitives import FLAT
 
 
@@ -28,7 +28,7 @@ class Var:
 
     __slots__ = ("aval", "index", "inexact")
 
-    def __init__(self, aval: Any, index: int) -> None:
+    def __init__(self, aval: Aval, index: int) -> None:
         self.aval = aval
         self.index = index
         self.inexact = is_inexact(self)
@@ -60,7 +60,7 @@ def zeros(atom: Atom) -> jax.Array:
 
 
 @cache
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: DTypeLike) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
@@ -94,11 +94,11 @@ class Node:
         return f"<Node {self.primitive}: {[*self.inputs]} -> {[*self.outputs]}>"
 
     @property
-    def primitive(self) -> Any:
+    def primitive(self) -> Primitive:
         return self.eqn.primitive
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Options:
         return self.eqn.params
 
     @property
@@ -148,7 +148,7 @@ class Site:
 
     index: int
     primitive: ETPPrimitive
-    params: dict[str, Any]
+    params: Options
     inputs: tuple[Atom, ...]
     output: Var
     source: str
@@ -211,7 +211,7 @@ class Program:
     inputs: tuple[Var, ...]
     outputs: tuple[Atom, ...]
     nodes: list[Node]
-    consts: dict[Var, Any]
+    consts: dict[Var, Array]
     sites: list[Site] = field(default_factory=list)
     # custom_jvp/custom_vjp functions that hold a site: they are inlined, so that their rule is not used
     opened: list[Node] = field(default_factory=list)
@@ -253,7 +253,7 @@ _CONTROL_FLOW = {primitives.cond_p: "cond", primitives.scan_p: "scan", primitive
 class UnreadableSite(Exception):
     """Raised for a marked op inside a primitive that cannot be inlined or entered."""
 
-    def __init__(self, program: Program, node: Node, op: Any) -> None:
+    def __init__(self, program: Program, node: Node, op: Primitive) -> None:
         super().__init__(program, node, op)
         self.program, self.node, self.op = program, node, op
 
@@ -273,7 +273,7 @@ class _Reader:
         self.marks = marks
         self.num_vars = 0
         self.sites: list[Site] = []
-        self.holds: dict[Any, bool] = {}
+        self.holds: dict[Jaxpr, bool] = {}
         self.callers: tuple[JaxprEqn, ...] = ()
         self.opened: list[Node] = []
 
@@ -282,12 +282,12 @@ class _Reader:
         shape = getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
         return self.marks and isinstance(eqn.primitive, ETPPrimitive) and 0 not in shape
 
-    def var(self, aval: Any) -> Var:
+    def var(self, aval: Aval) -> Var:
         self.num_vars += 1
         return Var(aval, self.num_vars - 1)
 
     def program(
-        self, jaxpr: Any, consts: Sequence[Any], loops: tuple[int, ...], context: tuple[str, ...]
+        self, jaxpr: Jaxpr, consts: Sequence[Array], loops: tuple[int, ...], context: tuple[str, ...]
     ) -> Program:
         first, first_opened = len(self.sites), len(self.opened)
         program = Program(tuple(self.var(v.aval) for v in jaxpr.invars), (), [], {})
@@ -299,18 +299,18 @@ class _Reader:
     def inline(
         self,
         program: Program,
-        jaxpr: Any,
-        consts: Sequence[Any],
+        jaxpr: Jaxpr,
+        consts: Sequence[Array],
         args: Sequence[Atom],
         loops: tuple[int, ...],
         context: tuple[str, ...],
     ) -> list[Atom]:
-        env: dict[Any, Atom] = dict(zip(jaxpr.invars, args, strict=True))
+        env: dict[object, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.var(var.aval)
-            program.consts[env[var]] = value  # type: ignore[index]
+            env[var] = const = self.var(var.aval)
+            program.consts[const] = value
 
-        def read(atom: Any) -> Atom:
+        def read(atom: object) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
         for eqn in _compat.live_equations(jaxpr):
@@ -331,6 +331,7 @@ class _Reader:
             env.update(zip(eqn.outvars, outputs, strict=True))
             node = Node(eqn, inputs, outputs, loops, callers=self.callers)
             if self.is_site(eqn):
+                assert isinstance(eqn.primitive, ETPPrimitive)
                 node.site = Site(
                     index=len(self.sites),
                     primitive=eqn.primitive,
@@ -360,11 +361,11 @@ class _Reader:
             program.read += node.zeros
         return [read(a) for a in jaxpr.outvars]
 
-    def applied_once(self, eqn: JaxprEqn) -> tuple[Any, list[Any]]:
+    def applied_once(self, eqn: JaxprEqn) -> _compat.Body:
         """The body of a `scan` of length one, as a jaxpr of the operands of the `scan`."""
         num_consts, num_carry = _compat.scan_counts(eqn)
 
-        def once(*args: Any) -> list[Any]:
+        def once(*args: Array) -> list[Array]:
             xs = [jax.lax.squeeze(x, [0]) for x in args[num_consts + num_carry :]]
             ((body, consts),) = _compat.inner_jaxprs(eqn)
             outs = jax.core.eval_jaxpr(body, consts, *args[: num_consts + num_carry], *xs)
@@ -383,14 +384,14 @@ class _Reader:
         if found:
             raise UnreadableSite(program, node, found[0].primitive)
 
-    def site_eqns(self, jaxpr: Any) -> Iterator[JaxprEqn]:
+    def site_eqns(self, jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         for eqn in jaxpr.eqns:
             if self.is_site(eqn):
                 yield eqn
             for inner in _compat.all_jaxprs(eqn):
                 yield from self.site_eqns(inner)
 
-    def holds_site(self, jaxpr: Any) -> bool:
+    def holds_site(self, jaxpr: Jaxpr) -> bool:
         if jaxpr not in self.holds:
             self.holds[jaxpr] = any(
                 self.is_site(eqn) or any(map(self.holds_site, _compat.all_jaxprs(eqn))) for eqn in jaxpr.eqns

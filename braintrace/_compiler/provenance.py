@@ -44,7 +44,7 @@ def provenance(program: Program, params: Sequence[Var] = ()) -> Provenance:
 
     def transfer(node: Node, given: list[int | None]) -> int:
         ins = [b or 0 for b in given]
-        made: int = union(ins)
+        made = union(ins) or 0
         for inner in node.inner:
             follow(inner, zip(inner.inputs, _given(node, inner, ins, made), strict=True))
         made = made & ~cut if node.is_flat else made
@@ -103,10 +103,10 @@ def goals(
     return spread(program, {v: Goal(direct=1 << i) for v, i in new.items()}, masks)
 
 
-AtSite = Callable[[Site, Goal], list[Goal]]
+AtSite = Callable[[Site, Goal], list[Goal | None]]
 
 
-def cross(site: Site, goal: Goal) -> list[Goal]:
+def cross(site: Site, goal: Goal) -> list[Goal | None]:
     """The goal of a site's operands: that of its output, reached by crossing the site."""
     return [Goal(0, goal.any)] * len(site.inputs)
 
@@ -119,8 +119,8 @@ def spread(
     `masks` are the bits that are propagated past a variable; `at_site` gives the goals of a site's operands.
     """
 
-    def transfer(node: Node, given: list[Goal | None]) -> Goal | list[Goal]:
-        goal: Goal = union(given)
+    def transfer(node: Node, given: list[Goal | None]) -> Goal | list[Goal | None]:
+        goal = union(given) or Goal()
         return goal if node.site is None else at_site(node.site, goal)
 
     def beyond(var: Var, goal: Goal) -> Goal | None:

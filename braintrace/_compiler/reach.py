@@ -9,8 +9,7 @@ precedence over one that reaches several. Two readers with different single posi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -127,7 +126,7 @@ def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
     # after the axis of the two kinds
     drop, order, grow = (tuple(a + 1 for a in axes) for axes in link.moves(back=back))
 
-    def move(array: Array, reduce: Any, initial: int) -> Array:
+    def move(array: Array, reduce: Callable[..., Array], initial: int) -> Array:
         array = reduce(array, axis=drop, initial=initial) if drop else array
         array = np.expand_dims(np.transpose(array, (0, *order)), grow)
         return np.broadcast_to(array, (2, *shape))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax.numpy as jnp
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .graph import ETraceGraph
 
 _MOVES = LAYOUT | named("convert_element_type copy slice")
+
+
+K = TypeVar("K", Var, int)
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,11 @@ class Reachability:
 
     @cached_property
     def _by_params(self) -> tuple[dict[Var, Goal], dict[int, Goal]]:
-        def at_site(site: Site, goal: Goal) -> list[Goal]:
+        def at_site(site: Site, goal: Goal) -> list[Goal | None]:
             reached = goal.any
             chain = reached & self.sites_mask  # the output is used in another site's weight
-            data = Goal(chain, reached & ~self.sites_mask)
-            weight = Goal(chain | self.site_bit(site), 0)
+            data: Goal | None = Goal(chain, reached & ~self.sites_mask)
+            weight: Goal | None = Goal(chain | self.site_bit(site), 0)
             n = site.num_inputs
             return [data] * n + [weight] * (len(site.inputs) - n)
 
@@ -138,7 +141,7 @@ class Reachability:
         ]
 
     @staticmethod
-    def _goal(env: Mapping[Any, Goal], of: Any) -> int:
+    def _goal(env: Mapping[K, Goal], of: K) -> int:
         return env.get(of, Goal()).any
 
     # -- what matters ------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class Reachability:
         """The bits of the carried arrays whose new value depends on a variable, along any path."""
         return self._goal(self.whole, var) & (self.outputs - 1)
 
-    def _reaching(self, env: Mapping[Any, Goal], goal: int) -> int:
+    def _reaching(self, env: Mapping[Var, Goal], goal: int) -> int:
         """The bits of the arrays whose old value reaches a goal."""
         return sum(c.bit for c in self.carried if self._goal(env, c.old) & goal)
 

@@ -6,15 +6,14 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from .._compat import ClosedJaxpr
+from .._compat import ClosedJaxpr, Primitive
 from .._ops.axis_labels import Labels, Layout
 from .._ops.primitive import ETPPrimitive
+from .._types import Array, Handle, NumPyArray, Options
 from .groups import HiddenGroup
-from .links import Array
 from .module_info import ModuleInfo
 from .program import Atom, Site, Var
 from .reach import Reach
@@ -40,7 +39,7 @@ class PositionMap:
     """
 
     on_hidden: bool
-    map: Array
+    map: NumPyArray
     complete: bool
     reach: Reach = field(repr=False)
     source_width: int | None = None
@@ -77,7 +76,7 @@ class HiddenParamOpRelation:
         return self.site.primitive
 
     @property
-    def eqn_params(self) -> dict[str, Any]:
+    def eqn_params(self) -> Options:
         return self.site.params
 
     @property
@@ -95,12 +94,12 @@ class HiddenParamOpRelation:
         return self.site.weights
 
     @property
-    def trainable_param_states(self) -> dict[str, Any]:
+    def trainable_param_states(self) -> dict[str, Handle]:
         states = {e.path: e.state for e in self.info.params}
         return {name: states[path] for name, path in self.trainable_paths.items()}
 
     @cached_property
-    def trainable_processing_chains(self) -> dict[str, tuple[Any, ...]]:
+    def trainable_processing_chains(self) -> dict[str, tuple[Primitive, ...]]:
         """The primitives between each weight of the op and its parameter."""
         result = {}
         for name, leaves in self.trainable_leaves.items():
@@ -154,15 +153,15 @@ class HiddenParamOpRelation:
         return [s.constvars for s in self._slices]
 
     def y_to_hidden_groups(
-        self, y: Any, consts: Sequence[Sequence[Any]], concat_hidden_vals: bool = True
-    ) -> list[Any]:
+        self, y: Array, consts: Sequence[Sequence[Array]], concat_hidden_vals: bool = True
+    ) -> list[Array] | list[list[Array]]:
         """The new states of each group, given `y` and the constants of each slice."""
         values = [s.call([y], c) for s, c in zip(self._slices, consts, strict=True)]
         if not concat_hidden_vals:
             return values
         return [g.concat_hidden(v) for g, v in zip(self.hidden_groups, values, strict=True)]
 
-    def dict(self) -> dict[str, Any]:
+    def dict(self) -> Options:
         names = (
             "primitive x_var y_var hidden_groups y_to_hidden_group_jaxprs connected_hidden_paths eqn_params "
             "path_classification trainable_vars trainable_paths trainable_leaf_indices "

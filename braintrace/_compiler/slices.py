@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 
 from .._compat import ClosedJaxpr, primitives
+from .._types import Array, PyTree
 from .custom_derivatives import PullBack, has_own_rule
 from .dataflow import Flow, solve
 from .evaluation import View, evaluate
 from .program import Atom, Node, Program, Site, Var
 
 
-def plain_site(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+def plain_site(site: Site, site_in: PyTree, operands: list[Array]) -> tuple[Array, None]:
     """Evaluate a site as an ordinary operation (an `AtSite`)."""
     return site.primitive.bind(*operands, **site.params), None
 
@@ -35,15 +35,15 @@ class Slice:
     outputs: tuple[Atom, ...]
     site: Site | None = None
 
-    def call(self, values: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+    def call(self, values: Sequence[Array], consts: Sequence[Array]) -> list[Array]:
         known = {**self.program.consts, **dict(zip(self.constvars, consts, strict=True))}
-        site_ins: dict[int, Any] = {}
+        site_ins: dict[int, Array] = {}
         if self.site is None:
             known.update(zip(self.inputs, values, strict=True))
         else:
             site_ins[self.site.index] = values[0]
 
-        def given(site: Site, site_in: Any, operands: list[Any]) -> tuple[Any, None]:
+        def given(site: Site, site_in: PyTree, operands: list[Array]) -> tuple[Array, None]:
             if site is self.site:
                 return site_in, None
             # another site inside a loop: no derivative passes it
@@ -68,7 +68,7 @@ class Slice:
         return jax.make_jaxpr(lambda *a: self.call(a[:n], a[n:]))(*structs)
 
 
-def values_of(program: Program, atoms: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
+def values_of(program: Program, atoms: Sequence[Atom], known: Mapping[Var, Array]) -> list[Array]:
     """Evaluate variables of a program from the values that are known."""
     view = View(known=known, at_site=lambda site, world: plain_site)
     return evaluate(program, [(a, None) for a in atoms], view)

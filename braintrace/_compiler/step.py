@@ -5,13 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import jax
 
 from .. import _compat
+from .._meshes import Spec
+from .._types import Handle, Model
 from .._types import Path as Path
 
 
-def show_path(path: Iterable[Any]) -> str:
+def show_path(path: Iterable[object]) -> str:
     """A path as users write it, such as `rnn.h` or `layers.0.h`."""
     return ".".join(map(str, path))
 
@@ -21,7 +24,7 @@ def show_paths(paths: Iterable[Path]) -> str:
     return ", ".join(f"`{show_path(p)}`" for p in dict.fromkeys(paths))
 
 
-def name_of(path: Iterable[Any]) -> str:
+def name_of(path: Iterable[object]) -> str:
     """A unique string for a path: dots inside a part are escaped."""
     return ".".join(str(part).replace("\\", "\\\\").replace(".", "\\.") for part in path)
 
@@ -40,15 +43,11 @@ class State:
 
     path: Path
     role: Role
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     kind: str  # the front end's word for it, used in messages
     unit: str = ""
     grouped: bool = False  # whether the last axis enumerates several states of one unit
-    handle: Any = None  # the front end's object that holds it
-
-
-def _no_advice(paths: Sequence[Path]) -> str:
-    return ""
+    handle: Handle = None  # the front end's object that holds it
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +56,12 @@ class Step:
 
     closed_jaxpr: _compat.ClosedJaxpr
     num_args: int
-    out_tree: Any
+    out_tree: jax.tree_util.PyTreeDef
     states: tuple[State, ...]
     name: str
     arg_names: tuple[str, ...] = ()
-    model: Any = None  # the front end's model object
-    unmarked: Callable[[Sequence[Path]], str] = (
-        _no_advice  # advice on marked replacements for the layers with these parameters
-    )
-    specs: tuple[Any, ...] | None = None  # partition specs of outputs and new leaves, if typed
+    model: Model = None  # the front end's model object
+    # advice on marked replacements for the layers with these parameters
+    unmarked: Callable[[Sequence[Path]], str] = lambda paths: ""
+    specs: tuple[Spec | None, ...] | None = None  # partition specs of outputs and new leaves, if typed
     found: bool = False  # whether the compiler set the marks (`mark='auto'`)

@@ -7,11 +7,11 @@ sums and changes of layout keep such axes; values of constants are compared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from .._compat import Literal, primitives
+from .._types import ArrayLike, NumPyArray
 from .primitives import ELEMENT_WISE, REDUCTIONS, is_reshape, named
 from .program import Atom, Node, Program, Var
 
@@ -24,7 +24,7 @@ _KEEP_AXES = named("slice rev dynamic_slice")
 class UniformAxes:
     """The uniform axes of the variables of a program; `value(var)` is an input's value, None if unknown."""
 
-    def __init__(self, program: Program, value: Callable[[Var], Any]) -> None:
+    def __init__(self, program: Program, value: Callable[[Var], ArrayLike | None]) -> None:
         self._program, self._value = program, value
         self._found: dict[Var, Axes] = {}
 
@@ -81,7 +81,7 @@ class UniformAxes:
         return frozenset()
 
 
-def _of_value(value: Any) -> Axes:
+def _of_value(value: NumPyArray) -> Axes:
     if value.dtype.kind not in "biufc" or not value.size:
         return frozenset()
     return frozenset(a for a in range(value.ndim) if np.all(value == value.take([0], a)))

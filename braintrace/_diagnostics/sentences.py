@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from .._compat import Primitive
 from .._compiler.delays import LONGEST
 from .._compiler.findings import Finding, Found, Use
 from .._compiler.program import Node
@@ -164,7 +165,8 @@ def record(f: Finding, step: Step) -> CompilationRecord:
     kind, level = KIND_OF[f.kind], INFO if f.kind in _QUIET else WARNING
     message = _SENTENCES[f.kind].format_map(_words(f, step))
     context: dict[str, Any] = {"sources": [n.source for n in f.nodes]} if f.nodes else {}
-    primitive, weight, paths = None, next(iter(f.params), None), f.states
+    primitive: Primitive | None = None
+    weight, paths = next(iter(f.params), None), f.states
     if isinstance(f.of, Use):
         site = f.of.site
         primitive, weight = site.primitive, next(iter(f.params or f.of.params), None)

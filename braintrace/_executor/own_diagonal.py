@@ -309,7 +309,7 @@ class OwnDiagonal:
 
         def function(given: list[Array]) -> Array:
             known = Known(env, varies, dict(zip(of, given, strict=True)))
-            return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]  # type: ignore[no-any-return]
+            return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]
 
         _, pull = jax.vjp(function, [env[v] for v in of])
         turn = _turn(read.source)  # elements with the same source are pulled back one after the other

@@ -233,7 +233,7 @@ class Slot:
             return q
 
         def view(one: Array) -> Array:
-            return self.layout.view_y(one, inputs)  # type: ignore[no-any-return]
+            return self.layout.view_y(one, inputs)
 
         for _ in range(lead):
             view = jax.vmap(view)

@@ -124,7 +124,7 @@ def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array
     def one(inputs: list[Array]) -> Array:
         x, have = layout.factor(inputs)  # type: ignore[misc]
         labels.append(have)
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)  # type: ignore[no-any-return]
+        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
 
     return jax.vmap(one)(list(inputs)), labels[0]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ from .. import _meshes
 from .._compiler.errors import CompilationError
 from .._compiler.step import Path, Role, State, Step
 from .._online.arguments import split_static
-from .order import in_order, name_of
+from .._types import Array, Aval, PyTree
+from .order import StepFunction, in_order, name_of
 
-Leaves = list[Any]
+Leaves = list[Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +23,10 @@ class Tree:
     """The structure of a pytree: the paths of its arrays, and its static leaves."""
 
     name: str
-    key: Any  # its structure, and the leaves that are not arrays
-    rebuild: Callable[[Leaves], Any]
+    key: tuple[jax.tree_util.PyTreeDef, tuple[object, ...]]  # the structure, and the static leaves
+    rebuild: Callable[[Leaves], PyTree]
     paths: list[Path]  # of its arrays
-    like: Leaves  # the shapes of its arrays, and how they were sharded
+    like: list[Aval]  # the shapes of its arrays, and how they were sharded
     numbers: bool  # whether numbers of Python are arrays; else they are static
 
     @property
@@ -34,7 +34,7 @@ class Tree:
         return [a.shape for a in self.like]
 
     @staticmethod
-    def of(name: str, tree: Any, *, numbers: bool = True) -> Tree:
+    def of(name: str, tree: PyTree, *, numbers: bool = True) -> Tree:
         data, rebuild, key = split_static((tree,), {}, numbers=numbers)
         whole = jax.tree_util.tree_flatten_with_path(tree)[0]
         kept = [p for (p, _), static in zip(whole, key[1], strict=True) if static is None]
@@ -48,13 +48,13 @@ class Tree:
             numbers,
         )
 
-    def with_none(self, leaves: Leaves) -> Any:
+    def with_none(self, leaves: Sequence[Array | None]) -> PyTree:
         """A tree of this structure with other arrays, and None for static leaves."""
         items = iter(leaves)
         filled = [next(items) if static is None else None for static in self.key[1]]
         return jax.tree.unflatten(self.key[0], filled)[0][0]
 
-    def leaves(self, tree: Any) -> Leaves:
+    def leaves(self, tree: PyTree) -> Leaves:
         """The arrays of a tree, which must have this structure."""
         data, _, key = split_static((tree,), {}, numbers=self.numbers)
         if key != self.key:
@@ -66,7 +66,7 @@ class Tree:
             )
         return data
 
-    def same(self, tree: Any) -> Leaves:
+    def same(self, tree: PyTree) -> Leaves:
         """The arrays of a tree, which must have this structure and these shapes; others may broadcast."""
         data = self.leaves(tree)
         for path, a, shape in zip(self.paths, data, self.shapes, strict=True):
@@ -78,12 +78,12 @@ class Tree:
         return data
 
 
-def _unboxed(path: Any) -> Any:
+def _unboxed(path: tuple[object, ...]) -> tuple[object, ...]:
     """The path without the `value` of a Flax variable, which has no other leaf."""
     return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
 
 
@@ -91,7 +91,7 @@ def _key(key: Any) -> str:
 class Function:
     """A traced step function, with the structures of its parameters, carry and input."""
 
-    function: Callable[..., Any]
+    function: StepFunction
     step: Step
     params: Tree
     carry: Tree
@@ -100,50 +100,50 @@ class Function:
     param_at: tuple[int, ...]  # position of each leaf of `params` among the leaves of the step's states
     carry_at: tuple[int, ...]  # position of each leaf of `carry` there
 
-    def leaves(self, params: Any, carry: Any) -> Leaves:
+    def leaves(self, params: PyTree, carry: PyTree) -> Leaves:
         """The leaves of parameters and carry, in the order of the step's states."""
         found = dict(zip(self.param_at, self.params.same(params), strict=True))
         found |= zip(self.carry_at, self.carry.same(carry), strict=True)
         return [found[i] for i in range(len(found))]
 
-    def carry_of(self, leaves: Leaves) -> Any:
+    def carry_of(self, leaves: Leaves) -> PyTree:
         """The carry among leaves in the order of the step's states."""
         return self.carry.rebuild([leaves[i] for i in self.carry_at])
 
     @property
-    def like(self) -> Leaves:
+    def like(self) -> list[Aval]:
         """The shapes of the leaves of the step's states, and how they were sharded."""
         found = dict(zip(self.param_at, self.params.like, strict=True))
         found |= zip(self.carry_at, self.carry.like, strict=True)
         return [found[i] for i in range(len(found))]
 
-    def by_parameter(self, gradients: Any) -> dict[Path, Any]:
+    def by_parameter(self, gradients: PyTree) -> dict[Path, PyTree]:
         """Gradients, a tree like `params`, as a tree for each parameter, by its path."""
         states = {st.path: st for st in self.step.states}
         paths = [st.path for st in self.step.states for _ in range(st.tree.num_leaves)]
         inexact = [i for i, a in zip(self.param_at, self.params.like, strict=True) if _is_inexact(a)]
         at = dict(zip(inexact, jax.tree.leaves(gradients), strict=True))
-        found: dict[Path, Leaves] = {}
+        found: dict[Path, list[Array | None]] = {}
         for i in self.param_at:
             found.setdefault(paths[i], []).append(at.get(i))
         trees = {path: jax.tree.unflatten(states[path].tree, leaves) for path, leaves in found.items()}
         return {path: tree for path, tree in trees.items() if jax.tree.leaves(tree)}
 
     @property
-    def outputs(self) -> Leaves:
+    def outputs(self) -> list[Aval]:
         """The shapes of the leaves of `y`."""
         avals = self.step.closed_jaxpr.out_avals[: self.step.out_tree.num_leaves]
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
-    def rebuild(self, params: Leaves, carry: Leaves, x: Leaves) -> tuple[Any, Any, Any]:
+    def rebuild(self, params: Leaves, carry: Leaves, x: Leaves) -> tuple[PyTree, PyTree, PyTree]:
         return self.params.rebuild(params), self.carry.rebuild(carry), self.x.rebuild(x)
 
 
 def read_function(
-    function: Callable[..., Any],
-    params: Any,
-    carry: Any,
-    x: Any,
+    function: StepFunction,
+    params: PyTree,
+    carry: PyTree,
+    x: PyTree,
     untraced: Callable[[Path], bool] = lambda path: False,
     order: str | None = None,
 ) -> Function:
@@ -155,7 +155,7 @@ def read_function(
     # a number of Python among the parameters is an option, such as the rate of a dropout
     trees = Tree.of("params", params, numbers=False), Tree.of("carry", carry), Tree.of("x", x)
     given = [t.leaves(v) for t, v in zip(trees, (params, carry, x), strict=True)]
-    out_trees: list[Any] = []
+    out_trees: list[jax.tree_util.PyTreeDef] = []
 
     def flat(x: Leaves, params: Leaves, carry: Leaves) -> Leaves:
         result = ordered(trees[0].rebuild(params), trees[1].rebuild(carry), trees[2].rebuild(x))
@@ -190,11 +190,11 @@ def read_function(
     return Function(function, step, *trees, tuple(map(untraced, trees[1].paths)), *at)
 
 
-def _is_inexact(a: Any) -> bool:
+def _is_inexact(a: Array) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(a), jnp.inexact))
 
 
-def _new_carry(tree: Tree, old: Leaves, carry: Any, function: Any) -> Leaves:
+def _new_carry(tree: Tree, old: Leaves, carry: PyTree, function: StepFunction) -> Leaves:
     """The leaves of the carry that a step returned, after a check of its structure, shapes and types."""
     try:
         new = [jnp.asarray(a) for a in tree.leaves(carry)]

@@ -6,24 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
 from .._compiler.step import Path, Role, State
+from .._types import ArrayLike, Options, PyTree
 from .functions import Function, Tree
 from .modules import step_of
 
-Values = dict[Path, Any]  # by the path of a state
+Values = dict[Path, PyTree]  # by the path of a state
 
 
 def read_module(
     model: brainstate.nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
-    function: Callable[..., Any] | None = None,
+    args: Sequence[PyTree],
+    kwargs: Options | None = None,
+    function: Callable[..., PyTree] | None = None,
 ) -> Function:
     """Trace `model(*args, **kwargs)` as a function of the values of its states.
 
@@ -77,7 +77,7 @@ def _split(states: Sequence[State]) -> tuple[list[State], list[State]]:
     return [st for st in states if is_param(st)], [st for st in states if not is_param(st)]
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: ArrayLike) -> ArrayLike:
     return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
 
 

@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import brainstate
 import brainunit as u
@@ -32,13 +32,17 @@ from .._diagnostics.records import warn_of
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
+from .._types import Array, Function, Options, PyTree
 from .pure import traced_with
 
 Mark = Literal["ops", "auto"]
+Rebuild = Callable[[Sequence[Array]], tuple[Sequence[PyTree], Options]]  # from leaves to `(args, kwargs)`
+# the jaxpr of a call, the structure of its output, and the states that it touches
+Traced = tuple[_compat.ClosedJaxpr, jax.tree_util.PyTreeDef, tuple[brainstate.State, ...]]
 
 
 def extract_module_info(
-    model: brainstate.nn.Module, *args: Any, mark: Mark = "ops", **kwargs: Any
+    model: brainstate.nn.Module, *args: PyTree, mark: Mark = "ops", **kwargs: PyTree
 ) -> ModuleInfo:
     """Trace `model(*args, **kwargs)` once, with abstract values of the shapes given.
 
@@ -55,7 +59,7 @@ def check_mark(mark: str) -> None:
 
 
 def step_of(
-    model: brainstate.nn.Module, args: Any, kwargs: Any, function: Callable[..., Any] | None = None
+    model: brainstate.nn.Module, args: Sequence[PyTree], kwargs: Options, function: Function | None = None
 ) -> Step:
     """One call of a module, or of a `function` that calls it, as a step."""
     data, rebuild, _ = split_static(args, kwargs)
@@ -74,19 +78,18 @@ def step_of(
     )
 
 
-def traced_again(model: brainstate.nn.Module, args: Any, kwargs: Any) -> _compat.ClosedJaxpr:
+def traced_again(model: brainstate.nn.Module, args: Sequence[PyTree], kwargs: Options) -> _compat.ClosedJaxpr:
     """The jaxpr of a call as the model is now."""
     data, rebuild, _ = split_static(args, kwargs)
-    closed: _compat.ClosedJaxpr = _meshes.without_types(_trace(model, rebuild, data)[0])
-    return closed
+    return _meshes.without_types(_trace(model, rebuild, data)[0])
 
 
 def compile_etrace_graph(
     model: brainstate.nn.Module,
-    *args: Any,
+    *args: PyTree,
     include_hidden_perturb: bool = True,
     mark: Mark = "ops",
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> ETraceGraph:
     """Trace `model(*args, **kwargs)` and find its hidden groups and the sites that feed them.
 
@@ -120,21 +123,21 @@ def compile_etrace_graph(
 
 
 def find_hidden_groups_from_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+    model: brainstate.nn.Module, *args: PyTree, **kwargs: PyTree
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """The hidden groups of a model, and the group of each hidden path."""
     return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))
 
 
 def find_hidden_param_op_relations_from_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+    model: brainstate.nn.Module, *args: PyTree, **kwargs: PyTree
 ) -> list[HiddenParamOpRelation]:
     """The relations of a model."""
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))
 
 
 def add_hidden_perturbation_in_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+    model: brainstate.nn.Module, *args: PyTree, **kwargs: PyTree
 ) -> HiddenPerturbation:
     """The perturbed step of a model."""
     return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))
@@ -154,7 +157,7 @@ def _state(path: Path, state: brainstate.State) -> State:
     )
 
 
-def _unit(value: Any) -> str:
+def _unit(value: PyTree) -> str:
     unit = str(value.unit) if isinstance(value, u.Quantity) else ""
     return "" if unit == "1" else unit
 
@@ -166,22 +169,22 @@ def _outside(state: brainstate.State, number: int) -> Path:
     return "<outside the model>", f"{type(state).__name__} {number}"
 
 
-def _as_path(path: Any) -> Path:
+def _as_path(path: object) -> Path:
     return tuple(str(p) for p in (path if isinstance(path, tuple) else (path,)))
 
 
 def _trace(
-    model: Any, rebuild: Callable[..., Any], data: list[Any], function: Callable[..., Any] | None = None
-) -> tuple[Any, Any, tuple[Any, ...]]:
+    model: brainstate.nn.Module, rebuild: Rebuild, data: list[Array], function: Function | None = None
+) -> Traced:
     """The jaxpr of a call, the structure of its output, and the states that it touches."""
     trace = partial(_trace_as_it_is, model, function or model, rebuild)
-    return traced_with(model.states().values(), trace, data)  # type: ignore[no-any-return]
+    return traced_with(model.states().values(), trace, data)
 
 
 def _trace_as_it_is(
-    model: Any, function: Callable[..., Any], rebuild: Callable[..., Any], data: list[Any]
-) -> tuple[Any, Any, tuple[Any, ...]]:
-    def step(*data: Any) -> Any:
+    model: brainstate.nn.Module, function: Function, rebuild: Rebuild, data: list[Array]
+) -> Traced:
+    def step(*data: Array) -> PyTree:
         args, kwargs = rebuild(data)
         return function(*args, **kwargs)
 
@@ -205,7 +208,7 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
+def _explained(e: BaseException, model: brainstate.nn.Module, data: list[Array]) -> str | None:
     """The reason and place of a failure in a model's step; None if the error is clear by itself."""
     if isinstance(e, StateGivenError):
         return str(e)
@@ -231,7 +234,7 @@ def _explained(e: BaseException, model: Any, data: list[Any]) -> str | None:
     )
 
 
-def _at(error: BaseException, model: Any) -> str:
+def _at(error: BaseException, model: brainstate.nn.Module) -> str:
     """The place where a step failed: the innermost layer, by its path, and the user's line."""
     paths = {id(node): ".".join(map(str, path)) for path, node in model.nodes().items() if path}
     called = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -240,7 +243,7 @@ def _at(error: BaseException, model: Any) -> str:
     return f"{layer}, at {line}" if line else layer
 
 
-def _is_traced(value: Any) -> bool:
+def _is_traced(value: PyTree) -> bool:
     return any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(value))
 
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
 from .._compiler.errors import CompilationError
+from .._types import PyTree
 
 Names = tuple[str, ...]
+StepFunction = Callable[[PyTree, PyTree, PyTree], PyTree]  # (params, carry, x), or another order
 
 _RETURNS: list[Names] = [("carry", "y"), ("y", "carry"), ("carry",)]
 _INPUTS = ("x", "xs", "input", "inputs")
 _STATES = ("h", "carry", "hidden", "hidden_state", "state", "prev_state")
 
 
-def in_order(function: Callable[..., Any], order: str | None = None) -> Callable[..., Any]:
+def in_order(function: StepFunction, order: str | None = None) -> StepFunction:
     """`function` as `step(params, carry, x) -> (carry, y)`; an error where it is seen to have another order.
 
     `order` is what the function takes, after the parameters, and returns: 'x carry -> y carry'. Unset, it is
@@ -34,7 +35,7 @@ def in_order(function: Callable[..., Any], order: str | None = None) -> Callable
     if sorted(takes) != ["carry", "x"] or returns not in _RETURNS:
         raise ValueError(f"`order` is such as 'x carry -> y carry', 'carry x -> carry', not {order!r}.")
 
-    def step(params: Any, carry: Any, x: Any) -> Any:
+    def step(params: PyTree, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         given, found, seen = {"carry": carry, "x": x}, None, takes
         try:
             result = function(params, *(given[name] for name in takes))
@@ -66,7 +67,7 @@ def in_order(function: Callable[..., Any], order: str | None = None) -> Callable
     return step
 
 
-def _are_misnamed(function: Callable[..., Any]) -> bool:
+def _are_misnamed(function: StepFunction) -> bool:
     """Whether the arguments after the parameters are named as an input and a state usually are."""
     names: list[str] = []
     with contextlib.suppress(TypeError, ValueError):  # there may be no signature
@@ -74,7 +75,7 @@ def _are_misnamed(function: Callable[..., Any]) -> bool:
     return len(names) == 2 and names[0] in _INPUTS and names[1] in _STATES
 
 
-def _form(result: Any, carry: Any, first: Names = _RETURNS[0]) -> Names | None:
+def _form(result: PyTree, carry: PyTree, first: Names = _RETURNS[0]) -> Names | None:
     """The place in a step's result of a tree with the structure and shapes of the carry."""
     pair = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     parts = dict(zip(_RETURNS, (*pair, result), strict=True))
@@ -82,7 +83,7 @@ def _form(result: Any, carry: Any, first: Names = _RETURNS[0]) -> Names | None:
     return next((names for names in (first, *_RETURNS) if form(parts[names]) == form(carry)), None)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: StepFunction) -> str:
     """The name of a function, or of the class whose method it is."""
     owner = getattr(function, "__self__", None)
     if owner is not None:  # `module.apply`

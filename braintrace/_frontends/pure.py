@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import brainstate
 import jax
+from jax.tree_util import PyTreeDef
 
 from .. import _compat, _meshes
+from .._types import Array, Function, PyTree
 
-Leaves = list[Any]
+Leaves = list[Array]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
 class Pure:
     """A function over states, traced as a pure function of its arguments and of the values of the states."""
 
-    closed: Any
-    shapes: Any  # of its results
+    closed: _compat.ClosedJaxpr
+    shapes: PyTree  # of its results
     states: tuple[brainstate.State, ...]
-    trees: tuple[Any, ...]
+    trees: tuple[PyTreeDef, ...]
     written: tuple[bool, ...]
 
     @staticmethod
-    def trace(function: Callable[..., Any], *args: Any) -> Pure:
+    def trace(function: Function, *args: PyTree) -> Pure:
         """Trace `function(*args)` with abstract values of these shapes."""
         stateful = brainstate.transform.StatefulFunction(function, return_only_write=False)
         stateful.make_jaxpr(*args)
         closed = _meshes.without_types(stateful.get_jaxpr(*args))
         states = tuple(stateful.get_states(*args))
-        trees: tuple[Any, ...] = tuple(jax.tree.structure(st.value) for st in states)
+        trees: tuple[PyTreeDef, ...] = tuple(jax.tree.structure(st.value) for st in states)
         jaxpr = _compat.parts(closed)[0]
         num = sum(t.num_leaves for t in trees)
         same = [a is b for a, b in zip(jaxpr.invars[-num:], jaxpr.outvars[-num:], strict=True)] if num else []
         written = tuple(not all(part) for part in cut(same, trees))
         return Pure(closed, stateful.get_out_shapes(*args)[0], states, trees, written)
-
-    @property
-    def effects(self) -> Any:
-        """The side effects of the function: prints and callbacks."""
-        return self.closed.effects
 
     def values(self) -> list[Leaves]:
         """The leaves of each state as they are now."""
@@ -53,7 +51,7 @@ class Pure:
             if written:
                 state.value = jax.tree.unflatten(tree, leaves)
 
-    def __call__(self, values: list[Leaves], *args: Any) -> tuple[Any, list[Leaves]]:
+    def __call__(self, values: list[Leaves], *args: PyTree) -> tuple[PyTree, list[Leaves]]:
         """The results of the function, and the new leaves of each state."""
         flat = [*jax.tree.leaves(args), *(leaf for leaves in values for leaf in leaves)]
         outs = _compat.jaxpr_as_fun(self.closed)(*flat)
@@ -61,12 +59,12 @@ class Pure:
         return jax.tree.unflatten(jax.tree.structure(self.shapes), outs[:num]), cut(outs[num:], self.trees)
 
 
-def traced_with(states: Iterable[brainstate.State], trace: Callable[..., Any], *args: Any) -> Any:
+def traced_with(states: Iterable[brainstate.State], trace: Callable[..., Result], *args: PyTree) -> Result:
     """`trace(*args)` with types of states and arguments that carry no sharding."""
     states = list(states)
     before = [st.value for st in states]
 
-    def at(values: list[Any], *args: Any) -> Any:
+    def at(values: list[PyTree], *args: PyTree) -> Result:
         if values is before:
             return trace(*args)
         for st, value in zip(states, values, strict=True):
@@ -80,6 +78,6 @@ def traced_with(states: Iterable[brainstate.State], trace: Callable[..., Any], *
     return _meshes.traced(at, before, *args)
 
 
-def cut(leaves: Leaves, trees: tuple[Any, ...]) -> list[Leaves]:
+def cut(leaves: Iterable[Result], trees: tuple[PyTreeDef, ...]) -> list[list[Result]]:
     items = iter(leaves)
     return [[next(items) for _ in range(t.num_leaves)] for t in trees]

@@ -149,7 +149,8 @@ class StepCache:
             program = compiled.info.program
             consts = list(program.consts.values())
             # no value of a step that is being traced outlives it
-            program.consts.update((v, None) for v, c in program.consts.items() if _compat.is_tracer(c))
+            ended = {v: None for v, c in program.consts.items() if _compat.is_tracer(c)}
+            program.consts.update(ended)  # type: ignore[arg-type]
         if compiled is not self.now:  # the same shapes, but the model closes over other values
             if not have_same_traces(self.now, compiled):
                 raise CompilationError(

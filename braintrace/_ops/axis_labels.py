@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from .._types import Array
+
 Labels = tuple[str, ...]
+Result = TypeVar("Result")
 
 
-def _first(x: Any, *_: Any) -> Any:
+def _first(x: Array, *_: Array) -> Array:
     return x
 
 
@@ -38,9 +41,9 @@ class Term:
     """
 
     letters: str
-    x: Callable[..., Any] = _first
-    w: Callable[..., Any] = _first
-    y: Callable[..., Any] = _first
+    x: Callable[..., Array] = _first
+    w: Callable[..., Array] = _first
+    y: Callable[..., Array] = _first
 
     def parse(self) -> tuple[str | None, str, str]:
         """The labels of the factor (None if the factor is one), of the weight and of the output."""
@@ -91,7 +94,7 @@ class Layout:
         """Whether the labels `w` describe a view of the weight, not the weight itself."""
         return self.term.w is not _first
 
-    def factor(self, inputs: Sequence[Any]) -> tuple[Any, Labels] | None:
+    def factor(self, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
         """The factor of `dy/dw` and its labels; None if it is one.
 
         Axes that neither the weight nor the output has are summed over.
@@ -102,11 +105,11 @@ class Layout:
         extra = tuple(i for i, a in enumerate(self.x) if a not in self.w and a not in self.y)
         return jnp.sum(x, axis=extra), tuple(a for a in self.x if a in self.w or a in self.y)
 
-    def view_y(self, q: Any, inputs: Sequence[Any]) -> Any:
+    def view_y(self, q: Array, inputs: Sequence[Array]) -> Array:
         """View an array shaped as the output with the axes `y`."""
         return over_levels(self.term.y, [(True, *level) for level in self.inputs])(q, *inputs)
 
-    def view_w(self, w: Any) -> Any:
+    def view_w(self, w: Array) -> Array:
         """View the weight with the axes `w`."""
         return over_levels(self.term.w, [(level,) for level in self.weight])(w)
 
@@ -138,7 +141,7 @@ def _expand(letters: str, lead: Labels) -> Labels:
     return tuple(head) + (lead if dots else ()) + tuple(tail)
 
 
-def over_levels(fn: Callable[..., Any], levels: Sequence[Sequence[bool]]) -> Callable[..., Any]:
+def over_levels(fn: Callable[..., Result], levels: Sequence[Sequence[bool]]) -> Callable[..., Result]:
     """`jax.vmap` of `fn` over a leading axis of the flagged arguments, for each level, outermost first."""
     for level in reversed(levels):
         if any(level):
@@ -146,7 +149,7 @@ def over_levels(fn: Callable[..., Any], levels: Sequence[Sequence[bool]]) -> Cal
     return fn
 
 
-def align(q: jax.Array, have: Labels, want: Labels) -> jax.Array:
+def align(q: Array, have: Labels, want: Labels) -> Array:
     """Transpose `q` to the axis order `want`, with an axis of length one for each label that it lacks."""
     q = jnp.transpose(q, [have.index(a) for a in want if a in have])
     return jnp.expand_dims(q, [i for i, a in enumerate(want) if a not in have])

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._types import Value
+from .._types import DTypeLike, Value
 from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
@@ -38,8 +37,8 @@ class Window:
     batch_groups: int
     batched: bool
     specs: lax.ConvDimensionNumbers
-    precision: Any = None
-    preferred: Any = None  # the type of the output, if it is not that of the operands
+    precision: lax.PrecisionLike = None
+    preferred: DTypeLike | None = None  # the type of the output, if it is not that of the operands
 
     @property
     def groups(self) -> int:
@@ -130,7 +129,7 @@ def conv(
     rhs_dilation: Sequence[int] | None = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    dimension_numbers: Any = None,
+    dimension_numbers: tuple[str, str, str] | lax.ConvDimensionNumbers | None = None,
     kernel_fn: WeightFn | None = None,
     bias_fn: WeightFn | None = None,
 ) -> Value:
@@ -219,7 +218,7 @@ def _pairs(
     return tuple((int(low), int(high)) for low, high in padding)
 
 
-def _per_feature(bias: Any, features: int, axis: int, rank: int) -> Any:
+def _per_feature(bias: Value, features: int, axis: int, rank: int) -> Value:
     """A bias that broadcasts against the output along its feature axis only, as (out,)."""
     shape = shape_of(bias)
     if len(shape) > 1:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .._types import ArrayLike, Value
+from .._types import ArrayLike, DTypeLike, Value
 from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
 
@@ -188,11 +186,11 @@ def einsum(equation: str, x: Value, weight: Value, *, weight_fn: WeightFn | None
     return einsum_p(spikes_as(weight, x), weights={"weight": weight}, equation=equation)
 
 
-def _embedding(indices: jax.Array, weight: jax.Array, *, size: int, dtype: Any) -> jax.Array:
+def _embedding(indices: jax.Array, weight: jax.Array, *, size: int, dtype: DTypeLike) -> jax.Array:
     return jnp.take(weight, indices, axis=0)
 
 
-def _embedding_terms(size: int, dtype: Any) -> dict[str, Term]:
+def _embedding_terms(size: int, dtype: DTypeLike) -> dict[str, Term]:
     def rows(indices: jax.Array) -> jax.Array:
         # a negative index counts from the end, as in `jnp.take`
         return jax.nn.one_hot(jnp.where(indices < 0, indices + size, indices), size, dtype=dtype)
@@ -232,12 +230,12 @@ def embedding(indices: ArrayLike, weight: Value, *, weight_fn: WeightFn | None =
     )
 
 
-def _check_rank(op: str, name: str, weight: Any, rank: int) -> None:
+def _check_rank(op: str, name: str, weight: Value, rank: int) -> None:
     if len(shape_of(weight)) != rank:
         raise ValueError(f"`{op}` takes a {name} of {rank} axes, not of shape {shape_of(weight)}.")
 
 
-def _check_features(op: str, x: Any, weight: Any, axes: int) -> None:
+def _check_features(op: str, x: Value, weight: Value, axes: int) -> None:
     have, want = shape_of(x), shape_of(weight)[:axes]
     if have[len(have) - axes :] != want:
         raise ValueError(

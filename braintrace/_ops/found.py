@@ -15,32 +15,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._compat import primitives
+from .._compat import Primitive, primitives
+from .._types import Array, DTypeLike, Options
 from .axis_labels import Term
 from .convolution import Window, conv_p
 from .elementwise import element_wise_p
 from .primitive import ETPPrimitive, register_primitive
 
+# (contracting axes of each operand, batch axes of each operand)
+DotDimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+# for each indexed axis: the column of the index array, and the size of the axis
+Sizes = tuple[tuple[int, int], ...]
 
-def _bind(op: ETPPrimitive, *operands: Any, **options: Any) -> Any:
-    return op.bind(*operands, names=("weight",), levels=(), found=True, **options)
+
+def _bind(op: ETPPrimitive, *operands: Array, **options: object) -> Array:
+    y: Array = op.bind(*operands, names=("weight",), levels=(), found=True, **options)
+    return y
 
 
-def mark_elements(weight: Any, axes: Sequence[int | None], shape: Sequence[int]) -> Any:
+def mark_elements(weight: Array, axes: Sequence[int | None], shape: Sequence[int]) -> Array:
     """Broadcast a weight to `shape`, marked; `axes` are its axes there (None for an axis of length one)."""
     weight = jnp.squeeze(weight, [i for i, a in enumerate(axes) if a is None])
     kept = tuple(a for a in axes if a is not None)
     return _bind(element_wise_p, weight, axes=kept, shape=tuple(shape))
 
 
-def _dot(x: jax.Array, weight: jax.Array, *, letters: str, at: int, **params: Any) -> Any:
-    return primitives.dot_general_p.bind(*((x, weight) if at else (weight, x)), **params)
+def _dot(x: Array, weight: Array, *, letters: str, at: int, **params: object) -> Array:
+    y: Array = primitives.dot_general_p.bind(*((x, weight) if at else (weight, x)), **params)
+    return y
 
 
 dot_general_p = register_primitive("etp_dot_general", _dot, lambda letters, **_: {"weight": Term(letters)})
 
 
-def dot_letters(dimension_numbers: Any, ndims: tuple[int, int], at: int) -> str:
+def dot_letters(dimension_numbers: DotDimensions, ndims: tuple[int, int], at: int) -> str:
     """The einsum equation `x,weight->y` of a `dot_general` whose operand `at` is the weight.
 
     >>> dot_letters((((1,), (0,)), ((), ())), (2, 2), at=1)
@@ -59,13 +67,13 @@ def dot_letters(dimension_numbers: Any, ndims: tuple[int, int], at: int) -> str:
     return f"{sides[1 - at]},{sides[at]}->{''.join(y)}"
 
 
-def _mark_dot(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+def _mark_dot(operands: Sequence[Array], at: int, params: Options) -> Array | None:
     ndims = jnp.ndim(operands[0]), jnp.ndim(operands[1])
     letters = dot_letters(params["dimension_numbers"], ndims, at)
     return _bind(dot_general_p, operands[1 - at], operands[at], letters=letters, at=at, **params)
 
 
-def _mark_conv(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+def _mark_conv(operands: Sequence[Array], at: int, params: Options) -> Array | None:
     x, kernel = operands
     specs = params["dimension_numbers"]
     if at != 1 or not 3 <= kernel.ndim <= 5:
@@ -86,19 +94,16 @@ def _mark_conv(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
     return _bind(conv_p, x, kernel, window=window)
 
 
-Sizes = tuple[
-    tuple[int, int], ...
-]  # for each indexed axis: the column of the index array, and the size of the axis
-
-
 def _gather(
-    indices: jax.Array, weight: jax.Array, *, letters: str, sizes: Sizes, dtype: Any, **params: Any
-) -> Any:
+    indices: Array, weight: Array, *, letters: str, sizes: Sizes, dtype: DTypeLike, **params: Any
+) -> Array:
     return lax.gather(weight, indices, **params)
 
 
-def _gather_terms(letters: str, sizes: Sizes, dtype: Any, mode: Any, **_: Any) -> dict[str, Term]:
-    def places(indices: jax.Array) -> jax.Array:
+def _gather_terms(
+    letters: str, sizes: Sizes, dtype: DTypeLike, mode: lax.GatherScatterMode, **_: object
+) -> dict[str, Term]:
+    def places(indices: Array) -> Array:
         """One-hot encoding of the looked-up entries of the weight, with an axis for each index."""
         found = jnp.ones(indices.shape[:-1] + (1,) * len(sizes), dtype)
         for i, (column, size) in enumerate(sizes):
@@ -115,7 +120,7 @@ def _gather_terms(letters: str, sizes: Sizes, dtype: Any, mode: Any, **_: Any) -
 gather_p = register_primitive("etp_gather", _gather, _gather_terms)
 
 
-def _mark_gather(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+def _mark_gather(operands: Sequence[Array], at: int, params: Options) -> Array | None:
     """Mark a gather that takes, along each axis of the weight, one entry at an index or all entries."""
     weight, indices = operands
     numbers, taken = params["dimension_numbers"], params["slice_sizes"]
@@ -153,7 +158,7 @@ def _mark_gather(operands: Sequence[Any], at: int, params: dict[str, Any]) -> An
     )
 
 
-def _mark_slice(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any:
+def _mark_slice(operands: Sequence[Array], at: int, params: Options) -> Array | None:
     """Mark a dynamic slice as a gather with one index."""
     weight, *starts = operands
     taken = params["slice_sizes"]
@@ -172,7 +177,7 @@ def _mark_slice(operands: Sequence[Any], at: int, params: dict[str, Any]) -> Any
     )
 
 
-MARKED: dict[Any, Callable[[Sequence[Any], int, dict[str, Any]], Any]] = {
+MARKED: dict[Primitive, Callable[[Sequence[Array], int, Options], Array | None]] = {
     primitives.dot_general_p: _mark_dot,
     primitives.conv_general_dilated_p: _mark_conv,
     primitives.gather_p: _mark_gather,

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import brainunit as u
-import jax
 import jax.numpy as jnp
 
 from .. import _compat, _lines
+from .._types import Array, Options, Value
 from .axis_labels import Layout, Term, layout, over_levels
 
 Terms = Mapping[str, Term] | Callable[..., Mapping[str, Term]]
 Levels = tuple[tuple[bool, ...], ...]
-WeightFn = Callable[[Any], Any]
+WeightFn = Callable[[Array], Array]
 
 
 class ETPPrimitive(_compat.Primitive):
@@ -34,18 +34,17 @@ class ETPPrimitive(_compat.Primitive):
     def __init__(
         self,
         name: str,
-        impl: Callable[..., jax.Array],
+        impl: Callable[..., Array],
         terms: Terms,
-        merge: Callable[..., dict[str, jax.Array]] | None = None,
+        merge: Callable[..., dict[str, Array]] | None = None,
     ) -> None:
         super().__init__(name)
         self.implementation = impl
         self._terms = terms
         self._merge = merge
-        self.is_known = str(getattr(impl, "__module__", None)).startswith(
-            __package__
-        )  # defined in this package
-        self.checked: set[Any] = set()  # cases for which its labels were verified
+        # whether it is defined in this package
+        self.is_known = str(getattr(impl, "__module__", None)).startswith(__package__)
+        self.checked: set[Hashable] = set()  # cases for which its labels were verified
         _compat.register_derived_rules(self, self.plain, self._vmapped)
 
     @property
@@ -53,7 +52,7 @@ class ETPPrimitive(_compat.Primitive):
         """Whether traces are kept for a combination of the weights (a product, say), not for each of them."""
         return self._merge is not None
 
-    def __call__(self, *inputs: Any, weights: Mapping[str, Any], **options: Any) -> Any:
+    def __call__(self, *inputs: Value, weights: Mapping[str, Value], **options: Any) -> Value:
         """Apply the operation to `inputs` and to `weights`, a mapping from names to arrays or None.
 
         Units are removed from the operands and the unit of the result is added: the product of the units of
@@ -71,12 +70,12 @@ class ETPPrimitive(_compat.Primitive):
         return y if unit == u.UNITLESS else u.maybe_decimal(u.Quantity(y, unit=unit))
 
     def plain(
-        self, *operands: Any, names: tuple[str, ...], levels: Levels, found: bool = False, **options: Any
-    ) -> Any:
+        self, *operands: Array, names: tuple[str, ...], levels: Levels, found: bool = False, **options: Any
+    ) -> Array:
         """Compute the operation without a mark."""
         first = len(operands) - len(names)
 
-        def impl(*args: Any) -> Any:
+        def impl(*args: Array) -> Array:
             return self.implementation(
                 *args[:first], **dict(zip(names, args[first:], strict=True)), **options
             )
@@ -84,22 +83,20 @@ class ETPPrimitive(_compat.Primitive):
         return over_levels(impl, levels)(*operands)
 
     @staticmethod
-    def _vmapped(flags: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
+    def _vmapped(flags: Sequence[bool], params: Options) -> Options:
         return {**params, "levels": (tuple(flags), *params["levels"])}
 
-    def effective(self, weights: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    def effective(self, weights: Sequence[Array], params: Options) -> dict[str, Array]:
         """The weights that traces are kept for: the given ones, unless the operation merges them."""
         names = params["names"]
         if self._merge is None:
             return dict(zip(names, weights, strict=True))
         levels = [level[-len(names) :] for level in params["levels"]]
         merge, options = self._merge, _options(params)
-        merged: dict[str, Any] = over_levels(
-            lambda *w: merge(**dict(zip(names, w, strict=True)), **options), levels
-        )(*weights)
-        return merged
+        apply = lambda *w: merge(**dict(zip(names, w, strict=True)), **options)
+        return over_levels(apply, levels)(*weights)
 
-    def layouts(self, params: Mapping[str, Any], effective: Sequence[str], y_ndim: int) -> dict[str, Layout]:
+    def layouts(self, params: Options, effective: Sequence[str], y_ndim: int) -> dict[str, Layout]:
         """The layout of the trace of each effective weight, for an output of `y_ndim` axes."""
         names, levels = params["names"], params["levels"]
         terms = self._terms(**_options(params)) if callable(self._terms) else self._terms
@@ -130,16 +127,16 @@ def without_marks() -> Iterator[None]:
         _without_marks.reset(token)
 
 
-def _options(params: Mapping[str, Any]) -> dict[str, Any]:
+def _options(params: Options) -> Options:
     return {k: v for k, v in params.items() if k not in ("names", "levels", "found")}
 
 
 def register_primitive(
     name: str,
-    impl: Callable[..., jax.Array],
+    impl: Callable[..., Array],
     letters: str | Mapping[str, str | Term] | Callable[..., Mapping[str, Term]],
     *,
-    merge: Callable[..., dict[str, jax.Array]] | None = None,
+    merge: Callable[..., dict[str, Array]] | None = None,
 ) -> ETPPrimitive:
     """Define a marked operation: an implementation and the axis labels of its weights.
 
@@ -172,7 +169,7 @@ def register_primitive(
     return ETPPrimitive(name, impl, terms, merge)
 
 
-def on_mantissa(fn: WeightFn | None, v: Any) -> Any:
+def on_mantissa(fn: WeightFn | None, v: Value) -> Value:
     """Apply `fn` to an array, or to the mantissa of a quantity, which keeps its unit."""
     _refuse_state(v)
     if fn is None or v is None:
@@ -185,7 +182,7 @@ class StateGivenError(TypeError):
     """Raised if an op is given a state object instead of the value of the state."""
 
 
-def _refuse_state(v: Any) -> None:
+def _refuse_state(v: object) -> None:
     if hasattr(v, "value") and not hasattr(v, "dtype"):
         op, line = _lines.calling_line("_ops")
         where = f"`{op}` at {line}" if line else f"`{op}`"
@@ -194,7 +191,7 @@ def _refuse_state(v: Any) -> None:
         )
 
 
-def spikes_as(weight: Any, x: Any) -> Any:
+def spikes_as(weight: Value, x: Value) -> Value:
     """Cast boolean or integer input (spikes, counts) to the type of the weight."""
     _refuse_state(x)
     if jnp.issubdtype(jnp.result_type(u.get_mantissa(x)), jnp.inexact):
@@ -203,7 +200,7 @@ def spikes_as(weight: Any, x: Any) -> Any:
     return on_mantissa(lambda array: array.astype(dtype), x)
 
 
-def bias_of(shape: tuple[int, ...], bias: Any) -> Any:
+def bias_of(shape: tuple[int, ...], bias: Value) -> Value:
     """Broadcast a bias (or None) to the features of an output."""
     have = shape if bias is None else shape_of(bias)
     if len(have) > len(shape) or any(h not in (1, s) for h, s in zip(have[::-1], shape[::-1], strict=False)):
@@ -214,6 +211,6 @@ def bias_of(shape: tuple[int, ...], bias: Any) -> Any:
     return on_mantissa(lambda b: jnp.broadcast_to(b, shape), bias)
 
 
-def shape_of(v: Any) -> tuple[int, ...]:
+def shape_of(v: Value) -> tuple[int, ...]:
     """The shape of an array, a quantity or a number."""
     return tuple(jnp.shape(u.get_mantissa(v)))

@@ -7,16 +7,25 @@ With the entries `n` at (row[n], col[n]),
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._types import Value
+from .._types import Array, NumPyArray, Value
 from .axis_labels import Term
 from .primitive import WeightFn, bias_of, on_mantissa, register_primitive, shape_of, spikes_as
+
+Index = Array | NumPyArray
+
+
+class SparseMatrix(Protocol):
+    """A sparse matrix of any library."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 def _at(q: jax.Array, index: jax.Array) -> jax.Array:
@@ -55,7 +64,7 @@ def sparse_matmul(
     x: Value,
     weight_data: Value = None,
     *,
-    sparse_mat: Any,
+    sparse_mat: SparseMatrix,
     bias: Value = None,
     weight: Value = None,
     weight_fn: WeightFn | None = None,
@@ -105,17 +114,17 @@ def sparse_matmul(
     return sparse_p(spikes_as(weight, x), row, col, weights={"weight": weight, "bias": bias}, size=size)
 
 
-def _coordinates(matrix: Any) -> tuple[Any, Any]:
+def _coordinates(matrix: SparseMatrix) -> tuple[Index, Index]:
     """The row and the column of each stored entry, in storage order."""
     if hasattr(matrix, "row") and hasattr(matrix, "col"):
         return matrix.row, matrix.col
     indices, indptr = (_known(getattr(matrix, name, None)) for name in ("indices", "indptr"))
-    if indptr is not None and jnp.ndim(indices) == 1:
+    if indices is not None and indptr is not None and indices.ndim == 1:
         xp = jnp if _compat.is_tracer(indptr) else np
         major = xp.searchsorted(indptr, xp.arange(len(indices), dtype=indptr.dtype), side="right") - 1
         by_column = any(c.__name__.lower().startswith("csc") for c in type(matrix).__mro__)
         return (indices, major) if by_column else (major, indices)
-    if getattr(matrix, "n_sparse", 0) == 2 and jnp.ndim(indices) == 2:
+    if indices is not None and getattr(matrix, "n_sparse", 0) == 2 and indices.ndim == 2:
         return indices[:, 0], indices[:, 1]
     raise TypeError(
         "`sparse_matmul` takes a CSR, CSC, COO, BCOO or BCSR matrix without batch axes, not "
@@ -123,6 +132,6 @@ def _coordinates(matrix: Any) -> tuple[Any, Any]:
     )
 
 
-def _known(array: Any) -> Any:
+def _known(array: Array | None) -> Index | None:
     """An array of known values in numpy: inside `jit`, `jnp` would work on it again at every call."""
     return array if array is None or _compat.is_tracer(array) else np.asarray(array)
