@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ._loading import *
     from ._ops import *
     from ._report.check import *
+    from ._report.compiled_graph import *
     from ._report.plan import *
     from ._report.report import *
     from ._train import *
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _SUBMODULES = ("agents", "nir", "nn", "nnx", "rules", "tasks")
 _HOMES = {
     "_compiler": (
-        "CompilationError ETraceGraph HiddenGroup HiddenParamOpRelation HiddenPerturbation ModuleInfo "
+        "CompilationError HiddenGroup HiddenParamOpRelation HiddenPerturbation ModuleInfo "
         "NotSupportedError PathClassification add_hidden_perturbation_from_minfo "
         "find_hidden_groups_from_minfo find_hidden_param_op_relations_from_minfo"
     ),
@@ -64,6 +65,7 @@ _HOMES = {
     "_report.check": "GradientCheck",
     "_diagnostics.records": "CompilationRecord DiagnosticKind DiagnosticLevel",
     "_report.plan": "Plan",
+    "_report.compiled_graph": "ETraceGraph",
     "_report.report": "CompilationReport",
     "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (

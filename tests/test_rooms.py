@@ -9,18 +9,13 @@ import pytest
 ROOT = Path(__file__).parent.parent / "braintrace"
 # from the ground up; `braintrace/__init__.py` re-exports all of them
 CORE = "_types _compat _lines _meshes _precision _ops _compiler _executor _rules _online".split()
-SHELLS = """_diagnostics _frontends _report _train _learners rules nn tasks agents nir nnx _legacy
+SHELLS = """_diagnostics _report nn _frontends _train _learners rules tasks agents nir nnx _legacy
 _loading _cli __main__ __init__""".split()
 ROOMS = [*CORE, *SHELLS]
 FRAMEWORKS = {"brainstate", "brainunit", "flax", "equinox", "haiku"}
 
 # What still breaks these rules: the list may only become shorter.
-UPWARDS = {
-    ("_compiler", "_diagnostics"),
-    ("_compiler", "_report"),
-    ("_rules", "_report"),
-    ("_frontends", "nn"),
-}
+UPWARDS = {("_rules", "_report")}
 UNITS_IN_THE_CORE = {"_online.request", "_ops.dense", "_ops.primitive"}
 
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}

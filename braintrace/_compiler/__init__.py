@@ -6,7 +6,6 @@ from .. import _compat
 from .errors import CompilationError as CompilationError
 from .errors import NotSupportedError as NotSupportedError
 from .exactness import RuleKind as RuleKind
-from .graph import ETraceGraph as ETraceGraph
 from .graph import add_hidden_perturbation_from_minfo as add_hidden_perturbation_from_minfo
 from .graph import find_hidden_groups_from_minfo as find_hidden_groups_from_minfo
 from .graph import find_hidden_param_op_relations_from_minfo as find_hidden_param_op_relations_from_minfo

@@ -22,13 +22,13 @@ from .reachability import find_reachability
 from .slices import on_the_way
 
 if TYPE_CHECKING:
-    from .graph import ETraceGraph
+    from .graph import TraceGraph
 
 LONGEST = 16  # entries: longer lines would take too much memory by default
 _MOVES = COPIES | LAYOUT | named("copy optimization_barrier scatter select_n split")
 
 
-def delay_lines(graph: ETraceGraph) -> list[Hidden]:
+def delay_lines(graph: TraceGraph) -> list[Hidden]:
     """The delay lines through which parameters affect later losses, if a trace would cover that."""
     flows = find_reachability(graph)
     arrays = {h.invar: h for e in graph.module_info.entries if not e.is_param for h in hidden_arrays(e)}
@@ -66,7 +66,7 @@ def _only_moves(
     return all(moves(node) for node in program.nodes if not way.isdisjoint(node.outputs))
 
 
-def _axis_of(graph: ETraceGraph, line: Hidden) -> int | None:
+def _axis_of(graph: TraceGraph, line: Hidden) -> int | None:
     """The axis along which values are moved; None if there is none, or if it is too long."""
     positions = positions_of(graph.module_info.program)
     shape = tuple(line.invar.aval.shape)

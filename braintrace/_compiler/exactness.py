@@ -33,7 +33,7 @@ from .slices import dependents
 from .step import Path
 
 if TYPE_CHECKING:
-    from .graph import ETraceGraph
+    from .graph import TraceGraph
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RuleKind:
         """Whether parameters without a trace also learn through time."""
         return bool(self.rank or self.reach or self.estimate)
 
-    def directions(self, graph: ETraceGraph) -> tuple[int, int] | None:
+    def directions(self, graph: TraceGraph) -> tuple[int, int] | None:
         """The rank of the correction and the state size; None without a correction."""
         if not self.rank:
             return None
@@ -77,9 +77,7 @@ class RuleKind:
 BY_STEPS = RuleKind(filters=True)  # D_RTRL, one step at a time
 
 
-def find_dropped(
-    graph: ETraceGraph, rule: RuleKind | None = None, seen: Iterable[Path] = ()
-) -> list[Finding]:
+def find_dropped(graph: TraceGraph, rule: RuleKind | None = None, seen: Iterable[Path] = ()) -> list[Finding]:
     """The paths that the gradient of a rule (by default `D_RTRL`) drops, in the order of parameters.
 
     The loss reads the outputs, and the hidden states in `seen`.
@@ -113,7 +111,7 @@ def find_dropped(
     return sorted(found, key=lambda d: order[d.weight_path])
 
 
-def find_unseen(graph: ETraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
+def find_unseen(graph: TraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
     """The hidden states that no output depends on, with parameters that are approximate if a loss reads them.
 
     The gradient of these parameters is exact for a loss of the outputs.
@@ -143,7 +141,7 @@ def _not_filtered(dropped: Iterator[Finding], followed: dict[Path, set[Path]]) -
 
 
 class _Verdict:
-    def __init__(self, graph: ETraceGraph, rule: RuleKind, seen: Iterable[Path]) -> None:
+    def __init__(self, graph: TraceGraph, rule: RuleKind, seen: Iterable[Path]) -> None:
         # a basis spans all states, so that an error in one of them affects the others: all count as live
         self.graph, self.rule = graph, rule
         self.flows = find_reachability(graph, tuple(seen), all_live=bool(rule.rank))

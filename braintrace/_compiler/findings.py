@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .program import Node, Site
 from .step import Path, Step, show_paths
-
-if TYPE_CHECKING:
-    from .._diagnostics.records import CompilationRecord
 
 
 class Found(enum.Enum):
@@ -134,20 +129,8 @@ class Finding:
 
 
 @dataclass(frozen=True, eq=False)
-class Findings(Sequence["CompilationRecord"]):
-    """All findings of a compilation; as a sequence, their records with messages."""
+class Findings:
+    """All findings of a compilation."""
 
     step: Step
     found: tuple[Finding, ...]
-
-    @cached_property
-    def _records(self) -> list[CompilationRecord]:
-        from .._diagnostics.sentences import records
-
-        return records(self.found, self.step)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._records[index]
-
-    def __len__(self) -> int:
-        return len(self._records)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .._types import Options
 from .delays import delay_lines
 from .errors import CompilationError
-from .exactness import RuleKind, find_dropped
+from .exactness import find_dropped
 from .find_relations import SiteWeights, find_relations
 from .findings import Finding, Findings, Found
 from .groups import HiddenGroup, find_groups, group_findings
@@ -24,11 +23,6 @@ from .relation import HiddenParamOpRelation
 from .slices import between
 from .step import Path, show_path
 
-if TYPE_CHECKING:
-    from .._diagnostics.records import CompilationRecord, DiagnosticKind
-    from .._diagnostics.verdict import Exactness
-    from .._report.report import CompilationReport
-
 
 class _Fields(NamedTuple):
     module_info: ModuleInfo
@@ -39,16 +33,10 @@ class _Fields(NamedTuple):
     diagnostics: Findings
 
 
-class ETraceGraph(_Fields):
+class TraceGraph(_Fields):
     """The compiled step: groups of hidden states, and the marked ops (sites) that feed them."""
 
     # a subclass of the named tuple, because only that has a `__dict__` in which analyses are cached
-
-    def __str__(self) -> str:
-        return self._report().to_str()
-
-    def __repr__(self) -> str:
-        return f"<ETraceGraph of {self.module_info.step.name}: {self._report().in_short()}>"
 
     def other_outvars(self, group: HiddenGroup) -> list[Var]:
         """The variables of the new states of all groups but one."""
@@ -57,52 +45,10 @@ class ETraceGraph(_Fields):
     def dict(self) -> Options:
         return self._asdict()
 
-    def exactness(self, rule: RuleKind | None = None) -> Exactness:
-        """Whether the gradient of a rule (by default `D_RTRL`) equals that of BPTT, and what it drops."""
-        return self._report(rule).exactness
-
-    def explain(
-        self,
-        *,
-        kind: DiagnosticKind | None = None,
-        weight_path: Path | None = None,
-        hidden_path: Path | None = None,
-    ) -> str | tuple[CompilationRecord, ...]:
-        """The tree of groups, sites and parameters as plain text, or the records of one kind or path."""
-        if kind is None and weight_path is None and hidden_path is None:
-            return self._report().to_str()
-        return tuple(
-            r
-            for r in self.diagnostics
-            if kind in (None, r.kind)
-            and weight_path in (None, r.weight_path)
-            and (hidden_path is None or hidden_path in r.hidden_paths)
-        )
-
-    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A diagram of sites, groups and parameters as SVG; written to `path` if given."""
-        return self._report().to_svg(path)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """A self-contained HTML page with the diagram, the verdict, trace sizes and all findings."""
-        return self._report().to_html(path)
-
-    def to_dot(self) -> str:
-        """The graph as Graphviz source."""
-        return self._report().to_dot()
-
-    def _repr_html_(self) -> str:
-        return self._report()._repr_html_()
-
-    def _report(self, rule: RuleKind | None = None) -> CompilationReport:
-        from .._report.report import CompilationReport
-
-        return CompilationReport(self, rule)
-
 
 def graph_from_info(
     info: ModuleInfo, *, include_hidden_perturb: bool = True, groups: list[HiddenGroup] | None = None
-) -> ETraceGraph:
+) -> TraceGraph:
     """Compile a traced step, with its hidden groups if they are known.
 
     Delay lines that affect later losses become hidden states.
@@ -119,7 +65,7 @@ def graph_from_info(
 
 def graph_of(
     info: ModuleInfo, include_hidden_perturb: bool, groups: list[HiddenGroup] | None = None
-) -> ETraceGraph:
+) -> TraceGraph:
     """Compile a traced step, without delay lines and findings that depend on the whole graph."""
     origin = provenance(info.program, info.param_invars)
     _check(info, origin)
@@ -137,7 +83,7 @@ def graph_of(
         *_cascades(info, groups, var_goals, learned),
         *of_sites,
     )
-    return ETraceGraph(
+    return TraceGraph(
         module_info=info,
         hidden_groups=groups,
         hid_path_to_group={p: g for g in groups for p in g.hidden_paths},
@@ -252,7 +198,7 @@ def _untraced(flows: Reachability) -> list[Finding]:
     ]
 
 
-def _unheard(graph: ETraceGraph, flows: Reachability) -> list[Finding]:
+def _unheard(graph: TraceGraph, flows: Reachability) -> list[Finding]:
     """Parameters without any gradient."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
     first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins

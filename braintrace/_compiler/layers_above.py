@@ -19,7 +19,7 @@ from .reachability import Carried, find_reachability
 from .step import Path
 
 if TYPE_CHECKING:
-    from .graph import ETraceGraph
+    from .graph import TraceGraph
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Above:
 class Across:
     """The states above the traces of one compiled step."""
 
-    def __init__(self, graph: ETraceGraph) -> None:
+    def __init__(self, graph: TraceGraph) -> None:
         self.graph, self.flows = graph, find_reachability(graph)
         info = graph.module_info
         self._params = [(v, e.path, e.is_param) for e in info.fixed for v in e.invars]

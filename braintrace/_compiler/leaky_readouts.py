@@ -46,7 +46,7 @@ from .slices import behind, between, computed_from, needed, values_of
 from .step import Path
 
 if TYPE_CHECKING:
-    from .graph import ETraceGraph
+    from .graph import TraceGraph
 
 _SUMS = IN_ALL_OPERANDS | named("optimization_barrier")
 _SCALES = ELEMENT_WISE - named("select_n complex real imag conj")  # linear ones that scale all elements alike
@@ -64,13 +64,13 @@ class Filter:
 
 
 @cached
-def find_filters(graph: ETraceGraph, *, exact: bool = True) -> list[Filter]:
+def find_filters(graph: TraceGraph, *, exact: bool = True) -> list[Filter]:
     """The leaky readouts of groups whose traces are exact or, with `exact=False`, of any group."""
     search = _Search(graph, exact)
     return [f for group in graph.hidden_groups if (f := search.of(group)) is not None]
 
 
-def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
+def followed_by_filters(graph: TraceGraph) -> dict[Path, set[Path]]:
     """For each state, the readouts that its traces cover."""
     result: dict[Path, set[Path]] = {}
     for f in find_filters(graph):
@@ -79,7 +79,7 @@ def followed_by_filters(graph: ETraceGraph) -> dict[Path, set[Path]]:
     return result
 
 
-def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
+def with_filters(graph: TraceGraph, *, exact: bool = True) -> TraceGraph:
     """Compile the step again, with a filter state for each leaky readout."""
     from .graph import graph_of
 
@@ -93,7 +93,7 @@ def with_filters(graph: ETraceGraph, *, exact: bool = True) -> ETraceGraph:
 
 
 class _Search:
-    def __init__(self, graph: ETraceGraph, exact: bool) -> None:
+    def __init__(self, graph: TraceGraph, exact: bool) -> None:
         self.graph, self.info, self.flows, self.exact = (
             graph,
             graph.module_info,
@@ -290,7 +290,7 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
 
 
 @cached
-def find_readouts(graph: ETraceGraph) -> set[int]:
+def find_readouts(graph: TraceGraph) -> set[int]:
     """The indices of the groups that are output units, such as a leaky readout.
 
     The loss reads such a unit directly, and no other state depends on it. So its own trace and the
@@ -299,7 +299,7 @@ def find_readouts(graph: ETraceGraph) -> set[int]:
     return {g.index for g in graph.hidden_groups if _is_readout(graph, g)}
 
 
-def decay_of(graph: ETraceGraph, readout: Hidden) -> float | None:
+def decay_of(graph: TraceGraph, readout: Hidden) -> float | None:
     """The decay of a leaky readout; None if it depends on parameters."""
     program, old = graph.module_info.program, readout.invar
 
@@ -317,7 +317,7 @@ def decay_of(graph: ETraceGraph, readout: Hidden) -> float | None:
     return float(decay(*inputs)) if behind(made, made.outputs).isdisjoint(made.inputs) else None
 
 
-def _is_readout(graph: ETraceGraph, group: HiddenGroup) -> bool:
+def _is_readout(graph: TraceGraph, group: HiddenGroup) -> bool:
     info, program = graph.module_info, graph.module_info.program
     new, own = set(group.hidden_outvars), {*group.hidden_invars, *group.hidden_outvars}
     others = {v for g in graph.hidden_groups if g is not group for v in (*g.hidden_invars, *g.hidden_outvars)}

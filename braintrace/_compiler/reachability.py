@@ -24,7 +24,7 @@ from .slices import has_while
 from .step import Path
 
 if TYPE_CHECKING:
-    from .graph import ETraceGraph
+    from .graph import TraceGraph
 
 _MOVES = LAYOUT | named("convert_element_type copy slice")
 
@@ -52,7 +52,7 @@ class Reachability:
         all_live: Whether every carried array counts as read by some loss.
     """
 
-    def __init__(self, graph: ETraceGraph, seen: Container[Path] = (), all_live: bool = False) -> None:
+    def __init__(self, graph: TraceGraph, seen: Container[Path] = (), all_live: bool = False) -> None:
         self.graph, self.info, self._seen, self._all_live = graph, graph.module_info, seen, all_live
         self.program = self.info.program
         hidden = [(h.path, g.index, h.invar, h.outvar) for g in graph.hidden_groups for h in g.hidden]
@@ -336,7 +336,7 @@ class Reachability:
 
 @cached
 def find_reachability(
-    graph: ETraceGraph, seen: tuple[Path, ...] = (), *, all_live: bool = False
+    graph: TraceGraph, seen: tuple[Path, ...] = (), *, all_live: bool = False
 ) -> Reachability:
     """The paths of a compiled step, computed once."""
     return Reachability(graph, seen, all_live)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .graph import ETraceGraph
+from .graph import TraceGraph
 from .groups import HiddenGroup
 from .leaky_readouts import with_filters
 from .module_info import Hidden
@@ -21,7 +21,7 @@ from .reach import Reach
 from .reachability import Reachability, find_reachability
 
 
-def remembering(graph: ETraceGraph) -> ETraceGraph:
+def remembering(graph: TraceGraph) -> TraceGraph:
     """The graph with groups reduced to the states with memory, and no traces for groups without any.
 
     A group that mixes positions is unchanged if one of its states has memory: a trace then keeps only the
@@ -41,13 +41,13 @@ def remembering(graph: ETraceGraph) -> ETraceGraph:
     )
 
 
-def remembered(graph: ETraceGraph) -> dict[int, HiddenGroup]:
+def remembered(graph: TraceGraph) -> dict[int, HiddenGroup]:
     """For each group, by index, the states that have traces, including filters."""
     return {g.index: g for g in remembering(with_filters(graph)).hidden_groups}
 
 
 def _reduced(
-    graph: ETraceGraph, group: HiddenGroup, positions: Positions, flows: Reachability
+    graph: TraceGraph, group: HiddenGroup, positions: Positions, flows: Reachability
 ) -> HiddenGroup | None:
     """A group without the states that have no memory; None if none of them has."""
     maps = [m for r in graph.hidden_param_op_relations for g, m in r.feeds if g is group]
@@ -61,7 +61,7 @@ def _reduced(
     return replace(group, hidden=tuple(h for h, _ in pairs), within=tuple(r for _, r in pairs))
 
 
-def _remembers(graph: ETraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
+def _remembers(graph: TraceGraph, group: HiddenGroup, hidden: Hidden, positions: Positions) -> bool:
     """Whether states read the old value other than through marked ops, or another group reads the new one."""
     new = [h.outvar for h in graph.module_info.hidden]
     others = graph.other_outvars(group)

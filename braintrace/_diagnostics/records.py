@@ -6,15 +6,18 @@ import enum
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._compiler.exactness import RuleKind
 from .._compiler.findings import Found
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.leaky_readouts import decay_of, find_filters
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
 from .._rules.rank import axis_of_samples
+
+if TYPE_CHECKING:
+    from .sentences import Diagnostics
 
 
 class DiagnosticLevel(enum.IntEnum):
@@ -164,14 +167,14 @@ def kinds_of(rule: RuleKind | None) -> set[DiagnosticKind]:
     return set(DiagnosticKind) - in_time - (in_layers if rule.across else set())
 
 
-def warn_of(graph: ETraceGraph, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
-    """Warn once of the findings of a graph that the user may not have meant."""
-    message = warning_of(graph.module_info.step.name, [r for r in graph.diagnostics if r.kind in kinds])
+def warn_of(found: Diagnostics, kinds: Container[DiagnosticKind] = tuple(DiagnosticKind)) -> None:
+    """Warn once of the findings that the user may not have meant."""
+    message = warning_of(found.step.name, [r for r in found if r.kind in kinds])
     if message is not None:
-        warn_user(message, about=graph.module_info.model)
+        warn_user(message, about=found.step.model)
 
 
-def warn_of_options(graph: ETraceGraph, rule: RuleKind) -> None:
+def warn_of_options(graph: TraceGraph, rule: RuleKind) -> None:
     """Warn of options of a rule that do not fit the model."""
     for f in find_filters(graph, exact=False) if rule.filter else ():
         decay = decay_of(graph, f.readout)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from .._compat import Primitive
 from .._compiler.delays import LONGEST
-from .._compiler.findings import Finding, Found, Use
+from .._compiler.findings import Finding, Findings, Found, Use
 from .._compiler.program import Node
 from .._compiler.step import Step, show_path, show_paths
 from .._lines import is_users
@@ -140,6 +141,20 @@ _CAN_BE_FOUND = (
     "Marks are found where a parameter enters by a product, a convolution, a lookup of rows or element by "
     "element, outside of `while` loops and of functions with a derivative rule of their own."
 )
+
+
+class Diagnostics(Findings, Sequence[CompilationRecord]):
+    """All findings of a compilation, as a sequence of records with messages."""
+
+    @cached_property
+    def _records(self) -> list[CompilationRecord]:
+        return records(self.found, self.step)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._records[index]
+
+    def __len__(self) -> int:
+        return len(self._records)
 
 
 def records(findings: Iterable[Finding], step: Step) -> list[CompilationRecord]:

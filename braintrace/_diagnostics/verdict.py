@@ -8,7 +8,7 @@ from typing import Any
 
 from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.findings import Finding, Found, Use
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.step import Path, show_path, show_paths
 from .records import KIND_OF
 
@@ -81,7 +81,7 @@ class Exactness:
     unseen: dict[Path, list[Path]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: ETraceGraph, rule: RuleKind, dropped: Iterable[Finding]) -> Exactness:
+    def of(graph: TraceGraph, rule: RuleKind, dropped: Iterable[Finding]) -> Exactness:
         """The verdict on a compiled model of which a rule drops these paths."""
         found = dict.fromkeys(dropped_path(d, rule.name) for d in dropped)
         return Exactness(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.evaluation import read, run
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.leaky_readouts import find_readouts
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var, zeros
@@ -82,9 +82,7 @@ class ETraceGraphExecutor:
     `consts` (the constants that the model closes over) and `rest` (the leaves of each carried state).
     """
 
-    def __init__(
-        self, graph: ETraceGraph, recursion: Recursion | None = None, *, reads: bool = False
-    ) -> None:
+    def __init__(self, graph: TraceGraph, recursion: Recursion | None = None, *, reads: bool = False) -> None:
         self.graph, self.info = graph, graph.module_info
         self.recursion = recursion
         self.wants_slopes = reads or bool(recursion and recursion.kappa is not None)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.positions import positions_of
 from .._compiler.program import Var, read_program, struct
 from .._compiler.uniform_axes import UniformAxes
@@ -23,7 +23,7 @@ from .executor import ETraceGraphExecutor, Leaves
 from .slots import Slot
 
 
-def with_filtered_inputs(graph: ETraceGraph) -> ETraceGraph:
+def with_filtered_inputs(graph: TraceGraph) -> TraceGraph:
     """The graph with relations that name the axis labels along which their traces are uniform."""
     found = _find_uniform(graph)
     if not found:
@@ -36,7 +36,7 @@ def with_filtered_inputs(graph: ETraceGraph) -> ETraceGraph:
     )
 
 
-def _find_uniform(graph: ETraceGraph) -> dict[int, dict[tuple[str, int], Labels]]:
+def _find_uniform(graph: TraceGraph) -> dict[int, dict[tuple[str, int], Labels]]:
     """By site, the uniform labels of the trace of each of its weights for each group it feeds."""
     executor, info = ETraceGraphExecutor(graph), graph.module_info
     slots = [t for t in executor.slots if _candidates(t)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import numbered
 from .._compiler.positions import positions_of
@@ -26,12 +26,12 @@ from .jacobian import Known, states_of
 from .trace_math import States
 
 
-def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
+def find_readings(graph: TraceGraph) -> dict[int, list[Var]]:
     """The readings of each group: the last variables on each path that are computed unit by unit."""
     return {g.index: _readings(graph, g) for g in graph.hidden_groups}
 
 
-def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
+def _readings(graph: TraceGraph, group: HiddenGroup) -> list[Var]:
     info, program = graph.module_info, graph.module_info.program
     came = positions_of(program).sources({h.outvar: Reach.at(h.positions) for h in group.hidden}, {})
     own = numbered(group.varshape)
@@ -67,7 +67,7 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
 
 
 def slopes(
-    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Array]
+    graph: TraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Array]
 ) -> dict[int, list[States]]:
     """The element-wise derivative of each reading of each group in each state."""
     program = graph.module_info.program

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from .._compat import primitives
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, World, evaluate
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array as NpArray
 from .._compiler.links import numbered
@@ -45,7 +45,7 @@ _PLAIN = "old states only"  # the world of other groups' new states, in which si
 class LocalGroup:
     """Computes the Jacobians of one group, with a plan that depends on positions only."""
 
-    graph: ETraceGraph = field(repr=False)
+    graph: TraceGraph = field(repr=False)
     group: HiddenGroup
 
     @cached_property

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array as NpArray
 from .._compiler.links import numbered
@@ -49,7 +49,7 @@ class Necks:
     sites: dict[int, NpArray]
 
     @staticmethod
-    def find(graph: ETraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
+    def find(graph: TraceGraph, group: HiddenGroup, fed_by: FedBy, varies: set[Var]) -> Necks | None:
         """The necks of a group; None if there are none, or if positions also mix otherwise."""
         program = graph.module_info.program
         own = numbered(group.varshape)

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .._compiler.evaluation import View, World, evaluate
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.perturbation import worlds
 from .._compiler.program import Node, Site, Var
 from .._compiler.slices import behind, has_while
 
 
-def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
+def traced_at(graph: TraceGraph) -> set[tuple[int, World]]:
     """The (site, group) pairs whose trace covers every path from the site to the group."""
     return {
         (r.site.index, g.index) for r in graph.hidden_param_op_relations for g, m in r.feeds if m.complete
@@ -36,7 +36,7 @@ def traced_at(graph: ETraceGraph) -> set[tuple[int, World]]:
 _INNER = "inside"  # the world of the operands of sites that feed groups: old states are not perturbed there
 
 
-def reads_old_states(graph: ETraceGraph) -> bool:
+def reads_old_states(graph: TraceGraph) -> bool:
     """Whether an output depends on an old hidden state along a path that passes no new one."""
     info = graph.module_info
     new = {h.outvar for h in info.hidden}
@@ -44,14 +44,14 @@ def reads_old_states(graph: ETraceGraph) -> bool:
     return any(h.invar in read for h in info.hidden)
 
 
-def _others(graph: ETraceGraph) -> list[Any]:
+def _others(graph: TraceGraph) -> list[Any]:
     """The new values of all states that the step writes."""
     info = graph.module_info
     return [a for e in info.entries for v, a in zip(e.invars, e.outvars, strict=True) if a is not v]
 
 
 def differentiable_step(
-    graph: ETraceGraph,
+    graph: TraceGraph,
     known: Mapping[Var, Any],
     deltas: Sequence[Any],
     old_deltas: Sequence[Any],

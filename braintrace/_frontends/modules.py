@@ -13,10 +13,9 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .. import _compat, _meshes
+from .. import _compat, _meshes, nn
 from .._compiler.errors import CompilationError
 from .._compiler.graph import (
-    ETraceGraph,
     add_hidden_perturbation_from_minfo,
     find_hidden_groups_from_minfo,
     find_hidden_param_op_relations_from_minfo,
@@ -32,6 +31,7 @@ from .._diagnostics.records import warn_of
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
+from .._report.compiled_graph import ETraceGraph
 from .._types import Array, Function, Options, PyTree
 from .pure import traced_with
 
@@ -117,8 +117,8 @@ def compile_etrace_graph(
     [(('w',), [('h',)])]
     """
     info = extract_module_info(model, *args, mark=mark, **kwargs)
-    graph = graph_from_info(info, include_hidden_perturb=include_hidden_perturb)
-    warn_of(graph)
+    graph = ETraceGraph.of(graph_from_info(info, include_hidden_perturb=include_hidden_perturb))
+    warn_of(graph.diagnostics)
     return graph
 
 
@@ -249,8 +249,6 @@ def _is_traced(value: PyTree) -> bool:
 
 def _marked_layers(model: brainstate.nn.Module, params: Sequence[Path]) -> str:
     """Which layers to use instead of those that hold these parameters; nothing where there are none."""
-    from .. import nn
-
     modules = {tuple(map(str, p)): m for p, m in model.nodes(brainstate.nn.Module).items()}
     found: dict[str, list[str]] = {}
     for path in params:

@@ -15,7 +15,7 @@ import jax
 from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind, find_unseen
-from .._compiler.graph import ETraceGraph, graph_from_info
+from .._compiler.graph import graph_from_info
 from .._compiler.marking import mark_found
 from .._compiler.module_info import ModuleInfo, read_step
 from .._diagnostics.records import DiagnosticKind, kinds_of, warn_of, warn_of_options
@@ -35,6 +35,7 @@ from .._online.request import WindowSize
 from .._online.rule_step import RuleStep
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
+from .._report.compiled_graph import ETraceGraph
 from .._rules.rule import Rule, TraceRule, Values
 from .._types import Array, PyTree
 
@@ -64,13 +65,15 @@ class CompiledStep:
         """The hidden groups, and the operations that feed them; warns of truncated paths."""
         step = self.function.step
         with _meshes.no_types():
-            graph = graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+            graph = ETraceGraph.of(
+                graph_from_info(read_step(mark_found(step) if self.mark == "auto" else step))
+            )
         if self.complete:
             warn_of_no_effect(unused_parameters(graph.module_info))
         if isinstance(self.rule, TraceRule):
-            warn_of(graph, kinds_of(self.rule_kind))
+            warn_of(graph.diagnostics, kinds_of(self.rule_kind))
         elif not self.rule.back_through_time:
-            warn_of(graph, [DiagnosticKind.RULE_NOT_LINEAR])
+            warn_of(graph.diagnostics, [DiagnosticKind.RULE_NOT_LINEAR])
         return graph
 
     @property

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .._compat import ClosedJaxpr
-from .._compiler.graph import ETraceGraph
 from .._compiler.step import Path
 from .._executor.pull_back import is_inexact
 from .._frontends.functions import Function
@@ -26,6 +25,7 @@ from .compiled_step import CompiledStep, Leaves
 
 if TYPE_CHECKING:
     from .._report.check import GradientCheck
+    from .._report.compiled_graph import ETraceGraph
     from .._report.plan import Plan
     from .._report.report import CompilationReport
     from .._train.comparison import Comparison

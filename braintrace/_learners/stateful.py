@@ -14,7 +14,6 @@ import brainstate
 import jax.numpy as jnp
 
 from .. import _meshes
-from .._compiler import ETraceGraph
 from .._compiler.step import Path
 from .._diagnostics.records import warn_of_options
 from .._executor.executor import ETraceGraphExecutor
@@ -42,6 +41,7 @@ from .trace_states import EligibilityTrace, StepCounter, traces_of
 from .vjp_method import VjpMethod, read_method
 
 if TYPE_CHECKING:
+    from .._report.compiled_graph import ETraceGraph
     from .._report.report import CompilationReport
 
 

@@ -8,10 +8,10 @@ import pathlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from .._compiler.exactness import BY_STEPS, RuleKind, find_dropped
 from .._compiler.findings import Finding
-from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.layers_above import Across
 from .._compiler.reachability import Reachability
@@ -21,6 +21,9 @@ from .._diagnostics.step_warnings import unused_parameters
 from .._diagnostics.verdict import Exactness
 from .._rules.rank import axis_of_samples
 from .tables import number
+
+if TYPE_CHECKING:
+    from .compiled_graph import ETraceGraph
 
 
 @dataclass(frozen=True)

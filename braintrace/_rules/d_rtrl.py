@@ -15,7 +15,7 @@ import numpy as np
 
 from .._compat import row_major
 from .._compiler.exactness import RuleKind
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.leaky_readouts import with_filters
 from .._compiler.states_with_memory import remembering
 from .._executor.executor import Local
@@ -101,7 +101,7 @@ class D_RTRL(TraceRule):
             return Layers(self.samples, self.dtype)
         return Rank(self.rank, self.samples, self.dtype, BASES[self.basis]) if self.rank else None
 
-    def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
+    def seen(self, graph: TraceGraph, windows: bool) -> TraceGraph:
         if not windows and (self.follows_chains or self.by_readouts):
             graph = with_filters(graph, exact=not self.by_readouts)
         if self.follows_chains and not windows:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.errors import NotSupportedError
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
@@ -319,7 +319,7 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
     return executor.per_sample[axis, traces]  # type: ignore[no-any-return]
 
 
-def axis_of_samples(graph: ETraceGraph, axis: int | str | None) -> int | str | None:
+def axis_of_samples(graph: TraceGraph, axis: int | str | None) -> int | str | None:
     """The batch axis that a rank correction of this graph uses; `axis` if the rule refuses it."""
     try:
         return per_sample(ETraceGraphExecutor(graph), axis).samples.axis

@@ -19,7 +19,7 @@ import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
-from .._compiler.graph import ETraceGraph
+from .._compiler.graph import TraceGraph
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
@@ -89,7 +89,7 @@ class Rule(ABC):
         """
         return {}
 
-    def seen(self, graph: ETraceGraph, windows: bool) -> ETraceGraph:
+    def seen(self, graph: TraceGraph, windows: bool) -> TraceGraph:
         """The graph that the rule runs on, perhaps with additional filter states; `windows` as in `kind`."""
         return graph
 

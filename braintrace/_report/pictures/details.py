@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..._compiler.findings import WITHOUT_TRACE
-from ..._compiler.graph import ETraceGraph
+from ..._compiler.graph import TraceGraph
 from ..._compiler.step import show_path
 from ..._diagnostics.records import KIND_OF
 from ..tables import show_bytes
@@ -12,7 +12,7 @@ from .diagram import Box, Diagram, marked_by, show_aval, show_avals
 Note = list[tuple[str, str]]
 
 
-def details(diagram: Diagram, graph: ETraceGraph) -> dict[str, Note]:
+def details(diagram: Diagram, graph: TraceGraph) -> dict[str, Note]:
     """Return the names and values to show for each box, by its key."""
     why: dict[int, str] = {}
     for f in graph.diagnostics.found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 
-from ..._compiler.graph import ETraceGraph
+from ..._compiler.graph import TraceGraph
 from ..._compiler.step import show_path
 from ..markup import Markup, svg, tag
 from ..report import CompilationReport
@@ -23,7 +23,7 @@ def to_svg(report: CompilationReport) -> Markup:
     return draw(read_diagram(report), report.graph)
 
 
-def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
+def draw(diagram: Diagram, graph: TraceGraph) -> Markup:
     placement = place_cards(make_cards(diagram))
     size = round(placement.width), round(placement.height)
     notes = details(diagram, graph)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from ..._compiler.graph import ETraceGraph
+from ..._compiler.graph import TraceGraph
 from ..._executor.executor import ETraceGraphExecutor
 from ..._executor.slots import Slot
 from ..._rules import D_RTRL, ES_D_RTRL
@@ -23,7 +23,7 @@ class Sizes:
     shapes: dict[tuple[str, int], tuple[int, ...]]  # by weight and group
 
 
-def trace_sizes(graph: ETraceGraph) -> dict[int, Sizes]:
+def trace_sizes(graph: TraceGraph) -> dict[int, Sizes]:
     """Return the sizes of the traces of every site that has some, by the index of the site."""
     slots, traces = _start(D_RTRL(), graph)
     _, averages = _start(ES_D_RTRL(), graph)
@@ -35,7 +35,7 @@ def trace_sizes(graph: ETraceGraph) -> dict[int, Sizes]:
     return found
 
 
-def _start(rule: TraceRule, graph: ETraceGraph) -> tuple[list[Slot], Values]:
+def _start(rule: TraceRule, graph: TraceGraph) -> tuple[list[Slot], Values]:
     """Return the slots of a rule's traces, and the shapes of the arrays that it starts with."""
     executor = ETraceGraphExecutor(rule.seen(graph, windows=False))
     return executor.slots, jax.eval_shape(lambda: rule.start(executor))
