@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.lax import GatherDimensionNumbers, ScatterDimensionNumbers
 
 from .. import _compat
 from .._compat import Primitive, primitives
@@ -68,68 +69,44 @@ def _pad(x: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Arra
     return x
 
 
+def as_gather(d: GatherDimensionNumbers | ScatterDimensionNumbers) -> GatherDimensionNumbers:
+    """The dimension numbers of the gather whose transpose a scatter is; those of a gather as they are."""
+    if isinstance(d, GatherDimensionNumbers):
+        return d
+    return GatherDimensionNumbers(
+        offset_dims=tuple(d.update_window_dims),
+        collapsed_slice_dims=tuple(d.inserted_window_dims),
+        start_index_map=tuple(d.scatter_dims_to_operand_dims),
+        operand_batching_dims=tuple(d.operand_batching_dims),
+        start_indices_batching_dims=tuple(d.scatter_indices_batching_dims),
+    )
+
+
+def window_axes(d: GatherDimensionNumbers, num_axes: int) -> list[int]:
+    """The axes of the operand of a gather, among `num_axes`, that its output has, too."""
+    return [a for a in range(num_axes) if a not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
+
+
 def gathered(params: Options, operand: Shape, indices: Array, out: Shape) -> Array:
-    """The element of the operand that each element of a gather is a copy of; -1 if none."""
-    d = params["dimension_numbers"]
-    return _addresses(
-        operand,
-        indices,
-        out,
-        d.offset_dims,
-        d.collapsed_slice_dims,
-        d.start_index_map,
-        d.operand_batching_dims,
-        d.start_indices_batching_dims,
-        params["slice_sizes"],
-        params["mode"],
-    )
+    """The element of the operand that each element of a gather is a copy of, or of a scatter is added to.
 
-
-def scattered(params: Options, operand: Shape, indices: Array, updates: Shape) -> Array:
-    """The element of the operand that each update of a scatter is written to; -1 if none."""
-    d = params["dimension_numbers"]
-    window = iter(updates[a] for a in d.update_window_dims)
-    single = (*d.inserted_window_dims, *d.operand_batching_dims)
-    return _addresses(
-        operand,
-        indices,
-        updates,
-        d.update_window_dims,
-        d.inserted_window_dims,
-        d.scatter_dims_to_operand_dims,
-        d.operand_batching_dims,
-        d.scatter_indices_batching_dims,
-        [1 if axis in single else next(window) for axis in range(len(operand))],
-        params["mode"],
-    )
-
-
-def _addresses(
-    operand: Shape,
-    indices: Array,
-    out: Shape,
-    window: Sequence[int],
-    collapsed: Sequence[int],
-    indexed: Sequence[int],
-    batching: Sequence[int],
-    indices_batching: Sequence[int],
-    sizes: Sequence[int],
-    mode: jax.lax.GatherScatterMode,
-) -> Array:
-    places = np.indices(out)
-    batch = tuple(places[a] for a in range(len(out)) if a not in window)
+    `out` is the shape of the gather's output or of the scatter's updates; -1 stands for no element.
+    """
+    d = as_gather(params["dimension_numbers"])
+    window, places = window_axes(d, len(operand)), np.indices(out)
+    sizes = dict(zip(window, (out[a] for a in d.offset_dims), strict=True))
+    batch = tuple(places[a] for a in range(len(out)) if a not in d.offset_dims)
     address = np.zeros((len(operand), *out), np.int64)
     inside = np.ones(out, bool)
-    for k, axis in enumerate(indexed):
-        start, last = indices[(*batch, k)].astype(np.int64), operand[axis] - sizes[axis]
-        if mode == jax.lax.GatherScatterMode.CLIP:
+    for k, axis in enumerate(d.start_index_map):
+        start, last = indices[(*batch, k)].astype(np.int64), operand[axis] - sizes.get(axis, 1)
+        if params["mode"] == jax.lax.GatherScatterMode.CLIP:
             start = np.clip(start, 0, last)
         inside &= (start >= 0) & (start <= last)
         address[axis] = start
-    for axis, b in zip(batching, indices_batching, strict=True):
+    for axis, b in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
         address[axis] = batch[b]
-    rest = [axis for axis in range(len(operand)) if axis not in collapsed and axis not in batching]
-    for axis, a in zip(rest, window, strict=True):
+    for axis, a in zip(window, d.offset_dims, strict=True):
         address[axis] += places[a]
     strides = np.cumprod([1, *operand[:0:-1]])[::-1] if operand else np.zeros(0, np.int64)
     return np.where(inside, np.tensordot(strides, address, 1), -1)

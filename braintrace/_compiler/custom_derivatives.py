@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 
 from .. import _compat
 from .._compat import Literal, primitives
+from .caching import cached
 from .dataflow import Flow, solve, union
 from .primitives import IN_ALL_OPERANDS, IN_FIRST_OPERAND, IN_ONE_OPERAND, INDICES
 from .program import Atom, Loop, Node, Program, Var, is_inexact, read_program, struct
@@ -34,14 +34,9 @@ class PullBack:
     results: dict[int, Atom]  # outputs of the program, by the index of the input of the node
 
     @staticmethod
+    @cached
     def of(node: Node) -> PullBack | None:
         """The pull-back of a node, traced once; None if it has no reverse mode."""
-        if node not in _traced:
-            _traced[node] = PullBack._trace(node)
-        return _traced[node]
-
-    @staticmethod
-    def _trace(node: Node) -> PullBack | None:
         traced = _compat.pull_back_of(node.eqn)
         if traced is None:
             return None
@@ -171,6 +166,3 @@ def implementation(node: Node) -> Program | None:
 def has_own_rule(node: Node) -> bool:
     """Whether it is a `custom_jvp` or `custom_vjp` function."""
     return _compat.called_jaxpr(node.eqn, custom=True) is not None
-
-
-_traced: WeakKeyDictionary[Node, PullBack | None] = WeakKeyDictionary()

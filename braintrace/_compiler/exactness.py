@@ -44,9 +44,8 @@ class RuleKind:
     known: bool = True  # whether it is one of the library's rules, with traces as above
     whole: bool = False  # the full influence matrix is stored
     at_once: bool = False  # the losses of all steps are back-propagated together (BPTT)
-    averages: tuple[float, float] | None = (
-        None  # decays of the input and state averages of a factorised trace
-    )
+    # decays of the input and state averages of a factorised trace
+    averages: tuple[float, float] | None = None
     windows: bool = False  # back-propagates through windows; traces summarise earlier steps
     rank: int = 0  # of the low-rank correction
     samples: int | str | None = "auto"  # the batch axis, along which each sample has its own basis
@@ -224,20 +223,19 @@ class _Verdict:
             if not places.complete and bits & self.flows.live:
                 by = self._mixing_node(use.site, group)
                 yield from _each(use.params, Found.OTHER_POSITIONS, use, states, by)
-            averaged = self.rule.averages is not None and not self._is_average(relation, group)
-            if averaged and bits & self.harmful:
-                yield from _each(use.params, Found.AVERAGED, use, states, use)
+            rule, harmful, matters = self.rule, bits & self.harmful, bits & self.flows.matters
             own = group.index in self.readouts  # it uses its own traces and the back-propagated signal
-            if self.rule.signal and not (own and self.rule.broadcast) and bits & self.flows.matters:
-                yield from _each(use.params, Found.OTHER_SIGNAL, use, states)
-            if self.rule.leak is not None and not own and bits & self.harmful:
-                yield from _each(use.params, Found.GIVEN_LEAK, use, states)
-            if self.rule.filter is not None and not own and bits & self.flows.matters:
-                yield from _each(use.params, Found.FILTERED, use, states)
-            if self.rule.bounded and bits & self.flows.matters:
-                yield from _each(use.params, Found.BOUNDED, use, states)
-            if not self.rule.known and bits & self.harmful:
-                yield from _each(use.params, Found.UNKNOWN_RULE, use, states, use)
+            found = {
+                Found.AVERAGED: harmful and rule.averages and not self._is_average(relation, group),
+                Found.OTHER_SIGNAL: matters and rule.signal and not (own and rule.broadcast),
+                Found.GIVEN_LEAK: harmful and rule.leak is not None and not own,
+                Found.FILTERED: matters and rule.filter is not None and not own,
+                Found.BOUNDED: matters and rule.bounded,
+                Found.UNKNOWN_RULE: harmful and not rule.known,
+            }
+            for kind in (kind for kind, applies in found.items() if applies):
+                by_op = kind in (Found.AVERAGED, Found.UNKNOWN_RULE)
+                yield from _each(use.params, kind, use, states, use if by_op else None)
 
     def _is_average(self, relation: HiddenParamOpRelation, group: HiddenGroup) -> bool:
         """Whether the averages equal the trace: there is no memory, and nothing to average over."""

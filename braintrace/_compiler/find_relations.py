@@ -21,6 +21,12 @@ from .reach import Reach
 from .relation import HiddenParamOpRelation, PathClassification, PositionMap
 from .step import Path, show_path
 
+_CLASSES = {  # by whether a path crosses no other marked op, and whether one does
+    (1, 0): PathClassification.ALL_DIRECT,
+    (0, 1): PathClassification.ALL_THROUGH_OTHER_ETP,
+    (1, 1): PathClassification.MIXED,
+}
+
 
 def find_relations(
     info: ModuleInfo,
@@ -51,17 +57,8 @@ def find_relations(
         if site.context:
             findings.append(Finding(Found.IN_CONTROL_FLOW, of=weights.use))
         goal = site_goals.get(site.index, Goal())
-        classes = {}
-        for i, (_, path) in enumerate(leaves):
-            direct, crossing = goal.direct >> i & 1, goal.crossing >> i & 1
-            if direct or crossing:
-                classes[path] = (
-                    PathClassification.MIXED
-                    if direct and crossing
-                    else PathClassification.ALL_DIRECT
-                    if direct
-                    else PathClassification.ALL_THROUGH_OTHER_ETP
-                )
+        ways = {path: (goal.direct >> i & 1, goal.crossing >> i & 1) for i, (_, path) in enumerate(leaves)}
+        classes = {path: _CLASSES[way] for path, way in ways.items() if any(way)}
         if (why_not := weights.why_not(goal)) is not None:
             findings.append(why_not)
             continue

@@ -46,9 +46,7 @@ class Found(enum.Enum):
     OWN_DERIVATIVE_UNUSED = enum.auto()  # a function with a custom derivative rule contains a site
     RULE_NOT_LINEAR = enum.auto()  # a custom derivative rule is not linear, and parameters act through it
     STATE_WITHOUT_TRACE = enum.auto()  # parameters affect later losses through the state in `detail`
-    NO_GRADIENT = (
-        enum.auto()
-    )  # all paths of a parameter to losses are dropped; `detail` is the first of these
+    NO_GRADIENT = enum.auto()  # all paths of a parameter to losses are dropped; `detail` is the first
 
     # why a path from a parameter to later losses is dropped: the edge at which it leaves the traces
     NO_TRACE = enum.auto()  # a site feeds states without a trace; `detail` is the reason

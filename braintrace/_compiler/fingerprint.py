@@ -55,27 +55,26 @@ def _number(value: ArrayLike) -> Hashable:
     return array.shape, str(array.dtype), array.tobytes()
 
 
+def _body(body: _compat.Body, rules: bool) -> Hashable:
+    """The key of a jaxpr with the values of its constants."""
+    return _jaxpr(body[0], rules), tuple(map(_number, body[1]))
+
+
 def _params(eqn: JaxprEqn, rules: bool) -> Hashable:
-    if _compat.called_jaxpr(eqn, custom=True) is not None:
-        jaxpr, consts = _compat.called_jaxpr(eqn, custom=True)  # type: ignore[misc]
-        rule = _own_rule(eqn) if rules else None
-        return _jaxpr(jaxpr, rules), tuple(map(_number, consts)), rule
+    if (called := _compat.called_jaxpr(eqn, custom=True)) is not None:
+        return _body(called, rules), _own_rule(eqn) if rules else None
     return tuple((name, _value(value, rules)) for name, value in sorted(eqn.params.items()))
 
 
 def _own_rule(eqn: JaxprEqn) -> Hashable:
     """The key of the pull-back of a function with a custom derivative rule."""
     traced = _compat.pull_back_of(eqn)
-    if traced is None:
-        return object()
-    jaxpr, consts = _compat.parts(traced)
-    return _jaxpr(jaxpr, False), tuple(map(_number, consts))
+    return object() if traced is None else _body(_compat.parts(traced), False)
 
 
 def _value(value: object, rules: bool) -> Hashable:
     if isinstance(value, ClosedJaxpr | Jaxpr):
-        jaxpr, consts = _compat.parts(value)
-        return _jaxpr(jaxpr, rules), tuple(map(_number, consts))
+        return _body(_compat.parts(value), rules)
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return tuple(_value(v, rules) for v in value)
     if isinstance(value, dict):

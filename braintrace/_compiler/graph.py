@@ -59,7 +59,15 @@ def graph_from_info(
         others = [h for h in info.hidden if not any(h.invar is line.invar for line in lines)]
         graph = graph_of(replace(info, hidden=(*others, *lines)), include_hidden_perturb)
     flows = find_reachability(graph)
-    later = [*_not_linear(flows), *_untraced(flows), *_unheard(graph, flows)]
+    kinds = {e.path: e.of.kind for e in info.entries}
+    later = [
+        *(Finding(Found.RULE_NOT_LINEAR, tuple(params), nodes=(node,)) for node, params in flows.not_linear),
+        *(
+            Finding(Found.STATE_WITHOUT_TRACE, tuple(params), states=(c.path,), detail=kinds[c.path])
+            for c, params in flows.untraced
+        ),
+        *_without_gradient(graph, flows),
+    ]
     return graph._replace(diagnostics=Findings(info.step, (*graph.diagnostics.found, *later)))
 
 
@@ -189,24 +197,11 @@ def _cascades(
     return found
 
 
-def _untraced(flows: Reachability) -> list[Finding]:
-    """States without a trace through which parameters affect later losses, such as long delays."""
-    kinds = {e.path: e.of.kind for e in flows.info.entries}
-    return [
-        Finding(Found.STATE_WITHOUT_TRACE, tuple(params), states=(c.path,), detail=kinds[c.path])
-        for c, params in flows.untraced
-    ]
-
-
-def _unheard(graph: TraceGraph, flows: Reachability) -> list[Finding]:
-    """Parameters without any gradient."""
+def _without_gradient(graph: TraceGraph, flows: Reachability) -> list[Finding]:
+    """Parameters without any gradient, although they affect later losses."""
     dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
     first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins
     return [Finding(Found.NO_GRADIENT, (p,), detail=first[p]) for p in flows.unheard if p in first]
-
-
-def _not_linear(flows: Reachability) -> list[Finding]:
-    return [Finding(Found.RULE_NOT_LINEAR, tuple(params), nodes=(node,)) for node, params in flows.not_linear]
 
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:

@@ -8,9 +8,10 @@ depend on it are above, too. A parameter without a trace is placed at the states
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from .caching import cached
 from .custom_derivatives import PullBack
 from .dataflow import Flow, settled, solve, union
 from .program import Node, Var
@@ -40,7 +41,6 @@ class Across:
         number = {v: i for i, v in enumerate(info.carried_invars)}
         # the parts of a packed array have the index of the array
         self._number = number | {h.invar: number[h.leaf] for h in info.hidden}
-        self._onto = cache(self._onto)  # type: ignore[method-assign]
 
     @cached_property
     def above(self) -> list[Above]:
@@ -144,6 +144,7 @@ class Across:
         """The bits of the states that depend on a parameter, in this step or a later one."""
         return settled(self.flows.reached(param), self._onto)
 
+    @cached
     def _onto(self, bits: int) -> int:
         """The bits of the states that depend on some others after one step."""
         found = 0

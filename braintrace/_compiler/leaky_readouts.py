@@ -94,13 +94,8 @@ def with_filters(graph: TraceGraph, *, exact: bool = True) -> TraceGraph:
 
 class _Search:
     def __init__(self, graph: TraceGraph, exact: bool) -> None:
-        self.graph, self.info, self.flows, self.exact = (
-            graph,
-            graph.module_info,
-            find_reachability(graph),
-            exact,
-        )
-        self.program = self.info.program
+        self.graph, self.exact, self.flows = graph, exact, find_reachability(graph)
+        self.info, self.program = graph.module_info, graph.module_info.program
 
     def of(self, group: HiddenGroup) -> Filter | None:
         """The filter of a group, if it is a leaky readout."""

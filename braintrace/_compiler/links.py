@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from . import primitives as tables
 from .constants import Zeros
 from .copies import Array as Array
 from .copies import Shape as Shape
-from .copies import copy, scattered
+from .copies import as_gather, copy, gathered, window_axes
 from .program import Node
 
 
@@ -197,10 +198,11 @@ def _copies(
 
 def _scatter(params: Options, ins: Sequence[Aval], out: Shape, known: Known) -> Linked | None:
     """Updates are added to, or replace, the elements at the indices."""
-    indices = known(1)
+    indices, updates = known(1), tuple(ins[2].shape)
     if indices is None:
-        return [(0, 0, Same()), (2, 0, _scattered_somewhere(params, tuple(ins[2].shape), out))]
-    put = scattered(params, out, indices, tuple(ins[2].shape)).ravel()
+        turned = {a: b for b, a in _indexed(params, out, updates).items()}
+        return [(0, 0, Same()), (2, 0, _whole_axes(updates, out, turned))]
+    put = gathered(params, out, indices, updates).ravel()
     hit = np.flatnonzero(put >= 0)
     update = params["update_jaxpr"]
     kept: Link = Same()
@@ -216,29 +218,16 @@ def _somewhere(primitive: Primitive, params: Options, shapes: list[Shape], out: 
         return [(0, 0, _whole_axes(shapes[0], out, {a: a for a in range(len(out))}))]
     if primitive is primitives.dynamic_update_slice_p:
         return [(0, 0, Same()), (1, 0, _whole_axes(shapes[1], out, {a: a for a in range(len(out))}))]
-    numbers = params["dimension_numbers"]
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    window = [a for a in range(len(shapes[0])) if a not in gone]
-    batch = [a for a in range(len(out)) if a not in numbers.offset_dims]
-    kept = (batch[a] for a in numbers.start_indices_batching_dims)
-    pairs = (
-        *zip(window, numbers.offset_dims, strict=True),
-        *zip(numbers.operand_batching_dims, kept, strict=True),
-    )
-    return [(0, 0, _whole_axes(shapes[0], out, dict(pairs)))]
+    return [(0, 0, _whole_axes(shapes[0], out, _indexed(params, shapes[0], out)))]
 
 
-def _scattered_somewhere(params: Options, updates: Shape, out: Shape) -> Link:
-    numbers = params["dimension_numbers"]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window = [a for a in range(len(out)) if a not in gone]
-    batch = [a for a in range(len(updates)) if a not in numbers.update_window_dims]
-    kept = (batch[a] for a in numbers.scatter_indices_batching_dims)
-    pairs = (
-        *zip(numbers.update_window_dims, window, strict=True),
-        *zip(kept, numbers.operand_batching_dims, strict=True),
-    )
-    return _whole_axes(updates, out, dict(pairs))
+def _indexed(params: Options, operand: Shape, out: Shape) -> dict[int, int]:
+    """The axis of a gather's output (of a scatter's updates) for each axis of the operand that it has."""
+    d = as_gather(params["dimension_numbers"])
+    batch = [a for a in range(len(out)) if a not in d.offset_dims]
+    kept = (batch[a] for a in d.start_indices_batching_dims)
+    pairs = dict(zip(window_axes(d, len(operand)), d.offset_dims, strict=True))
+    return pairs | dict(zip(d.operand_batching_dims, kept, strict=True))
 
 
 def _whole_axes(inp: Shape, out: Shape, pairs: dict[int, int]) -> Link:
@@ -250,23 +239,29 @@ def _whole_axes(inp: Shape, out: Shape, pairs: dict[int, int]) -> Link:
 
 def _windows(shape: Shape, out: Shape, params: Options) -> Link:
     """Link each element to the windows that contain it."""
-    window, strides, padding = (params[k] for k in ("window_dimensions", "window_strides", "padding"))
-    base = params.get("base_dilation") or (1,) * len(shape)
-    dilation = params.get("window_dilation") or (1,) * len(shape)
-    numbers, places = numbered(shape), np.indices(out).reshape(len(shape), -1)
-    inp, reached = [], []
-    for offset in itertools.product(*map(range, window)):
-        at = [
-            p * s + o * d - low
-            for p, s, o, d, (low, _) in zip(places, strides, offset, dilation, padding, strict=True)
-        ]
-        ok = np.ones(places.shape[1], bool)
-        for a, n, b in zip(at, shape, base, strict=True):
-            ok &= (a >= 0) & (a % b == 0) & (a // b < n)
-        where = tuple((a // b)[ok] for a, b in zip(at, base, strict=True))
-        inp.append(numbers[where].ravel())
-        reached.append(np.flatnonzero(ok))
-    return Pairs(np.concatenate(inp), np.concatenate(reached))
+    ones = (1,) * len(shape)
+    window = params["window_dimensions"]
+    base, dilation = (params.get(f"{name}_dilation") or ones for name in ("base", "window"))
+    grid = list(np.indices((*window, *out)).reshape(2 * len(shape), -1))
+    offsets, places = grid[: len(shape)], grid[len(shape) :]
+    at, ok = _read_at(places, offsets, shape, params["window_strides"], dilation, base, params["padding"])
+    reached = np.ravel_multi_index([p[ok] for p in places], out)
+    return Pairs(np.ravel_multi_index([a[ok] for a in at], shape), reached)
+
+
+def _read_at(
+    places: Sequence[Array], offsets: Sequence[Array], shape: Sequence[int], *dims: Sequence[Any]
+) -> tuple[list[Array], Array]:
+    """The indices that windows at `places` read at `offsets`, and which of them are inside an array.
+
+    `dims` are, for each axis, strides, dilations of the window and of the array, and padding.
+    """
+    found, ok = [], np.ones(np.shape(places[0]), bool)
+    for p, o, n, stride, dilation, base, (low, _) in zip(places, offsets, shape, *dims, strict=True):
+        at = p * stride + o * dilation - low
+        ok &= (at >= 0) & (at % base == 0) & (at // base < n)
+        found.append(at // base)
+    return found, ok
 
 
 _MOST = 2**22  # pairs; above this, all elements are linked
@@ -331,14 +326,8 @@ def fine_conv(params: Options, ins: Sequence[Aval], outs: Sequence[Aval]) -> Lin
         return None
     n, o, i, *rest = np.indices(size).reshape(len(size), -1)
     offsets, at = rest[: len(window)], rest[len(window) :]
-    ok, where = np.ones(n.shape, bool), []
     dims = [params[name] for name in ("window_strides", "rhs_dilation", "lhs_dilation", "padding")]
-    for p, d, length, s, rhs, lhs, (low, _) in zip(
-        at, offsets, (x[a] for a in spec.lhs_spec[2:]), *dims, strict=True
-    ):
-        q = p * s + d * rhs - low
-        ok &= (q >= 0) & (q % lhs == 0) & (q // lhs < length)
-        where.append(q // lhs)
+    where, ok = _read_at(at, offsets, [x[a] for a in spec.lhs_spec[2:]], *dims)
     channel = o // (features // groups) * k[spec.rhs_spec[1]] + i
     of_x = _flat(x, spec.lhs_spec, [n, channel, *where], ok)
     of_k = _flat(k, spec.rhs_spec, [o, i, *offsets], ok)

@@ -32,27 +32,19 @@ Axes = list[int | None]
 def mark_found(step: Step) -> Step:
     """Mark every operation of a step that combines a weight with data and has a marked version."""
     program = take_apart(read_program(step.closed_jaxpr, marks=False))
-    num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
-    ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
-    params: list[Var] = []
-    fixed: list[Var] = []
-    new: list[int] = []  # the indices of outputs that are new hidden states
-    number = num_out
-    for state in step.states:
-        pairs = [(next(ins), next(outs)) for _ in range(state.tree.num_leaves)]
-        numbered = enumerate(pairs, number)
-        number += len(pairs)
-        if state.role is Role.PARAMETER:
-            params += [a for a, _ in pairs if _is_number(a)]
-        elif all(a is b for a, b in pairs):
-            fixed += [a for a, _ in pairs]
-        new += [i for i, (a, b) in numbered if state.role is Role.HIDDEN and a is not b]
+    num_out = len(program.outputs) - len(step.owners)
+    leaves = list(zip(step.owners, program.inputs[step.num_args :], program.outputs[num_out:], strict=True))
+    written = {state for state, old, new in leaves if old is not new}
+    params = [old for state, old, _ in leaves if state.role is Role.PARAMETER and _is_number(old)]
+    fixed = [old for state, old, _ in leaves if state.role is not Role.PARAMETER and state not in written]
+    numbered = enumerate(leaves, num_out)
+    hidden = [i for i, (state, old, new) in numbered if state.role is Role.HIDDEN and old is not new]
     bits = provenance(program, params).bits
     learned = sum(bits[v] for v in params)
     frontier = _Frontier(bits, learned, learned | sum(bits[v] for v in fixed) | SLICED)
 
     def marked(*args: Array) -> list[Array]:
-        return frontier.run(program, args, new)
+        return frontier.run(program, args, hidden)
 
     closed: _compat.ClosedJaxpr = jax.make_jaxpr(marked)(*(v.aval for v in program.inputs))
     return replace(step, closed_jaxpr=closed, found=True)

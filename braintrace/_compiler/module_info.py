@@ -273,7 +273,7 @@ def read_step(step: Step) -> ModuleInfo:
 
 
 def _entries(step: Step, program: Program) -> list[StateEntry]:
-    num_out = len(program.outputs) - sum(st.tree.num_leaves for st in step.states)
+    num_out = len(program.outputs) - len(step.owners)
     ins, outs = iter(program.inputs[step.num_args :]), iter(program.outputs[num_out:])
     entries = []
     for state in step.states:
@@ -299,12 +299,11 @@ def _check_that_it_stays(entry: StateEntry) -> None:
 
 def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
     """The error for an op inside a primitive that is not read, with the parameters that enter there."""
-    owners = [st for st in step.states for _ in range(st.tree.num_leaves)]
     origin = provenance(e.program)
     behind = {v for atom in e.node.inputs for v in origin.of(atom)[0]}
     of = dict.fromkeys(
         f"`{show_path(st.path)}`"
-        for var, st in zip(e.program.inputs[step.num_args :], owners, strict=False)
+        for var, st in zip(e.program.inputs[step.num_args :], step.owners, strict=False)
         if var in behind and st.role is Role.PARAMETER
     )
     names = f" of {', '.join(of)}" if of else ""

@@ -52,11 +52,7 @@ class Positions:
         self.program, self.through, self.fine = program, through, fine
         self.constants = Constants(program, known or {})
         self._zeros = Zeros(program, self.constants, zeros or {})
-        self._links: dict[Node, Linked | None] = {}
-        self._computed: dict[Node, Positions | None] = {}
-        self._inner: dict[Hashable, Positions] = {}
-        self._iterations: dict[Node, list[Known]] = {}
-        self._flows: dict[tuple[bool, bool], Flow[Reach]] = {}
+        self._programs: dict[Hashable, Positions] = {}
 
     def reaches(
         self, starts: Mapping[Var, Reach], stop: Callable[[Var], bool] | None = None
@@ -78,19 +74,18 @@ class Positions:
         flow = self._flow(back, True)
         return flow if stop is None else replace(flow, beyond=lambda v, r: None if stop(v) else r)
 
+    @cached
     def _flow(self, back: bool, derivatives: bool) -> Flow[Reach]:
-        if (back, derivatives) not in self._flows:
-            self._flows[back, derivatives] = Flow(
-                transfer=lambda node, given: self._carry(node, given, back, derivatives),
-                back=back,
-                derivatives=derivatives,
-                enters=True,
-                rule=PullBack.of,
-                inside=lambda node, program, step, *kind: self._at(node, program, step)._flow(*kind),
-                stack=_stack,
-                most=_FIXPOINT,
-            )
-        return self._flows[back, derivatives]
+        return Flow(
+            transfer=lambda node, given: self._carry(node, given, back, derivatives),
+            back=back,
+            derivatives=derivatives,
+            enters=True,
+            rule=PullBack.of,
+            inside=lambda node, program, step, *kind: self._at(node, program, step)._flow(*kind),
+            stack=_stack,
+            most=_FIXPOINT,
+        )
 
     def _carry(
         self, node: Node, given: list[Reach | None], back: bool, derivatives: bool
@@ -116,26 +111,24 @@ class Positions:
                 made[there] = union((made[there], reach.carry(link, atom.aval.shape, back=back)))
         return made
 
+    @cached
     def _find_links(self, node: Node) -> Linked | None:
-        if node not in self._links:
-            ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
-            known = lambda i: self.constants(node.inputs[i])
-            fine = _links.fine_links(node, self._zeros) if self.fine else None
-            self._links[node] = fine or _links.links(node.primitive, node.params, ins, outs, known)
-        return self._links[node]
+        ins, outs = [a.aval for a in node.inputs], [v.aval for v in node.outputs]
+        known = lambda i: self.constants(node.inputs[i])
+        fine = _links.fine_links(node, self._zeros) if self.fine else None
+        return fine or _links.links(node.primitive, node.params, ins, outs, known)
 
+    @cached
     def _expanded(self, node: Node) -> Positions | None:
         """The positions of a primitive's implementation, if that can be traced."""
-        if node not in self._computed:
-            program = None if node.inner else implementation(node)
-            known: dict[Var, Array | None] = {}
-            zeros: dict[Var, Array | None] = {}
-            if program is not None and self.fine:
-                known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
-                zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
-            found = None if program is None else Positions(program, known, fine=self.fine, zeros=zeros)
-            self._computed[node] = found
-        return self._computed[node]
+        program = None if node.inner else implementation(node)
+        if program is None:
+            return None
+        if not self.fine:
+            return Positions(program)
+        known = dict(zip(program.inputs, self._known(node.inputs), strict=True))
+        zeros = dict(zip(program.inputs, map(self._zeros, node.inputs), strict=True))
+        return Positions(program, known, fine=True, zeros=zeros)
 
     # -- inside control flow -----------------------------------------------------------------------
 
@@ -146,29 +139,24 @@ class Positions:
             known = self._known(node.inputs[1:])
         elif step is not None:
             known = self._known_in(node)[step]
-        return self._program(program, known)
+        return self._inner(program, known)
 
-    def _program(self, program: Program, known: Known) -> Positions:
-        key = (
-            program,
-            known and tuple(None if v is None else np.asarray(v).tobytes() for v in known),
-        )
-        if key not in self._inner:
-            values = zip(program.inputs, known, strict=True) if known else ()
-            self._inner[key] = Positions(program, dict(values), through=self.through, fine=self.fine)
-        return self._inner[key]
+    def _inner(self, program: Program, known: Known) -> Positions:
+        key = known and tuple(None if v is None else np.asarray(v).tobytes() for v in known)
+        inner = self._programs.get((program, key))
+        if inner is None:
+            values = dict(zip(program.inputs, known, strict=True)) if known else {}
+            inner = Positions(program, values, through=self.through, fine=self.fine)
+            self._programs[program, key] = inner
+        return inner
 
     def _known(self, atoms: Sequence[Atom]) -> list[Array | None]:
         """The values of integers that do not depend on data; None for all others."""
         return [self.constants(a) if jnp.issubdtype(a.aval.dtype, jnp.integer) else None for a in atoms]
 
+    @cached
     def _known_in(self, node: Node) -> list[Known]:
         """The known inputs of a scan's body in each iteration: constants and counters."""
-        if node not in self._iterations:
-            self._iterations[node] = self._follow_counters(node)
-        return self._iterations[node]
-
-    def _follow_counters(self, node: Node) -> list[Known]:
         loop = node.loop
         assert loop is not None
         assert loop.length is not None
@@ -183,7 +171,7 @@ class Positions:
         steps = range(loop.length)
         for step in reversed(steps) if node.params["reverse"] else steps:
             result[step] = [*consts, *carried, *(None if x is None else x[step] for x in xs)]
-            carried = self._program(loop.body, result[step])._known(loop.body.outputs[: loop.carry])
+            carried = self._inner(loop.body, result[step])._known(loop.body.outputs[: loop.carry])
         return result
 
 

@@ -100,41 +100,36 @@ class Reach:
 
     def carry(self, link: Link, shape: Shape, *, back: bool) -> Reach:
         """The reach at the other end of a link, of the given shape."""
-        return carry(link, self, shape, back=back)
+        if isinstance(link, Same):
+            return Reach(self.low.reshape(2, *shape), self.high.reshape(2, *shape))
+        if isinstance(link, Pairs):
+            here, there = (link.out, link.inp) if back else (link.inp, link.out)
+            result = Reach.empty((math.prod(shape),))
+            for kind in (_ALL, _DIRECT):
+                np.minimum.at(result.low[kind], there, self.low[kind].ravel()[here])
+                np.maximum.at(result.high[kind], there, self.high[kind].ravel()[here])
+            low = result.low[_DIRECT]
+            if len(there) > 1 and np.any(low == _TORN):
+                low[(low == _TORN) & (np.bincount(there, minlength=len(low)) > 1)] = 0  # mixed here
+            return Reach(result.low.reshape(2, *shape), result.high.reshape(2, *shape))
+        # after the axis of the two kinds
+        drop, order, grow = (tuple(a + 1 for a in axes) for axes in link.moves(back=back))
+
+        def move(array: Array, reduce: Callable[..., Array], initial: int) -> Array:
+            array = reduce(array, axis=drop, initial=initial) if drop else array
+            array = np.expand_dims(np.transpose(array, (0, *order)), grow)
+            return np.broadcast_to(array, (2, *shape))
+
+        low = self.low
+        if any(low.shape[axis] > 1 for axis in drop) and np.any(low[_DIRECT] == _TORN):
+            low = np.stack([low[_ALL], np.maximum(low[_DIRECT], 0)])  # mixed here
+        return Reach(move(low, np.min, _NONE), move(self.high, np.max, -1))
 
     @staticmethod
     def stack(parts: Sequence[Reach | None], shape: Shape) -> Reach:
         """Stack reaches of the given shape; None is empty."""
         full = [Reach.empty(shape) if p is None else p for p in parts]
         return Reach(np.stack([p.low for p in full], 1), np.stack([p.high for p in full], 1))
-
-
-def carry(link: Link, reach: Reach, shape: Shape, *, back: bool) -> Reach:
-    """Propagate a reach from one end of a link to the other end, of the given shape."""
-    if isinstance(link, Same):
-        return Reach(reach.low.reshape(2, *shape), reach.high.reshape(2, *shape))
-    if isinstance(link, Pairs):
-        here, there = (link.out, link.inp) if back else (link.inp, link.out)
-        result = Reach.empty((math.prod(shape),))
-        for kind in (_ALL, _DIRECT):
-            np.minimum.at(result.low[kind], there, reach.low[kind].ravel()[here])
-            np.maximum.at(result.high[kind], there, reach.high[kind].ravel()[here])
-        low = result.low[_DIRECT]
-        if len(there) > 1 and np.any(low == _TORN):
-            low[(low == _TORN) & (np.bincount(there, minlength=len(low)) > 1)] = 0  # mixed here
-        return Reach(result.low.reshape(2, *shape), result.high.reshape(2, *shape))
-    # after the axis of the two kinds
-    drop, order, grow = (tuple(a + 1 for a in axes) for axes in link.moves(back=back))
-
-    def move(array: Array, reduce: Callable[..., Array], initial: int) -> Array:
-        array = reduce(array, axis=drop, initial=initial) if drop else array
-        array = np.expand_dims(np.transpose(array, (0, *order)), grow)
-        return np.broadcast_to(array, (2, *shape))
-
-    low = reach.low
-    if any(low.shape[axis] > 1 for axis in drop) and np.any(low[_DIRECT] == _TORN):
-        low = np.stack([low[_ALL], np.maximum(low[_DIRECT], 0)])  # mixed here
-    return Reach(move(low, np.min, _NONE), move(reach.high, np.max, -1))
 
 
 SiteReach = dict[int, Reach]

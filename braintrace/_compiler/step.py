@@ -65,3 +65,8 @@ class Step:
     unmarked: Callable[[Sequence[Path]], str] = lambda paths: ""
     specs: tuple[Spec | None, ...] | None = None  # partition specs of outputs and new leaves, if typed
     found: bool = False  # whether the compiler set the marks (`mark='auto'`)
+
+    @property
+    def owners(self) -> list[State]:
+        """The state of each leaf."""
+        return [st for st in self.states for _ in range(st.tree.num_leaves)]

@@ -120,7 +120,7 @@ class Function:
     def by_parameter(self, gradients: PyTree) -> dict[Path, PyTree]:
         """Gradients, a tree like `params`, as a tree for each parameter, by its path."""
         states = {st.path: st for st in self.step.states}
-        paths = [st.path for st in self.step.states for _ in range(st.tree.num_leaves)]
+        paths = [st.path for st in self.step.owners]
         inexact = [i for i, a in zip(self.param_at, self.params.like, strict=True) if _is_inexact(a)]
         at = dict(zip(inexact, jax.tree.leaves(gradients), strict=True))
         found: dict[Path, list[Array | None]] = {}

@@ -36,16 +36,14 @@ def read_module(
     kwargs = kwargs or {}
     step = step_of(model, args, kwargs, function)
     x = (tuple(args), kwargs) if kwargs else args[0] if len(args) == 1 else tuple(args)
-    at, number = {}, 0
-    for state in step.states:
-        at[state.path] = range(number, number + state.tree.num_leaves)
-        number += state.tree.num_leaves
     params, carry = _split(step.states)
     values = lambda states: {st.path: jax.tree.map(_as_array, st.handle.value) for st in states}
     trees = Tree.of("params", values(params)), Tree.of("carry", values(carry)), Tree.of("x", x)
     by_path = [sorted(some, key=lambda st: st.path) for some in (params, carry)]  # as a pytree is flattened
     untraced = [_is_untraced(st) for st in by_path[1] for _ in range(st.tree.num_leaves)]
-    positions = [tuple(i for st in some for i in at[st.path]) for some in by_path]
+    positions = [
+        tuple(i for st in some for i, owner in enumerate(step.owners) if owner is st) for some in by_path
+    ]
     return Function(function or model, step, *trees, tuple(untraced), *positions)
 
 
