@@ -77,20 +77,19 @@ def sharding_of(x: Aval) -> tuple[AnyMesh, tuple[object, ...]] | None:
 def shape_of(x: Aval, first: int = 0) -> jax.ShapeDtypeStruct:
     """Return shape, type and sharding of an array from its axis `first` on."""
     found = sharding_of(x)
-    sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition(found[1][first:]))
+    sharding = None if found is None else _sharding(found[0], found[1][first:])
     return jax.ShapeDtypeStruct(np.shape(x)[first:], jax.numpy.result_type(x), sharding=sharding)
 
 
 def sharded_shape(x: Aval, mesh: AnyMesh, spec: Spec) -> jax.ShapeDtypeStruct:
     """Return the shape and type of an array with another sharding."""
-    sharding = jax.sharding.NamedSharding(mesh, _partition(spec))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(mesh, spec))
 
 
 def longer(x: Aval, length: int) -> jax.ShapeDtypeStruct:
     """Return the shape of `length` such arrays, stacked along a new first axis."""
     found = sharding_of(x)
-    sharding = None if found is None else jax.sharding.NamedSharding(found[0], _partition((None, *found[1])))
+    sharding = None if found is None else _sharding(found[0], (None, *found[1]))
     return jax.ShapeDtypeStruct((length, *x.shape), x.dtype, sharding=sharding)
 
 
@@ -111,12 +110,12 @@ def part_of(x: Aval) -> Shape:
 
 def zeros(shape: Shape, dtype: DTypeLike, mesh: AnyMesh, spec: Spec) -> jax.Array:
     """Return zeros with a sharding."""
-    return jax.numpy.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, _partition(spec)))
+    return jax.numpy.zeros(shape, dtype, device=_sharding(mesh, spec))
 
 
 def place(x: Array, mesh: AnyMesh, spec: Spec) -> Array:
     """Return an array with a sharding, copied to its devices."""
-    placed: Array = jax.device_put(x, jax.sharding.NamedSharding(mesh, _partition(spec)))
+    placed: Array = jax.device_put(x, _sharding(mesh, spec))
     return placed
 
 
@@ -139,11 +138,10 @@ def constrain(x: jax.Array, mesh: AnyMesh, spec: Spec) -> jax.Array:
     types = {} if auto is None else dict(zip(auto.axis_names, auto.axis_types, strict=True))
     if any(types.get(n) != jax.sharding.AxisType.Auto for n in names) or auto is None:
         return x
-    now = _partition(spec)
     set_mesh = jax.sharding.get_abstract_mesh()
     if set_mesh.empty and mesh.axis_types != auto.axis_types:  # the mesh of another call
         return x
-    where = now if not set_mesh.empty else jax.sharding.NamedSharding(mesh, now)
+    where = _sharding(mesh, spec) if set_mesh.empty else _partition(spec)
     result: jax.Array = jax.lax.with_sharding_constraint(x, where)
     return result
 
@@ -158,8 +156,8 @@ def all_on_mesh(arrays: PyTree) -> PyTree:
     def one(x: Aval) -> Aval:
         if not is_tracer(x) or mesh_of(x) is not None or jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        anyhow = _partition([jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim)
-        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, anyhow))
+        anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim
+        return jax.lax.with_sharding_constraint(x, _sharding(mesh, anyhow))
 
     return jax.tree.map(one, arrays)
 
@@ -171,6 +169,10 @@ def per_device(
     given = mesh if jax.sharding.get_abstract_mesh().empty else None
     ins, outs = (tuple(map(_partition, s)) for s in (specs, out_specs))
     return jax.shard_map(function, mesh=given, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def _sharding(mesh: AnyMesh, spec: Spec) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, _partition(spec))
 
 
 def _partition(spec: Spec) -> jax.sharding.PartitionSpec:
@@ -357,7 +359,7 @@ def spec_of(x: Aval) -> Spec | None:
 def sharded_aval(aval: Aval, mesh: AnyMesh, spec: Spec | None) -> Aval:
     """Return an abstract value with a sharding; it is replicated if `spec` is None."""
     parts = [*(spec or ()), *[None] * (len(aval.shape) - len(spec or ()))]
-    return aval.update(sharding=jax.sharding.NamedSharding(abstract(mesh), _partition(parts)))
+    return aval.update(sharding=_sharding(abstract(mesh), parts))
 
 
 def slice_of(x: Aval) -> jax.ShapeDtypeStruct:

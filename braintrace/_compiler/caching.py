@@ -21,7 +21,8 @@ def cached(
     @wraps(function)
     def lookup(of: Of, /, *args: Given.args, **kwargs: Given.kwargs) -> Analysis:
         results: dict[Hashable, Analysis] = vars(of).setdefault(_CACHE, {})
-        key = (function, tuple(map(_hashable, args)), tuple(sorted(kwargs.items())))
+        hashable = (tuple(a) if isinstance(a, list) else a for a in args)
+        key = (function, tuple(hashable), tuple(sorted(kwargs.items())))
         if key not in results:
             results[key] = function(of, *args, **kwargs)
         return results[key]
@@ -32,7 +33,3 @@ def cached(
 def clear(of: object) -> None:
     """Forget all results, because the object has changed."""
     vars(of).pop(_CACHE, None)
-
-
-def _hashable(option: object) -> object:
-    return tuple(option) if isinstance(option, list) else option

@@ -15,7 +15,7 @@ from .. import _compat
 from .._compat import Literal, Primitive, primitives
 from .._types import ArrayLike
 from .copies import Array, copy
-from .primitives import COPIES, LAYOUT, is_reshape, named
+from .primitives import COPIES, LAYOUT, named
 from .program import Atom, Node, Program, Var
 
 
@@ -40,10 +40,8 @@ class Constants:
         return None if value is None else np.asarray(value)
 
     def _compute(self, var: Var) -> ArrayLike | None:
-        if var not in self._program.producer:
-            return None
-        node = self._program.nodes[self._program.producer[var]]
-        if node.inner or node.site is not None or node.eqn.effects or not _is_plain(var):
+        node = self._program.maker(var)
+        if node is None or node.inner or node.site is not None or node.eqn.effects or not _is_plain(var):
             return None
         vals = []
         for atom in node.inputs:
@@ -93,16 +91,14 @@ def _evaluate(node: Node, vals: Sequence[Array]) -> list[Array]:
         return [_UFUNCS[primitive](*vals).astype(dtype)]
     elif primitive in COPIES and primitive is not primitives.gather_p:
         return [copy(primitive, params, vals, shape)]
-    elif is_reshape(primitive, params):
-        return [vals[0].reshape(shape)]
+    elif primitive in LAYOUT:
+        return [_moved(node, vals[0], shape)]
     elif primitive is primitives.convert_element_type_p:
         return [vals[0].astype(dtype)]
     elif primitive is primitives.iota_p:
         axis = params["dimension"]
         counts = np.arange(shape[axis], dtype=dtype)
         return [np.broadcast_to(np.expand_dims(counts, [i for i in range(len(shape)) if i != axis]), shape)]
-    elif primitive is primitives.broadcast_in_dim_p:
-        return [_moved(node, vals[0], shape)]
     elif primitive is primitives.select_n_p and len(vals) == 3:
         return [np.where(vals[0], vals[2], vals[1])]
     with jax.ensure_compile_time_eval():
@@ -132,12 +128,12 @@ class Zeros:
     def _find(self, var: Var) -> Array | None:
         if var in self._program.consts:
             return self._of_constant(var)
-        if var not in self._program.producer:
+        node = self._program.maker(var)
+        if node is None:
             return None
         if not var.inexact:
             value = self._constants(var)
             return None if value is None else _some(value != 0)
-        node = self._program.nodes[self._program.producer[var]]
         shape = tuple(var.aval.shape)
         if node.primitive is primitives.mul_p:
             known = [z for z in map(self, node.inputs) if z is not None]
@@ -174,6 +170,8 @@ def _moved(node: Node, z: Array, shape: tuple[int, ...]) -> Array:
         for n, axis in zip(z.shape, node.params["broadcast_dimensions"], strict=True):
             full[axis] = n
         return np.broadcast_to(z.reshape(full), shape)
+    if node.primitive is primitives.reshape_p and node.params["dimensions"] is not None:
+        z = np.transpose(z, node.params["dimensions"])
     return z.reshape(shape)
 
 

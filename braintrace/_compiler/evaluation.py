@@ -78,12 +78,8 @@ def _apply_cond(node: Node, vals: list[Array], at_site: AtSite, ins: Mapping[int
     def padded(program: Program) -> Branch:
         def branch(operands: list[Array], ins: Mapping[int, PyTree]) -> Outcome:
             outs, given = taken(program)(operands, ins)
-            zeros = {
-                i: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-                for i, shape in shapes.items()
-                if i not in given
-            }
-            return outs, {**given, **zeros}
+            none = {i: shape for i, shape in shapes.items() if i not in given}
+            return outs, {**given, **jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), none)}
 
         return branch
 

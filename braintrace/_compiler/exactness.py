@@ -24,7 +24,7 @@ from .groups import HiddenGroup
 from .influence_pattern import find_reached
 from .layers_above import Across
 from .leaky_readouts import find_readouts, followed_by_filters
-from .program import Node, Site, Var
+from .program import Node, Site
 from .provenance import Goal
 from .reachability import Carried, find_reachability, opened_sites
 from .relation import HiddenParamOpRelation
@@ -327,7 +327,7 @@ class _Verdict:
         return [
             other
             for node in program.nodes
-            if (node is holder and node.inner) or any(isinstance(a, Var) and a in after for a in node.inputs)
+            if (node is holder and node.inner) or not after.isdisjoint(node.reads)
             for other in node.sites
             if (goal := self.flows.from_sites.get(other.index, Goal())) and goal.any & missed
         ] or [site]

@@ -8,6 +8,7 @@ from functools import cached_property
 import jax.numpy as jnp
 import numpy as np
 
+from .dataflow import union
 from .errors import CompilationError, NotSupportedError
 from .findings import Finding, Found, Use
 from .groups import HiddenGroup, mixing_nodes
@@ -114,11 +115,7 @@ def _position_map(
         return PositionMap(False, np.where(reach.highest < 0, -1, reach.lowest), True, reach), {}
     numbers = numbered(site.shape)
     came = positions.sources({}, {site.index: Reach.at(numbers)}, stop=stop)
-    merged: Reach | None = None
-    for h in group.hidden:
-        part = came.get(h.outvar)
-        for one in _states(part, h.axis):
-            merged = one if merged is None else merged | one
+    merged = union(one for h in group.hidden for one in _states(came.get(h.outvar), h.axis))
     assert merged is not None
     if merged.width <= 1:  # a broadcast
         src = np.where(merged.highest < 0, -1, merged.lowest)
@@ -191,7 +188,8 @@ class SiteWeights:
                 return Finding(Found.FROZEN, of=Use(self.site, frozen))
             return Finding(Found.NO_PARAMETER, of=self.use)
         if (foreign := self.changed_by()) is not None:
-            return Finding(Found.CHANGES, of=self.use, detail=tuple(map(self._state_of, foreign)))
+            state_of = {v: e.path for e in self.info.entries for v in e.invars}
+            return Finding(Found.CHANGES, of=self.use, detail=tuple(map(state_of.get, foreign)))
         # the trace of an op with index inputs (a sparse one) depends on them: unknown in a branch not taken
         if "cond" in self.site.context and self.site.num_inputs > 1:
             return Finding(Found.UNKNOWN_INDICES, of=self.use)
@@ -218,9 +216,6 @@ class SiteWeights:
         behind = provenance(self.info.program)
         found = [v for w in self.site.weights.values() for v in behind.of(w)[0] if v in self.leaf_of]
         return tuple(dict.fromkeys(self.leaf_of[v][0] for v in found))
-
-    def _state_of(self, var: Var) -> Path | None:
-        return next((e.path for e in self.info.entries if var in e.invars), None)
 
 
 def _keeps_one_position(

@@ -105,14 +105,14 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
     for entry in info.params:
         for invar, atom in zip(entry.invars, entry.outvars, strict=True):
             if atom is not invar:
-                made = [n for n in info.program.nodes if atom in n.outputs]
+                made = info.program.maker(atom)
                 users = [
                     s for s in info.program.sites if any(invar in origin.of(w)[0] for w in s.weights.values())
                 ]
                 used = f" It is a weight of {SiteWeights(info, users[0], origin).use}." if users else ""
                 raise CompilationError(
                     f"The step assigns the parameter `{show_path(entry.path)}`"
-                    f"{f' at {made[0].source}' if made else ''}; a trace needs weights that stay as they are "
+                    f"{f' at {made.source}' if made else ''}; a trace needs weights that stay as they are "
                     f"within a step.{used} Assign it between steps, or keep what changes in a state of its "
                     "own."
                 )

@@ -175,13 +175,7 @@ def _parts(hidden: Hidden, value: Array, dual: bool = False) -> list[Array]:
 def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
     """The connected components of hidden states under unit-by-unit dependence, in program order."""
     hidden = info.hidden
-    leader = list(range(len(hidden)))
-
-    def find(i: int) -> int:
-        while leader[i] != i:
-            i = leader[i]
-        return i
-
+    members = [[i] for i in range(len(hidden))]  # of the group of each state, as far as it is known
     new = {h.outvar: i for i, h in enumerate(hidden)}
     number = {**{h.invar: i for i, h in enumerate(hidden)}, **new}
     for i, h in enumerate(hidden):
@@ -189,17 +183,16 @@ def find_groups(info: ModuleInfo, positions: Positions) -> list[HiddenGroup]:
         reached, _ = positions.reaches(start, stop=lambda v, own=h.outvar: v in new and v is not own)  # type: ignore[misc]
         for var, reach in reached.items():
             j = number.get(var, i)
-            if find(i) == find(j) or hidden[j].varshape != h.varshape:
+            if j in members[i] or hidden[j].varshape != h.varshape:
                 continue
             if np.any(reach.direct == hidden[j].positions):
-                a, b = sorted((find(i), find(j)))
-                leader[b] = a
+                joined = sorted((*members[i], *members[j]))
+                for k in joined:
+                    members[k] = joined
     produced = info.program.producer
-    members: dict[int, list[Hidden]] = {}
-    for i, h in enumerate(hidden):
-        members.setdefault(find(i), []).append(h)
-    ordered = sorted(members.values(), key=lambda m: min(produced[h.outvar] for h in m))
-    return [_group(index, tuple(m), info, positions) for index, m in enumerate(ordered)]
+    groups = [tuple(hidden[k] for k in joined) for joined in dict.fromkeys(map(tuple, members))]
+    groups.sort(key=lambda group: min(produced[h.outvar] for h in group))
+    return [_group(index, group, info, positions) for index, group in enumerate(groups)]
 
 
 def _group(index: int, hidden: tuple[Hidden, ...], info: ModuleInfo, positions: Positions) -> HiddenGroup:
@@ -221,16 +214,16 @@ def mixing_nodes(info: ModuleInfo, sources: dict[Var, Reach], reached: dict[Var,
 
     If there is none (`h + roll(h)`), the nodes that move elements.
     """
-    found = []
-    for node in info.program.nodes:
-        several_in = any(v in sources and sources[v].width > 1 for v in node.outputs)
-        several_out = any(
-            isinstance(a, Var) and a in sources and a in reached and reached[a].width > 1 for a in node.inputs
-        )
-        begins = all(not (isinstance(a, Var) and a in sources and sources[a].width > 1) for a in node.inputs)
-        if several_in and several_out and begins and any(v in reached for v in node.outputs):
-            found.append(node)
-    return found or [
+    mixed = {v for v, reach in sources.items() if reach.width > 1}
+    spread = {v for v, reach in reached.items() if v in sources and reach.width > 1}
+    return [
+        node
+        for node in info.program.nodes
+        if not mixed.isdisjoint(node.outputs)
+        and mixed.isdisjoint(node.reads)
+        and not spread.isdisjoint(node.reads)
+        and any(v in reached for v in node.outputs)
+    ] or [
         node
         for node in info.program.nodes
         if node.primitive not in ELEMENT_WISE and any(v in sources and v in reached for v in node.outputs)

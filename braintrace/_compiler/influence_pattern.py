@@ -118,30 +118,23 @@ class Reached:
 def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> Reached:
     """The reachability of the state elements and of some leaves of `info.fixed`, by index, in one step."""
     positions = positions_of(info.program, through=True, fine=True)
-    pairs = [
-        (e.path, old, new)
-        for e in info.carried
-        for old, new in zip(e.invars, e.outvars, strict=True)
-        if any(old is v for v in samples.carried)
-    ]
-    order = {id(v): n for n, v in enumerate(samples.carried)}
-    pairs.sort(key=lambda pair: order[id(pair[1])])
-    sizes = [old.aval.size // samples.count for _, old, _ in pairs]
-    count = sum(sizes)
+    after = {old: (e.path, new) for e in info.carried for old, new in zip(e.invars, e.outvars, strict=True)}
+    state_of: list[Path] = []
+    labels: dict[Var, Array] = {}
+    for old in samples.carried:
+        size = old.aval.size // samples.count
+        labels[old] = _labels(tuple(old.aval.shape), samples, len(state_of), size)
+        state_of += [after[old][0]] * size
+    count = len(state_of)
     starts: dict[Var, Sets] = {}
-    labels: list[tuple[Var, Array]] = []
-    first = 0
-    for (_, old, new), size in zip(pairs, sizes, strict=True):
-        own = _labels(tuple(old.aval.shape), samples, first, size)
-        labels.append((old, own))
-        first += size
+    for old, own in labels.items():
+        new, sets = after[old][1], Sets.single(own, count)
         if isinstance(new, Var):
-            sets = Sets.single(own, count)
             starts[new] = starts[new] | sets if new in starts else sets
     env, _ = positions.reaches(starts)  # type: ignore[arg-type]
     found: dict[Var, Any] = dict(env)
     moves = np.zeros((count, count), bool)
-    for old, own in labels:
+    for old, own in labels.items():
         if old in found:
             np.logical_or.at(moves.T, own.ravel(), found[old].unpacked(count).reshape(-1, count))
     fixed = info.fixed_invars
@@ -150,7 +143,6 @@ def find_reached(info: ModuleInfo, samples: Samples, leaves: Sequence[int]) -> R
         i: found[fixed[i]].bits.reshape(fixed[i].aval.size, -1) if fixed[i] in found else none(fixed[i])
         for i in leaves
     }
-    state_of = [path for (path, _, _), size in zip(pairs, sizes, strict=True) for _ in range(size)]
     return Reached(count, state_of, moves, params)
 
 

@@ -120,13 +120,10 @@ class Across:
         for site in program.sites:
             node = program.nodes[program.holder[site.index]]
             data = site.inputs[: site.num_inputs] if node.site is site else node.inputs
-            bits = 0
-            for a in data:
-                bits |= made_of.get(a, 0) if isinstance(a, Var) else 0
-            for inputs, _, _ in (origin.of(w) for w in site.weights.values()):
-                for v in inputs:
-                    if v in params:
-                        found[params.index(v)] = found.get(params.index(v), 0) | bits
+            bits = union(made_of.get(a) for a in data if isinstance(a, Var)) or 0
+            weights = {v for w in site.weights.values() for v in origin.of(w)[0]}
+            for i in (i for i, v in enumerate(params) if v in weights):
+                found[i] = found.get(i, 0) | bits
         return {i: bits for i, bits in found.items() if not self._acts_otherwise(params[i])}
 
     def _acts_otherwise(self, param: Var) -> bool:

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from .._compat import Literal, primitives
+from .._compat import primitives
 from .._types import Array
 from .caching import cached
 from .custom_derivatives import PullBack
 from .dataflow import Flow, solve
 from .groups import HiddenGroup
 from .module_info import Hidden, ModuleInfo
+from .packed_states import nodes_of
 from .positions import positions_of
 from .primitives import (
     ELEMENT_WISE,
@@ -38,11 +39,11 @@ from .primitives import (
     PRODUCTS,
     named,
 )
-from .program import Atom, Node, Program, Var, is_complex, is_inexact, read_program, struct, zeros
+from .program import Atom, Node, Program, Var, is_complex, is_inexact, read_program, zeros
 from .provenance import Goal, spread
 from .reach import Reach
 from .reachability import find_reachability
-from .slices import behind, between, computed_from, needed, values_of
+from .slices import behind, between, computed_from, values_of
 from .step import Path
 
 if TYPE_CHECKING:
@@ -129,19 +130,19 @@ class _Search:
         return alone and r.invar.aval.size > 0 and self._is_scaled(r.outvar, self._made_of([r.invar]))
 
     def _is_scaled(self, var: Var, live: set[Var]) -> bool:
-        node = self._maker(var)
+        node = self.program.maker(var)
         if node is None:
             return True  # the old value
         found = self._coefficients(node, live)
         if found is None or node.primitive not in _SCALES or not all(map(self._is_one_number, found)):
             return False
-        return all(self._is_scaled(a, live) for a in node.inputs if isinstance(a, Var) and a in live)
+        return all(self._is_scaled(v, live) for v in node.reads if v in live)
 
     def _is_one_number(self, atom: Atom) -> bool:
         """Whether all elements of an array are equal, judging by how it is computed."""
         if atom.aval.shape == ():
             return True
-        node = self._maker(atom)
+        node = self.program.maker(atom)
         alike = node is not None and node.primitive in ELEMENT_WISE | {primitives.broadcast_in_dim_p}
         return alike and all(map(self._is_one_number, node.inputs))  # type: ignore[union-attr]
 
@@ -164,14 +165,14 @@ class _Search:
         stack, first = [end], {*units.hidden_invars, *units.hidden_outvars}
         while stack:
             var = stack.pop()
-            node = None if var in first else self._maker(var)
+            node = None if var in first else self.program.maker(var)
             found = None if node is None else self._coefficients(node, live)
             if node is None or found is None:
                 ends[var] = None
             elif node not in way:
                 way[node] = None
                 coefficients += found
-                stack += [a for a in node.inputs if isinstance(a, Var) and a in live]
+                stack += [v for v in node.reads if v in live]
         return list(ends), list(way), coefficients
 
     def _coefficients(self, node: Node, live: set[Var]) -> list[Atom] | None:
@@ -217,10 +218,6 @@ class _Search:
         pairs = zip(group.hidden, found, strict=True)
         return any(found) and all(r.stays_at(h.positions) for h, r in pairs if r is not None)
 
-    def _maker(self, atom: Atom) -> Node | None:
-        number = self.program.producer.get(atom) if isinstance(atom, Var) else None
-        return None if number is None else self.program.nodes[number]
-
 
 def _filtered(info: ModuleInfo, f: Filter) -> ModuleInfo:
     """Add one filter to a step."""
@@ -250,7 +247,7 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
     r, later = f.readout, {v for node in f.way for v in node.outputs}
     nodes = between(program, [r.invar], [r.outvar])
     inner = {r.invar, *(v for node in nodes for v in node.outputs)}
-    reads = dict.fromkeys(a for node in nodes for a in node.inputs if isinstance(a, Var) and a not in inner)
+    reads = dict.fromkeys(v for node in nodes for v in node.reads if v not in inner)
     given = [v for v in reads if v not in later]
 
     def make(z: Array, *values: Array) -> tuple[Array, Array, Array]:
@@ -268,20 +265,8 @@ def _nodes(program: Program, f: Filter) -> tuple[Var, Var, Var, list[Node]]:
         new = old * jnp.broadcast_to(decay, z.shape) + z
         return old, new, jax.lax.stop_gradient(z) + (new - jax.lax.stop_gradient(new))
 
-    structs = [struct(a) for a in (f.read, *given)]
-    made = read_program(jax.make_jaxpr(make)(*structs))
-    known: dict[Var, Var] = dict(zip(made.inputs, (f.read, *given), strict=True))
-    made_before = (v for node in program.walk() for v in node.outputs)
-    count = 1 + max(v.index for v in (*program.inputs, *program.consts, *made_before))
-    result = []
-    for node in needed(made, made.outputs):
-        inputs = tuple(a if isinstance(a, Literal) else known[a] for a in node.inputs)
-        for v in node.outputs:
-            known[v] = Var(v.aval, count)
-            count += 1
-        result.append(replace(node, inputs=inputs, outputs=tuple(known[v] for v in node.outputs)))
-    old, new, read = (known[v] for v in made.outputs if isinstance(v, Var))
-    return old, new, read, result
+    made, (old, new, read) = nodes_of(program, make, (f.read, *given))
+    return old, new, read, made
 
 
 @cached

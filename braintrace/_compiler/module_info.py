@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +89,8 @@ class Hidden:
 
     def in_leaf(self, array: Array) -> Array:
         """The transpose of `of_leaf`: an array shaped as the leaf, zero elsewhere."""
-        (whole,) = jax.linear_transpose(self.of_leaf, self.leaf.aval)(array)
-        return cast("Array", whole)
+        whole: Array = jax.linear_transpose(self.of_leaf, self.leaf.aval)(array)[0]
+        return whole
 
     @property
     def varshape(self) -> tuple[int, ...]:
@@ -316,9 +315,8 @@ def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
 
 def _is_same(known: Array | None, now: Array) -> bool:
     """Whether a constant is unchanged; one that was unknown before has not been used."""
-    if known is None or _compat.is_tracer(known):
-        return True
-    return not _compat.is_tracer(now) and np.array_equal(np.asarray(known), np.asarray(now))
+    unknown = known is None or _compat.is_tracer(known)
+    return unknown or (not _compat.is_tracer(now) and np.array_equal(np.asarray(known), np.asarray(now)))
 
 
 def _hidden_states(

@@ -78,7 +78,7 @@ class _Copies:
 
     def follow(self, node: Node) -> None:
         """Track elements across a node that copies them, unless its indices depend on data."""
-        known = [a for a in node.inputs if isinstance(a, Var) and a in self.found]
+        known = [v for v in node.reads if v in self.found]
         if self._lanes and node.primitive in _ELEMENTS:
             same = [a for a in known if a.aval.shape == node.outputs[0].aval.shape]
             self.found.update({v: self.found[same[0]] for v in node.outputs if same})
@@ -162,7 +162,7 @@ def _parts_without_cut(
         if any(v.aval.shape == shape for v, shape in zip(joined, shapes, strict=True)):
             return None  # its readers read the joined array
         return lambda *vals: [a.reshape(s) for a, s in zip(vals, shapes, strict=True)], joined
-    made = next((n for n in program.nodes if cut.inputs[0] in n.outputs), None)
+    made = program.maker(cut.inputs[0])
     if made is None or made.primitive not in _ELEMENTS:
         return None
     num, shape = len(made.inputs), made.outputs[0].aval.shape
@@ -204,9 +204,18 @@ def _replaced(atoms: Sequence[Atom], instead: Mapping[Var, Atom]) -> tuple[Atom,
 
 def insert(program: Program, function: Function, atoms: Sequence[Atom], at: int) -> list[Var]:
     """Insert the nodes of `function(*atoms)` into a program at index `at`; returns the results."""
-    structs = [struct(a) for a in atoms]
-    traced = read_program(jax.make_jaxpr(function)(*structs))
-    made = [*program.inputs, *program.consts, *(v for n in program.nodes for v in n.outputs)]
+    nodes, results = nodes_of(program, function, atoms)
+    program.nodes[at:at] = nodes
+    for cached in ("producer", "readers", "holder"):
+        vars(program).pop(cached, None)
+    clear(program)
+    return results
+
+
+def nodes_of(program: Program, function: Function, atoms: Sequence[Atom]) -> tuple[list[Node], list[Var]]:
+    """The nodes of `function(*atoms)`, with variables that the program does not have, and the results."""
+    traced = read_program(jax.make_jaxpr(function)(*map(struct, atoms)))
+    made = [*program.inputs, *program.consts, *(v for n in program.walk() for v in n.outputs)]
     first = 1 + max(v.index for v in made)
     instead: dict[Var, Atom] = dict(zip(traced.inputs, atoms, strict=True))
     for node in traced.nodes:
@@ -214,11 +223,7 @@ def insert(program: Program, function: Function, atoms: Sequence[Atom], at: int)
         own = {v: Var(v.aval, first + v.index) for v in node.outputs}
         instead.update(own)
         node.outputs = tuple(own.values())
-    program.nodes[at:at] = traced.nodes
-    for cached in ("producer", "readers", "holder"):
-        vars(program).pop(cached, None)
-    clear(program)
-    return list(_replaced(traced.outputs, instead))  # type: ignore[arg-type]
+    return traced.nodes, list(_replaced(traced.outputs, instead))  # type: ignore[arg-type]
 
 
 def split_states(program: Program, states: Mapping[Var, Var]) -> tuple[Program, dict[Var, Part]]:
@@ -296,7 +301,7 @@ def _reads_parts(program: Program, old: Var, new: Var, label: NumPyArray) -> boo
     """
     whole = {old: None}
     for node in program.nodes:
-        if node.primitive in _ELEMENTS and any(isinstance(a, Var) and a in whole for a in node.inputs):
+        if node.primitive in _ELEMENTS and any(v in whole for v in node.reads):
             whole.update({v: None for v in node.outputs if v.aval.shape == old.aval.shape and v is not new})
     copies = _Copies(program, list(whole))
     for node in program.nodes:

@@ -142,13 +142,11 @@ class Positions:
         return self._inner(program, known)
 
     def _inner(self, program: Program, known: Known) -> Positions:
-        key = known and tuple(None if v is None else np.asarray(v).tobytes() for v in known)
-        inner = self._programs.get((program, key))
-        if inner is None:
+        key = program, known and tuple(None if v is None else np.asarray(v).tobytes() for v in known)
+        if key not in self._programs:
             values = dict(zip(program.inputs, known, strict=True)) if known else {}
-            inner = Positions(program, values, through=self.through, fine=self.fine)
-            self._programs[program, key] = inner
-        return inner
+            self._programs[key] = Positions(program, values, through=self.through, fine=self.fine)
+        return self._programs[key]
 
     def _known(self, atoms: Sequence[Atom]) -> list[Array | None]:
         """The values of integers that do not depend on data; None for all others."""

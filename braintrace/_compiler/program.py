@@ -102,6 +102,11 @@ class Node:
         return self.eqn.params
 
     @property
+    def reads(self) -> list[Var]:
+        """The variables among its inputs."""
+        return [a for a in self.inputs if isinstance(a, Var)]
+
+    @property
     def zeros(self) -> list[Literal]:
         """The literal zeros that it multiplies by."""
         ins = self.inputs if self.primitive is primitives.mul_p else ()
@@ -231,14 +236,18 @@ class Program:
         """The index of the node that computes each variable."""
         return {v: i for i, node in enumerate(self.nodes) for v in node.outputs}
 
+    def maker(self, atom: Atom) -> Node | None:
+        """The node that computes a variable; None for inputs and constants."""
+        number = self.producer.get(atom) if isinstance(atom, Var) else None
+        return None if number is None else self.nodes[number]
+
     @cached_property
     def readers(self) -> dict[Var, list[int]]:
         """The indices of the nodes that read each variable."""
         found: dict[Var, list[int]] = {}
         for i, node in enumerate(self.nodes):
-            for atom in node.inputs:
-                if isinstance(atom, Var):
-                    found.setdefault(atom, []).append(i)
+            for var in node.reads:
+                found.setdefault(var, []).append(i)
         return found
 
     @cached_property

@@ -204,7 +204,7 @@ class Reachability:
         )
 
     def _made_of(self, node: Node, tags: int) -> bool:
-        return any(isinstance(a, Var) and self._forward.get(a, 0) & tags for a in node.inputs)
+        return any(self._forward.get(v, 0) & tags for v in node.reads)
 
     def crossed(self, tags: int, goal: int) -> list[Site]:
         """The first sites on paths from arrays or parameters (`tags`) to `goal`."""
@@ -299,7 +299,7 @@ class Reachability:
             pull = PullBack.of(node)
             deaf = pull is not None and pull.is_deaf  # its result does not depend on the cotangent
             if any(self._goal(self.whole, v) & (every if deaf else self.live) for v in holder.outputs):
-                acting = [a for a in holder.inputs if isinstance(a, Var)] if deaf else []
+                acting = holder.reads if deaf else []
                 found.append((node, self.behind([*holder.outputs, *acting])))
         return found
 

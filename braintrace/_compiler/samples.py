@@ -6,7 +6,6 @@ a batch axis, because each unit has its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,7 +96,8 @@ class _Search:
         ]
         found: list[tuple[Path, Var, Atom]] = []
         while True:
-            starts = {v: _nowhere(v) for v in (*self.params, *(old for _, old, _ in found))}
+            acting = (*self.params, *(old for _, old, _ in found))
+            starts = {v: Reach.at(_numbers(v, None)) for v in acting}
             came = self.positions.sources(starts, {})
             now = [pair for pair in pairs if pair[2] in came]
             if len(now) == len(found):
@@ -105,22 +105,20 @@ class _Search:
             found = now
 
     def find(self, axis: int | str | None) -> Samples:
-        shapes = [tuple(old.aval.shape) for _, old, _ in self.carried]
-        axes: Iterator[int] = iter(range(min(map(len, shapes), default=0)))
-        if axis != "auto":
-            axes = iter([] if axis is None else [int(axis)])
+        shapes, auto = [tuple(old.aval.shape) for _, old, _ in self.carried], axis == "auto"
+        given = [] if axis is None or auto else [int(axis)]
         mixed: Samples | None = None
-        for a in axes:
+        for a in range(min(map(len, shapes), default=0)) if auto else given:
             sizes = {s[a] if a < len(s) else None for s in shapes}
             count = next(iter(sizes), None)
             if len(sizes) > 1 or count is None:
                 continue
-            if count > 1 and (axis != "auto" or self._is_shared_along(a)):
+            if count > 1 and (not auto or self._is_shared_along(a)):
                 acting = self._acting_on_others(a)
                 found = self._samples(a, count)
-                if not acting and (axis != "auto" or self._has_own_inputs(found)):
+                if not acting and (not auto or self._has_own_inputs(found)):
                     return found
-                is_batch = axis != "auto" or (a == 0 and self._has_free_axis(count))
+                is_batch = not auto or (a == 0 and self._has_free_axis(count))
                 if acting and mixed is None and is_batch:
                     mixed = Samples(a, count, (), {}, acting)
         return mixed or self._samples(None, 1)
@@ -148,12 +146,13 @@ class _Search:
 
     def _is_shared_along(self, axis: int) -> bool:
         """Whether every parameter affects all entries along an axis alike."""
-        for v in self.params:
-            came = self.positions.sources({v: Reach.identity(v.aval.shape)}, {})
-            for _, _, new in self.carried:
-                if new in came and not _is_same_along(came[new], axis):
-                    return False
-        return True
+        came = (self.positions.sources({v: Reach.identity(v.aval.shape)}, {}) for v in self.params)
+        return all(
+            _is_same_along(reached[new], axis)
+            for reached in came
+            for _, _, new in self.carried
+            if isinstance(new, Var) and new in reached
+        )
 
     def _acting_on_others(self, axis: int) -> tuple[Path, ...]:
         """The states in which an entry along the axis depends on other entries."""
@@ -175,10 +174,6 @@ def counting(numbers: Array, labels: Labels, count: int) -> str | None:
         if numbers.shape[axis] == count and np.all((numbers < 0) | (numbers == counted)):
             return label
     return None
-
-
-def _nowhere(v: Var) -> Reach:
-    return Reach.at(np.zeros(v.aval.shape, np.int32))
 
 
 def _numbers(v: Atom, axis: int | None) -> Array:

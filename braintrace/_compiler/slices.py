@@ -130,7 +130,7 @@ def cut_after(program: Program, site: Site, targets: Sequence[Atom]) -> Slice:
     node = program.nodes[program.holder[site.index]]
     part = cut(program, node.outputs, targets)
     if node.site is None:
-        extra = [a for a in node.inputs if isinstance(a, Var) and a not in program.consts]
+        extra = [v for v in node.reads if v not in program.consts]
         part = dataclasses.replace(part, constvars=list(dict.fromkeys([*extra, *part.constvars])))
     return dataclasses.replace(part, site=site)
 

@@ -38,8 +38,7 @@ class UniformAxes:
     def _of(self, var: Var) -> Axes:
         if all(n == 1 for n in var.aval.shape):
             return frozenset()
-        if var in self._program.producer:
-            node = self._program.nodes[self._program.producer[var]]
+        if (node := self._program.maker(var)) is not None:
             return frozenset() if node.inner or node.site is not None else self._across(node, var)
         value = self._program.consts[var] if var in self._program.consts else self._value(var)
         return frozenset() if value is None else _of_value(np.asarray(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from .._types import Array, Aval, PyTree
 from .order import StepFunction, in_order, name_of
 
 Leaves = list[Array]
+Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +104,10 @@ class Function:
 
     def leaves(self, params: PyTree, carry: PyTree) -> Leaves:
         """The leaves of parameters and carry, in the order of the step's states."""
-        found = dict(zip(self.param_at, self.params.same(params), strict=True))
-        found |= zip(self.carry_at, self.carry.same(carry), strict=True)
+        return self._in_order(self.params.same(params), self.carry.same(carry))
+
+    def _in_order(self, params: list[Leaf], carry: list[Leaf]) -> list[Leaf]:
+        found = dict(zip((*self.param_at, *self.carry_at), (*params, *carry), strict=True))
         return [found[i] for i in range(len(found))]
 
     def carry_of(self, leaves: Leaves) -> PyTree:
@@ -113,9 +117,7 @@ class Function:
     @property
     def like(self) -> list[Aval]:
         """The shapes of the leaves of the step's states, and how they were sharded."""
-        found = dict(zip(self.param_at, self.params.like, strict=True))
-        found |= zip(self.carry_at, self.carry.like, strict=True)
-        return [found[i] for i in range(len(found))]
+        return self._in_order(self.params.like, self.carry.like)
 
     def by_parameter(self, gradients: PyTree) -> dict[Path, PyTree]:
         """Gradients, a tree like `params`, as a tree for each parameter, by its path."""

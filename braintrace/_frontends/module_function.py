@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler.step import Path, Role, State
-from .._types import ArrayLike, Options, PyTree
+from .._types import Options, PyTree
 from .functions import Function, Tree
 from .modules import step_of
 
@@ -37,10 +37,15 @@ def read_module(
     step = step_of(model, args, kwargs, function)
     x = (tuple(args), kwargs) if kwargs else args[0] if len(args) == 1 else tuple(args)
     params, carry = _split(step.states)
-    values = lambda states: {st.path: jax.tree.map(_as_array, st.handle.value) for st in states}
+    as_array = lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+    values = lambda states: {st.path: jax.tree.map(as_array, st.handle.value) for st in states}
     trees = Tree.of("params", values(params)), Tree.of("carry", values(carry)), Tree.of("x", x)
     by_path = [sorted(some, key=lambda st: st.path) for some in (params, carry)]  # as a pytree is flattened
-    untraced = [_is_untraced(st) for st in by_path[1] for _ in range(st.tree.num_leaves)]
+    untraced = [
+        not isinstance(st.handle, brainstate.ShortTermState)
+        for st in by_path[1]
+        for _ in range(st.tree.num_leaves)
+    ]
     positions = [
         tuple(i for st in some for i, owner in enumerate(step.owners) if owner is st) for some in by_path
     ]
@@ -73,11 +78,3 @@ def _split(states: Sequence[State]) -> tuple[list[State], list[State]]:
     """The parameters, and the other states."""
     is_param = lambda st: st.role is Role.PARAMETER
     return [st for st in states if is_param(st)], [st for st in states if not is_param(st)]
-
-
-def _as_array(leaf: ArrayLike) -> ArrayLike:
-    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
-
-
-def _is_untraced(state: State) -> bool:
-    return not isinstance(state.handle, brainstate.ShortTermState)

@@ -217,7 +217,7 @@ def _explained(e: BaseException, model: brainstate.nn.Module, data: list[Array])
         return f"{failed}: no time step is set. Call `brainstate.environ.set(dt=1.0 * brainunit.ms)` first."
     if isinstance(e, AttributeError):
         return f"{failed}: {e}. If that is a state, call `brainstate.nn.init_all_states(model)` first."
-    traced = any(_is_traced(st.value) for st in model.states().values())
+    traced = any(map(_compat.is_tracer, jax.tree.leaves([st.value for st in model.states().values()])))
     if not isinstance(e, TypeError | ValueError) or isinstance(e, CompilationError) or traced:
         return None
     states = {
@@ -241,10 +241,6 @@ def _at(error: BaseException, model: brainstate.nn.Module) -> str:
     layer = next((f", in `{paths[id(a)]}` ({type(a).__name__})" for a in called[::-1] if id(a) in paths), "")
     line = raising_line(error)
     return f"{layer}, at {line}" if line else layer
-
-
-def _is_traced(value: PyTree) -> bool:
-    return any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(value))
 
 
 def _marked_layers(model: brainstate.nn.Module, params: Sequence[Path]) -> str:

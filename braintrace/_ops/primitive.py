@@ -45,7 +45,8 @@ class ETPPrimitive(_compat.Primitive):
         # whether it is defined in this package
         self.is_known = str(getattr(impl, "__module__", None)).startswith(__package__)
         self.checked: set[Hashable] = set()  # cases for which its labels were verified
-        _compat.register_derived_rules(self, self.plain, self._vmapped)
+        vmapped = lambda flags, params: {**params, "levels": (tuple(flags), *params["levels"])}
+        _compat.register_derived_rules(self, self.plain, vmapped)
 
     @property
     def merges(self) -> bool:
@@ -81,10 +82,6 @@ class ETPPrimitive(_compat.Primitive):
             )
 
         return over_levels(impl, levels)(*operands)
-
-    @staticmethod
-    def _vmapped(flags: Sequence[bool], params: Options) -> Options:
-        return {**params, "levels": (tuple(flags), *params["levels"])}
 
     def effective(self, weights: Sequence[Array], params: Options) -> dict[str, Array]:
         """The weights that traces are kept for: the given ones, unless the operation merges them."""
