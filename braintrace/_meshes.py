@@ -181,11 +181,9 @@ def _partition(spec: Spec) -> jax.sharding.PartitionSpec:
 
 def explicit_mesh(*arrays: Aval) -> AnyMesh | None:
     """Return the mesh with Explicit axes of an array, or that is set, or None."""
-    meshes = [getattr(getattr(type_of(x), "sharding", None), "mesh", None) for x in arrays]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
-            return abstract(mesh)
-    return None
+    set_mesh = jax.sharding.get_abstract_mesh()
+    explicit = set_mesh if jax.sharding.AxisType.Explicit in set_mesh.axis_types else None
+    return next((m for m in map(explicit_mesh_of, arrays) if m is not None), explicit)
 
 
 @contextmanager

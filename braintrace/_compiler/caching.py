@@ -31,5 +31,5 @@ def cached(
 
 
 def clear(of: object) -> None:
-    """Forget all results, because the object has changed."""
+    """Delete all results, because the object has changed."""
     vars(of).pop(_CACHE, None)

@@ -58,10 +58,10 @@ class PullBack:
         return not any(t & ~_LINEAR for t in terms)
 
     @property
-    def is_deaf(self) -> bool:
+    def ignores_cotangents(self) -> bool:
         """Whether the cotangent of an input does not depend on those of the outputs (a constant, say)."""
-        heard, _ = solve(Flow[bool](), self.program, ((v, True) for v in self.cotangents.values()))
-        return any(isinstance(a, Var) and a not in heard for a in self.results.values())
+        reached, _ = solve(Flow[bool](), self.program, ((v, True) for v in self.cotangents.values()))
+        return any(isinstance(a, Var) and a not in reached for a in self.results.values())
 
 
 def not_linear(program: Program) -> Iterator[tuple[Node, Node]]:

@@ -2,7 +2,7 @@
 
 A `Flow` defines an analysis by its transfer function; `solve` runs it, and is the only place that enters
 control flow and functions with custom derivative rules. Values form a lattice: `a | b` joins two, `a == b`
-tells whether a loop has reached its fixed point, and None or a false value is the bottom. Bit masks,
+is true once a loop has reached its fixed point, and None or a false value is the bottom. Bit masks,
 booleans, `Goal` and `Reach` are such values.
 """
 

@@ -8,7 +8,7 @@ zeros, a site in a loop returns one entry per iteration, stacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -143,20 +143,15 @@ def evaluate(program: Program, targets: Sequence[tuple[Atom, World]], view: View
         if isinstance(atom, Var) and atom not in view.known and atom in producer:
             needed[producer[atom]][view.reads(atom, world)[0]] = None
 
-    def worlds_of_operands(node: Node, world: World) -> Iterator[World]:
-        if node.site is None:
-            yield world
-        elif view.leaf(node.site, world) is None:
-            yield view.operands(node.site, world)
-
     for atom, world in targets:
         ask(atom, world)
     for i in reversed(range(len(program.nodes))):
         node = program.nodes[i]
         for world in needed[i]:
-            for inner in worlds_of_operands(node, world):
-                for atom in node.inputs:
-                    ask(atom, inner)
+            if node.site is None or view.leaf(node.site, world) is None:
+                inner = world if node.site is None else view.operands(node.site, world)
+                for var in node.reads:
+                    ask(var, inner)
 
     values: dict[tuple[Var, World], Array] = {}
 

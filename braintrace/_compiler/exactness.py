@@ -116,7 +116,7 @@ def find_unseen(graph: TraceGraph, rule: RuleKind) -> dict[Path, list[Path]]:
     The gradient of these parameters is exact for a loss of the outputs.
     """
     flows = find_reachability(graph)
-    unseen = [c.path for c in flows.of(~flows.matters) if c.group is not None]
+    unseen = [c.path for c in flows.of(flows.hidden & ~flows.matters)]
     known = {d.weight_path for d in find_dropped(graph, rule)} if unseen else set()
     found = {path: [d.weight_path for d in find_dropped(graph, rule, [path])] for path in unseen}
     missed = {path: [w for w in dict.fromkeys(weights) if w not in known] for path, weights in found.items()}
@@ -202,7 +202,7 @@ class _Verdict:
         live, goal = self.flows.live, self.flows.from_sites.get(site.index, Goal())
         relation, use = self.relations.get(site.index), self._use(site)
         fed = sum(self.flows.group_bits(g.index) for g in relation.hidden_groups) if relation else 0
-        hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
+        hidden = self.flows.hidden
         if missed := goal.direct & ~fed & hidden & live:
             findings = self.graph.diagnostics.found
             why = next((f.kind for f in findings if f.kind in WITHOUT_TRACE and f.use.site is site), None)
@@ -258,8 +258,8 @@ class _Verdict:
 
     def _from_group(self, group: HiddenGroup) -> Iterator[Finding]:
         own = self.flows.group_bits(group.index)
-        hidden = sum(c.bit for c in self.flows.carried if c.group is not None)
-        for c, within in zip(self.flows.of(own), group.within, strict=True):
+        hidden = self.flows.hidden
+        for c in self.flows.of(own):
             params = self._learned_through(c, group)
             if not params:
                 continue
@@ -271,8 +271,7 @@ class _Verdict:
                     tags |= self.flows.tag(d, new=True)
                 for by in self._uses(tags, missed) or [None]:
                     yield from _each(params, Found.RECURRENT_OP, c.path, self._paths(missed), by)
-            positions = next(h.positions for h in group.hidden if h.invar is c.old)
-            if not within.stays_at(positions) and own & old.direct & self.harmful:
+            if not group.stays[c.old] and own & old.direct & self.harmful:
                 node = next(iter(group.mixers), None)
                 yield from _each(params, Found.OTHER_UNITS, c.path, (c.path,), node)
             beyond = old.any & hidden & ~own & self.harmful

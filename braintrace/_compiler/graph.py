@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .._types import Options
+from .dataflow import union
 from .delays import delay_lines
 from .errors import CompilationError
 from .exactness import find_dropped
@@ -130,10 +131,7 @@ def _check(info: ModuleInfo, origin: Provenance) -> None:
 
 def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
     """The bits of the new states that a parameter reaches without a marked op."""
-    bits = 0
-    for var in entry.invars:
-        bits |= var_goals[var].direct if var in var_goals else 0
-    return bits
+    return union(var_goals[v].direct for v in entry.invars if v in var_goals) or 0
 
 
 def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Finding]:
@@ -199,9 +197,9 @@ def _cascades(
 
 def _without_gradient(graph: TraceGraph, flows: Reachability) -> list[Finding]:
     """Parameters without any gradient, although they affect later losses."""
-    dropped = find_dropped(graph) if flows.unheard and flows.program.sites else []
+    dropped = find_dropped(graph) if flows.without_gradient and flows.program.sites else []
     first = {d.weight_path: d for d in reversed(dropped)}  # the first entry for each path wins
-    return [Finding(Found.NO_GRADIENT, (p,), detail=first[p]) for p in flows.unheard if p in first]
+    return [Finding(Found.NO_GRADIENT, (p,), detail=first[p]) for p in flows.without_gradient if p in first]
 
 
 def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:

@@ -80,8 +80,14 @@ class HiddenGroup:
             return jnp.result_type(*each)
 
     @cached_property
+    def stays(self) -> dict[Var, bool]:
+        """Whether each array, by the variable of its old value, reaches no other positions than its own."""
+        pairs = zip(self.hidden, self.within, strict=True)
+        return {h.invar: r.stays_at(h.positions) for h, r in pairs}
+
+    @property
     def is_local(self) -> bool:
-        return all(r.stays_at(h.positions) for h, r in zip(self.hidden, self.within, strict=True))
+        return all(self.stays.values())
 
     @cached_property
     def coupled(self) -> NumPyArray:

@@ -144,10 +144,7 @@ class Across:
     @cached
     def _onto(self, bits: int) -> int:
         """The bits of the states that depend on some others after one step."""
-        found = 0
-        for c in self.flows.of(bits):
-            found |= self.flows.reached(c.old)
-        return found
+        return union(self.flows.reached(c.old) for c in self.flows.of(bits)) or 0
 
     def _in_one_loop(self, a: Carried, b: Carried) -> bool:
         there, back = (settled(self._onto(c.bit), self._onto) for c in (a, b))
@@ -159,11 +156,6 @@ class Across:
         if c.group is None:
             return reached
         own = self.flows.group_bits(c.group)
-        crossing = 0
-        for v in (c.old, c.new):
-            crossing |= self.flows.from_states.get(v, Goal()).crossing
-        group = next(g for g in self.graph.hidden_groups if g.index == c.group)
-        hidden, within = next(
-            (h, r) for h, r in zip(group.hidden, group.within, strict=True) if h.invar is c.old
-        )
-        return reached & (~own | crossing | (0 if within.stays_at(hidden.positions) else own))
+        old, new = (self.flows.from_states.get(v, Goal()) for v in (c.old, c.new))
+        stays = next(g.stays[c.old] for g in self.graph.hidden_groups if g.index == c.group)
+        return reached & (~own | old.crossing | new.crossing | (0 if stays else own))

@@ -174,25 +174,18 @@ def _copies(
     primitive: Primitive, params: Options, ins: Sequence[Aval], out: Shape, known: Known
 ) -> Linked | None:
     """Copy element numbers instead of data, to find the source of each element of the output."""
-    data = range(tables.INDICES[primitive].start if primitive in tables.INDICES else len(ins))
-    operands: list[Array] = []
-    starts, start = {}, 0
-    for i, a in enumerate(ins):
-        if i in data:
-            operands.append(numbered(tuple(a.shape), start))
-            starts[i] = start
-            start += math.prod(a.shape)
-        else:
-            value = known(i)
-            if value is None:
-                return _somewhere(primitive, params, [tuple(a.shape) for a in ins], out)
-            operands.append(value)
-    numbers = copy(primitive, params, operands, out, fill=-1).ravel()
+    num_data = tables.INDICES[primitive].start if primitive in tables.INDICES else len(ins)
+    shapes = [tuple(a.shape) for a in ins]
+    indices = [v for i in range(num_data, len(ins)) if (v := known(i)) is not None]
+    if num_data + len(indices) < len(ins):
+        return _somewhere(primitive, params, shapes, out)
+    starts = [0, *itertools.accumulate(map(math.prod, shapes[:num_data]))]
+    data = list(map(numbered, shapes[:num_data], starts))
+    numbers = copy(primitive, params, [*data, *indices], out, fill=-1).ravel()
     found: Linked = []
-    for i in data:
-        size = math.prod(ins[i].shape)
-        hit = np.flatnonzero((numbers >= starts[i]) & (numbers < starts[i] + size))
-        found.append((i, 0, Pairs(numbers[hit] - starts[i], hit)))
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        hit = np.flatnonzero((numbers >= start) & (numbers < end))
+        found.append((i, 0, Pairs(numbers[hit] - start, hit)))
     return found
 
 

@@ -21,7 +21,7 @@ from .packed_states import Part, insert, split_states, take_apart
 from .program import Atom, Program, UnreadableSite, Var, read_program
 from .provenance import provenance
 from .slices import behind
-from .step import Path, Role, State, Step, show_path
+from .step import Path, Role, State, Step, show_path, show_paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,12 +300,9 @@ def _refusal(e: UnreadableSite, step: Step) -> NotSupportedError:
     """The error for an op inside a primitive that is not read, with the parameters that enter there."""
     origin = provenance(e.program)
     behind = {v for atom in e.node.inputs for v in origin.of(atom)[0]}
-    of = dict.fromkeys(
-        f"`{show_path(st.path)}`"
-        for var, st in zip(e.program.inputs[step.num_args :], step.owners, strict=False)
-        if var in behind and st.role is Role.PARAMETER
-    )
-    names = f" of {', '.join(of)}" if of else ""
+    leaves = zip(e.program.inputs[step.num_args :], step.owners, strict=False)
+    of = [st.path for var, st in leaves if var in behind and st.role is Role.PARAMETER]
+    names = f" of {show_paths(of)}" if of else ""
     return NotSupportedError(
         f"The marked op `{e.op.name}`{names} is inside `{e.node.primitive.name}` at {e.node.source}, which "
         "the compiler does not read. Move the op out, or use `x @ w` inside to train the weight without a "

@@ -120,9 +120,7 @@ class Node:
     @property
     def sites(self) -> list[Site]:
         """The sites at or inside this node."""
-        if self.site is not None:
-            return [self.site]
-        return [site for program in self.inner for site in program.sites]
+        return [self.site] if self.site else [site for program in self.inner for site in program.sites]
 
     @property
     def loop(self) -> Loop | None:
@@ -272,7 +270,7 @@ def read_program(closed: _compat.ClosedJaxpr, *, marks: bool = True) -> Program:
 
     Dead code is removed, because no gradient passes through it.
     """
-    return _Reader(marks).program(*_compat.parts(closed), (), ())
+    return _Reader(marks).program(*_compat.parts(closed))
 
 
 class _Reader:
@@ -284,6 +282,8 @@ class _Reader:
         self.sites: list[Site] = []
         self.holds: dict[Jaxpr, bool] = {}
         self.callers: tuple[JaxprEqn, ...] = ()
+        self.loops: tuple[int, ...] = ()
+        self.context: tuple[str, ...] = ()
         self.opened: list[Node] = []
 
     def is_site(self, eqn: JaxprEqn) -> bool:
@@ -295,24 +295,15 @@ class _Reader:
         self.num_vars += 1
         return Var(aval, self.num_vars - 1)
 
-    def program(
-        self, jaxpr: Jaxpr, consts: Sequence[Array], loops: tuple[int, ...], context: tuple[str, ...]
-    ) -> Program:
+    def program(self, jaxpr: Jaxpr, consts: Sequence[Array]) -> Program:
         first, first_opened = len(self.sites), len(self.opened)
         program = Program(tuple(self.var(v.aval) for v in jaxpr.invars), (), [], {})
-        outs = self.inline(program, jaxpr, consts, program.inputs, loops, context)
-        program.outputs = tuple(outs)
+        program.outputs = tuple(self.inline(program, jaxpr, consts, program.inputs))
         program.sites, program.opened = self.sites[first:], self.opened[first_opened:]
         return program
 
     def inline(
-        self,
-        program: Program,
-        jaxpr: Jaxpr,
-        consts: Sequence[Array],
-        args: Sequence[Atom],
-        loops: tuple[int, ...],
-        context: tuple[str, ...],
+        self, program: Program, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Atom]
     ) -> list[Atom]:
         env: dict[object, Atom] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -333,12 +324,12 @@ class _Reader:
                 call = self.applied_once(eqn)  # no loop
             if call is not None:
                 with self.inside(eqn):
-                    outs = self.inline(program, *call, inputs, loops, context)
+                    outs = self.inline(program, *call, inputs)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             outputs = tuple(self.var(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            node = Node(eqn, inputs, outputs, loops, callers=self.callers)
+            node = Node(eqn, inputs, outputs, self.loops, callers=self.callers)
             if self.is_site(eqn):
                 assert isinstance(eqn.primitive, ETPPrimitive)
                 node.site = Site(
@@ -348,24 +339,18 @@ class _Reader:
                     inputs=inputs,
                     output=outputs[0],
                     source=node.source,
-                    loops=loops,
-                    context=context,
+                    loops=self.loops,
+                    context=self.context,
                 )
                 self.sites.append(node.site)
             elif custom is not None:
                 with self.inside(eqn):
-                    node.inner = (self.program(*custom, loops, context),)
+                    node.inner = (self.program(*custom),)
+            elif eqn.primitive in _CONTROL_FLOW:
+                with self.inside(eqn, control_flow=True):
+                    node.inner = tuple(self.program(*inner) for inner in _compat.inner_jaxprs(eqn))
             else:
-                deeper = loops
-                if eqn.primitive is primitives.scan_p:
-                    deeper = (*loops, eqn.params["length"])
-                with self.inside(eqn):
-                    node.inner = tuple(
-                        self.program(*inner, deeper, (*context, _CONTROL_FLOW[eqn.primitive]))
-                        for inner in _compat.inner_jaxprs(eqn)
-                    )
-                if not node.inner:
-                    self.refuse_sites(program, node)
+                self.refuse_sites(program, node)
             program.nodes.append(node)
             program.read += node.zeros
         return [read(a) for a in jaxpr.outvars]
@@ -383,10 +368,15 @@ class _Reader:
         return _compat.parts(jax.make_jaxpr(once)(*(a.aval for a in eqn.invars)))
 
     @contextmanager
-    def inside(self, eqn: JaxprEqn) -> Iterator[None]:
+    def inside(self, eqn: JaxprEqn, *, control_flow: bool = False) -> Iterator[None]:
+        before = self.callers, self.loops, self.context
         self.callers = (*self.callers, eqn)
+        if control_flow:
+            self.context = (*self.context, _CONTROL_FLOW[eqn.primitive])
+        if control_flow and eqn.primitive is primitives.scan_p:
+            self.loops = (*self.loops, eqn.params["length"])
         yield
-        self.callers = self.callers[:-1]
+        self.callers, self.loops, self.context = before
 
     def refuse_sites(self, program: Program, node: Node) -> None:
         found = [eqn for jaxpr in _compat.all_jaxprs(node.eqn) for eqn in self.site_eqns(jaxpr)]

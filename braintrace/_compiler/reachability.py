@@ -68,6 +68,7 @@ class Reachability:
             and jnp.issubdtype(old.aval.dtype, jnp.inexact)
         ]
         self.carried = [Carried(1 << i, *fields) for i, fields in enumerate([*hidden, *others])]
+        self.hidden = sum(c.bit for c in self.carried if c.group is not None)  # those with traces
         self.outputs = 1 << len(self.carried)
         self._first_site = len(self.carried) + 1
         self.sites_mask = -(1 << self._first_site)
@@ -89,9 +90,8 @@ class Reachability:
 
     @cached_property
     def _masks(self) -> dict[Var, int]:
-        return {
-            c.new: self.sites_mask | self.group_bits(c.group) for c in self.carried if c.group is not None
-        }
+        groups = {c.new: c.group for c in self.carried if c.group is not None}
+        return {v: self.sites_mask | self.group_bits(group) for v, group in groups.items()}
 
     @cached_property
     def whole(self) -> dict[Var, Goal]:
@@ -152,11 +152,9 @@ class Reachability:
         if self._all_live:
             return self.outputs - 1
         found = settled(0, lambda bits: self._reaching(self.whole, self.outputs | bits))
-        hidden = [c for c in self.carried if c.group is not None]
-        if not any(c.bit & found or self._goal(self.whole, c.new) & self.outputs for c in hidden):
-            # no output depends on a hidden state, so that a loss must read the states themselves
-            return found | sum(c.bit for c in hidden)
-        return found
+        shown = (self._goal(self.whole, c.new) & self.outputs for c in self.of(self.hidden))
+        # if no output depends on a hidden state, a loss must read the states themselves
+        return found if found & self.hidden or any(shown) else found | self.hidden
 
     def reached(self, var: Var) -> int:
         """The bits of the carried arrays whose new value depends on a variable, along any path."""
@@ -238,35 +236,30 @@ class Reachability:
         Only states whose trace would count, and parameters that learn through no other state.
         """
         found = []
-        for c in self.carried:
-            if c.group is None and c.bit & self.live:
-                paths = self.behind([c.new])
-                if not self.is_seen(c):
-                    paths = [p for p in paths if p not in self._learned]
-                if paths:
-                    found.append((c, paths))
+        for c in self.of(self.live & ~self.hidden):
+            known = () if self.is_seen(c) else self._learned
+            if paths := [p for p in self.behind([c.new]) if p not in known]:
+                found.append((c, paths))
         return found
 
     def is_seen(self, c: Carried) -> bool:
         """Whether the outputs, or a hidden state without a marked op in between, depend on it."""
-        hidden = sum(d.bit for d in self.carried if d.group is not None) & self.live
-        to_states = self.from_states.get(c.old, Goal()).direct
-        return bool(self._shows(c) or (c.group is None and to_states & hidden))
+        to_states = self.from_states.get(c.old, Goal()).direct & self.hidden & self.live
+        return bool(self._shows(c) or (c.group is None and to_states))
 
     def _shows(self, c: Carried) -> bool:
-        """Whether outputs tell of its new value, or of its old one other than through new hidden states."""
+        """Whether outputs depend on its new value, or on its old one other than through new hidden states."""
         return bool((self._goal(self.whole, c.new) | self._goal(self._past, c.old)) & self.outputs)
 
     def is_read_old(self, c: Carried) -> bool:
         """Whether outputs or states that are not hidden read its old value, through marked ops or not."""
-        hidden = sum(d.bit for d in self.carried if d.group is not None)
-        return bool(self._goal(self._past, c.old) & ~hidden)
+        return bool(self._goal(self._past, c.old) & ~self.hidden)
 
     @cached_property
     def _past(self) -> dict[Var, Goal]:
         """The goal of each variable, outputs and untraced states, along paths past no new hidden state."""
         others = {c.new: Goal(direct=c.bit) for c in self.carried if c.group is None}
-        ends = {c.new: 0 for c in self.carried if c.group is not None}
+        ends = {c.new: 0 for c in self.of(self.hidden)}
         return spread(self.program, self._with_outputs(others), ends)[0]
 
     @cached_property
@@ -277,7 +270,7 @@ class Reachability:
         return {p for r in relations if any(g.index in shown for g in r.hidden_groups) for p in r.param_paths}
 
     @cached_property
-    def unheard(self) -> list[Path]:
+    def without_gradient(self) -> list[Path]:
         """Parameters whose gradient is zero although they affect later losses."""
         goals = {e.path: [self._goal(self.whole, v) for v in e.invars] for e in self.info.params}
         return [
@@ -297,9 +290,9 @@ class Reachability:
         every = sum(c.bit for c in self.carried)
         for holder, node in not_linear(self.program):
             pull = PullBack.of(node)
-            deaf = pull is not None and pull.is_deaf  # its result does not depend on the cotangent
-            if any(self._goal(self.whole, v) & (every if deaf else self.live) for v in holder.outputs):
-                acting = holder.reads if deaf else []
+            fixed = pull is not None and pull.ignores_cotangents
+            if any(self._goal(self.whole, v) & (every if fixed else self.live) for v in holder.outputs):
+                acting = holder.reads if fixed else []
                 found.append((node, self.behind([*holder.outputs, *acting])))
         return found
 
@@ -322,7 +315,7 @@ class Reachability:
     @cached_property
     def lost_in_loops(self) -> set[Var]:
         """The variables that reach the outputs through a `while`, along paths past no new hidden state."""
-        new = {c.new for c in self.carried if c.group is not None}
+        new = {c.new for c in self.of(self.hidden)}
         kept, lost = 1, 2
         flow = Flow[int](
             lambda node, given: lost if has_while(node) else union(given),

@@ -7,7 +7,6 @@ returns None if the axis labels cannot be derived. `mark_elements` is for elemen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from string import ascii_letters
 from typing import Any
 
@@ -128,25 +127,18 @@ def _mark_gather(operands: Sequence[Array], at: int, params: Options) -> Array |
     columns = {
         a: i for i, a in enumerate(numbers.start_index_map) if not (clipped and taken[a] == weight.shape[a])
     }
-    looked_up = list(columns)
-    whole = [a for a in range(weight.ndim) if a not in looked_up]
-    if (
-        at != 0
-        or numbers.operand_batching_dims
-        or any(taken[a] != 1 for a in looked_up)
-        or any(taken[a] != weight.shape[a] for a in whole)
-    ):
+    sizes = [1 if a in columns else n for a, n in enumerate(weight.shape)]
+    if at != 0 or numbers.operand_batching_dims or sizes != list(taken):
         return None
-    fresh = map(ascii_letters.__getitem__, count())
+    fresh = iter(ascii_letters)
     w = [next(fresh) for _ in range(weight.ndim)]
     kept = [a for a in range(weight.ndim) if a not in numbers.collapsed_slice_dims]
     batch = [next(fresh) for _ in range(indices.ndim - 1)]
     # an axis that is looked up and kept gets a label of its own in y, because its length there is one
-    offset = iter([w[a] if a in whole else next(fresh) for a in kept])
-    others = iter(batch)
-    num_out = len(batch) + len(kept)
+    offset = iter([next(fresh) if a in columns else w[a] for a in kept])
+    others, num_out = iter(batch), len(batch) + len(kept)
     y = [next(offset if i in numbers.offset_dims else others) for i in range(num_out)]
-    x = [*batch, *(w[a] for a in looked_up)]
+    x = [*batch, *(w[a] for a in columns)]
     return _bind(
         gather_p,
         indices,
@@ -166,15 +158,8 @@ def _mark_slice(operands: Sequence[Array], at: int, params: Options) -> Array | 
     if at != 0 or not cut:
         return None
     numbers = lax.GatherDimensionNumbers(tuple(range(weight.ndim)), (), cut)
-    return _mark_gather(
-        (weight, jnp.stack([starts[a] for a in cut])),
-        at,
-        {
-            "dimension_numbers": numbers,
-            "slice_sizes": tuple(taken),
-            "mode": lax.GatherScatterMode.CLIP,
-        },
-    )
+    options = {"dimension_numbers": numbers, "slice_sizes": tuple(taken), "mode": lax.GatherScatterMode.CLIP}
+    return _mark_gather((weight, jnp.stack([starts[a] for a in cut])), at, options)
 
 
 MARKED: dict[Primitive, Callable[[Sequence[Array], int, Options], Array | None]] = {
