@@ -330,12 +330,21 @@ def register_derived_rules(
     def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
         return prim.bind(*_in_front(args, dims), **vmapped([d is not None for d in dims], params)), 0
 
-    prim.def_impl(plain)
-    prim.def_abstract_eval(abstract)
-    ad.primitive_jvps[prim] = jvp
+    _define(prim, plain, abstract, batch, jvp)
     ad.primitive_transposes[prim] = transpose
+
+
+def _define(
+    prim: Primitive, impl: Function, shapes: Function, batch: Function, jvp: Function | None = None
+) -> Primitive:
+    """Register the implementation of a primitive, with the types, batching and tangents of its results."""
+    prim.def_impl(impl)
+    prim.def_abstract_eval(shapes)
     batching.primitive_batchers[prim] = batch
-    mlir.register_lowering(prim, mlir.lower_fun(plain, multiple_results=False))
+    mlir.register_lowering(prim, mlir.lower_fun(impl, multiple_results=prim.multiple_results))
+    if jvp is not None:
+        ad.primitive_jvps[prim] = jvp
+    return prim
 
 
 def _in_front(args: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
@@ -366,13 +375,9 @@ def call_primitive(
     `shapes(*avals, call)` are the types of its results; `call.mapped(flags)` is `call` under one more `vmap`.
     Its tangents are transposed but never computed: `refuse_forward_mode` raises an error.
     """
-    tangent_p = Primitive(f"{name}_tangent")
-    tangent_p.def_impl(refuse_forward_mode)
-    tangent_p.def_abstract_eval(lambda t: t)
+    refuse = refuse_forward_mode
+    tangent_p = _define(Primitive(f"{name}_tangent"), refuse, lambda t: t, refuse)
     ad.deflinear2(tangent_p, lambda ct, _: [ct])
-    batching.primitive_batchers[tangent_p] = refuse_forward_mode
-    mlir.register_lowering(tangent_p, refuse_forward_mode)
-
     prim = Primitive(name)
     prim.multiple_results = True
 
@@ -393,20 +398,11 @@ def call_primitive(
         outs = prim.bind(*_in_front(args, dims), call=call.mapped([d is not None for d in dims]))
         return outs, [0] * len(outs)
 
-    prim.def_impl(apply)
-    prim.def_abstract_eval(shapes)
-    ad.primitive_jvps[prim] = jvp
-    batching.primitive_batchers[prim] = batch
-    mlir.register_lowering(prim, mlir.lower_fun(apply, multiple_results=True))
-    return prim
+    return _define(prim, apply, shapes, batch, jvp)
 
 
 def identity_primitive(name: str, differentiate: Function) -> Primitive:
     """An operation that returns its operand, with `differentiate(primals, tangents)` as its derivative."""
     prim = Primitive(name)  # a `jax.custom_jvp` loses its rule where JAX splits off the linear part
-    prim.def_impl(lambda a: a)
-    prim.def_abstract_eval(lambda a: a)
-    ad.primitive_jvps[prim] = differentiate
-    batching.primitive_batchers[prim] = lambda args, dims: (prim.bind(*args), dims[0])
-    mlir.register_lowering(prim, lambda ctx, a: [a])
-    return prim
+    batch = lambda args, dims: (prim.bind(*args), dims[0])
+    return _define(prim, lambda a: a, lambda a: a, batch, differentiate)

@@ -13,7 +13,7 @@ from .exactness import find_dropped
 from .find_relations import SiteWeights, find_relations
 from .findings import Finding, Findings, Found
 from .groups import HiddenGroup, find_groups, group_findings
-from .module_info import ModuleInfo, StateEntry, is_read
+from .module_info import ModuleInfo, StateEntry
 from .perturbation import HiddenPerturbation
 from .positions import positions_of
 from .primitives import ELEMENT_WISE
@@ -21,7 +21,7 @@ from .program import Node, Var
 from .provenance import Goal, Provenance, goals, provenance
 from .reachability import Reachability, find_reachability
 from .relation import HiddenParamOpRelation
-from .slices import between
+from .slices import behind, between
 from .step import Path, show_path
 
 
@@ -103,20 +103,17 @@ def graph_of(
 
 
 def _check(info: ModuleInfo, origin: Provenance) -> None:
-    for entry in info.params:
-        for invar, atom in zip(entry.invars, entry.outvars, strict=True):
-            if atom is not invar:
-                made = info.program.maker(atom)
-                users = [
-                    s for s in info.program.sites if any(invar in origin.of(w)[0] for w in s.weights.values())
-                ]
-                used = f" It is a weight of {SiteWeights(info, users[0], origin).use}." if users else ""
-                raise CompilationError(
-                    f"The step assigns the parameter `{show_path(entry.path)}`"
-                    f"{f' at {made.source}' if made else ''}; a trace needs weights that stay as they are "
-                    f"within a step.{used} Assign it between steps, or keep what changes in a state of its "
-                    "own."
-                )
+    pairs = ((e, *pair) for e in info.params for pair in zip(e.invars, e.outvars, strict=True))
+    for entry, old, new in pairs:
+        if new is not old:
+            made = info.program.maker(new)
+            users = [s for s in info.program.sites if any(old in origin.of(w)[0] for w in s.weights.values())]
+            used = f" It is a weight of {SiteWeights(info, users[0], origin).use}." if users else ""
+            raise CompilationError(
+                f"The step assigns the parameter `{show_path(entry.path)}`"
+                f"{f' at {made.source}' if made else ''}; a trace needs weights that stay as they are within "
+                f"a step.{used} Assign it between steps, or keep what changes in a state of its own."
+            )
     if not info.hidden:
         states = [f"`{show_path(e.path)}` ({e.of.kind})" for e in info.entries if not e.is_param]
         ops = [str(SiteWeights(info, s, origin).use) for s in info.program.sites]
@@ -135,10 +132,8 @@ def _feeds(entry: StateEntry, var_goals: dict[Var, Goal]) -> int:
 
 
 def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Finding]:
-    found: list[Finding] = [
-        Finding(Found.OWN_DERIVATIVE_UNUSED, nodes=(node,)) for node in info.program.opened
-    ]
-    if not any(is_read(info.program, h) for h in info.hidden):
+    found = [Finding(Found.OWN_DERIVATIVE_UNUSED, nodes=(node,)) for node in info.program.opened]
+    if behind(info.program, info.program.outputs).isdisjoint(h.invar for h in info.hidden):
         found.append(Finding(Found.NEVER_READ, states=tuple(h.path for h in info.hidden)))
     if not info.program.sites:
         uses = tuple((e.path, _first_use(info, e)) for e in info.params)
@@ -148,10 +143,8 @@ def _of_program(info: ModuleInfo, var_goals: dict[Var, Goal]) -> list[Finding]:
 
 
 def _first_use(info: ModuleInfo, entry: StateEntry, plain: bool = False) -> Node | None:
-    for node in info.program.nodes:
-        if any(v is a for v in entry.invars for a in node.inputs) and not (plain and node.site):
-            return node
-    return None
+    nodes = (n for n in info.program.nodes if not (plain and n.site))
+    return next((n for n in nodes if any(v in entry.invars for v in n.reads)), None)
 
 
 def _without_mark(

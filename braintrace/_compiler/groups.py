@@ -108,18 +108,19 @@ class HiddenGroup:
 
     def concat_hidden(self, values: Sequence[Array]) -> Array:
         """The states of the group as one array, `varshape + (num_state,)`."""
-        pairs = zip(self.hidden, values, strict=True)
-        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, -1))]
-        return jnp.concatenate([p.astype(self.dtype) for p in parts], axis=-1)
+        return self._joined(values, -1)
 
     def stack_hidden(self, values: Sequence[Array], *, dual: bool = False) -> Array:
         """The states of the group as one array, `(num_state,) + varshape`: a short last axis is slow.
 
         With `dual`, the values are cotangents of the states.
         """
+        return self._joined(values, 0, dual)
+
+    def _joined(self, values: Sequence[Array], axis: int, dual: bool = False) -> Array:
         pairs = zip(self.hidden, values, strict=True)
-        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, 0), dual)]
-        return jnp.concatenate([p.astype(self.dtype) for p in parts])
+        parts = [p for h, v in pairs for p in _parts(h, h.states_at(v, axis), dual)]
+        return jnp.concatenate([p.astype(self.dtype) for p in parts], axis)
 
     def split_hidden(self, array: Array) -> list[Array]:
         """The inverse of `concat_hidden`."""

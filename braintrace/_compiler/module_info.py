@@ -332,11 +332,6 @@ def _hidden_states(
     return [h for h in found if h.invar in used] or found
 
 
-def is_read(program: Program, hidden: Hidden) -> bool:
-    """Whether a step uses the old value of a hidden array."""
-    return hidden.invar in behind(program, program.outputs)
-
-
 def hidden_arrays(entry: StateEntry) -> list[Hidden]:
     """The floating arrays of a state that the step writes, as `Hidden`."""
     numbered = jax.tree.unflatten(entry.of.tree, range(len(entry.invars)))
