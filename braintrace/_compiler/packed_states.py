@@ -102,10 +102,8 @@ class _Copies:
     def is_all(self, numbers: NumPyArray, places: NumPyArray) -> Var | None:
         """The one variable of which these are all elements in order, if there is one."""
         source = self._sources[numbers.flat[0]]
-        same = np.all(numbers == numbers.flat[0]) and np.array_equal(
-            places.ravel(), np.arange(source.aval.size)
-        )
-        return source if same else None
+        in_order = np.array_equal(places.ravel(), np.arange(source.aval.size))
+        return source if in_order and np.all(numbers == numbers.flat[0]) else None
 
     def original(self, var: Var) -> Var | None:
         """The variable that this one has all elements of, in order."""
@@ -239,8 +237,8 @@ def split_states(program: Program, states: Mapping[Var, Var]) -> tuple[Program, 
     by_old: dict[Var, Part] = {}
     for leaf, found in parts.items():
         olds, program = _join_instead(program, leaf, found, 0)
-        made = next(i for i, node in enumerate(program.nodes) if states[leaf] in node.outputs)
-        news, program = _join_instead(program, states[leaf], found, made + 1)
+        after = program.producer[states[leaf]] + 1
+        news, program = _join_instead(program, states[leaf], found, after)
         by_old.update({old: replace(part, new=new) for old, part, new in zip(olds, found, news, strict=True)})
     if not parts:
         return program, {}

@@ -176,29 +176,25 @@ def _as_path(path: object) -> Path:
 def _trace(
     model: brainstate.nn.Module, rebuild: Rebuild, data: list[Array], function: Function | None = None
 ) -> Traced:
-    """The jaxpr of a call, the structure of its output, and the states that it touches."""
-    trace = partial(_trace_as_it_is, model, function or model, rebuild)
-    return traced_with(model.states().values(), trace, data)
+    """Trace a call of a module, or of a `function` that calls it."""
 
-
-def _trace_as_it_is(
-    model: brainstate.nn.Module, function: Function, rebuild: Rebuild, data: list[Array]
-) -> Traced:
     def step(*data: Array) -> PyTree:
         args, kwargs = rebuild(data)
-        return function(*args, **kwargs)
+        return (function or model)(*args, **kwargs)
 
-    stateful = brainstate.transform.StatefulFunction(step, return_only_write=False)
-    try:
-        stateful.make_jaxpr(*data)
-    except Exception as e:
-        cause = _cause(e)
-        if said := _explained(cause, model, data):
-            raise CompilationError(said) from cause
-        raise cause from cause.__cause__
-    closed = stateful.get_jaxpr(*data)
-    out_tree = jax.tree.structure(stateful.get_out_shapes(*data)[0])
-    return closed, out_tree, tuple(stateful.get_states(*data))
+    def trace(data: list[Array]) -> Traced:
+        stateful = brainstate.transform.StatefulFunction(step, return_only_write=False)
+        try:
+            stateful.make_jaxpr(*data)
+        except Exception as e:
+            cause = _cause(e)
+            if said := _explained(cause, model, data):
+                raise CompilationError(said) from cause
+            raise cause from cause.__cause__
+        out_tree = jax.tree.structure(stateful.get_out_shapes(*data)[0])
+        return stateful.get_jaxpr(*data), out_tree, tuple(stateful.get_states(*data))
+
+    return traced_with(model.states().values(), trace, data)
 
 
 def _cause(error: BaseException) -> BaseException:
