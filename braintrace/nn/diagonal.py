@@ -10,7 +10,6 @@ higher layers; `D_RTRL(model, across='layers')` follows these paths too.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import brainstate
 import jax
@@ -21,9 +20,10 @@ from .._ops import element_wise
 from .._types import Activation, Initializer, Model, PyTree, Value
 from .cells import _as_row, _Cell, _function, _join, _sized, _split
 from .linear import Linear
+from .lru import draw_polar
 
 
-class RTUCell(brainstate.nn.RNNCell):
+class RTUCell(_Cell):
     """A recurrent trace unit (Elelimy et al., 2024): a complex diagonal recurrence in real numbers.
 
         re[t] = f(r cos(θ) * re[t-1] - r sin(θ) * im[t-1] + sqrt(1 - r^2) * (W_re x[t]))
@@ -51,6 +51,8 @@ class RTUCell(brainstate.nn.RNNCell):
     (2, 8)
     """
 
+    state_names = ("re", "im")
+
     def __init__(
         self,
         num_in: int,
@@ -64,28 +66,11 @@ class RTUCell(brainstate.nn.RNNCell):
         state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
-        super().__init__(name=name)
-        self.num_in, self.num_units, self.linear = num_in, num_units, linear
-        self.in_size, self.out_size = (num_in,), (2 * num_units,)
+        super().__init__(num_in, 2 * num_units, state_init, name)
+        self.num_units, self.state_size, self.linear = num_units, num_units, linear
         self.activation = _function(activation)
-        self._state_initializer = state_init
-        draw, dtype = brainstate.random.uniform, brainstate.environ.dftype()
-        tiny = jnp.finfo(dtype).tiny  # a modulus and a phase of 0 have no logarithm
-        square = r_min**2 + (r_max**2 - r_min**2) * draw(size=(num_units,)).astype(dtype)
-        self.nu = brainstate.ParamState(jnp.log(-0.5 * jnp.log(square + tiny)))
-        self.theta = brainstate.ParamState(jnp.log(max_phase * draw(size=(num_units,)).astype(dtype) + tiny))
+        _, self.nu, self.theta = draw_polar(num_units, r_min, r_max, max_phase)
         self.W = Linear(num_in, 2 * num_units, w_init=w_init, b_init=None)
-
-    def _initial(self, batch_size: int | None) -> Value:
-        return init.param(self._state_initializer, [self.num_units], batch_size)
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.re = brainstate.HiddenState(self._initial(batch_size))
-        self.im = brainstate.HiddenState(self._initial(batch_size))
-
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.re.value = self._initial(batch_size)
-        self.im.value = self._initial(batch_size)
 
     def update(self, x: Value) -> Value:
         re, im = self.re.value, self.im.value
@@ -204,6 +189,8 @@ class ELSTMCell(_Cell):
     (2, 4)
     """
 
+    state_names = ("c",)
+
     def __init__(
         self,
         num_in: int,
@@ -219,12 +206,6 @@ class ELSTMCell(_Cell):
         self.wf = brainstate.ParamState(init.param(recurrent_init, [num_out]))
         self.wz = brainstate.ParamState(init.param(recurrent_init, [num_out]))
         self.Wo = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.c = brainstate.HiddenState(self._initial(batch_size))
-
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.c.value = self._initial(batch_size)
 
     def update(self, x: Value) -> Value:
         c = self.c.value

@@ -22,11 +22,11 @@ class Dynamics(brainstate.nn.Module):
         self.in_size, self.out_size = in_size, out_size
         self.initial_values = initial_values
 
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+    def init_state(self, batch_size: int | None = None, **kwargs: object) -> None:
         for name, value in self.initial_values.items():
             setattr(self, name, brainstate.HiddenState(initial(value, self.out_size, batch_size)))
 
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+    def reset_state(self, batch_size: int | None = None, **kwargs: object) -> None:
         for name, value in self.initial_values.items():
             getattr(self, name).value = initial(value, self.out_size, batch_size)
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainstate
 import jax.numpy as jnp
 from brainstate.nn import init
 
 from .._ops import element_wise
-from .._types import Initializer, Value
-from .cells import _as_row, _join, _split
+from .._types import Array, Initializer, Value
+from .cells import _as_row, _Cell, _join, _split
 from .linear import Linear
 
 
-class LRUCell(brainstate.nn.RNNCell):
+def draw_polar(
+    num_units: int, r_min: float, r_max: float, max_phase: float
+) -> tuple[Array, brainstate.ParamState, brainstate.ParamState]:
+    """Draw complex numbers `r exp(i θ)`; return `r^2` and the parameters `log(-log(r))` and `log(θ)`."""
+    draw, dtype = brainstate.random.uniform, brainstate.environ.dftype()
+    tiny = jnp.finfo(dtype).tiny  # a modulus and a phase of 0 have no logarithm
+    square = r_min**2 + (r_max**2 - r_min**2) * draw(size=(num_units,)).astype(dtype)
+    nu = jnp.log(-0.5 * jnp.log(square + tiny))
+    theta = jnp.log(max_phase * draw(size=(num_units,)).astype(dtype) + tiny)
+    return square, brainstate.ParamState(nu), brainstate.ParamState(theta)
+
+
+class LRUCell(_Cell):
     """`h = lambda * h + gamma * (B x)`, `y = Re(C h) + D * x`, with complex `h` of `d_hidden` units.
 
     `lambda = exp(-exp(nu) + i exp(theta))` lies inside the unit circle; at first its modulus is between
@@ -31,6 +41,8 @@ class LRUCell(brainstate.nn.RNNCell):
     (2, 3)
     """
 
+    state_names = ("re", "im")
+
     def __init__(
         self,
         d_model: int,
@@ -41,30 +53,13 @@ class LRUCell(brainstate.nn.RNNCell):
         state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
-        super().__init__(name=name)
-        self.d_model, self.d_hidden = d_model, d_hidden
-        self.in_size = self.out_size = (d_model,)
-        self._state_initializer = state_init
-        draw, dtype = brainstate.random.uniform, brainstate.environ.dftype()
-        tiny = jnp.finfo(dtype).tiny  # where r_min is 0 a modulus may be 0, and its logarithm not
-        square = r_min**2 + (r_max**2 - r_min**2) * draw(size=(d_hidden,)).astype(dtype)
-        self.nu = brainstate.ParamState(jnp.log(-0.5 * jnp.log(square + tiny)))
-        self.theta = brainstate.ParamState(jnp.log(max_phase * draw(size=(d_hidden,)).astype(dtype) + tiny))
+        super().__init__(d_model, d_model, state_init, name)
+        self.d_model, self.d_hidden, self.state_size = d_model, d_hidden, d_hidden
+        square, self.nu, self.theta = draw_polar(d_hidden, r_min, r_max, max_phase)
         self.gamma = brainstate.ParamState(0.5 * jnp.log1p(-square))
         self.B = Linear(d_model, 2 * d_hidden, w_init=init.Normal((2 * d_model) ** -0.5), b_init=None)
         self.C = Linear(2 * d_hidden, d_model, w_init=init.Normal(d_hidden**-0.5), b_init=None)
         self.D = brainstate.ParamState(init.Normal(1.0)((d_model,)))
-
-    def _initial(self, batch_size: int | None) -> Value:
-        return init.param(self._state_initializer, [self.d_hidden], batch_size)
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.re = brainstate.HiddenState(self._initial(batch_size))
-        self.im = brainstate.HiddenState(self._initial(batch_size))
-
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.re.value = self._initial(batch_size)
-        self.im.value = self._initial(batch_size)
 
     def update(self, x: Value) -> Value:
         re, im = self.re.value, self.im.value
