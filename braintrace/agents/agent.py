@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -304,32 +304,32 @@ def _check_environment(env: GymnaxEnvironment, params: PyTree, net: Learner) -> 
         "`reset(key, params) -> observation, state` and `step(key, state, action, params) -> observation, "
         "state, reward, terminated, truncated, info` as pure functions, as in gymnax"
     )
-    missing = [m for m in ("reset", "step") if not callable(getattr(env, m, None))]
-    if missing:
-        raise TypeError(f"{name} has no method `{missing[0]}`. An environment has {form}.")
 
-    def shapes(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    def shapes(method: str, lengths: tuple[int, ...], *args: PyTree) -> PyTree:
+        """The shapes of what a method returns, a tuple of one of these lengths."""
+        function = getattr(env, method, None)
+        if not callable(function):
+            raise TypeError(f"{name} has no method `{method}`. An environment has {form}.")
         try:
-            return jax.eval_shape(function, *args)
+            found = jax.eval_shape(lambda *args: _strong(function(*args, params)), *args)
         except TypeError as error:
             raise TypeError(f"{name} has another interface ({error}). An environment has {form}.") from error
+        if not isinstance(found, tuple) or len(found) not in lengths:
+            what = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+            raise TypeError(f"`{method}` of {name} returns {what}. An environment has {form}.")
+        return found
 
-    begun = shapes(lambda key: _strong(env.reset(key, params)), key)
-    if not isinstance(begun, tuple) or len(begun) != 2:
-        raise TypeError(f"`reset` of {name} returns {_count(begun)}. An environment has {form}.")
-    observation, state = begun
-    wanted = [(tuple(a.shape), a.dtype) for a in net.function.x.like]
-    found = [(tuple(a.shape), a.dtype) for a in jax.tree.leaves(observation)]
+    observation, state = shapes("reset", (2,), key)
+    wanted, found = (
+        ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves)
+        for leaves in (net.function.x.like, jax.tree.leaves(observation))
+    )
     if wanted != found:
         raise ValueError(
-            f"Observations of {name} are {_show(found)}, and the net was made for {_show(wanted)}, without "
+            f"Observations of {name} are {found}, and the net was made for {wanted}, without "
             "an axis for environments. Make the net with an observation of this environment."
         )
-    action = jnp.zeros((), int)
-    after = shapes(lambda key, state: _strong(env.step(key, state, action, params)), key, state)
-    if not isinstance(after, tuple) or len(after) not in (5, 6):
-        raise TypeError(f"`step` of {name} returns {_count(after)}. An environment has {form}.")
-    seen, new, reward, *flags, _ = after
+    seen, new, reward, *flags, _ = shapes("step", (5, 6), key, state, jnp.zeros((), int))
     if reward.shape != ():
         raise ValueError(f"The reward of {name} must be one number; it has the shape {reward.shape}.")
     for flag in flags:
@@ -344,14 +344,6 @@ def _check_environment(env: GymnaxEnvironment, params: PyTree, net: Learner) -> 
                 f"The {what} of {name} after a step differs from that after a reset in structure, shape or "
                 f"type: {now} and {old}."
             )
-
-
-def _count(values: PyTree) -> str:
-    return f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
-
-
-def _show(leaves: Sequence[tuple[tuple[int, ...], np.dtype]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves)
 
 
 def check_pair(y: PyTree, algorithm: str, ranks: tuple[int, int], what: str) -> None:
