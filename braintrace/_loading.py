@@ -1,4 +1,4 @@
-"""Fill a model's parameters from a tree of values: of 0.2.x, of `brainstate`'s own cells, or of ours.
+"""Fill a model's parameters from a tree of values, as of 0.2.x, of `brainstate`'s cells or of this package.
 
 A tree is any nesting of dictionaries and lists, or a flat dictionary with tuples or dotted names for keys.
 """

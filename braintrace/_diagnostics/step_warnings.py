@@ -48,8 +48,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if lost:
         warn(
             f"`step_fn` carries {_names(step, lost)} from step to step and its loss reads it: what "
-            f"parameters did to it {before} is not in "
-            "the gradient. Make it a hidden state of the model.",
+            f"parameters did to it {before} is not in the gradient. Make it a hidden state of the model.",
         )
     fed = _fed(step, [i for i in step.carried if i is not None])
     if fed:
@@ -68,8 +67,8 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if forgotten:
         warn(
             f"The loss reads {_names(step, forgotten)}, which the model carries from step to step without a "
-            f"trace: what parameters did to it {before} "
-            "is not in the gradient. Make it a `ShortTermState`, or train by `RTRL`.",
+            f"trace: what parameters did to it {before} is not in the gradient. Make it a `ShortTermState`, "
+            "or train by `RTRL`.",
         )
     if drive.windows:
         return

@@ -79,18 +79,6 @@ class AgentState(NamedTuple):
     done: Array
 
 
-class _OfEnvironment(NamedTuple):
-    """The fields of `AgentState` that each environment has for itself."""
-
-    env_state: PyTree
-    observation: PyTree
-    carry: PyTree
-    traces: dict[str, Array]
-    memory: PyTree
-    reward: Array
-    done: Array
-
-
 class Steps(NamedTuple):
     """Transitions and diagnostics of a run, with axes (time, environment)."""
 
@@ -211,8 +199,7 @@ class Agent:
 
     def _advance(self, state: AgentState, drawn: tuple[Key, PyTree]) -> tuple[AgentState, Steps]:
         """Take a step with given random numbers; with one environment, arrays have no axis for it."""
-        params, opt_state, key, time, *rest = state
-        own = _OfEnvironment(*rest)
+        params, opt_state, key, time, *own = state
         if self.num_envs == 1:  # a mapped `cond` runs both of its branches
             after, direction, steps = self._one(params, drawn, own)
         else:
@@ -266,9 +253,12 @@ class Agent:
         return observation, state
 
     def _one(
-        self, params: Params, drawn: tuple[Key, PyTree], own: _OfEnvironment
-    ) -> tuple[_OfEnvironment, Params, Steps]:
-        """Take a step in one environment; return its part of the state, a direction, and what happened."""
+        self, params: Params, drawn: tuple[Key, PyTree], own: list[PyTree]
+    ) -> tuple[list[PyTree], Params, Steps]:
+        """Take a step in one environment, with its part of the state: the fields after `time`.
+
+        Returns that part after the step, the direction in which to move the parameters, and the transition.
+        """
         env_state, observation, carry, traces, memory, reward, done = own
         # a branch, because `where` over all traces would slow down every step
         carry, traces = jax.lax.cond(done, self.net.reset, lambda *now: now, carry, traces)
@@ -285,7 +275,7 @@ class Agent:
         seen, env_state, reward, *flags, _ = _strong(self.env.step(key, env_state, action, self._env_params))
         done = flags[0] if len(flags) == 1 else flags[0] | flags[1]
         reward = jnp.asarray(reward, jnp.result_type(float))
-        after = _OfEnvironment(env_state, seen, carry, traces, memory, reward, done)
+        after = [env_state, seen, carry, traces, memory, reward, done]
         return after, direction, Steps(observation, action, reward, done, value, error)
 
 

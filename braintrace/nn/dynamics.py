@@ -1,4 +1,4 @@
-"""Base of neurons, synapses and leaky readouts: states with initial values, exact decay over a step."""
+"""Base class of neurons, synapses and leaky readouts: states with initial values, exact decay over a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dynamics(brainstate.nn.Module):
 
 
 def initial(value: Value, size: Shape, batch_size: int | None) -> Value:
-    """The initial value of a state: that of an initialiser, or a number or an array for all units."""
+    """Make the initial value of a state from an initialiser, a number or an array."""
     shape = size if batch_size is None else (batch_size, *size)
     if callable(value):
         return value(shape)
