@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
 from .._types import Key, PyTree
 from .agent import Pair, Params, Pull, check_pair
@@ -17,7 +18,7 @@ class Memory(NamedTuple):
     """The state of AC(λ)."""
 
     eligibility: PyTree  # z: decayed sum of gradients
-    value: Array  # v(s) of the last step
+    value: Float[Array, ""]  # v(s) of the last step
 
 
 @dataclass(frozen=True)

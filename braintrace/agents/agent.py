@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int, UInt32
 
 from .._learners.learner import Learner
 from .._types import Key, PyTree
@@ -69,25 +70,25 @@ class AgentState(NamedTuple):
     params: Params
     opt_state: PyTree
     key: Key
-    time: Array  # steps so far; with the key, it gives the random numbers of the next step
+    time: UInt32[Array, ""]  # steps so far; with the key, it gives the random numbers of the next step
     env_state: PyTree
     observation: PyTree
     carry: PyTree  # hidden states of the net
     traces: dict[str, Array]  # the learner's: influence of the parameters on the hidden states
     memory: PyTree  # the algorithm's: eligibility traces of returns
-    reward: Array
-    done: Array
+    reward: Float[Array, " env"]
+    done: Bool[Array, " env"]
 
 
 class Steps(NamedTuple):
-    """Transitions and diagnostics of a run, with axes (time, environment)."""
+    """Transitions and diagnostics of a run."""
 
     observation: PyTree
-    action: Array
-    reward: Array
-    done: Array
-    value: Array  # the predicted return of the action
-    error: Array  # the TD error of the transition before
+    action: Int[Array, "time env"]
+    reward: Float[Array, "time env"]
+    done: Bool[Array, "time env"]
+    value: Float[Array, "time env"]  # the predicted return of the action
+    error: Float[Array, "time env"]  # the TD error of the transition before
 
     def episode_returns(self) -> np.ndarray:
         """Return the sum of rewards of each whole episode between two ends, in order of time."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Int
 
 from .._types import Key
 
@@ -56,9 +57,9 @@ class Environment(Generic[State]):
 class ChainState(NamedTuple):
     """The state of `MemoryChain`."""
 
-    context: Array
-    query: Array
-    time: Array
+    context: Int[Array, " bits"]
+    query: Int[Array, ""]
+    time: Int[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class MemoryChain(Environment[ChainState]):
 class MazeState(NamedTuple):
     """The state of `TMaze`."""
 
-    position: Array
-    goal: Array  # 0: north, 2: south, as the actions
+    position: Int[Array, ""]
+    goal: Int[Array, ""]  # 0: north, 2: south, as the actions
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ class TMaze(Environment[MazeState]):
 class DeckState(NamedTuple):
     """The state of `RepeatPrevious`."""
 
-    suits: Array
-    dealt: Array
+    suits: Int[Array, " cards"]
+    dealt: Int[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -186,12 +187,12 @@ class RepeatPrevious(Environment[DeckState]):
 class TrialState(NamedTuple):
     """The state of `TraceConditioning` and `TracePatterning`."""
 
-    time: Array  # steps since the onset of the conditioned stimuli
-    delay: Array  # from their onset to that of the unconditioned stimulus
-    pause: Array  # from its onset to the next trial
-    pattern: Array  # conditioned stimuli of this trial
-    pays: Array  # whether the unconditioned stimulus follows
-    distractors: Array  # steps for which each is still on, this one included
+    time: Int[Array, ""]  # steps since the onset of the conditioned stimuli
+    delay: Int[Array, ""]  # from their onset to that of the unconditioned stimulus
+    pause: Int[Array, ""]  # from its onset to the next trial
+    pattern: Bool[Array, " stimuli"]  # conditioned stimuli of this trial
+    pays: Bool[Array, ""]  # whether the unconditioned stimulus follows
+    distractors: Int[Array, " distractors"]  # steps for which each is still on, this one included
 
 
 @dataclass(frozen=True)

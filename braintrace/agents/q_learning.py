@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from .._types import Key, PyTree
 from .agent import Pair, Params, Pull, check_pair
@@ -18,13 +19,13 @@ class Memory(NamedTuple):
     """The state of QRC(λ)."""
 
     eligibility: PyTree  # z: decayed sum of gradients of q
-    eligibility_h: Array  # decayed sum of gradients of h
-    sum_h: Array  # decayed sum of h itself
+    eligibility_h: Float[Array, "actions features"]  # decayed sum of gradients of h
+    sum_h: Float[Array, ""]  # decayed sum of h itself
     grads: PyTree  # ∇q(s, a) of the last step
-    features: Array  # ∇h(s, a) of the last step
-    q: Array  # q(s, a) of the last step
-    h: Array  # h(s, a) of the last step
-    steps: Array
+    features: Float[Array, "actions features"]  # ∇h(s, a) of the last step
+    q: Float[Array, ""]  # q(s, a) of the last step
+    h: Float[Array, ""]  # h(s, a) of the last step
+    steps: Int[Array, ""]
 
 
 @dataclass(frozen=True)
