@@ -18,7 +18,6 @@ FRAMEWORKS = {"brainstate", "brainunit", "flax", "equinox", "haiku"}
 UPWARDS = {
     ("_compiler", "_diagnostics"),
     ("_compiler", "_report"),
-    ("_rules", "_report"),
     ("_frontends", "nn"),
 }
 UNITS_IN_THE_CORE = {"_online.request", "_ops.dense", "_ops.primitive"}

@@ -6,8 +6,8 @@ import enum
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from .._compat import Primitive
 from .._compiler.exactness import RuleKind
 from .._compiler.findings import Found
 from .._compiler.graph import ETraceGraph
@@ -15,6 +15,7 @@ from .._compiler.leaky_readouts import decay_of, find_filters
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
 from .._rules.rank import axis_of_samples
+from .._types import Options
 
 
 class DiagnosticLevel(enum.IntEnum):
@@ -89,10 +90,10 @@ class CompilationRecord:
     kind: DiagnosticKind
     level: DiagnosticLevel
     message: str
-    primitive: Any = None
+    primitive: Primitive | None = None
     weight_path: Path | None = None
     hidden_paths: tuple[Path, ...] = ()
-    context: dict[str, Any] = field(default_factory=dict)
+    context: Options = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"[{self.level.name}] {self.message}"
