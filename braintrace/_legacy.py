@@ -5,22 +5,23 @@ Each wraps a marked operation on a `brainstate.ParamState`, and warns of it when
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import brainstate
 
 from ._lines import warn_user
 from ._ops import conv, element_wise, lora_matmul, matmul, sparse_matmul
 from ._ops.primitive import without_marks
-from ._types import ArrayLike, PyTree, Value
+from ._types import ArrayLike, Options, PyTree, Shape, Value
+
+WeightFunction = Callable[[Value], Value]
 
 
 def _identity(w: Value) -> Value:
     return w
 
 
-def _warn(old: PyTree, new: str) -> None:
+def _warn(old: object, new: str) -> None:
     warn_user(
         f"`braintrace.{type(old).__name__}` is of an older release. Instead: {new}.", DeprecationWarning
     )
@@ -49,7 +50,7 @@ class MatMulOp(ETraceOp):
     def __init__(
         self,
         weight_mask: ArrayLike | None = None,
-        weight_fn: Callable[[Value], Value] = _identity,
+        weight_fn: WeightFunction = _identity,
         apply_weight_fn_before_mask: bool = False,
     ) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class ElemWiseOp(ETraceOp):
 
     new = "`braintrace.element_wise(w, fn)`"
 
-    def __init__(self, fn: Callable[[Value], Value] = _identity) -> None:
+    def __init__(self, fn: WeightFunction = _identity) -> None:
         super().__init__()
         self.fn = fn
 
@@ -85,20 +86,20 @@ class ConvOp(ETraceOp):
 
     def __init__(
         self,
-        xinfo: Any,
-        window_strides: Any,
-        padding: Any,
-        lhs_dilation: Any = None,
-        rhs_dilation: Any = None,
+        xinfo: object,
+        window_strides: Shape,
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Shape | None = None,
+        rhs_dilation: Shape | None = None,
         feature_group_count: int = 1,
         batch_group_count: int = 1,
-        dimension_numbers: Any = None,
+        dimension_numbers: object = None,
         weight_mask: ArrayLike | None = None,
-        weight_fn: Callable[[Value], Value] = _identity,
+        weight_fn: WeightFunction = _identity,
     ) -> None:
         super().__init__()
         self.weight_mask, self.weight_fn = weight_mask, weight_fn
-        self.options = {
+        self.options: Options = {
             "strides": window_strides,
             "padding": padding,
             "lhs_dilation": lhs_dilation,
@@ -118,7 +119,7 @@ class SpMatMulOp(ETraceOp):
 
     new = "`braintrace.sparse_matmul(x, w['weight'], sparse_mat=sparse_mat, bias=w.get('bias'))`"
 
-    def __init__(self, sparse_mat: Any, weight_fn: Callable[[Value], Value] = _identity) -> None:
+    def __init__(self, sparse_mat: PyTree, weight_fn: WeightFunction = _identity) -> None:
         super().__init__()
         self.sparse_mat, self.weight_fn = sparse_mat, weight_fn
 
@@ -143,7 +144,7 @@ class LoraOp(ETraceOp):
 class ETraceParam(brainstate.ParamState):
     """A parameter that is learned online through its operation; `grad` has no effect."""
 
-    def __init__(self, weight: PyTree, op: ETraceOp, grad: Any = None, name: str | None = None) -> None:
+    def __init__(self, weight: PyTree, op: ETraceOp, grad: object = None, name: str | None = None) -> None:
         _warn(self, f"`w = brainstate.ParamState(weight)`, and with `w.value` for w: {op.new}")
         super().__init__(weight, name=name)
         self.op = op
@@ -156,7 +157,7 @@ class ElemWiseParam(brainstate.ParamState):
     """A parameter that is learned online, element by element."""
 
     def __init__(
-        self, weight: PyTree, op: ElemWiseOp | Callable[[Value], Value] = _identity, name: str | None = None
+        self, weight: PyTree, op: ElemWiseOp | WeightFunction = _identity, name: str | None = None
     ) -> None:
         _warn(self, "`w = brainstate.ParamState(weight)` and `braintrace.element_wise(w.value, fn)`")
         super().__init__(weight, name=name)
@@ -185,6 +186,6 @@ class NonTempParam(brainstate.ParamState):
 class ControlFlowPolicy:
     """How 0.2.x was to read control flow; learners take it as `control_flow=`, without effect."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         _warn(self, "leave it out, since `cond` and `scan` are read through as they are")
         self.options = options

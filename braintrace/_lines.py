@@ -9,19 +9,18 @@ import traceback
 import warnings
 import weakref
 from types import FrameType
-from typing import Any
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _LIBRARIES = (_PACKAGE, *(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")))
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is of no library, and not of Python itself."""
+    """Whether a file belongs neither to a library nor to Python itself."""
     return not file.startswith((*_LIBRARIES, "<frozen"))
 
 
 def calling_line(folder: str) -> tuple[str, str]:
-    """Of a call into a folder of the package: the outermost function there, and the user's line before it."""
+    """The outermost function of a folder of the package on the stack, and the user's line that calls it."""
     frame: FrameType | None = sys._getframe(1)
     name = ""
     while frame is not None and not is_users(frame.f_code.co_filename):
@@ -32,24 +31,24 @@ def calling_line(folder: str) -> tuple[str, str]:
 
 
 def raising_line(error: BaseException) -> str:
-    """The last line of the user's that an error came through, after it entered the package; or nothing."""
+    """The last line of user code that an error came through inside the package; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE)), len(frames))
     found = [f for f in frames[first:] if is_users(f.filename)]
     return f"{found[-1].filename}:{found[-1].lineno} ({found[-1].name})" if found else ""
 
 
-# what was said of a model, which is compiled again for each batch size and traced again in each loop
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# the warnings about a model, which is compiled again for each batch size and traced again in each loop
+_given: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning, *, about: Any = None) -> None:
-    """A warning that points at the user's own line, not at a line of a library; once of each model."""
+def warn_user(message: str, category: type[Warning] = UserWarning, *, about: object = None) -> None:
+    """Warn at the user's own line, not at a line of a library; once for each model (`about`)."""
     if about is not None:
-        said = _said.setdefault(about, set())
-        if message in said:
+        given = _given.setdefault(about, set())
+        if message in given:
             return
-        said.add(message)
+        given.add(message)
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

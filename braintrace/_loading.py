@@ -1,4 +1,4 @@
-"""Fill a model's parameters from a tree of values: of 0.2.x, of `brainstate`'s own cells, or of ours.
+"""Fill a model's parameters from a tree of values, as of 0.2.x, of `brainstate`'s cells or of this package.
 
 A tree is any nesting of dictionaries and lists, or a flat dictionary with tuples or dotted names for keys.
 """
@@ -6,7 +6,7 @@ A tree is any nesting of dictionaries and lists, or a flat dictionary with tuple
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import brainstate
 import brainunit as u
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import nn
 from ._compiler.step import show_path
 from ._lines import warn_user
-from ._types import Path, PyTree
+from ._types import Path, PyTree, Value
 from .nn.dynamics import Dynamics
 
 
@@ -90,7 +90,7 @@ def load_parameters(model: brainstate.nn.Module, tree: PyTree, *, strict: bool =
     states = {_as_path(path): st for path, st in model.states().items()}
     hidden = {path for path, st in states.items() if isinstance(st, brainstate.ShortTermState)}
     hidden |= {(*path, name) for path, module in modules.items() for name in _hidden_names(module)}
-    values: list[tuple[brainstate.State, Any]] = []
+    values: list[tuple[brainstate.State, PyTree]] = []
     missing: list[str] = []
     unfit: list[str] = []
     for path, state in states.items():
@@ -121,7 +121,7 @@ def load_parameters(model: brainstate.nn.Module, tree: PyTree, *, strict: bool =
     return Loaded(missing, left_over)
 
 
-def _leaves(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Value]]:
     """The arrays of a tree, each with its path; of states, those of their values."""
     if isinstance(tree, dict) or hasattr(tree, "items"):
         for key, part in tree.items():
@@ -135,11 +135,11 @@ def _leaves(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def _as_path(keys: tuple[Any, ...]) -> Path:
+def _as_path(keys: tuple[object, ...]) -> Path:
     return tuple(part for key in keys for part in str(key).replace("/", ".").split("."))
 
 
-def _translate(given: dict[Path, Any], path: Path, names: Names) -> None:
+def _translate(given: dict[Path, Value], path: Path, names: Names) -> None:
     """Replace values under other names by those that the cell has for them."""
     first = (*path, names.old[0])
     for rest in [key[len(first) :] for key in given if key[: len(first)] == first]:
@@ -151,8 +151,8 @@ def _translate(given: dict[Path, Any], path: Path, names: Names) -> None:
             given.update({(*path, name, *rest): part for name, part in zip(names.new, cut, strict=True)})
 
 
-def _fitted(path: Path, value: Any, like: PyTree, unfit: list[str]) -> Any:
-    """A value with the type and the unit of the one that it replaces."""
+def _fitted(path: Path, value: Value, like: Value, unfit: list[str]) -> Value:
+    """Convert a value to the type and unit of the one that it replaces."""
     (have, unit), (want, wanted) = ((jnp.shape(u.get_mantissa(v)), u.get_unit(v)) for v in (value, like))
     if have != want:
         unfit.append(f"{show_path(path)} has the shape {have} and not {want}")
@@ -165,19 +165,19 @@ def _fitted(path: Path, value: Any, like: PyTree, unfit: list[str]) -> Any:
     return u.Quantity(array, unit=wanted) if _has_unit(like) else array
 
 
-def _has_unit(leaf: PyTree) -> bool:
+def _has_unit(leaf: object) -> bool:
     return isinstance(leaf, u.Quantity)
 
 
-def _hidden_names(module: Any) -> tuple[str, ...]:
-    """The hidden states of a module, which it has only once they are initialised."""
+def _hidden_names(module: brainstate.nn.Module) -> tuple[str, ...]:
+    """The names of a module's hidden states, which exist only once they are initialised."""
     if isinstance(module, Dynamics):
         return tuple(module.initial_values)
     return ("h", "c", "re", "im") if isinstance(module, brainstate.nn.RNNCell) else ()
 
 
-def _compare_activation(path: Path, module: Any, given: dict[Path, Any]) -> None:
-    """In 0.2.x nothing follows the first product of a `MinimalRNNCell`."""
+def _compare_activation(path: Path, module: brainstate.nn.Module, given: dict[Path, Value]) -> None:
+    """Warn of a `MinimalRNNCell` of 0.2.x, which has no activation after its first product."""
     if isinstance(module, nn.MinimalRNNCell) and any(key[: len(path) + 1] == (*path, "phi") for key in given):
         x = jnp.linspace(-2.0, 2.0, 5)
         if not jnp.array_equal(module.activation(x), x):

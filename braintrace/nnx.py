@@ -20,7 +20,8 @@ from ._learners.online import make_learner
 from ._online.arguments import as_shape
 from ._online.request import WindowSize
 from ._report.report import CompilationReport
-from ._types import ArrayLike, Function, PyTree
+from ._rules.rule import Values
+from ._types import ArrayLike, Function, PyTree, RuleLike
 
 
 class Carry(nnx.Variable):
@@ -53,7 +54,7 @@ class Learner(nnx.Module):
         carry: PyTree,
         x: PyTree,
         *,
-        rule: Any = None,
+        rule: RuleLike = None,
         mark: Mark = "auto",
         window: WindowSize | None = None,
         order: str | None = None,
@@ -67,7 +68,7 @@ class Learner(nnx.Module):
         )
         _write(self.traces, self.split()[-1])
 
-    def __call__(self, x: PyTree, **given: Any) -> PyTree:
+    def __call__(self, x: PyTree, **given: PyTree) -> PyTree:
         """One step; its derivative in the parameters is the online gradient.
 
         `given` are the inputs of the rule's learning signal: `modulator=`, `target=`.
@@ -116,7 +117,7 @@ class Learner(nnx.Module):
         """How each parameter is learned, and which paths through time the rule truncates."""
         return self.functions.report
 
-    def split(self) -> tuple[FunctionalLearner, Any, Any, Any]:
+    def split(self) -> tuple[FunctionalLearner, PyTree, PyTree, Values]:
         """The pure functions, and the current parameters, carry and traces, which they take.
 
         That carry is a pair: the module's own, and its variables that are no parameters.
@@ -139,12 +140,14 @@ class Learner(nnx.Module):
 class _Learners:
     """The functional learner of each graph definition of the module: `module.eval()` makes another."""
 
-    def __init__(self, call: Function, x: PyTree, rule: Any, mark: Mark, window: WindowSize | None) -> None:
+    def __init__(
+        self, call: Function, x: PyTree, rule: RuleLike, mark: Mark, window: WindowSize | None
+    ) -> None:
         self.call, self.x, self.options = call, x, (rule, mark, window)
-        self.known: dict[nnx.GraphDef[Any], FunctionalLearner] = {}
+        self.known: dict[nnx.GraphDef[nnx.Module], FunctionalLearner] = {}
 
     def of(
-        self, graphdef: nnx.GraphDef[Any], name: str, params: PyTree, carried: PyTree
+        self, graphdef: nnx.GraphDef[nnx.Module], name: str, params: PyTree, carried: PyTree
     ) -> FunctionalLearner:
         def step(params: PyTree, carried: PyTree, x: PyTree) -> PyTree:
             carry, variables = carried
@@ -161,11 +164,11 @@ class _Learners:
         return self.known[graphdef]
 
 
-def _read(variable: nnx.Variable[Any]) -> Any:
+def _read(variable: nnx.Variable[PyTree]) -> PyTree:
     return variable.get_value() if hasattr(variable, "get_value") else variable.value  # flax < 0.12.1
 
 
-def _write(variable: nnx.Variable[Any], value: Any) -> None:
+def _write(variable: nnx.Variable[PyTree], value: PyTree) -> None:
     if hasattr(variable, "set_value"):
         variable.set_value(value)
     else:  # flax < 0.12.1

@@ -39,33 +39,3 @@ from ._rules import SnAp as SnAp
 from ._rules import TargetProjection as TargetProjection
 from ._rules import ThreeFactor as ThreeFactor
 from ._rules import TraceRule as TraceRule
-
-__all__ = [
-    "BPTT",
-    "DNI",
-    "D_RTRL",
-    "ES_D_RTRL",
-    "KF_RTRL",
-    "OSTTP",
-    "OTPE",
-    "OTTT",
-    "RFLO",
-    "RTRL",
-    "S_TLLR",
-    "UORO",
-    "Bootstrapped",
-    "EProp",
-    "Feedback",
-    "Leak",
-    "Modulator",
-    "OSTLFeedforward",
-    "OSTLRecurrent",
-    "Own",
-    "Presynaptic",
-    "Recursion",
-    "Rule",
-    "SnAp",
-    "TargetProjection",
-    "ThreeFactor",
-    "TraceRule",
-]

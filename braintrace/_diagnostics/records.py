@@ -6,8 +6,9 @@ import enum
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .._compat import Primitive
 from .._compiler.exactness import RuleKind
 from .._compiler.findings import Found
 from .._compiler.graph import TraceGraph
@@ -15,6 +16,7 @@ from .._compiler.leaky_readouts import decay_of, find_filters
 from .._compiler.step import Path, show_path
 from .._lines import warn_user
 from .._rules.rank import axis_of_samples
+from .._types import Options
 
 if TYPE_CHECKING:
     from .sentences import Diagnostics
@@ -92,10 +94,10 @@ class CompilationRecord:
     kind: DiagnosticKind
     level: DiagnosticLevel
     message: str
-    primitive: Any = None
+    primitive: Primitive | None = None
     weight_path: Path | None = None
     hidden_paths: tuple[Path, ...] = ()
-    context: dict[str, Any] = field(default_factory=dict)
+    context: Options = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"[{self.level.name}] {self.message}"

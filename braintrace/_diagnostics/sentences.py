@@ -14,6 +14,7 @@ from .._compiler.findings import Finding, Findings, Found, Use
 from .._compiler.program import Node
 from .._compiler.step import Step, show_path, show_paths
 from .._lines import is_users
+from .._types import Options
 from .records import KIND_OF, CompilationRecord, DiagnosticLevel
 from .records import DiagnosticKind as Kind
 from .verdict import dropped_path
@@ -179,7 +180,7 @@ def record(f: Finding, step: Step) -> CompilationRecord:
     """The record of one finding of compiling a step."""
     kind, level = KIND_OF[f.kind], INFO if f.kind in _QUIET else WARNING
     message = _SENTENCES[f.kind].format_map(_words(f, step))
-    context: dict[str, Any] = {"sources": [n.source for n in f.nodes]} if f.nodes else {}
+    context: Options = {"sources": [n.source for n in f.nodes]} if f.nodes else {}
     primitive: Primitive | None = None
     weight, paths = next(iter(f.params), None), f.states
     if isinstance(f.of, Use):
@@ -197,10 +198,10 @@ def record(f: Finding, step: Step) -> CompilationRecord:
     return CompilationRecord(kind, level, message, primitive, weight, paths, context)
 
 
-def _words(f: Finding, step: Step) -> dict[str, Any]:
+def _words(f: Finding, step: Step) -> Options:
     """The words for the places in a sentence."""
     node = next(iter(f.nodes), None)
-    words: dict[str, Any] = {"params": show_paths(f.params), "states": show_paths(f.states)}
+    words: Options = {"params": show_paths(f.params), "states": show_paths(f.states)}
     words |= {"detail": f.detail, "node": "the step"}
     if node is not None:
         named = f"`{node.primitive.name}` at {node.source}"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import jax.numpy as jnp
 
 from .._compiler.custom_derivatives import PullBack
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.module_info import ModuleInfo
-from .._compiler.program import Node, Program, Var
+from .._compiler.program import Atom, Node, Program, Var
 from .._compiler.slices import behind, dependents, needed
 from .._compiler.step import Path, show_path, show_paths
 from .._lines import warn_user
@@ -21,14 +18,14 @@ from .._online.user_step import UserStep, variables
 from .._rules.rule import TraceRule
 
 
-def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], about: Any) -> None:
+def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], about: object) -> None:
     """Warn of paths through time that a gradient in steps, chunks or windows leaves out.
 
     `weights` are the leaves whose gradient is asked for, and `outside` those of them that the model, `about`,
     does not hold.
     """
     step, warn = drive.step, partial(warn_user, about=about)
-    params: dict[Path, Any] = {}
+    params: dict[Path, list[Var]] = {}
     for i in weights:
         params.setdefault((step.names[i],), []).append(step.leaves[i])
     results = [*step.outs, *(step.new[i] for i in step.moving)]
@@ -51,8 +48,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if lost:
         warn(
             f"`step_fn` carries {_names(step, lost)} from step to step and its loss reads it: what "
-            f"parameters did to it {before} is not in "
-            "the gradient. Make it a hidden state of the model.",
+            f"parameters did to it {before} is not in the gradient. Make it a hidden state of the model.",
         )
     fed = _fed(step, [i for i in step.carried if i is not None])
     if fed:
@@ -71,8 +67,8 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if forgotten:
         warn(
             f"The loss reads {_names(step, forgotten)}, which the model carries from step to step without a "
-            f"trace: what parameters did to it {before} "
-            "is not in the gradient. Make it a `ShortTermState`, or train by `RTRL`.",
+            f"trace: what parameters did to it {before} is not in the gradient. Make it a `ShortTermState`, "
+            "or train by `RTRL`.",
         )
     if drive.windows:
         return
@@ -94,7 +90,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
         )
 
 
-def warn_of_no_effect(paths: list[Path], about: Any = None) -> None:
+def warn_of_no_effect(paths: list[Path], about: object = None) -> None:
     """Warn of parameters whose gradient is zero, because nothing that a step computes depends on them."""
     if paths:
         warn_user(
@@ -107,29 +103,32 @@ def warn_of_no_effect(paths: list[Path], about: Any = None) -> None:
 
 def unused_parameters(info: ModuleInfo) -> list[Path]:
     """The parameters that no output or new state of the model's step depends on."""
-    results = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
-    return _unused(info.program, results, {e.path: e.invars for e in info.params})
+    return _unused(info.program, _results(info), {e.path: e.invars for e in info.params})
 
 
 def frozen_parameters(info: ModuleInfo) -> list[Path]:
     """The parameters from which no derivative leads to an output or a new state, as by `stop_gradient`."""
-    results = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
     flow = Flow[bool](back=True, derivatives=True, enters=True, rule=PullBack.of)
-    reached = solve(flow, info.program, ((a, True) for a in results))[0]
+    reached = solve(flow, info.program, ((a, True) for a in _results(info)))[0]
     return [e.path for e in info.params if not any(v in reached for v in e.invars)]
 
 
-def _unused(program: Program, results: Any, params: dict[Path, Any]) -> list[Path]:
+def _results(info: ModuleInfo) -> list[Atom]:
+    """The outputs and new states of the model's step."""
+    return [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
+
+
+def _unused(program: Program, results: Iterable[Atom], params: Mapping[Path, Sequence[Var]]) -> list[Path]:
     reached = behind(program, results)
-    inexact = {k: [v for v in vs if jnp.issubdtype(v.aval.dtype, jnp.inexact)] for k, vs in params.items()}
+    inexact = {k: [v for v in vs if v.inexact] for k, vs in params.items()}
     return [k for k, vs in inexact.items() if vs and reached.isdisjoint(vs)]
 
 
-def _names(step: UserStep, leaves: Any) -> str:
+def _names(step: UserStep, leaves: Iterable[int]) -> str:
     return ", ".join(dict.fromkeys(f"`{step.names[i]}`" for i in leaves))
 
 
-def _warn_of_assigned(step: UserStep, about: Any) -> None:
+def _warn_of_assigned(step: UserStep, about: object) -> None:
     assert step.node is not None
     fixed, _, _, rest, values = step.operands
     _, new, after = step.call.results(list(step.node.outputs))
@@ -164,15 +163,13 @@ def _warn_of_assigned(step: UserStep, about: Any) -> None:
 
 
 def _carried(step: UserStep) -> list[int]:
-    """The leaves that a step changes, without traces."""
+    """The inexact leaves that a step changes, without the rule's arrays."""
     traces = set(step.traces.values())
-    return [
-        i for i in step.moving if i not in traces and jnp.issubdtype(step.leaves[i].aval.dtype, jnp.inexact)
-    ]
+    return [i for i in step.moving if i not in traces and step.leaves[i].inexact]
 
 
-def _reached_by(step: UserStep, weights: Any) -> list[int]:
-    """The weights that a carried number depends on."""
+def _reached_by(step: UserStep, weights: Sequence[int]) -> list[int]:
+    """The weights that a carried leaf depends on."""
     new = variables(step.new[i] for i in _carried(step))
     return [i for i in weights if any(a in dependents(step.program, [step.leaves[i]]) for a in new)]
 
@@ -196,10 +193,11 @@ def _fed(step: UserStep, leaves: Sequence[int]) -> list[int]:
     def is_fed(leaf: int) -> bool:
         found: list[bool] = []
 
-        def transfer(node: Node, given: list[bool | None]) -> Any:
+        def transfer(node: Node, given: list[bool | None]) -> bool | None:
             if node.primitive is call_p and not node.params["call"].maps:
                 found.extend(filter(None, node.params["call"].operands(given)[1]))
-            return union(given)
+            reaches: bool | None = union(given)
+            return reaches
 
         flow = Flow[bool](transfer, derivatives=True, enters=True)
         solve(flow, step.program, [(step.leaves[leaf], True)])
@@ -209,7 +207,7 @@ def _fed(step: UserStep, leaves: Sequence[int]) -> list[int]:
 
 
 def _forgotten(step: UserStep) -> list[int]:
-    """The states without a trace through which the loss reads what parameters did in earlier steps."""
+    """The states without a trace through which parameters of earlier steps affect the loss."""
     info = step.online.info
     if not isinstance(step.online.rule, TraceRule):
         return []
@@ -227,7 +225,7 @@ def _forgotten(step: UserStep) -> list[int]:
     return found
 
 
-def _depend(program: Program, sources: list[Var]) -> Container[Any]:
+def _depend(program: Program, sources: list[Var]) -> Container[Var]:
     """The variables that depend on the sources, also across marked ops."""
     return solve(Flow[bool](derivatives=True, enters=True), program, [(v, True) for v in sources])[0]
 

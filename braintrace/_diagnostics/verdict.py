@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from .._compat import Primitive
 from .._compiler.exactness import RuleKind, find_unseen
 from .._compiler.findings import Finding, Found, Use
 from .._compiler.graph import TraceGraph
 from .._compiler.step import Path, show_path, show_paths
 from .records import KIND_OF
+
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 
 # what is not counted, `of` an op, parameter or state on its path `to` states, and how the op on it is named
 _WORDS = {
@@ -51,7 +55,7 @@ class DroppedPath:
     weight_path: Path
     what: str  # in words: what is not counted
     way: str  # and through which op or primitive it goes
-    primitive: Any  # the op or primitive on the way, or None
+    primitive: Primitive | None  # the op or primitive on the way
     source: str  # the line of code
     hidden_paths: tuple[Path, ...] = ()
 
@@ -101,20 +105,12 @@ class Exactness:
     @property
     def weights(self) -> dict[Path, list[DroppedPath]]:
         """The parameters whose gradient is approximate, and what each misses."""
-        found: dict[Path, list[DroppedPath]] = {}
-        for d in self.dropped:
-            found.setdefault(d.weight_path, []).append(d)
-        return found
+        return _grouped((d.weight_path, d) for d in self.dropped)
 
     @property
     def reasons(self) -> dict[str, list[Path]]:
         """Each thing that is not counted, and the parameters that miss it."""
-        found: dict[str, list[Path]] = {}
-        for d in self.dropped:
-            paths = found.setdefault(d.reason, [])
-            if d.weight_path not in paths:
-                paths.append(d.weight_path)
-        return found
+        return _grouped(dict.fromkeys((d.reason, d.weight_path) for d in self.dropped))
 
     def to_str(self, most: int = 5) -> str:
         """The verdict in words, with at most `most` reasons."""
@@ -153,11 +149,8 @@ class Exactness:
 
     def items(self) -> list[str]:
         """The truncated paths in words, each once with all its ops, lines and parameters."""
-        found: dict[str, list[DroppedPath]] = {}
-        for d in self.dropped:
-            found.setdefault(d.what, []).append(d)
         items = []
-        for what, several in found.items():
+        for what, several in _grouped((d.what, d) for d in self.dropped).items():
             ways = _some([d.way for d in several if d.way], 3)
             lines = _some([d.source.rsplit("/", 1)[-1] for d in several if d.source], 3)
             at = f" at {', '.join(lines)}" if lines else ""
@@ -206,7 +199,15 @@ def _label(use: Use) -> str:
     return f"`{use.site.primitive.name.removeprefix('etp_')}`{of}"
 
 
+def _grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The values of each key, in order."""
+    found: dict[Key, list[Item]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def _some(words: Iterable[str], most: int) -> list[str]:
-    """The first few of them, each once."""
+    """The first words, each once, and how many more there are."""
     words = list(dict.fromkeys(words))
     return words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]

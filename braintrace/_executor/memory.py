@@ -1,4 +1,4 @@
-"""The memory of a device."""
+"""The memory of a device, and numbers of bytes as text."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ def device_memory(devices: Sequence[Any] = ()) -> int:
     stats = own[0].memory_stats() or {}
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return int(stats.get("bytes_limit") or half // len(own))
+
+
+def show_bytes(count: float) -> str:
+    """Format a number of bytes.
+
+    >>> show_bytes(1536)
+    '1.5 KiB'
+    """
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"

@@ -39,7 +39,7 @@ class Key(NamedTuple):
         try:
             hash(static)
         except TypeError:
-            static = (static[0], repr(static[1]))
+            static = static[0], (repr(static[1]),)
         return Key(tuple(map(_shape, data)), static, _states_of(model))
 
 

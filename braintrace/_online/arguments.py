@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from .._executor.executor import Leaves
+from .._types import PyTree
+
+Static = tuple[jax.tree_util.PyTreeDef, tuple[object, ...]]  # the structure of a call, and its static leaves
+
 
 def split_static(
-    args: Sequence[Any], kwargs: dict[str, Any], *, numbers: bool = True
-) -> tuple[list[Any], Callable[..., Any], Any]:
+    args: Sequence[PyTree], kwargs: dict[str, PyTree], *, numbers: bool = True
+) -> tuple[Leaves, Callable[[Sequence[object]], PyTree], Static]:
     """The array leaves of a call, a function that puts them back, and a key for all the rest.
 
     What is not a number or an array (a string, a flag, a function) is static: part of the program. So are,
@@ -21,7 +25,7 @@ def split_static(
     dynamic = [_is_data(leaf) and (numbers or not _is_plain(leaf)) for leaf in leaves]
     static = tuple(None if d else leaf for d, leaf in zip(dynamic, leaves, strict=True))
 
-    def rebuild(data: Sequence[Any]) -> Any:
+    def rebuild(data: Sequence[object]) -> PyTree:
         rest = iter(data)
         return jax.tree.unflatten(
             tree, [next(rest) if d else s for d, s in zip(dynamic, static, strict=True)]
@@ -30,12 +34,12 @@ def split_static(
     return [leaf for leaf, d in zip(leaves, dynamic, strict=True) if d], rebuild, (tree, static)
 
 
-def as_shape(leaf: Any) -> Any:
+def as_shape(leaf: PyTree) -> PyTree:
     """An array's shape and type; anything else as it is."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
-def _is_data(leaf: Any) -> bool:
+def _is_data(leaf: object) -> bool:
     return not isinstance(leaf, bool | str | bytes) and (
         isinstance(leaf, int | float | complex | np.generic | np.ndarray)
         or hasattr(leaf, "aval")
@@ -43,5 +47,5 @@ def _is_data(leaf: Any) -> bool:
     )
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) and not isinstance(leaf, np.generic)

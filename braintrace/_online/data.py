@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Self
 
 import jax
 
+from .._executor.executor import Leaves
+from .._types import PyTree
 from .arguments import split_static
 
 
@@ -13,14 +16,14 @@ from .arguments import split_static
 class SingleStepData:
     """Data of one time step."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: PyTree) -> None:
         self.data = data
 
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
+    def tree_flatten(self) -> tuple[tuple[PyTree], None]:
         return (self.data,), None
 
     @classmethod
-    def tree_unflatten(cls, aux: None, children: tuple[Any]) -> Any:
+    def tree_unflatten(cls, aux: None, children: tuple[PyTree]) -> Self:
         return cls(*children)
 
     def __repr__(self) -> str:
@@ -32,10 +35,12 @@ class MultiStepData(SingleStepData):
     """Data of several time steps, along the first axis of each array."""
 
 
-def one_step(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def one_step(
+    args: Iterable[PyTree], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """The arguments of a single step: of a window, the shapes of one."""
 
-    def first(arg: Any) -> Any:
+    def first(arg: PyTree) -> PyTree:
         if isinstance(arg, MultiStepData):
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), arg.data)
         return arg.data if isinstance(arg, SingleStepData) else arg
@@ -43,10 +48,10 @@ def one_step(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(map(first, args)), {k: first(v) for k, v in kwargs.items()}
 
 
-def time_axes(args: Any, kwargs: Any) -> tuple[list[Any], list[bool]]:
+def time_axes(args: Iterable[PyTree], kwargs: dict[str, PyTree]) -> tuple[Leaves, list[bool]]:
     """The array leaves of a call, and which have a leading axis of time."""
 
-    def mark(arg: Any) -> Any:
+    def mark(arg: PyTree) -> tuple[PyTree, PyTree]:
         is_window = isinstance(arg, MultiStepData)
         data = arg.data if isinstance(arg, SingleStepData) else arg
         return data, jax.tree.map(lambda _: is_window, data)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 
 from .. import _meshes
 from .._compiler.fingerprint import fingerprint
+from .._executor.executor import Leaves
+from .._executor.sharding import Spec
+from .._types import Array, PyTree
 from .call import refuse_varying
 from .drive import Drive
 from .parts import Given
@@ -22,15 +24,15 @@ class Programs:
     """The compiled programs that were used last."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self._known: OrderedDict[Hashable, Callable[[Given, Sequence], PyTree]] = OrderedDict()
 
     def run(
         self,
-        function: Callable[[Drive, Given, Sequence], Any],
+        function: Callable[[Drive, Given, Sequence], PyTree],
         drive: Drive,
         given: Given,
         sequence: Sequence,
-    ) -> Any:
+    ) -> PyTree:
         """`function(drive, given, sequence)`, compiled."""
         refuse_varying(jax.tree.leaves((given, sequence)))
         if is_traced((given, sequence)) or sequence.progress is not None:
@@ -45,21 +47,21 @@ class Programs:
 
 
 def _run(
-    function: Callable[[Drive, Given, Sequence], Any],
+    function: Callable[[Drive, Given, Sequence], PyTree],
     drive: Drive,
     given: Given,
     sequence: Sequence,
-) -> Any:
+) -> PyTree:
     """Call the function; for arrays with explicit sharding, the results have the specs of `drive.specs`."""
     leaves, tree = jax.tree.flatten((given, sequence))
-    out_trees: list[Any] = []
+    out_trees: list[jax.tree_util.PyTreeDef] = []
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: Array) -> Leaves:
         found, out_tree = jax.tree.flatten(function(drive, *jax.tree.unflatten(tree, leaves)))
         out_trees.append(out_tree)
         return found
 
-    def specs() -> list[Any]:
+    def specs() -> list[Spec | None]:
         total, outs, after = drive.specs(given, sequence)
         return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
 

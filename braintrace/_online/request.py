@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import brainunit as u
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._types import Array, PyTree, Shape
 from .parts import masked
 from .sequence import Sequence
 
@@ -31,11 +32,11 @@ class Request:
         check_choice("reduction", self.reduction, ("mean", "sum"))
         check_choice("loss_output", self.loss_output, ("per_step", "masked", "scalar"))
 
-    def split(self, out: Any, lead: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    def split(self, out: PyTree, lead: Shape = ()) -> tuple[Array, PyTree]:
         """Split what the loss function returned into loss, of shape `lead` (steps) + samples, and aux."""
         return split_loss(out, self.has_aux, lead, self.sequence.mask.shape[1:])
 
-    def result(self, grads: Any, losses: Any, aux: Any) -> Any:
+    def result(self, grads: PyTree, losses: Array, aux: PyTree) -> PyTree:
         """The requested values, from the summed gradients and the losses and aux of all steps."""
         mask = self.sequence.mask.astype(losses.dtype)
         counted = masked(losses, mask)
@@ -49,9 +50,7 @@ class Request:
         return found if len(found) > 1 else grads
 
 
-def split_loss(
-    out: Any, has_aux: bool, lead: tuple[int, ...] = (), samples: tuple[int, ...] = ()
-) -> tuple[Any, Any]:
+def split_loss(out: PyTree, has_aux: bool, lead: Shape = (), samples: Shape = ()) -> tuple[Array, PyTree]:
     """Split what the loss function returned into the loss, checked and without unit, and aux."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
@@ -77,7 +76,7 @@ def split_loss(
     return loss, aux
 
 
-def _expected(lead: tuple[int, ...], samples: tuple[int, ...]) -> str:
+def _expected(lead: Shape, samples: Shape) -> str:
     if not lead and not samples:
         return "one number, the loss of the step"
     if not samples:
@@ -86,7 +85,7 @@ def _expected(lead: tuple[int, ...], samples: tuple[int, ...]) -> str:
     return f"{steps}{samples[0]} losses, one for each sample, since the mask has a number for each"
 
 
-def check_chunk_size(chunk_size: Any) -> None:
+def check_chunk_size(chunk_size: object) -> None:
     if chunk_size is None:
         return
     if not isinstance(chunk_size, numbers.Integral) or isinstance(chunk_size, bool):
@@ -95,7 +94,7 @@ def check_chunk_size(chunk_size: Any) -> None:
         raise ValueError(f"`chunk_size` must be at least 1, not {chunk_size}.")
 
 
-def check_window(window: Any) -> None:
+def check_window(window: object) -> None:
     if window is None or window == "auto":
         return
     if not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from .._executor.executor import ETraceGraphExecutor
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._rules.rule import Rule, Values
+from .._types import Array
 
 
 class RuleArrays:
@@ -22,7 +22,7 @@ class RuleArrays:
     def __init__(self, executor: ETraceGraphExecutor, rule: Rule) -> None:
         self.executor, self.rule = executor, rule
 
-    def initial(self, among: Sequence[Any] = ()) -> Values:
+    def initial(self, among: Sequence[Array] = ()) -> Values:
         """The arrays before the first step, sharded by `specs`.
 
         Under `vmap` they are mapped if arrays in `among`, those of the step, are.
@@ -31,14 +31,14 @@ class RuleArrays:
         lasting = self.rule.lasting(self.executor)
         zero = _meshes.zero_of(among)
 
-        def zeros(key: str, like: Any) -> Any:
+        def zeros(key: str, like: jax.ShapeDtypeStruct) -> Array:
             found = None
             if zero is not None and is_inexact(like):
                 found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
             if at is None or key not in specs:
                 return jnp.zeros(like.shape, like.dtype) if found is None else found
             spec = specs[key]
-            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)
+            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)  # type: ignore[no-any-return]
 
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}

@@ -8,16 +8,18 @@ import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from .. import _compat
+from .._types import Array, ArrayLike, PyTree
 from .data import SingleStepData
 
-Report = Callable[[int, int, Any], None]  # steps done, number of steps, carry
+Report = Callable[[int, int, PyTree], None]  # steps done, number of steps, carry
+Steps = tuple[tuple[PyTree, ...], Array, Array | None]  # arrays, mask and resets of consecutive steps
 
 
 @partial(
@@ -29,15 +31,18 @@ Report = Callable[[int, int, Any], None]  # steps done, number of steps, carry
 class Sequence:
     """Checked arguments of a drive over a sequence."""
 
-    arrays: Any  # a tuple of trees, time first
+    arrays: tuple[PyTree, ...]  # time first
     length: int
-    mask: Any  # (time,), or (time, batch) where a step has a loss for each sample
-    reset: Any = None  # (time, batch): the samples that are reset before each step
+    mask: Float[Array, "time ..."]  # with a batch axis if a step has a loss for each sample
+    reset: Bool[Array, "time batch"] | None = None  # the samples that are reset before each step
     progress: Report | None = None
 
     @staticmethod
     def check(
-        sequences: tuple[Any, ...], mask: Any, reset: Any = None, progress: Report | None = None
+        sequences: tuple[PyTree, ...],
+        mask: ArrayLike | None,
+        reset: ArrayLike | None = None,
+        progress: Report | None = None,
     ) -> Sequence:
         if not sequences:
             raise ValueError("Give at least one sequence: arrays with time as their first axis.")
@@ -80,12 +85,12 @@ class Sequence:
         return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask, reset, progress)
 
     @property
-    def steps(self) -> tuple[Any, Any, Any]:
+    def steps(self) -> Steps:
         """The arrays with a leading time axis."""
         return self.arrays, self.mask, self.reset
 
-    def part(self, start: int, stop: int) -> Any:
-        return jax.tree.map(lambda a: a[start:stop], self.steps)
+    def part(self, start: int, stop: int) -> Steps:
+        return jax.tree.map(lambda a: a[start:stop], self.steps)  # type: ignore[no-any-return]
 
     @property
     def pace(self) -> int:
@@ -109,14 +114,14 @@ def even_chunks(length: int, most: int) -> int:
 
 
 def over_chunks(
-    run: Callable[..., tuple[Any, Any]],
-    carry: Any,
+    run: Callable[..., tuple[PyTree, PyTree]],
+    carry: PyTree,
     sequence: Sequence,
     size: int,
-    scan: Callable[..., tuple[Any, Any]] = jax.lax.scan,
+    scan: Callable[..., tuple[PyTree, PyTree]] = jax.lax.scan,
     *,
     rest_first: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Run `carry, outs = run(carry, arrays, mask, reset)` over chunks of `size` steps of a sequence.
 
     The remainder is a shorter chunk, the last one or, with `rest_first`, the first. Outputs have a leading
@@ -128,11 +133,11 @@ def over_chunks(
     if progress is not None and not is_traced((carry, sequence.steps)):
         return _one_by_one(run, carry, sequence, size, progress, begin)
 
-    def report(done: Any) -> None:
+    def report(done: ArrayLike) -> None:
         if progress is not None:
             jax.debug.callback(lambda done: progress(done, sequence.length, None), done)
 
-    outs: list[Any] = []
+    outs: list[PyTree] = []
     if begin:
         carry, out = run(carry, *sequence.part(0, begin))
         outs.append(out)
@@ -147,7 +152,7 @@ def over_chunks(
         steps = sequence.part(begin, begin + count * size) if left else sequence.steps
         parts = () if by_slice else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
 
-        def one(carry: Any, given: Any) -> Any:
+        def one(carry: PyTree, given: tuple[Array, Steps | tuple[()]]) -> tuple[PyTree, PyTree]:
             number, now = given
             if by_slice:
                 start = begin + number * size
@@ -166,13 +171,13 @@ def over_chunks(
 
 
 def _one_by_one(
-    run: Callable[..., tuple[Any, Any]],
-    carry: Any,
+    run: Callable[..., tuple[PyTree, PyTree]],
+    carry: PyTree,
     sequence: Sequence,
     size: int,
     progress: Report,
     begin: int,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """`over_chunks` outside of `jit`: one compiled call per chunk, so that it can be interrupted."""
     compiled = jax.jit(run)
     outs = []
@@ -184,9 +189,9 @@ def _one_by_one(
     return carry, _joined(outs)
 
 
-def _joined(outs: list[Any]) -> Any:
+def _joined(outs: list[PyTree]) -> PyTree:
     return outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
 
 
-def is_traced(tree: Any) -> bool:
+def is_traced(tree: PyTree) -> bool:
     return any(map(_compat.is_tracer, jax.tree.leaves(tree)))

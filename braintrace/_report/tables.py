@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from .._executor.memory import show_bytes as show_bytes
 from .._online.request import WindowSize
 from .markup import Markup, join, tag
 
@@ -97,18 +98,6 @@ def title_of(rule: str, window: WindowSize | None, rank: int | None) -> str:
     windows = f", windows of {window or 1}" if window or rank else ""
     windows = ", longest windows" if window == "auto" else windows
     return rule + windows + (f", rank {rank}" if rank else "")
-
-
-def show_bytes(count: float) -> str:
-    """
-    >>> show_bytes(1536)
-    '1.5 KiB'
-    """
-    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
 
 
 def show_count(number: float) -> str:

@@ -21,7 +21,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.layers_above import Above, Across
 from .._compiler.step import name_of
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.memory import device_memory
+from .._executor.memory import device_memory, show_bytes
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec, plus
 from .._executor.trace_math import add_up, promoted
@@ -132,8 +132,6 @@ def _blocks(executor: ETraceGraphExecutor, per: PerSample) -> list[_Block]:
 
 
 def _check_memory(values: Values) -> None:
-    from .._report.tables import show_bytes
-
     sizes = {k: v.size * v.dtype.itemsize for k, v in values.items()}
     have = device_memory()
     if sum(sizes.values()) > have:

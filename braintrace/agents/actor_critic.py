@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
+
+from .._types import Key, PyTree
+from .agent import Pair, Params, Pull, check_pair
 
 
 class Memory(NamedTuple):
     """The state of AC(λ)."""
 
-    eligibility: Any  # z: decayed sum of gradients
-    value: Array  # v(s) of the last step
+    eligibility: PyTree  # z: decayed sum of gradients
+    value: Float[Array, ""]  # v(s) of the last step
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,19 @@ class ActorCritic:
     critic_weight: float = 1.0
     entropy_weight: float = 0.0
 
-    def init_params(self, params: Any, y: Any) -> Any:
-        _check_output(y)
+    def init_params(self, params: PyTree, y: PyTree) -> Params:
+        check_pair(y, "ActorCritic", (1, 0), "logits, one for each action, and the value, a number")
         return {"net": params}
 
-    def init_memory(self, params: Any, y: Any) -> Memory:
+    def init_memory(self, params: PyTree, y: Pair) -> Memory:
         return Memory(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), y[1].dtype))
 
-    def draw(self, key: Array, y: Any) -> Array:
+    def draw(self, key: Key, y: Pair) -> Array:
         return jax.random.gumbel(key, y[0].shape, y[0].dtype)
 
     def step(
-        self, params: Any, y: Any, pull: Any, memory: Memory, reward: Array, done: Array, drawn: Array
-    ) -> Any:
+        self, params: Params, y: Pair, pull: Pull, memory: Memory, reward: Array, done: Array, drawn: Array
+    ) -> tuple[Array, Array, Memory, Params, Array]:
         logits, value = y
         z, last = memory
         goes_on = 1 - done.astype(value.dtype)
@@ -67,12 +71,3 @@ class ActorCritic:
         decay = self.gamma * self.lam * goes_on
         z = jax.tree.map(lambda z, g: decay * z + g, z, grads)
         return action, value, Memory(z, value), {"net": direction}, error
-
-
-def _check_output(y: Any) -> None:
-    shapes = [a.shape for a in y] if isinstance(y, tuple | list) else None
-    if shapes is None or len(shapes) != 2 or len(shapes[0]) != 1 or shapes[1] != ():
-        raise ValueError(
-            "For `ActorCritic`, the net's output is a pair: logits, one for each action, and the value, "
-            f"a number. It is {jax.tree.map(lambda a: a.shape, y)}."
-        )

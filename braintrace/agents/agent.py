@@ -5,33 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int, UInt32
 
 from .._learners.learner import Learner
+from .._types import Key, PyTree
 
-Pull = Callable[[Any], Any]  # cotangents of the net's output -> online gradient of the parameters
+if TYPE_CHECKING:
+    import optax
+
+Params = dict[str, PyTree]  # all that is learned: the parameters of the net under 'net', and any others
+Pair = tuple[Array, Array]
+Pull = Callable[[PyTree], PyTree]  # cotangents of the net's output -> online gradient of its parameters
+
+
+class GymnaxEnvironment(Protocol):
+    """An environment with gymnax's interface, as described in `Agent`."""
+
+    def reset(self, key: Key, params: PyTree, /) -> tuple[PyTree, PyTree]: ...
+
+    def step(self, key: Key, state: PyTree, action: Array, params: PyTree, /) -> tuple[PyTree, ...]: ...
 
 
 class Algorithm(Protocol):
     """How an agent acts and learns: pure functions, for one environment."""
 
-    def init_params(self, params: Any, y: Any) -> Any:
-        """Return all that is learned, a dict: the parameters of the net under 'net', and any others."""
+    def init_params(self, params: PyTree, y: PyTree) -> Params:
+        """Return all that is learned; `y` has the shapes of the net's output."""
 
-    def init_memory(self, params: Any, y: Any) -> Any:
+    def init_memory(self, params: PyTree, y: PyTree) -> PyTree:
         """Return the eligibility traces, and what else is carried from step to step."""
 
-    def draw(self, key: Array, y: Any) -> Any:
-        """Return the random numbers of one step; `y` has the shapes of the net's output."""
+    def draw(self, key: Key, y: PyTree) -> PyTree:
+        """Return the random numbers of one step."""
 
     def step(
-        self, params: Any, y: Any, pull: Pull, memory: Any, reward: Array, done: Array, drawn: Any
-    ) -> tuple[Array, Array, Any, Any, Array]:
+        self, params: Params, y: PyTree, pull: Pull, memory: PyTree, reward: Array, done: Array, drawn: PyTree
+    ) -> tuple[Array, Array, PyTree, Params, Array]:
         """Learn from the last transition, and act.
 
         Args:
@@ -52,36 +67,35 @@ class Algorithm(Protocol):
 class AgentState(NamedTuple):
     """All that an agent carries from step to step; leaves of an environment have a leading axis."""
 
-    params: Any
-    opt_state: Any
-    key: Array
-    time: Array  # steps so far; with the key, it gives the random numbers of the next step
-    env_state: Any
-    observation: Any
-    carry: Any  # hidden states of the net
+    params: Params
+    opt_state: PyTree
+    key: Key
+    time: UInt32[Array, ""]  # steps so far; with the key, it gives the random numbers of the next step
+    env_state: PyTree
+    observation: PyTree
+    carry: PyTree  # hidden states of the net
     traces: dict[str, Array]  # the learner's: influence of the parameters on the hidden states
-    memory: Any  # the algorithm's: eligibility traces of returns
-    reward: Array
-    done: Array
+    memory: PyTree  # the algorithm's: eligibility traces of returns
+    reward: Float[Array, " env"]
+    done: Bool[Array, " env"]
 
 
 class Steps(NamedTuple):
-    """Transitions and diagnostics of a run, with axes (time, environment)."""
+    """Transitions and diagnostics of a run."""
 
-    observation: Any
-    action: Array
-    reward: Array
-    done: Array
-    value: Array  # the predicted return of the action
-    error: Array  # the TD error of the transition before
+    observation: PyTree
+    action: Int[Array, "time env"]
+    reward: Float[Array, "time env"]
+    done: Bool[Array, "time env"]
+    value: Float[Array, "time env"]  # the predicted return of the action
+    error: Float[Array, "time env"]  # the TD error of the transition before
 
     def episode_returns(self) -> np.ndarray:
         """Return the sum of rewards of each whole episode between two ends, in order of time."""
         found = []
         for rewards, dones in zip(np.asarray(self.reward).T, np.asarray(self.done).T, strict=True):
             ends = np.flatnonzero(dones)
-            for start, stop in zip(ends[:-1] + 1, ends[1:] + 1, strict=True):
-                found.append((stop, rewards[start:stop].sum()))
+            found += [(b, rewards[a:b].sum()) for a, b in zip(ends[:-1] + 1, ends[1:] + 1, strict=True)]
         return np.array([total for _, total in sorted(found, key=lambda pair: pair[0])])
 
 
@@ -126,12 +140,12 @@ class Agent:
 
     net: Learner
     algorithm: Algorithm
-    optimizer: Any
-    env: Any
-    env_params: Any = None
+    optimizer: optax.GradientTransformation
+    env: GymnaxEnvironment
+    env_params: PyTree = None
     num_envs: int = 1
 
-    def init(self, params: Any, carry: Any, key: Array) -> AgentState:
+    def init(self, params: PyTree, carry: PyTree, key: Key) -> AgentState:
         """Return the state of the agent at the start.
 
         Args:
@@ -179,18 +193,18 @@ class Agent:
         own = jax.tree.map(lambda a: a[None], state[4:])
         return AgentState(*state[:4], *own), jax.tree.map(lambda a: a[:, None], steps)
 
-    def _draw(self, key: Array, time: Array) -> tuple[Array, Any]:
+    def _draw(self, key: Key, time: Array) -> tuple[Key, PyTree]:
         """Return keys for the environments, and the algorithm's random numbers, of one step."""
         keys = jax.random.split(jax.random.fold_in(key, time), (2, self.num_envs))
         return keys[0], jax.vmap(lambda key: self.algorithm.draw(key, self._output))(keys[1])
 
-    def _advance(self, state: AgentState, drawn: tuple[Array, Any]) -> tuple[AgentState, Steps]:
+    def _advance(self, state: AgentState, drawn: tuple[Key, PyTree]) -> tuple[AgentState, Steps]:
         """Take a step with given random numbers; with one environment, arrays have no axis for it."""
         params, opt_state, key, time, *own = state
         if self.num_envs == 1:  # a mapped `cond` runs both of its branches
-            after, direction, steps = self._one(params, drawn, *own)
+            after, direction, steps = self._one(params, drawn, own)
         else:
-            after, direction, steps = jax.vmap(partial(self._one, params))(drawn, *own)
+            after, direction, steps = jax.vmap(partial(self._one, params))(drawn, own)
             direction = jax.tree.map(lambda a: jnp.mean(a, 0), direction)
         descent = jax.tree.map(jnp.negative, direction)
         updates, opt_state = self.optimizer.update(descent, opt_state, params)
@@ -211,49 +225,46 @@ class Agent:
             FloatingPointError: A reward or a prediction is not finite. `state` is the last good one.
         """
         after, steps = _rollout(self, state, num_steps)
-        for name, what in (("reward", "The reward"), ("error", "The TD error")):
-            bad = ~np.isfinite(np.asarray(getattr(steps, name)))
-            if bad.any():
-                time, env = map(int, np.argwhere(bad)[0])
+        for what, array, advice in (
+            ("The reward", steps.reward, "an environment that returns numbers"),
+            ("The TD error", steps.error, "smaller updates"),
+        ):
+            values = np.asarray(array)
+            if not np.isfinite(values).all():
+                time, env = map(int, np.argwhere(~np.isfinite(values))[0])
                 raise FloatingPointError(
-                    f"{what} at step {time} of this run in environment {env} is "
-                    f"{np.asarray(getattr(steps, name))[time, env]}. The state that was passed to `run` is "
-                    "unchanged; go on from there with "
-                    + ("an environment that returns numbers." if name == "reward" else "smaller updates.")
+                    f"{what} at step {time} of this run in environment {env} is {values[time, env]}. The "
+                    f"state that was passed to `run` is unchanged; go on from there with {advice}."
                 )
         return after, steps
 
     @property
-    def _env_params(self) -> Any:
+    def _env_params(self) -> PyTree:
         given = self.env_params
         return getattr(self.env, "default_params", None) if given is None else given
 
     @property
-    def _output(self) -> Any:
+    def _output(self) -> PyTree:
         """The shapes of the net's output."""
         function = self.net.function
         return jax.tree.unflatten(function.step.out_tree, function.outputs)
 
-    def _reset_env(self, key: Array) -> Any:
-        return _strong(self.env.reset(key, self._env_params))
+    def _reset_env(self, key: Key) -> tuple[PyTree, PyTree]:
+        observation, state = _strong(self.env.reset(key, self._env_params))
+        return observation, state
 
     def _one(
-        self,
-        params: Any,
-        drawn: tuple[Array, Any],
-        env_state: Any,
-        observation: Any,
-        carry: Any,
-        traces: dict[str, Array],
-        memory: Any,
-        reward: Array,
-        done: Array,
-    ) -> tuple[tuple[Any, ...], Any, Steps]:
-        """Take a step in one environment; return its part of the state, a direction, and what happened."""
+        self, params: Params, drawn: tuple[Key, PyTree], own: list[PyTree]
+    ) -> tuple[list[PyTree], Params, Steps]:
+        """Take a step in one environment, with its part of the state: the fields after `time`.
+
+        Returns that part after the step, the direction in which to move the parameters, and the transition.
+        """
+        env_state, observation, carry, traces, memory, reward, done = own
         # a branch, because `where` over all traces would slow down every step
         carry, traces = jax.lax.cond(done, self.net.reset, lambda *now: now, carry, traces)
 
-        def forward(net: Any) -> Any:
+        def forward(net: PyTree) -> tuple[PyTree, PyTree]:
             new_carry, new_traces, y = self.net.step(net, carry, traces, observation)
             return y, (new_carry, new_traces)
 
@@ -262,59 +273,54 @@ class Agent:
         action, value, memory, direction, error = self.algorithm.step(
             params, y, lambda dy: pull(dy)[0], memory, reward, done, numbers
         )
-        seen, env_state, reward, done, _ = _env_step(self.env, key, env_state, action, self._env_params)
-        after = (env_state, seen, carry, traces, memory, reward, done)
+        seen, env_state, reward, *flags, _ = _strong(self.env.step(key, env_state, action, self._env_params))
+        done = flags[0] if len(flags) == 1 else flags[0] | flags[1]
+        reward = jnp.asarray(reward, jnp.result_type(float))
+        after = [env_state, seen, carry, traces, memory, reward, done]
         return after, direction, Steps(observation, action, reward, done, value, error)
 
 
 _rollout = jax.jit(Agent.rollout, static_argnums=(0, 2))
 
 
-def _env_step(env: Any, key: Any, state: Any, action: Any, params: Any) -> Any:
-    """Return observation, state, reward, done and info, in either form of gymnax's interface."""
-    observation, state, reward, *flags, info = _strong(env.step(key, state, action, params))
-    done = flags[0] if len(flags) == 1 else flags[0] | flags[1]
-    return observation, state, jnp.asarray(reward, jnp.result_type(float)), done, info
-
-
-def _strong(tree: Any) -> Any:
-    """Give numbers of Python types of their own, so that a loop carries the same types."""
+def _strong(tree: PyTree) -> PyTree:
+    """Convert weakly typed numbers to strong types, so that a loop carries the same types."""
     return jax.tree.map(lambda a: jax.lax.convert_element_type(a, jnp.result_type(a)), tree)
 
 
-def _check_environment(env: Any, params: Any, net: Learner) -> None:
+def _check_environment(env: GymnaxEnvironment, params: PyTree, net: Learner) -> None:
     """Raise an error unless `env` has gymnax's interface and fits the net."""
     name, key = type(env).__name__, jax.random.key(0)
     form = (
         "`reset(key, params) -> observation, state` and `step(key, state, action, params) -> observation, "
         "state, reward, terminated, truncated, info` as pure functions, as in gymnax"
     )
-    missing = [m for m in ("reset", "step") if not callable(getattr(env, m, None))]
-    if missing:
-        raise TypeError(f"{name} has no method `{missing[0]}`. An environment has {form}.")
 
-    def shapes(function: Any, *args: Any) -> Any:
+    def shapes(method: str, lengths: tuple[int, ...], *args: PyTree) -> PyTree:
+        """The shapes of what a method returns, a tuple of one of these lengths."""
+        function = getattr(env, method, None)
+        if not callable(function):
+            raise TypeError(f"{name} has no method `{method}`. An environment has {form}.")
         try:
-            return jax.eval_shape(function, *args)
+            found = jax.eval_shape(lambda *args: _strong(function(*args, params)), *args)
         except TypeError as error:
             raise TypeError(f"{name} has another interface ({error}). An environment has {form}.") from error
+        if not isinstance(found, tuple) or len(found) not in lengths:
+            what = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+            raise TypeError(f"`{method}` of {name} returns {what}. An environment has {form}.")
+        return found
 
-    begun = shapes(lambda key: _strong(env.reset(key, params)), key)
-    if not isinstance(begun, tuple) or len(begun) != 2:
-        raise TypeError(f"`reset` of {name} returns {_count(begun)}. An environment has {form}.")
-    observation, state = begun
-    wanted = [(tuple(a.shape), a.dtype) for a in net.function.x.like]
-    found = [(tuple(a.shape), a.dtype) for a in jax.tree.leaves(observation)]
+    observation, state = shapes("reset", (2,), key)
+    wanted, found = (
+        ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves)
+        for leaves in (net.function.x.like, jax.tree.leaves(observation))
+    )
     if wanted != found:
         raise ValueError(
-            f"Observations of {name} are {_show(found)}, and the net was made for {_show(wanted)}, without "
+            f"Observations of {name} are {found}, and the net was made for {wanted}, without "
             "an axis for environments. Make the net with an observation of this environment."
         )
-    action = jnp.zeros((), int)
-    after = shapes(lambda key, state: _strong(env.step(key, state, action, params)), key, state)
-    if not isinstance(after, tuple) or len(after) not in (5, 6):
-        raise TypeError(f"`step` of {name} returns {_count(after)}. An environment has {form}.")
-    seen, new, reward, *flags, _ = after
+    seen, new, reward, *flags, _ = shapes("step", (5, 6), key, state, jnp.zeros((), int))
     if reward.shape != ():
         raise ValueError(f"The reward of {name} must be one number; it has the shape {reward.shape}.")
     for flag in flags:
@@ -324,16 +330,17 @@ def _check_environment(env: Any, params: Any, net: Learner) -> None:
                 f"are mapped by `vmap`; one is {flag.dtype}{list(flag.shape)}."
             )
     for what, old, now in (("state", state, new), ("observation", observation, seen)):
-        if jax.tree.map(lambda a: (a.shape, a.dtype), old) != jax.tree.map(lambda a: (a.shape, a.dtype), now):
+        if old != now:
             raise ValueError(
                 f"The {what} of {name} after a step differs from that after a reset in structure, shape or "
                 f"type: {now} and {old}."
             )
 
 
-def _count(values: Any) -> str:
-    return f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
-
-
-def _show(leaves: list[Any]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves)
+def check_pair(y: PyTree, algorithm: str, ranks: tuple[int, int], what: str) -> None:
+    """Raise an error unless the net's output is a pair of arrays of these ranks."""
+    if not isinstance(y, tuple | list) or [len(a.shape) for a in y] != [*ranks]:
+        raise ValueError(
+            f"For `{algorithm}`, the net's output is a pair: {what}. It is "
+            f"{jax.tree.map(lambda a: a.shape, y)}."
+        )

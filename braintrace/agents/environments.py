@@ -9,43 +9,45 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Int
+
+from .._types import Key
+
+State = TypeVar("State", bound=tuple[Array, ...])  # of an environment: a NamedTuple
+Transition = tuple[Array, State, Array, Array]  # observation, state, reward, whether the episode has ended
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(Generic[State]):
     """Base class: `step` begins the next episode by itself, as in gymnax."""
 
-    @property
-    def num_actions(self) -> int:
-        """The number of actions."""
-        raise NotImplementedError
+    num_actions: ClassVar[int]
 
     @property
     def observation_size(self) -> int:
         """The length of an observation."""
         raise NotImplementedError
 
-    def reset(self, key: Array, params: Any = None) -> tuple[Array, Any]:
+    def reset(self, key: Key, params: object = None) -> tuple[Array, State]:
         """Return the first observation and state of an episode."""
         raise NotImplementedError
 
-    def transition(self, key: Array, state: Any, action: Array) -> tuple[Array, Any, Array, Array]:
+    def transition(self, key: Key, state: State, action: Array) -> Transition[State]:
         """Return observation, state, reward and whether the episode has ended."""
         raise NotImplementedError
 
     def step(
-        self, key: Array, state: Any, action: Array, params: Any = None
-    ) -> tuple[Array, Any, Array, Array, Array, dict[str, Any]]:
+        self, key: Key, state: State, action: Array, params: object = None
+    ) -> tuple[Array, State, Array, Array, Array, dict[str, Array]]:
         """Take a step; return observation, state, reward, terminated, truncated and info."""
-        observation, new, reward, done = self.transition(
-            jax.random.split(key)[0], state, jnp.asarray(action, jnp.int32)
-        )
+        own, action = jax.random.split(key)[0], jnp.asarray(action, jnp.int32)
+        observation, new, reward, done = self.transition(own, state, action)
         # keys for a reset are drawn only where an episode ends: without `vmap`, that saves most of a step
         begin = lambda: self.reset(jax.random.split(key)[1])
         observation, new = jax.lax.cond(done, begin, lambda: (observation, new))
@@ -55,13 +57,13 @@ class Environment:
 class ChainState(NamedTuple):
     """The state of `MemoryChain`."""
 
-    context: Array
-    query: Array
-    time: Array
+    context: Int[Array, " bits"]
+    query: Int[Array, ""]
+    time: Int[Array, ""]
 
 
 @dataclass(frozen=True)
-class MemoryChain(Environment):
+class MemoryChain(Environment[ChainState]):
     """Remember bits for some steps, and report the one that is asked for at the end.
 
     As in bsuite (Osband et al., 2020) and gymnax. Observations are the time left, the index of the bit that
@@ -69,27 +71,22 @@ class MemoryChain(Environment):
     with 1 if it is the bit, else with -1. An episode has `memory_length + 1` steps.
     """
 
+    num_actions: ClassVar[int] = 2
     memory_length: int = 5
     num_bits: int = 1
-
-    @property
-    def num_actions(self) -> int:
-        return 2
 
     @property
     def observation_size(self) -> int:
         return self.num_bits + 2
 
-    def reset(self, key: Array, params: Any = None) -> tuple[Array, ChainState]:
+    def reset(self, key: Key, params: object = None) -> tuple[Array, ChainState]:
         key_context, key_query = jax.random.split(key)
         context = jax.random.bernoulli(key_context, 0.5, (self.num_bits,)).astype(jnp.int32)
         query = jax.random.randint(key_query, (), 0, self.num_bits).astype(jnp.int32)
         state = ChainState(context, query, jnp.zeros((), jnp.int32))
         return self._observation(state), state
 
-    def transition(
-        self, key: Array, state: ChainState, action: Array
-    ) -> tuple[Array, ChainState, Array, Array]:
+    def transition(self, key: Key, state: ChainState, action: Array) -> Transition[ChainState]:
         asked = state.time >= self.memory_length
         right = action == state.context[state.query]
         reward = jnp.where(asked, jnp.where(right, 1.0, -1.0), 0.0)
@@ -105,12 +102,12 @@ class MemoryChain(Environment):
 class MazeState(NamedTuple):
     """The state of `TMaze`."""
 
-    position: Array
-    goal: Array  # 0: north, 2: south, as the actions
+    position: Int[Array, ""]
+    goal: Int[Array, ""]  # 0: north, 2: south, as the actions
 
 
 @dataclass(frozen=True)
-class TMaze(Environment):
+class TMaze(Environment[MazeState]):
     """Walk along a corridor and turn at its end to the side that was shown at its beginning (Bakker, 2001).
 
     Observations have three values: at the start 0 1 1 or 1 1 0, for a goal in the north or south; 1 0 1 in
@@ -118,24 +115,16 @@ class TMaze(Environment):
     with 4 and ends the episode. The wrong turn costs 0.1 and ends it; each move into a wall costs 0.1.
     """
 
+    num_actions: ClassVar[int] = 4
+    observation_size: ClassVar[int] = 3
     length: int = 10
 
-    @property
-    def num_actions(self) -> int:
-        return 4
-
-    @property
-    def observation_size(self) -> int:
-        return 3
-
-    def reset(self, key: Array, params: Any = None) -> tuple[Array, MazeState]:
+    def reset(self, key: Key, params: object = None) -> tuple[Array, MazeState]:
         goal = 2 * jax.random.randint(key, (), 0, 2, jnp.int32)
         state = MazeState(jnp.zeros((), jnp.int32), goal)
         return self._observation(state), state
 
-    def transition(
-        self, key: Array, state: MazeState, action: Array
-    ) -> tuple[Array, MazeState, Array, Array]:
+    def transition(self, key: Key, state: MazeState, action: Array) -> Transition[MazeState]:
         turned = (state.position == self.length) & (action % 2 == 0)
         east = (action == 1).astype(jnp.int32) - (action == 3).astype(jnp.int32)
         position = jnp.clip(state.position + east, 0, self.length)
@@ -156,12 +145,12 @@ class TMaze(Environment):
 class DeckState(NamedTuple):
     """The state of `RepeatPrevious`."""
 
-    suits: Array
-    dealt: Array
+    suits: Int[Array, " cards"]
+    dealt: Int[Array, ""]
 
 
 @dataclass(frozen=True)
-class RepeatPrevious(Environment):
+class RepeatPrevious(Environment[DeckState]):
     """Name the suit of the card that was seen `k` cards ago, as in POPGym (Morad et al., 2023).
 
     `k = 1` is the card that is seen now. Observations are suits, one-hot. From the `k`-th card on, each
@@ -169,6 +158,8 @@ class RepeatPrevious(Environment):
     medium and hard versions have `k` of 4, 32 and 64, and 1, 2 and 3 decks.
     """
 
+    num_actions: ClassVar[int] = 4
+    observation_size: ClassVar[int] = 4
     k: int = 4
     num_decks: int = 1
 
@@ -176,22 +167,12 @@ class RepeatPrevious(Environment):
         if not 1 <= self.k < 52 * self.num_decks:
             raise ValueError(f"`k` must lie between 1 and {52 * self.num_decks - 1}; it is {self.k}.")
 
-    @property
-    def num_actions(self) -> int:
-        return 4
-
-    @property
-    def observation_size(self) -> int:
-        return 4
-
-    def reset(self, key: Array, params: Any = None) -> tuple[Array, DeckState]:
+    def reset(self, key: Key, params: object = None) -> tuple[Array, DeckState]:
         suits = jax.random.permutation(key, jnp.arange(52 * self.num_decks, dtype=jnp.int32) % 4)
         state = DeckState(suits, jnp.ones((), jnp.int32))
         return self._observation(state), state
 
-    def transition(
-        self, key: Array, state: DeckState, action: Array
-    ) -> tuple[Array, DeckState, Array, Array]:
+    def transition(self, key: Key, state: DeckState, action: Array) -> Transition[DeckState]:
         cards = 52 * self.num_decks
         right = action == state.suits[state.dealt - self.k]
         reward = jnp.where(right, 1.0, -1.0) / (cards - self.k)
@@ -206,27 +187,24 @@ class RepeatPrevious(Environment):
 class TrialState(NamedTuple):
     """The state of `TraceConditioning` and `TracePatterning`."""
 
-    time: Array  # steps since the onset of the conditioned stimuli
-    delay: Array  # from their onset to that of the unconditioned stimulus
-    pause: Array  # from its onset to the next trial
-    pattern: Array  # conditioned stimuli of this trial
-    pays: Array  # whether the unconditioned stimulus follows
-    distractors: Array  # steps for which each is still on, this one included
+    time: Int[Array, ""]  # steps since the onset of the conditioned stimuli
+    delay: Int[Array, ""]  # from their onset to that of the unconditioned stimulus
+    pause: Int[Array, ""]  # from its onset to the next trial
+    pattern: Bool[Array, " stimuli"]  # conditioned stimuli of this trial
+    pays: Bool[Array, ""]  # whether the unconditioned stimulus follows
+    distractors: Int[Array, " distractors"]  # steps for which each is still on, this one included
 
 
 @dataclass(frozen=True)
-class _Trials(Environment):
+class _Trials(Environment[TrialState]):
     """An endless sequence of trials: conditioned stimuli (CS), a delay, an unconditioned stimulus (US)."""
 
+    num_actions: ClassVar[int] = 1
     isi: tuple[int, int] = (7, 13)
     iti: tuple[int, int] = (80, 129)
     num_distractors: int = 10
     cs_steps: int = 4
     us_steps: int = 2
-
-    @property
-    def num_actions(self) -> int:
-        return 1
 
     @property
     def num_cs(self) -> int:
@@ -237,23 +215,21 @@ class _Trials(Environment):
     def observation_size(self) -> int:
         return self.num_cs + 1 + self.num_distractors
 
-    def draw_pattern(self, key: Array) -> tuple[Array, Array]:
+    def draw_pattern(self, key: Key) -> tuple[Array, Array]:
         """Return the conditioned stimuli of a trial, and whether the unconditioned one follows."""
         raise NotImplementedError
 
-    def draw_distractors(self, key: Array, left: Array, begins: Array) -> Array:
+    def draw_distractors(self, key: Key, left: Array, begins: Array) -> Array:
         """Return the steps for which each distractor is still on; `begins` is true where a trial begins."""
         raise NotImplementedError
 
-    def reset(self, key: Array, params: Any = None) -> tuple[Array, TrialState]:
+    def reset(self, key: Key, params: object = None) -> tuple[Array, TrialState]:
         none = jnp.zeros(self.num_distractors, jnp.int32)
         key_trial, key_distractors = jax.random.split(key)
         state = self._trial(key_trial, self.draw_distractors(key_distractors, none, jnp.ones((), bool)))
         return self._observation(state), state
 
-    def transition(
-        self, key: Array, state: TrialState, action: Array
-    ) -> tuple[Array, TrialState, Array, Array]:
+    def transition(self, key: Key, state: TrialState, action: Array) -> Transition[TrialState]:
         key_trial, key_distractors = jax.random.split(key)
         time = state.time + 1
         begins = time >= state.delay + state.pause
@@ -263,7 +239,7 @@ class _Trials(Environment):
         observation = self._observation(state)
         return observation, state, observation[self.num_cs], jnp.zeros((), bool)
 
-    def _trial(self, key: Array, distractors: Array) -> TrialState:
+    def _trial(self, key: Key, distractors: Array) -> TrialState:
         delay, pause, pattern = jax.random.split(key, 3)
         between = lambda key, ends: jax.random.randint(key, (), ends[0], ends[1] + 1, jnp.int32)
         times = jnp.zeros((), jnp.int32), between(delay, self.isi), between(pause, self.iti)
@@ -288,14 +264,12 @@ class TraceConditioning(_Trials):
     action, without effect.
     """
 
-    @property
-    def num_cs(self) -> int:
-        return 1
+    num_cs: ClassVar[int] = 1
 
-    def draw_pattern(self, key: Array) -> tuple[Array, Array]:
+    def draw_pattern(self, key: Key) -> tuple[Array, Array]:
         return jnp.ones(1, bool), jnp.ones((), bool)
 
-    def draw_distractors(self, key: Array, left: Array, begins: Array) -> Array:
+    def draw_distractors(self, key: Key, left: Array, begins: Array) -> Array:
         chances = 1 / (10 * np.arange(1, self.num_distractors + 1, dtype=np.float32))
         starts = jax.random.uniform(key, left.shape, jnp.float32) < chances
         return jnp.where(left > 0, left - 1, self.cs_steps * starts.astype(left.dtype))
@@ -327,7 +301,7 @@ class TracePatterning(_Trials):
         rows = [[i in halves[number] for i in range(self.num_cs)] for number in chosen]
         object.__setattr__(self, "_patterns", np.array(rows))
 
-    def draw_pattern(self, key: Array) -> tuple[Array, Array]:
+    def draw_pattern(self, key: Key) -> tuple[Array, Array]:
         key_kind, key_number, key_coins = jax.random.split(key, 3)
         known, every = self.num_patterns, 2**self.num_cs
         # of the coins' patterns, a share of known / every has a US, too
@@ -337,7 +311,7 @@ class TracePatterning(_Trials):
         pattern = jnp.where(chosen, patterns[jax.random.randint(key_number, (), 0, known)], coins)
         return pattern, jnp.any(jnp.all(patterns == pattern[None], axis=1))
 
-    def draw_distractors(self, key: Array, left: Array, begins: Array) -> Array:
+    def draw_distractors(self, key: Key, left: Array, begins: Array) -> Array:
         drawn = lambda: self.cs_steps * jax.random.bernoulli(key, 0.5, left.shape).astype(left.dtype)
         found: Array = jax.lax.cond(begins, drawn, lambda: jnp.maximum(left - 1, 0))
         return found

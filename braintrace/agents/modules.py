@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import brainstate
 import jax
 
 from .._frontends.pure import Pure
+from .._types import PyTree
+
+Values = dict[str, PyTree]  # of states, by their names
+StepFunction = Callable[[Values, Values, PyTree], tuple[Values, PyTree]]
 
 
-def from_module(model: brainstate.nn.Module, x: Any) -> tuple[Callable[..., Any], Any, Any]:
+def from_module(model: brainstate.nn.Module, x: PyTree) -> tuple[StepFunction, Values, Values]:
     """Return a model as a pure function: `step(params, carry, x) -> (carry, y)`, `params` and `carry`.
 
     Args:
@@ -35,7 +38,7 @@ def from_module(model: brainstate.nn.Module, x: Any) -> tuple[Callable[..., Any]
     names = [paths[id(state)] for state in pure.states]
     fixed = [isinstance(state, brainstate.ParamState) for state in pure.states]
 
-    def step(params: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+    def step(params: Values, carry: Values, x: PyTree) -> tuple[Values, PyTree]:
         values = {**params, **carry}
         y, new = pure([jax.tree.leaves(values[name]) for name in names], x)
         trees = (jax.tree.unflatten(*each) for each in zip(pure.trees, new, strict=True))

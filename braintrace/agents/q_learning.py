@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
+
+from .._types import Key, PyTree
+from .agent import Pair, Params, Pull, check_pair
 
 
 class Memory(NamedTuple):
     """The state of QRC(λ)."""
 
-    eligibility: Any  # z: decayed sum of gradients of q
-    eligibility_h: Array  # decayed sum of gradients of h
-    sum_h: Array  # decayed sum of h itself
-    grads: Any  # ∇q(s, a) of the last step
-    features: Array  # ∇h(s, a) of the last step
-    q: Array  # q(s, a) of the last step
-    h: Array  # h(s, a) of the last step
-    steps: Array
+    eligibility: PyTree  # z: decayed sum of gradients of q
+    eligibility_h: Float[Array, "actions features"]  # decayed sum of gradients of h
+    sum_h: Float[Array, ""]  # decayed sum of h itself
+    grads: PyTree  # ∇q(s, a) of the last step
+    features: Float[Array, "actions features"]  # ∇h(s, a) of the last step
+    q: Float[Array, ""]  # q(s, a) of the last step
+    h: Float[Array, ""]  # h(s, a) of the last step
+    steps: Int[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -45,34 +49,34 @@ class QRC:
 
     gamma: float = 0.99
     lam: float = 0.9
-    epsilon: float | Callable[[Any], Any] = 0.1
+    epsilon: float | Callable[[Array], Array] = 0.1
     beta: float = 1.0
 
-    def init_params(self, params: Any, y: Any) -> Any:
-        _check_output(y)
+    def init_params(self, params: PyTree, y: PyTree) -> Params:
+        check_pair(y, "QRC", (1, 1), "the values of all actions and features, two vectors")
         q, features = y
         return {"net": params, "correction": jnp.zeros((*q.shape, *features.shape), features.dtype)}
 
-    def init_memory(self, params: Any, y: Any) -> Memory:
+    def init_memory(self, params: PyTree, y: Pair) -> Memory:
         q, features = y
         none, zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros((), q.dtype)
         of_h = jnp.zeros((*q.shape, *features.shape), features.dtype)
         return Memory(none, of_h, zero, none, of_h, zero, zero, jnp.zeros((), int))
 
-    def draw(self, key: Array, y: Any) -> tuple[Array, Array]:
+    def draw(self, key: Key, y: Pair) -> Pair:
         key_explore, key_action = jax.random.split(key)
         return jax.random.uniform(key_explore), jax.random.randint(key_action, (), 0, len(y[0]))
 
     def step(
-        self, params: Any, y: Any, pull: Any, memory: Memory, reward: Array, done: Array, drawn: Any
-    ) -> Any:
+        self, params: Params, y: Pair, pull: Pull, memory: Memory, reward: Array, done: Array, drawn: Pair
+    ) -> tuple[Array, Array, Memory, Params, Array]:
         q, features = y
         m, theta, best = memory, params["correction"], jnp.argmax(q)
         gradient_at = lambda i: pull((jax.nn.one_hot(i, len(q), dtype=q.dtype), jnp.zeros_like(features)))
         next_gamma = self.gamma * (1 - done.astype(q.dtype))
         error = reward.astype(q.dtype) + next_gamma * q[best] - m.q
 
-        def corrected(z: Any, now: Any, before: Any) -> Any:
+        def corrected(z: Array, now: Array, before: Array) -> Array:
             return error * z - m.sum_h * (next_gamma * now - before) - m.h * before
 
         net = jax.tree.map(corrected, m.eligibility, gradient_at(best), m.grads)
@@ -96,12 +100,3 @@ class QRC:
             m.steps + 1,
         )
         return action, q[action], memory, {"net": net, "correction": correction}, error
-
-
-def _check_output(y: Any) -> None:
-    shapes = [a.shape for a in y] if isinstance(y, tuple | list) else None
-    if shapes is None or len(shapes) != 2 or any(len(shape) != 1 for shape in shapes):
-        raise ValueError(
-            "For `QRC`, the net's output is a pair: the values of all actions and features, two vectors. "
-            f"It is {jax.tree.map(lambda a: a.shape, y)}."
-        )

@@ -17,5 +17,3 @@ from .network import Network as Network
 from .network import load as load
 from .network import save as save
 from .network import to_graph as to_graph
-
-__all__ = ["NIRError", "Network", "load", "read", "save", "to_graph"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import h5py
 import nir
 import numpy as np
 
+from .._types import ArrayLike, Options, Shape
 from .errors import NIRError
 
 NODES = frozenset(
@@ -24,7 +24,7 @@ _DEEPEST = 32  # levels of nested groups
 _COMPRESSION = 1100  # gzip makes an array at most about 1030 times smaller
 
 
-def read(path: str | os.PathLike[str]) -> Any:
+def read(path: str | os.PathLike[str]) -> nir.NIRGraph:
     """Read a NIR graph from an HDF5 file.
 
     Args:
@@ -61,12 +61,12 @@ class _Reader:
         self.path, self.seen = path, set[int]()
         self.left = path.stat().st_size * _COMPRESSION  # bytes that may still be read
 
-    def group(self, group: Any, depth: int = 0) -> dict[str, Any]:
+    def group(self, group: h5py.Group, depth: int = 0) -> Options:
         address = h5py.h5o.get_info(group.id).addr
         if address in self.seen or depth > _DEEPEST:
             raise NIRError(f"{self.path}: `{group.name}` contains itself or is nested too deeply.")
         self.seen.add(address)
-        found: dict[str, Any] = {}
+        found: Options = {}
         for name in group:
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise NIRError(f"{self.path}: `{group.name}/{name}` is a link, which is not followed.")
@@ -75,14 +75,13 @@ class _Reader:
             found[name] = self.group(item, depth + 1) if is_group else self.dataset(item)
         return found
 
-    def dataset(self, item: Any) -> Any:
+    def dataset(self, item: h5py.Dataset) -> str | np.ndarray | np.generic:
         if not isinstance(item, h5py.Dataset) or item.external or item.is_virtual:
             raise NIRError(f"{self.path}: `{item.name}` is not an array of this file.")
         text = h5py.check_string_dtype(item.dtype) is not None
         if not text and item.dtype.kind not in "biuf":
-            raise NIRError(
-                f"{self.path}: `{item.name}` has the type {item.dtype}; numbers and text are read."
-            )
+            kind = f"has the type {item.dtype}; numbers and text are read"
+            raise NIRError(f"{self.path}: `{item.name}` {kind}.")
         self.left -= (item.size or 0) * item.dtype.itemsize
         if self.left < 0:
             raise NIRError(f"{self.path}: `{item.name}` declares more data than a file of this size has.")
@@ -90,7 +89,7 @@ class _Reader:
         return value.decode() if isinstance(value, bytes) else value
 
 
-def node_of(data: dict[str, Any], name: str) -> Any:
+def node_of(data: Options, name: str) -> nir.NIRNode:
     """The `nir` node of a dictionary, as `nir.NIRNode.to_dict` makes it."""
     kind = data.get("type")
     if not isinstance(kind, str) or kind not in NODES:
@@ -111,11 +110,11 @@ def node_of(data: dict[str, Any], name: str) -> Any:
         raise NIRError(f"{name}: not a valid {kind} node: {type(error).__name__}: {error}") from error
 
 
-def _text(value: Any) -> str:
+def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def write(graph: Any, path: str | os.PathLike[str]) -> None:
+def write(graph: nir.NIRGraph, path: str | os.PathLike[str]) -> None:
     """Write a graph; a file that is there already is replaced only once the new one is complete."""
     path = Path(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
@@ -126,7 +125,7 @@ def write(graph: Any, path: str | os.PathLike[str]) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def numbers(node: Any, field: str, name: str) -> np.ndarray:
+def numbers(node: nir.NIRNode, field: str, name: str) -> np.ndarray:
     """A field of a node as an array of finite numbers."""
     try:
         value = np.asarray(getattr(node, field), np.float64)
@@ -137,7 +136,7 @@ def numbers(node: Any, field: str, name: str) -> np.ndarray:
     return value
 
 
-def shape_of(value: Any, name: str) -> tuple[int, ...]:
+def shape_of(value: ArrayLike, name: str) -> Shape:
     """A shape that a file states."""
     try:
         shape = tuple(int(n) for n in np.atleast_1d(np.asarray(value)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import brainstate
 import brainunit as u
@@ -12,6 +11,7 @@ import nir
 import numpy as np
 
 from .. import nn
+from .._types import Array, Value
 from ..nn.dynamics import initial
 from .errors import NIRError
 
@@ -25,19 +25,23 @@ _MISSING = {
 }
 
 
-def to_graph(model: Any, time_step: Callable[[], float]) -> Any:
+def to_graph(model: brainstate.nn.Module, time_step: Callable[[], float]) -> nir.NIRGraph:
     """The graph of layers one after the other; shapes that follow from others are left open."""
     if not isinstance(model, brainstate.nn.Module):
         raise TypeError(f"`save` takes a module, not {type(model)}.")
-    nodes = {str(k): node for k, node in enumerate(_nodes(model, time_step))}
-    sizes = [layer.in_size for layer in _layers(model) if getattr(layer, "in_size", None)]
-    if not nodes or not sizes:
+    parts = list(_layers(model))
+    found: list[nir.NIRNode] = []
+    for k, layer in enumerate(parts):
+        found += _nodes(layer, f"layer {k}, `{type(layer).__name__}`", time_step)
+    sizes = [layer.in_size for layer in parts if getattr(layer, "in_size", None)]
+    if not found or not sizes:
         raise NIRError("The model has no layer that states the size of its input.")
-    nodes = {"input": nir.Input(np.array(sizes[0])), **nodes, "output": nir.Output(None)}
+    inner = {str(k): node for k, node in enumerate(found)}
+    nodes = {"input": nir.Input(np.array(sizes[0])), **inner, "output": nir.Output(None)}
     return nir.NIRGraph(nodes, list(pairwise(nodes)), {}, type_check=False)
 
 
-def _layers(model: Any) -> Iterator[Any]:
+def _layers(model: brainstate.nn.Module) -> Iterator[brainstate.nn.Module]:
     if isinstance(model, brainstate.nn.Sequential):
         for layer in model.layers:
             yield from _layers(layer)
@@ -45,12 +49,7 @@ def _layers(model: Any) -> Iterator[Any]:
         yield model
 
 
-def _nodes(model: Any, time_step: Callable[[], float]) -> Iterator[Any]:
-    for k, layer in enumerate(_layers(model)):
-        yield from _nodes_of(layer, f"layer {k}, `{type(layer).__name__}`", time_step)
-
-
-def _nodes_of(layer: Any, name: str, time_step: Callable[[], float]) -> Iterator[Any]:
+def _nodes(layer: brainstate.nn.Module, name: str, time_step: Callable[[], float]) -> Iterator[nir.NIRNode]:
     if isinstance(layer, nn.Linear):
         params = layer.weight.value
         mask = 1.0 if layer.w_mask is None else layer.w_mask
@@ -80,14 +79,14 @@ def _nodes_of(layer: Any, name: str, time_step: Callable[[], float]) -> Iterator
         raise NIRError(f"NIR has no node for {name}{missing}.")
 
 
-def _plain(value: Any, layer: Any, name: str) -> np.ndarray:
+def _plain(value: Value, layer: brainstate.nn.Module, name: str) -> np.ndarray:
     """A parameter for each unit, as an array without a unit."""
     if isinstance(value, u.Quantity):
         raise NIRError(f"{name} has voltages with a unit ({value.unit}), which NIR does not know.")
     return np.broadcast_to(np.asarray(value, np.float64), layer.out_size).astype(brainstate.environ.dftype())
 
 
-def _check_start(layer: Any, name: str, expected: Any) -> None:
+def _check_start(layer: brainstate.nn.Module, name: str, expected: float | np.ndarray) -> None:
     """Refuse initial values that NIR does not have."""
     for state, value in layer.initial_values.items():
         start = _plain(initial(value, layer.out_size, None), layer, name)
@@ -95,11 +94,11 @@ def _check_start(layer: Any, name: str, expected: Any) -> None:
             raise NIRError(f"{name}: `{state}` has an initial value of its own; in NIR it starts at rest.")
 
 
-def _seconds(tau: Any, layer: Any, name: str) -> np.ndarray:
+def _seconds(tau: Value, layer: brainstate.nn.Module, name: str) -> np.ndarray:
     return _plain(tau / u.second if isinstance(tau, u.Quantity) else tau, layer, name)
 
 
-def _firing(layer: Any, name: str) -> dict[str, np.ndarray]:
+def _firing(layer: brainstate.nn.Module, name: str) -> dict[str, np.ndarray]:
     """The threshold and the reset of a neuron."""
     if layer.reset is not nn.hard_reset:
         reset = getattr(layer.reset, "__name__", repr(layer.reset))
@@ -110,14 +109,14 @@ def _firing(layer: Any, name: str) -> dict[str, np.ndarray]:
     return {"v_threshold": below, "v_reset": _plain(layer.V_reset, layer, name)}
 
 
-def _dense(weight: Any, bias: Any, name: str) -> Any:
+def _dense(weight: Array, bias: Array | None, name: str) -> nir.NIRNode:
     if isinstance(weight, u.Quantity) or isinstance(bias, u.Quantity):
         raise NIRError(f"{name} has weights with a unit, which NIR does not know.")
-    weight = np.asarray(weight).T
-    return nir.Linear(weight) if bias is None else nir.Affine(weight, np.asarray(bias))
+    transposed = np.asarray(weight).T
+    return nir.Linear(transposed) if bias is None else nir.Affine(transposed, np.asarray(bias))
 
 
-def _conv(layer: Any, name: str) -> Any:
+def _conv(layer: brainstate.nn.Module, name: str) -> nir.NIRNode:
     if not layer.channel_first or set(layer.lhs_dilation) != {1}:
         raise NIRError(f"{name}: NIR's convolutions have channels first and no `lhs_dilation`.")
     params, rank = layer.weight.value, layer.num_spatial_dims
@@ -125,8 +124,9 @@ def _conv(layer: Any, name: str) -> Any:
     # brainstate keeps kernels as (*window, in, out)
     kernel = np.moveaxis(np.asarray(kernel), (-1, -2), (0, 1))
     bias = np.zeros(kernel.shape[0], kernel.dtype) if "bias" not in params else np.asarray(params["bias"])
+    padding: str | np.ndarray
     if isinstance(layer.padding, str):
-        padding: Any = layer.padding.lower()
+        padding = layer.padding.lower()
     elif any(low != high for low, high in layer.padding):
         raise NIRError(f"{name}: NIR pads both sides by the same number, not by {layer.padding}.")
     else:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import brainstate
 import brainunit as u
 import jax.numpy as jnp
 import nir
 
+from .._types import Array, Options, Shape, Value
 from ..nn import surrogate
+from ..nn.neurons import Spike
 from . import files, layers
 from .errors import NIRError
 from .neurons import METHODS, RESETS, Delay, Neuron
-from .nodes import Conv, Dense, Flatten, Node, Pool, Port, Scale, Settings, Shape, Threshold
+from .nodes import Conv, Dense, Flatten, Node, Pool, Port, Scale, Settings, Threshold
 from .schedule import schedule
 
 _WEIGHTS = frozenset({"weight", "bias", "scale"})
-_MODULES: dict[str, Callable[..., Node]] = {
+_MODULES: dict[str, type[Node]] = {
     **dict.fromkeys(("Input", "Output"), Port),
     **dict.fromkeys(("Affine", "Linear"), Dense),
     **dict.fromkeys(("Conv1d", "Conv2d"), Conv),
@@ -31,13 +33,16 @@ _MODULES: dict[str, Callable[..., Node]] = {
     "Threshold": Threshold,
 }
 
+Nodes = dict[str, nir.NIRNode]
+Edges = list[tuple[str, str]]
+
 
 class Level(NamedTuple):
     """A graph without its parameters: for each node, the name of its module or the level below."""
 
-    nodes: dict[str, Any]
-    edges: list[tuple[str, str]]
-    metadata: dict[str, Any]
+    nodes: dict[str, str | Level]
+    edges: Edges
+    metadata: Options
 
 
 class Network(brainstate.nn.Module):
@@ -69,7 +74,7 @@ class Network(brainstate.nn.Module):
         self.in_size = parts[self.inputs[0]].in_size
         self.out_size = parts[self.outputs[0]].out_size
 
-    def update(self, *xs: Any) -> Any:
+    def update(self, *xs: Array) -> Array | tuple[Array, ...]:
         values = {name: self.parts[name].last() for name in sorted(self.read_early)}
         if len(xs) != len(self.inputs):
             raise TypeError(f"The network takes {len(self.inputs)} inputs ({self.inputs}), not {len(xs)}.")
@@ -86,7 +91,7 @@ class Network(brainstate.nn.Module):
         return found[0] if len(found) == 1 else found
 
 
-def _as_input(x: Any, shape: Shape, name: str) -> Any:
+def _as_input(x: Array, shape: Shape, name: str) -> Array:
     x = jnp.asarray(x)
     if x.shape[-len(shape) :] != shape or x.ndim > len(shape) + 1:
         raise ValueError(f"`{name}` takes {shape}, with or without a batch axis before it, not {x.shape}.")
@@ -94,13 +99,13 @@ def _as_input(x: Any, shape: Shape, name: str) -> Any:
 
 
 def load(
-    graph: Any,
+    graph: str | os.PathLike[str] | nir.NIRGraph,
     *,
-    dt: Any = None,
+    dt: Value = None,
     method: str = "exponential",
     reset: str = "hard",
     learn: bool | Collection[str] = True,
-    spk_fun: Callable[[Any], Any] = surrogate.sigmoid(),
+    spk_fun: Spike = surrogate.sigmoid(),
 ) -> Network:
     """Read a NIR graph as a `brainstate` module, for any learner.
 
@@ -150,7 +155,7 @@ def load(
     return Network(_modules(nodes, sources, settings), sources, level)
 
 
-def save(model: Any, path: str | os.PathLike[str]) -> None:
+def save(model: brainstate.nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model as a NIR file.
 
     Args:
@@ -170,7 +175,7 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
     files.write(to_graph(model), path)
 
 
-def to_graph(model: Any) -> Any:
+def to_graph(model: brainstate.nn.Module) -> nir.NIRGraph:
     """Make the `nir.NIRGraph` that `save` writes.
 
     Args:
@@ -197,7 +202,7 @@ def to_graph(model: Any) -> Any:
     return _nested(model.level, model.parts)
 
 
-def _nested(level: Level, parts: dict[str, Node]) -> Any:
+def _nested(level: Level, parts: dict[str, Node]) -> nir.NIRGraph:
     nodes = {
         name: _nested(inner, parts) if isinstance(inner, Level) else parts[inner].to_nir()
         for name, inner in level.nodes.items()
@@ -206,7 +211,7 @@ def _nested(level: Level, parts: dict[str, Node]) -> Any:
     return nir.NIRGraph(nodes, list(level.edges), dict(level.metadata), type_check=False)
 
 
-def time_step(dt: Any = None) -> float:
+def time_step(dt: Value = None) -> float:
     """A time step as a number; one with a unit in seconds."""
     dt = brainstate.environ.get("dt", 1e-3) if dt is None else dt
     value = float(dt / u.second if isinstance(dt, u.Quantity) else dt)
@@ -215,11 +220,11 @@ def time_step(dt: Any = None) -> float:
     return value
 
 
-def _flat(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, str]], Level]:
-    """The nodes and edges of a graph and of those inside of it, and its levels."""
-    nodes: dict[str, Any] = {}
-    edges: list[tuple[str, str]] = []
-    inside: dict[str, Any] = {}
+def _flat(graph: nir.NIRGraph, prefix: str) -> tuple[Nodes, Edges, Level]:
+    """The nodes and edges of a graph and of the graphs inside it, and its levels."""
+    nodes: Nodes = {}
+    edges: Edges = []
+    inside: dict[str, str | Level] = {}
     ends: dict[str, tuple[str, str]] = {}  # where an edge to a node ends, and one from it starts
     for name, node in graph.nodes.items():
         path = f"{prefix}{name}"
@@ -244,7 +249,7 @@ def _flat(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, str]
     return nodes, edges, Level(inside, given, dict(graph.metadata or {}))
 
 
-def _sources(nodes: dict[str, Any], edges: list[tuple[str, str]]) -> dict[str, list[str]]:
+def _sources(nodes: Nodes, edges: Edges) -> dict[str, list[str]]:
     """For each node, the nodes that feed it, in the order of their names."""
     if len(set(edges)) != len(edges):
         raise NIRError("The graph has an edge twice.")
@@ -262,7 +267,7 @@ def _sources(nodes: dict[str, Any], edges: list[tuple[str, str]]) -> dict[str, l
     return {name: sorted(into[name]) for name in nodes}
 
 
-def _modules(nodes: dict[str, Any], sources: dict[str, list[str]], settings: Settings) -> dict[str, Node]:
+def _modules(nodes: Nodes, sources: dict[str, list[str]], settings: Settings) -> dict[str, Node]:
     """The module of each node; shapes go along the edges from nodes that know theirs."""
     made: dict[str, Node] = {}
     # neurons and weights know their shapes, so that these pass through cycles, too
@@ -285,21 +290,19 @@ def _modules(nodes: dict[str, Any], sources: dict[str, list[str]], settings: Set
     return {name: made[name] for name in nodes}
 
 
-def _own_size(node: Any, name: str) -> Shape | None:
+def _own_size(node: nir.NIRNode, name: str) -> Shape | None:
     """The shape of a node's input, if it depends on the node alone."""
     if isinstance(node, nir.Input | nir.Output):
         shape = node.input_type["input"]
         return None if shape is None else files.shape_of(shape, name)
-    field = {"Scale": "scale", "Threshold": "threshold", "Delay": "delay"}.get(type(node).__name__)
     if isinstance(node, nir.Affine | nir.Linear):
         shape = files.numbers(node, "weight", name).shape
         return (*shape[:-2], shape[-1])
-    if field or type(node).__name__ in Neuron.names:
-        return files.numbers(node, field or "r", name).shape
-    return None
+    field = _MODULES[type(node).__name__].sized_by
+    return files.numbers(node, field, name).shape if field else None
 
 
-def _learned(learn: bool | Collection[str], nodes: dict[str, Any]) -> Callable[[str, str], bool]:
+def _learned(learn: bool | Collection[str], nodes: Nodes) -> Callable[[str, str], bool]:
     if isinstance(learn, bool):
         return lambda name, field: learn and field in _WEIGHTS
     names = {learn} if isinstance(learn, str) else set(learn)

@@ -7,28 +7,35 @@ As in `braintrace.nn`, a voltage is kept as it is before the reset: spikes are a
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import brainunit as u
 import jax.numpy as jnp
+import nir
 import numpy as np
 
+from .._types import Array, Shape
 from .errors import NIRError
-from .nodes import Node, Settings, Shape, above, expect
+from .nodes import Node, Settings, above
 
 METHODS = ("exponential", "euler", "semi-implicit")
 RESETS = ("hard", "soft", "soft-delayed")
 
 
-def relax(method: str, v: Any, target: Any, ratio: Any) -> Any:
-    """`dv/dt = (target - v) / tau` over a step, where `ratio = dt / tau`."""
+def relax(method: str, v: Array, target: Array, ratio: Array) -> Array:
+    """Integrate `dv/dt = (target - v) / tau` over a step, where `ratio = dt / tau`."""
     if method == "exponential":
         return target + (v - target) * jnp.exp(-ratio)
     return v + ratio * (target - v)
 
 
-def relax_both(method: str, i: Any, v: Any, s: Any, v_leak: Any, r: Any, a: Any, b: Any) -> tuple[Any, Any]:
-    """`dI/dt = (s - I) / tau_syn` and `dv/dt = (v_leak + r I - v) / tau_mem`; `a`, `b` are `dt / tau`."""
+def relax_both(
+    method: str, i: Array, v: Array, s: Array, v_leak: Array, r: Array, a: Array, b: Array
+) -> tuple[Array, Array]:
+    """Integrate `dI/dt = (s - I) / tau_syn` and `dv/dt = (v_leak + r I - v) / tau_mem` over a step.
+
+    `a` and `b` are `dt / tau_syn` and `dt / tau_mem`.
+    """
     new = relax(method, i, s, a)
     if method != "exponential":
         return new, relax(method, v, v_leak + r * (i if method == "euler" else new), b)
@@ -40,7 +47,7 @@ def relax_both(method: str, i: Any, v: Any, s: Any, v_leak: Any, r: Any, a: Any,
 class Neuron(Node):
     """I, IF, LI, LIF, CubaLI and CubaLIF: the voltage `v`, and the current `i` of those with synapses."""
 
-    remembers = True
+    remembers, sized_by = True, "r"
     names: ClassVar[dict[str, tuple[str, ...]]] = {
         "I": ("r",),
         "IF": ("r", "v_threshold", "v_reset"),
@@ -50,7 +57,7 @@ class Neuron(Node):
         "CubaLIF": ("tau_syn", "tau_mem", "r", "v_leak", "v_threshold", "v_reset", "w_in"),
     }
 
-    def __init__(self, node: Any, name: str, settings: Settings, in_size: Shape) -> None:
+    def __init__(self, node: nir.NIRNode, name: str, settings: Settings, in_size: Shape) -> None:
         self.parameters = self.names[type(node).__name__]
         super().__init__(node, name, settings, in_size)
         for field in self.parameters:
@@ -58,7 +65,6 @@ class Neuron(Node):
                 raise NIRError(f"`{name}`: `{field}` and `r` differ in shape.")
             if field.startswith("tau"):
                 self._check_time(field, name, settings)
-        expect(in_size, self.value("r").shape, name)
         self.dt, self.method = settings.dt, settings.method
         self.reset, self.spk_fun = settings.reset, settings.spk_fun
         self.initial_values = {"v": self.value("v_leak") if "v_leak" in self.parameters else 0.0}
@@ -75,9 +81,9 @@ class Neuron(Node):
                 "Euler steps overshoot. Take a smaller `dt`, in the unit of the file (mostly seconds)."
             )
 
-    def last(self) -> Any:
+    def last(self) -> Array:
         """The output of the last step."""
-        v = self.v.value
+        v: Array = self.v.value
         if "v_threshold" not in self.parameters:
             return v
         threshold, lowest = (self.for_units(name, v) for name in ("v_threshold", "v_reset"))
@@ -85,8 +91,9 @@ class Neuron(Node):
         width = jnp.where(threshold > lowest, threshold - lowest, jnp.ones_like(lowest))
         return above(self.spk_fun, (v - threshold) / width)
 
-    def update(self, x: Any) -> Any:
-        v, after = self.v.value, 0.0
+    def update(self, x: Array) -> Array:
+        v: Array = self.v.value
+        after: Array | float = 0.0
         if "v_threshold" in self.parameters:
             z, v_reset = self.last(), self.for_units("v_reset", v)
             if self.reset == "hard":
@@ -97,7 +104,7 @@ class Neuron(Node):
         self.v.value = self._integrate(v, x) - after
         return self.last()
 
-    def _integrate(self, v: Any, x: Any) -> Any:
+    def _integrate(self, v: Array, x: Array) -> Array:
         of = lambda name: self.for_units(name, x)
         if "v_leak" not in self.parameters:
             return v + self.dt * of("r") * x
@@ -116,33 +123,31 @@ class Delay(Node):
     through a delay without loss.
     """
 
-    parameters = ("delay",)
+    parameters, sized_by = ("delay",), "delay"
 
-    def __init__(self, node: Any, name: str, settings: Settings, in_size: Shape) -> None:
+    def __init__(self, node: nir.NIRNode, name: str, settings: Settings, in_size: Shape) -> None:
         super().__init__(node, name, settings, in_size)
-        if isinstance(self.delay, np.ndarray):
-            steps = self.delay / settings.dt
-        else:
+        if not isinstance(self.delay, np.ndarray):
             raise NIRError(f"`{name}`: a delay is a whole number of steps and cannot be learned.")
-        expect(in_size, steps.shape, name)
+        steps = self.delay / settings.dt
         if np.any(steps < 0) or np.any(np.abs(steps - np.round(steps)) > 1e-3):
             raise NIRError(f"`{name}`: a delay is not a whole number of steps of {settings.dt:g}.")
         self.steps = np.round(steps).astype(int)
         self.foresees = bool(np.all(self.steps > 0))
         self.initial_values = {f"x{k}": 0.0 for k in range(1, self.steps.max(initial=0) + 1)}
 
-    def last(self) -> Any:
+    def last(self) -> Array:
         """The output of a step before its input is known, if all delays are of at least one step."""
         return self._read(self.x1.value)
 
-    def _read(self, x: Any) -> Any:
+    def _read(self, x: Array) -> Array:
         steps = np.expand_dims(self.steps, tuple(range(x.ndim - self.steps.ndim)))
         y = x
         for k, name in enumerate(self.initial_values, start=1):
             y = jnp.where(steps == k, getattr(self, name).value, y)
         return y
 
-    def update(self, x: Any) -> Any:
+    def update(self, x: Array) -> Array:
         y, new = self._read(x), x
         for name in self.initial_values:
             state = getattr(self, name)

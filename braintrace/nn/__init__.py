@@ -24,6 +24,7 @@ from .conv import Conv2d as Conv2d
 from .conv import Conv3d as Conv3d
 from .diagonal import DiagonalBlock as DiagonalBlock
 from .diagonal import ELSTMCell as ELSTMCell
+from .diagonal import LRUCell as LRUCell
 from .diagonal import RGLRUCell as RGLRUCell
 from .diagonal import RTUCell as RTUCell
 from .embedding import Embedding as Embedding
@@ -33,7 +34,6 @@ from .linear import LoRA as LoRA
 from .linear import ScaledWSLinear as ScaledWSLinear
 from .linear import SignedWLinear as SignedWLinear
 from .linear import SparseLinear as SparseLinear
-from .lru import LRUCell as LRUCell
 from .neurons import ALIF as ALIF
 from .neurons import GIF as GIF
 from .neurons import IF as IF

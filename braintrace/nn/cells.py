@@ -24,7 +24,7 @@ from brainstate.nn import init, sigmoid
 
 from .._compat import Primitive, primitives
 from .._ops import ETPPrimitive, element_wise, matmul
-from .._types import Activation, Function, Initializer, PyTree, Size, Value
+from .._types import Activation, Function, Initializer, Model, PyTree, Size, Value
 from .linear import Linear
 
 Cell = TypeVar("Cell", bound=type)
@@ -32,11 +32,11 @@ Cell = TypeVar("Cell", bound=type)
 
 def _sized(cell: Cell) -> Cell:
     """Let a cell take its two sizes by either name, as numbers or as tuples of one number."""
-    own: Any = cell.__init__  # type: ignore[misc]
+    own: Function = cell.__init__  # type: ignore[misc]
 
     @functools.wraps(own)
     def init(
-        self: Any, *args: Any, in_size: Size | None = None, out_size: Size | None = None, **options: Any
+        self: Model, *args: Any, in_size: Size | None = None, out_size: Size | None = None, **options: Any
     ) -> None:
         given = {"num_in": in_size, "num_out": out_size}
         options |= {name: size for name, size in given.items() if size is not None}
@@ -49,10 +49,8 @@ def _sized(cell: Cell) -> Cell:
 
 
 def _units(name: str, size: Any) -> int:
-    if isinstance(size, tuple | list) and len(size) == 1:
-        (size,) = size
     try:
-        return operator.index(size)
+        return operator.index(size[0] if isinstance(size, tuple | list) and len(size) == 1 else size)
     except TypeError:
         raise TypeError(f"`{name}` of a cell is a number of units or a tuple of one, not {size!r}.") from None
 
@@ -176,22 +174,26 @@ class URLSTMCell(brainstate.nn.URLSTMCell):
 
 
 class _Cell(brainstate.nn.RNNCell):
-    """A cell with one state `h` of `num_out` units."""
+    """Base class: a cell whose hidden states are `state_names`, of `state_size` units each."""
+
+    state_names: tuple[str, ...] = ("h",)
 
     def __init__(self, num_in: int, num_out: int, state_init: Initializer, name: str | None) -> None:
         super().__init__(name=name)
         self.num_in, self.num_out = num_in, num_out
         self.in_size, self.out_size = (num_in,), (num_out,)
-        self._state_initializer = state_init
+        self._state_initializer, self.state_size = state_init, num_out
 
     def _initial(self, batch_size: int | None) -> Value:
-        return init.param(self._state_initializer, [self.num_out], batch_size)
+        return init.param(self._state_initializer, [self.state_size], batch_size)
 
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.h = brainstate.HiddenState(self._initial(batch_size))
+    def init_state(self, batch_size: int | None = None, **kwargs: object) -> None:
+        for name in self.state_names:
+            setattr(self, name, brainstate.HiddenState(self._initial(batch_size)))
 
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.h.value = self._initial(batch_size)
+    def reset_state(self, batch_size: int | None = None, **kwargs: object) -> None:
+        for name in self.state_names:
+            getattr(self, name).value = self._initial(batch_size)
 
 
 def _function(activation: Activation) -> Function:

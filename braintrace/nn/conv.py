@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import numbers
 from collections.abc import Sequence
 
 import brainstate
-from brainstate.nn import init
 
 from .._ops import conv
-from .._types import ArrayLike, Initializer, Options, Shape, Size, Value
+from .._types import Options, Shape, Size, Value
 
 
 class _Conv(brainstate.nn.Module):
@@ -17,44 +18,17 @@ class _Conv(brainstate.nn.Module):
 
     num_spatial_dims: int
 
-    def __init__(
-        self,
-        in_size: int | Sequence[int],
-        out_channels: int,
-        kernel_size: int | Shape,
-        stride: int | Shape = 1,
-        padding: str | int | tuple[int, int] | Sequence[tuple[int, int]] = "SAME",
-        lhs_dilation: int | Shape = 1,
-        rhs_dilation: int | Shape = 1,
-        groups: int = 1,
-        w_init: Initializer = init.XavierNormal(),
-        b_init: Initializer = None,
-        w_mask: ArrayLike | None = None,
-        channel_first: bool = False,
-        name: str | None = None,
-        param_type: type = brainstate.ParamState,
-    ) -> None:
-        any_space = isinstance(in_size, numbers.Integral)
-        in_size = int(in_size) if isinstance(in_size, numbers.Integral) else in_size
-        if isinstance(in_size, int):  # a size on which any such kernel fits, for the constructor's own checks
-            extent = [a * b for a, b in zip(self._each(kernel_size), self._each(rhs_dilation), strict=True)]
-            in_size, channel_first = (int(in_size), *extent), True
-        super().__init__(
-            in_size=in_size,
-            out_channels=out_channels,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            lhs_dilation=lhs_dilation,
-            rhs_dilation=rhs_dilation,
-            groups=groups,
-            w_init=w_init,
-            b_init=b_init,
-            w_mask=w_mask,
-            channel_first=channel_first,
-            name=name,
-            param_type=param_type,
-        )
+    @functools.wraps(brainstate.nn.Conv2d.__init__)  # type: ignore[misc]
+    def __init__(self, *args: object, **options: object) -> None:
+        own = super().__init__
+        given = inspect.signature(own).bind(*args, **options)
+        values = given.arguments
+        any_space = isinstance(values["in_size"], numbers.Integral)
+        if any_space:  # a size on which any such kernel fits, for the constructor's own checks
+            sizes = self._each(values["kernel_size"]), self._each(values.get("rhs_dilation", 1))
+            extent = [a * b for a, b in zip(*sizes, strict=True)]
+            values |= {"in_size": (int(values["in_size"]), *extent), "channel_first": True}
+        own(*given.args, **given.kwargs)
         self.any_space = any_space
         if any_space:
             self._in_size = self._out_size = None

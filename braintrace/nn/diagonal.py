@@ -10,7 +10,6 @@ higher layers; `D_RTRL(model, across='layers')` follows these paths too.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import brainstate
 import jax
@@ -18,12 +17,74 @@ import jax.numpy as jnp
 from brainstate.nn import init, sigmoid
 
 from .._ops import element_wise
-from .._types import Activation, Initializer, Model, PyTree, Value
+from .._types import Activation, Array, Initializer, Model, PyTree, Value
 from .cells import _as_row, _Cell, _function, _join, _sized, _split
 from .linear import Linear
 
 
-class RTUCell(brainstate.nn.RNNCell):
+class LRUCell(_Cell):
+    """`h = lambda * h + gamma * (B x)`, `y = Re(C h) + D * x`, with complex `h` of `d_hidden` units.
+
+    `lambda = exp(-exp(nu) + i exp(theta))` lies inside the unit circle; at first its modulus is between
+    `r_min` and `r_max`, its phase between 0 and `max_phase`, and `gamma = sqrt(1 - |lambda|^2)`. Real and
+    imaginary parts are two states, `re` and `im`; the columns of `B` and the rows of `C` are (re, im), the
+    imaginary part of `C` negated. x and y are (..., d_model).
+
+    Online gradients equal those of back-propagation through time.
+
+    >>> import jax.numpy as jnp
+    >>> cell = LRUCell(3, 4)
+    >>> _ = brainstate.nn.init_all_states(cell, batch_size=2)
+    >>> cell(jnp.ones((2, 3))).shape
+    (2, 3)
+    """
+
+    state_names = ("re", "im")
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        r_min: float = 0.0,
+        r_max: float = 1.0,
+        max_phase: float = 6.28,
+        state_init: Initializer = init.ZeroInit(),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(d_model, d_model, state_init, name)
+        self.d_model, self.d_hidden, self.state_size = d_model, d_hidden, d_hidden
+        square, self.nu, self.theta = _draw_polar(d_hidden, r_min, r_max, max_phase)
+        self.gamma = brainstate.ParamState(0.5 * jnp.log1p(-square))
+        self.B = Linear(d_model, 2 * d_hidden, w_init=init.Normal((2 * d_model) ** -0.5), b_init=None)
+        self.C = Linear(2 * d_hidden, d_model, w_init=init.Normal(d_hidden**-0.5), b_init=None)
+        self.D = brainstate.ParamState(init.Normal(1.0)((d_model,)))
+
+    def update(self, x: Value) -> Value:
+        re, im = self.re.value, self.im.value
+        modulus = _as_row(element_wise(self.nu.value, lambda nu: jnp.exp(-jnp.exp(nu))), re)
+        phase = _as_row(element_wise(self.theta.value, jnp.exp), re)
+        gamma = _as_row(element_wise(self.gamma.value, jnp.exp), re)
+        cos, sin = modulus * jnp.cos(phase), modulus * jnp.sin(phase)
+        in_re, in_im = _split(self.B(x), 2)
+        self.re.value = cos * re - sin * im + gamma * in_re
+        self.im.value = sin * re + cos * im + gamma * in_im
+        D = _as_row(element_wise(self.D.value), x)
+        return self.C(_join(self.re.value, self.im.value)) + D * x
+
+
+def _draw_polar(
+    num_units: int, r_min: float, r_max: float, max_phase: float
+) -> tuple[Array, brainstate.ParamState, brainstate.ParamState]:
+    """Draw complex numbers `r exp(i θ)`; return `r^2` and the parameters `log(-log(r))` and `log(θ)`."""
+    draw, dtype = brainstate.random.uniform, brainstate.environ.dftype()
+    tiny = jnp.finfo(dtype).tiny  # a modulus and a phase of 0 have no logarithm
+    square = r_min**2 + (r_max**2 - r_min**2) * draw(size=(num_units,)).astype(dtype)
+    nu = jnp.log(-0.5 * jnp.log(square + tiny))
+    theta = jnp.log(max_phase * draw(size=(num_units,)).astype(dtype) + tiny)
+    return square, brainstate.ParamState(nu), brainstate.ParamState(theta)
+
+
+class RTUCell(_Cell):
     """A recurrent trace unit (Elelimy et al., 2024): a complex diagonal recurrence in real numbers.
 
         re[t] = f(r cos(θ) * re[t-1] - r sin(θ) * im[t-1] + sqrt(1 - r^2) * (W_re x[t]))
@@ -51,6 +112,8 @@ class RTUCell(brainstate.nn.RNNCell):
     (2, 8)
     """
 
+    state_names = ("re", "im")
+
     def __init__(
         self,
         num_in: int,
@@ -64,28 +127,11 @@ class RTUCell(brainstate.nn.RNNCell):
         state_init: Initializer = init.ZeroInit(),
         name: str | None = None,
     ) -> None:
-        super().__init__(name=name)
-        self.num_in, self.num_units, self.linear = num_in, num_units, linear
-        self.in_size, self.out_size = (num_in,), (2 * num_units,)
+        super().__init__(num_in, 2 * num_units, state_init, name)
+        self.num_units, self.state_size, self.linear = num_units, num_units, linear
         self.activation = _function(activation)
-        self._state_initializer = state_init
-        draw, dtype = brainstate.random.uniform, brainstate.environ.dftype()
-        tiny = jnp.finfo(dtype).tiny  # a modulus and a phase of 0 have no logarithm
-        square = r_min**2 + (r_max**2 - r_min**2) * draw(size=(num_units,)).astype(dtype)
-        self.nu = brainstate.ParamState(jnp.log(-0.5 * jnp.log(square + tiny)))
-        self.theta = brainstate.ParamState(jnp.log(max_phase * draw(size=(num_units,)).astype(dtype) + tiny))
+        _, self.nu, self.theta = _draw_polar(num_units, r_min, r_max, max_phase)
         self.W = Linear(num_in, 2 * num_units, w_init=w_init, b_init=None)
-
-    def _initial(self, batch_size: int | None) -> Value:
-        return init.param(self._state_initializer, [self.num_units], batch_size)
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.re = brainstate.HiddenState(self._initial(batch_size))
-        self.im = brainstate.HiddenState(self._initial(batch_size))
-
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.re.value = self._initial(batch_size)
-        self.im.value = self._initial(batch_size)
 
     def update(self, x: Value) -> Value:
         re, im = self.re.value, self.im.value
@@ -204,6 +250,8 @@ class ELSTMCell(_Cell):
     (2, 4)
     """
 
+    state_names = ("c",)
+
     def __init__(
         self,
         num_in: int,
@@ -219,12 +267,6 @@ class ELSTMCell(_Cell):
         self.wf = brainstate.ParamState(init.param(recurrent_init, [num_out]))
         self.wz = brainstate.ParamState(init.param(recurrent_init, [num_out]))
         self.Wo = Linear(num_in + num_out, num_out, w_init=w_init, b_init=b_init)
-
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.c = brainstate.HiddenState(self._initial(batch_size))
-
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
-        self.c.value = self._initial(batch_size)
 
     def update(self, x: Value) -> Value:
         c = self.c.value

@@ -1,4 +1,4 @@
-"""Base of neurons, synapses and leaky readouts: states with initial values, exact decay over a step."""
+"""Base class of neurons, synapses and leaky readouts: states with initial values, exact decay over a step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Dynamics(brainstate.nn.Module):
         self.in_size, self.out_size = in_size, out_size
         self.initial_values = initial_values
 
-    def init_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+    def init_state(self, batch_size: int | None = None, **kwargs: object) -> None:
         for name, value in self.initial_values.items():
             setattr(self, name, brainstate.HiddenState(initial(value, self.out_size, batch_size)))
 
-    def reset_state(self, batch_size: int | None = None, **kwargs: Any) -> None:
+    def reset_state(self, batch_size: int | None = None, **kwargs: object) -> None:
         for name, value in self.initial_values.items():
             getattr(self, name).value = initial(value, self.out_size, batch_size)
 
 
 def initial(value: Value, size: Shape, batch_size: int | None) -> Value:
-    """The initial value of a state: that of an initialiser, or a number or an array for all units."""
+    """Make the initial value of a state from an initialiser, a number or an array."""
     shape = size if batch_size is None else (batch_size, *size)
     if callable(value):
         return value(shape)

@@ -28,10 +28,10 @@ class Linear(brainstate.nn.Linear):
 
 
 class SignedWLinear(brainstate.nn.SignedWLinear):
-    """`y = x @ (|weight| * w_sign)`: however it is trained, a weight keeps its sign.
+    """`y = x @ (|weight| * w_sign)`: training does not change the sign of a weight.
 
     `w_sign` broadcasts against the weight (in, out); a column (in, 1) of ones and minus ones makes units
-    excitatory or inhibitory (Dale's law). None: all are positive.
+    excitatory or inhibitory (Dale's law). By default all weights are positive.
 
     >>> import jax.numpy as jnp
     >>> layer = SignedWLinear(2, 1, w_init=jnp.array([[-3.0], [2.0]]), w_sign=jnp.array([[1.0], [-1.0]]))

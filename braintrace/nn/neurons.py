@@ -45,7 +45,7 @@ class Conductance(NamedTuple):
 
 
 def soft_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
-    """A spike lowers the voltage by as much as the threshold is above the reset.
+    """Lower the voltage at a spike by `V_th - V_reset`.
 
     >>> soft_reset(1.5, 1.0, V_th=1.0, V_reset=0.0)
     0.5
@@ -54,7 +54,7 @@ def soft_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
 
 
 def hard_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
-    """A spike sets the voltage to the reset.
+    """Set the voltage at a spike to `V_reset`.
 
     >>> hard_reset(1.5, 1.0, V_th=1.0, V_reset=0.0)
     0.0
@@ -63,10 +63,9 @@ def hard_reset(V: Value, z: Value, V_th: Value, V_reset: Value) -> Value:
 
 
 class Neuron(Dynamics):
-    """Base class of neurons: how a neuron fires and is reset.
+    """Base class of neurons, which fire and are reset; subclasses define `threshold`.
 
-    A subclass gives its threshold. The voltage's distance from it is measured, for `spk_fun`, in units of
-    what lies between the reset and the threshold at rest.
+    `spk_fun` takes the distance of the voltage from the threshold, divided by `V_th - V_reset`.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class Neuron(Dynamics):
         return self.spk_fun((self.V.value - self.threshold()) / self.V_range)
 
     def after_reset(self, z: Value, V_th: Value) -> Value:
-        """The voltage at the beginning of a step, after the spikes `z` of the last one."""
+        """The voltage at the start of a step, reset by the spikes `z` of the last step."""
         z = z if self.reset_gradient else jax.lax.stop_gradient(z)
         return self.reset(self.V.value, z, V_th, self.V_reset)
 
 
 def leaky_step(V: Value, V_rest: Value, R: Value, tau: Value, inputs: Value) -> Value:
-    """`tau dV/dt = V_rest - V + R I(V)` over one step."""
+    """Integrate `tau dV/dt = V_rest - V + R I(V)` over one step."""
     f, k = V_rest, 1.0
     for i in inputs:
         if isinstance(i, Conductance):
@@ -113,8 +112,8 @@ def leaky_step(V: Value, V_rest: Value, R: Value, tau: Value, inputs: Value) -> 
 class IF(Neuron):
     """Integrate and fire, without a leak: `tau dV/dt = R I(V)`, and a spike where `V >= V_th`.
 
-    None for `V_reset`: zero, in the unit of `V_th`, and likewise for `V_initializer`. `reset` is
-    `soft_reset`, `hard_reset` or a function like them; `reset_gradient=False` holds the spike fixed in it.
+    `V_reset` and `V_initializer` default to zero in the unit of `V_th`. `reset` is `soft_reset`,
+    `hard_reset` or a function like them; `reset_gradient=False` treats the spike as a constant in it.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -160,9 +159,9 @@ class IF(Neuron):
 class LIF(Neuron):
     """Leaky integrate and fire: `tau dV/dt = V_rest - V + R I(V)`, and a spike where `V >= V_th`.
 
-    None for `V_reset` and `V_rest`: zero, in the unit of `V_th`; for `V_initializer`: at rest. `reset` is
-    `soft_reset`, `hard_reset` or a function like them; `reset_gradient=False` holds the spike fixed in it.
-    Behind a default `Linear`, take `R=tau/dt`: with less, units hardly ever fire.
+    `V_reset` and `V_rest` default to zero in the unit of `V_th`, and `V_initializer` to `V_rest`. `reset` is
+    `soft_reset`, `hard_reset` or a function like them; `reset_gradient=False` treats the spike as a constant
+    in it. After a default `Linear`, use `R=tau/dt`: with a smaller `R`, units hardly ever fire.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -203,7 +202,7 @@ class LIF(Neuron):
 class ALIF(Neuron):
     """A `LIF` neuron with an adaptive threshold: `tau_a da/dt = -a`, and a spike where `V >= V_th + beta a`.
 
-    Each spike adds one to `a`. Options as those of `LIF`; None for `beta`: 0.1, in the unit of `V_th`.
+    Each spike adds one to `a`. Options are those of `LIF`; `beta` defaults to 0.1 in the unit of `V_th`.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -254,8 +253,8 @@ class GIF(Neuron):
         dV_th/dt = a (V - V_rest) - b (V_th - V_th_inf)
 
     It fires where `V >= V_th`; then `Ij <- Rj Ij + Aj`, `V_th <- max(V_th, V_th_reset)`, and `V` is reset.
-    None for a voltage: zero, in the unit of `V_th_inf`, but for `V_th_reset`, which is then `V_th_inf`. None
-    for `A1`, `A2`: no current. The states start at rest.
+    `V_rest` and `V_reset` default to zero in the unit of `V_th_inf`, `V_th_reset` to `V_th_inf`, and `A1` and
+    `A2` to zero. The states start at rest.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):

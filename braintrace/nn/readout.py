@@ -16,8 +16,7 @@ from .neurons import Neuron, Reset, Spike, leaky_step, soft_reset
 class LeakyRateReadout(Dynamics):
     """`r = exp(-dt / tau) r + x @ weight`, with `dt` of `brainstate.environ`.
 
-    Online gradients equal those of back-propagation through time. `r_init` is another
-    name of `r_initializer`.
+    Online gradients equal those of back-propagation through time. `r_init` is an alias of `r_initializer`.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -50,8 +49,8 @@ class LeakyRateReadout(Dynamics):
 class LeakySpikeReadout(Neuron):
     """A leaky readout that spikes: `tau dV/dt = x @ weight - V`, and a spike where `V >= V_th`.
 
-    Online gradients equal those of back-propagation through time. Options as those of
-    `LIF`; where `V_th` has a unit, the weights must have the same.
+    Online gradients equal those of back-propagation through time. Options are those of `LIF`; if `V_th` has
+    a unit, the weights must have the same.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):

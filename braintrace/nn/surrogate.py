@@ -1,8 +1,8 @@
-"""Spikes that can be differentiated: a step with the derivative of something smoother.
+"""Spike functions: a step function with the derivative of a smoother one (a surrogate).
 
     spike(x) = 1 if x >= 0 else 0        d spike(x)/dx := derivative(x)
 
-Every function here returns such a `spike`, which a neuron takes as `spk_fun`. One's own is one line:
+Each function here returns such a `spike`, which a neuron takes as `spk_fun`. `with_derivative` makes others:
 
     LIF(10, spk_fun=surrogate.with_derivative(lambda x: 1 / (1 + x**2)))
 """
@@ -21,7 +21,7 @@ Function = Callable[[Value], Value]
 
 
 def with_derivative(derivative: Function) -> Function:
-    """A step function with a derivative of one's own.
+    """Make a spike function with a given surrogate derivative.
 
     >>> spike = with_derivative(lambda x: 1 / (1 + jnp.abs(x)) ** 2)
     >>> spike(jnp.array([-1.0, 0.5])).tolist()

@@ -46,9 +46,9 @@ class Expon(Dynamics):
 
 
 class DualExpon(Dynamics):
-    """A difference of two: `g = A (g_decay - g_rise)`, of kernel `A (exp(-t/tau_decay) - exp(-t/tau_rise))`.
+    """Two exponentials: `g = A (g_decay - g_rise)`, a kernel `A (exp(-t/tau_decay) - exp(-t/tau_rise))`.
 
-    None for the amplitude `A`: the kernel peaks at one.
+    By default the amplitude `A` is such that the kernel peaks at one.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -78,7 +78,7 @@ class DualExpon(Dynamics):
 
 
 def _one_over_peak(ratio: Value) -> Value:
-    """The kernel peaks at `t = tau_decay log(ratio) / (ratio - 1)`, where `ratio = tau_decay / tau_rise`."""
+    """The inverse of the kernel's peak at `t = tau_decay log(ratio) / (ratio - 1)`."""
     if np.any(np.asarray(ratio) == 1.0):
         raise ValueError("`tau_decay` and `tau_rise` must differ; with one time constant use `Alpha`.")
     return ratio ** (ratio / (ratio - 1)) / (ratio - 1)
@@ -117,7 +117,7 @@ class STP(Dynamics):
 
         u <- u exp(-dt / tau_f) + z U (1 - u)        x <- 1 - (1 - x) exp(-dt / tau_d) - z u x
 
-    It gives `z u x`, with `u` as it is after the spike and `x` as it was before; `x` starts at one.
+    The output is `z u x`, with `u` after the spike and `x` before it; `x` starts at one.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):
@@ -151,7 +151,7 @@ class STD(Dynamics):
 
         x <- 1 - (1 - x) exp(-dt / tau) - z U x
 
-    It gives `z x`, with `x` as it was before the spike; `x` starts at one.
+    The output is `z x`, with `x` before the spike; `x` starts at one.
 
     >>> import jax.numpy as jnp
     >>> with brainstate.environ.context(dt=1.0 * u.ms):

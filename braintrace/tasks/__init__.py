@@ -9,7 +9,6 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any
 
 from .recall import adding, anbn, copying, dms
 from .recordings import (
@@ -59,7 +58,7 @@ def names() -> list[str]:
     return list(FACTORIES)
 
 
-def get(name: str, **options: Any) -> Task:
+def get(name: str, **options: float) -> Task:
     """The task of that name; `options` are those of its factory, such as `delay` of copying.
 
     >>> get("adding", length=20).length
@@ -76,12 +75,12 @@ def get(name: str, **options: Any) -> Task:
     return FACTORIES[name](**options)
 
 
-def _check_option(name: str, option: str, value: Any, usual: float) -> None:
+def _check_option(name: str, option: str, value: float, usual: float) -> None:
     """An option is a number of the kind of its default, and not too small."""
     whole = isinstance(usual, int)
     least = AT_LEAST.get(option, 1 if whole else 0)
     right = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
-    if not right or not (least <= value < math.inf):
+    if not right or not least <= value < math.inf:
         kind = "a whole number" if whole else "a number"
         raise ValueError(
             f"The option {option!r} of the task {name!r} is {kind} of at least {least}, such as {usual}, not "

@@ -6,17 +6,7 @@ import math
 
 import numpy as np
 
-from .task import (
-    Array,
-    Task,
-    accuracy,
-    bits,
-    cross_entropy,
-    decided,
-    generated,
-    mse,
-    squared_error,
-)
+from .task import Array, Task, accuracy, bits, cross_entropy, decided, generated, mse, squared_error
 
 
 def copying(delay: int = 20, symbols: int = 10, alphabet: int = 8) -> Task:
@@ -38,8 +28,6 @@ def copying(delay: int = 20, symbols: int = 10, alphabet: int = 8) -> Task:
         ys[-symbols:] = letters
         return one_hot(shown, alphabet + 2), ys
 
-    mask = np.zeros(length, np.float32)
-    mask[-symbols:] = 1
     return Task(
         name="copying",
         description=f"repeat {symbols} symbols after {delay} steps",
@@ -53,7 +41,7 @@ def copying(delay: int = 20, symbols: int = 10, alphabet: int = 8) -> Task:
         target=0.95,
         higher_is_better=True,
         draw=generated(sample),
-        mask=mask,
+        mask=last(length, symbols),
         reference="Arjovsky et al. 2016, arXiv:1511.06464, section 5.1",
     )
 
@@ -123,7 +111,7 @@ def anbn(length: int = 140, longest: int = 32) -> Task:
         target=1.25 * entropy,
         higher_is_better=False,
         draw=generated(sample),
-        mask=np.ones(length, np.float32),
+        mask=last(length, length),
         reference="Tallec and Ollivier 2017 (UORO), arXiv:1702.05043, section 5",
     )
 
@@ -163,7 +151,8 @@ def dms(delay: int = 20, stimuli: int = 2, show: int = 5, noise: float = 0.1) ->
 
 def one_hot(classes: Array, number: int) -> Array:
     """`classes` (...) as vectors (..., number) of a one and zeros."""
-    return np.eye(number, dtype=np.float32)[classes]
+    vectors: Array = np.eye(number, dtype=np.float32)[classes]
+    return vectors
 
 
 def last(length: int, steps: int = 1) -> Array:

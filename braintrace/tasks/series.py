@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from .files import locate
-from .recall import one_hot
-from .task import (
-    SPLITS,
-    Array,
-    Split,
-    Task,
-    bits,
-    cross_entropy,
-    generated,
-    nrmse,
-    squared_error,
-)
+from .recall import last, one_hot
+from .task import SPLITS, Array, Draw, Split, Task, bits, cross_entropy, generated, nrmse, squared_error
 
 
 def integrator(length: int = 100) -> Task:
@@ -120,7 +109,7 @@ def text(length: int = 100) -> Task:
         target=3.0,
         higher_is_better=False,
         draw=draw,
-        mask=np.ones(length, np.float32),
+        mask=last(length, length),
     )
 
 
@@ -165,9 +154,7 @@ def lorenz_series(number: int, dt: float = 0.01, every: int = 2) -> Array:
     return np.array(points[settle::every])
 
 
-def windows(
-    series: Array, length: int, horizon: int, train_share: float = 0.75
-) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
+def windows(series: Array, length: int, horizon: int, train_share: float = 0.75) -> Draw:
     """Random windows of a series and what follows them; values (not symbols) get an axis of one feature."""
     cut = int(train_share * len(series))
     parts = {"train": series[:cut], "test": series[cut:]}
@@ -190,14 +177,12 @@ def _prediction(
     name: str,
     description: str,
     length: int,
-    draw: Callable[[int, int, int, Split], tuple[Array, Array]],
+    draw: Draw,
     washout: int,
     target: float,
     reference: str = "",
 ) -> Task:
     """A task of one number in, one number out; the first steps, `washout`, do not count."""
-    mask = np.ones(length, np.float32)
-    mask[:washout] = 0
     return Task(
         name=name,
         description=description,
@@ -211,6 +196,6 @@ def _prediction(
         target=target,
         higher_is_better=False,
         draw=draw,
-        mask=mask,
+        mask=last(length, length - washout),
         reference=reference,
     )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:  # it takes long to import, and a list of tasks does without
     import jax
 
-Array = np.ndarray[Any, Any]
+    from .._types import Function
+
+Array: TypeAlias = np.ndarray
 Batch = tuple[Array, Array, Array]
 Split = Literal["train", "test"]
 Sample = Callable[[np.random.Generator, int], tuple[Array, Array]]
+Draw = Callable[[int, int, int, Split], tuple[Array, Array]]  # seed, index, batch size, split -> xs, ys
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 TEST_SIZE = 256  # of a generated task
@@ -41,13 +45,13 @@ class Task:
     inputs: int
     outputs: int
     length: int
-    loss: Callable[[Any, Any], jax.Array]  # output and y of one step -> one number, the mean over the batch
-    metric: Callable[[Any, Any, Any], jax.Array]  # outputs, ys and mask of whole sequences -> one number
+    loss: Callable[[jax.Array, jax.Array], jax.Array]  # output and y of a step -> mean over the batch
+    metric: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # outputs, ys, mask -> one number
     metric_name: str
     chance: float  # the metric of the best output that ignores the inputs
     target: float  # the metric that counts as learned
     higher_is_better: bool
-    draw: Callable[[int, int, int, Split], tuple[Array, Array]]  # seed, index, batch size, split -> xs, ys
+    draw: Draw
     mask: Array
     test_size: int = TEST_SIZE  # sequences in the test set
     spiking: bool = False  # inputs are spikes, 0 or 1
@@ -74,10 +78,10 @@ class Task:
             yield self.batch(seed, index, batch_size, split)
             index += 1
 
-    def step(self, learner: Callable[[Any], Any]) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
+    def step(self, learner: Function) -> Function:
         """The `step_fn` of `fit`: the loss of one time step, and the output, for the metric."""
 
-        def step_fn(x: Any, y: Any) -> tuple[jax.Array, Any]:
+        def step_fn(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = learner(x)
             return self.loss(out, y), out
 
@@ -88,12 +92,7 @@ class Task:
         return score >= self.target if self.higher_is_better else score <= self.target
 
 
-def decided(**rest: Any) -> Task:
-    """A task in which each sequence has a class, judged by the share of right decisions."""
-    return Task(loss=cross_entropy, metric=decision, metric_name="accuracy", higher_is_better=True, **rest)
-
-
-def generated(sample: Sample) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
+def generated(sample: Sample) -> Draw:
     """New batches of `sample(rng, batch_size)`."""
 
     def draw(seed: int, index: int, batch_size: int, split: Split) -> tuple[Array, Array]:
@@ -106,7 +105,7 @@ def drawn(
     train: tuple[Array, Array],
     test: tuple[Array, Array],
     encode: Callable[[np.random.Generator, Array], Array] | None = None,
-) -> Callable[[int, int, int, Split], tuple[Array, Array]]:
+) -> Draw:
     """Batches out of stored sequences (length, number, ...), in a new random order in each pass.
 
     `encode(rng, xs)` turns the inputs of a batch into spikes.
@@ -180,3 +179,7 @@ def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """The mean over the steps, or steps of samples, that count and all other axes."""
     weights = mask.astype(values.dtype)
     return (values.reshape(*mask.shape, -1).mean(-1) * weights).sum() / weights.sum()
+
+
+# a task in which each sequence has a class, judged by the share of right decisions
+decided = partial(Task, loss=cross_entropy, metric=decision, metric_name="accuracy", higher_is_better=True)
