@@ -22,7 +22,7 @@ from .._compiler.primitives import FLAT
 from .._compiler.program import Var
 from .._compiler.reach import Reach
 from .._compiler.slices import behind, computed_from, values_of
-from .jacobian import Known, states_of
+from .jacobian import states_of, without
 from .trace_math import States
 
 
@@ -77,7 +77,7 @@ def slopes(
         varies = computed_from(program, group.hidden_outvars)
 
         def function(new: list[Array], v: Var, group: HiddenGroup = group, varies: set[Var] = varies) -> Any:
-            known = Known(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
+            known = without(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
             return values_of(program, [v], known)[0]
 
         new = [env[v] for v in group.hidden_outvars]

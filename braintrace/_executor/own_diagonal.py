@@ -36,7 +36,7 @@ from .._compiler.samples import find_samples
 from .._compiler.slices import behind, computed_from, dependents, has_while, plain_site, values_of
 from .._compiler.step import show_paths
 from .executor import ETraceGraphExecutor
-from .jacobian import Known, LocalGroup, select, states_of
+from .jacobian import LocalGroup, select, states_of, without
 from .trace_math import Jacobian, States, add_up, promoted
 
 _MOST = 2**26  # elements: of all pull-backs together, or of the outputs of an op for all unit vectors
@@ -308,7 +308,7 @@ class OwnDiagonal:
             return plain_site(site, site_in, list(map(jax.lax.stop_gradient, operands)))
 
         def function(given: list[Array]) -> Array:
-            known = Known(env, varies, dict(zip(of, given, strict=True)))
+            known = without(env, varies, dict(zip(of, given, strict=True)))
             return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]  # type: ignore[no-any-return]
 
         _, pull = jax.vjp(function, [env[v] for v in of])
@@ -330,7 +330,7 @@ class OwnDiagonal:
         old = [env[v] for v in self.group.hidden_invars]
 
         def function(old: list[Array]) -> list[Array]:
-            known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
+            known = without(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
             return values_of(self._program, self.group.hidden_outvars, known)
 
         new, pull = jax.vjp(function, old)

@@ -21,7 +21,7 @@ from .._compiler.groups import HiddenGroup
 from .._compiler.samples import Samples
 from .._compiler.slices import plain_site
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.jacobian import Known
+from .._executor.jacobian import without
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._executor.window import Signals
@@ -398,7 +398,7 @@ def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> 
         for i, v in enumerate(executor.readings[group.index]):
 
             def outs(read: Any, v: Any = v) -> list[Any]:
-                view = View(known=Known(known, set(), {v: read}), at_site=lambda site, world: plain_site)
+                view = View(known=without(known, set(), {v: read}), at_site=lambda site, world: plain_site)
                 return evaluate(info.program, [(a, None) for a in atoms], view)
 
             values, pull = jax.vjp(outs, jnp.zeros(v.aval.shape, v.aval.dtype))
