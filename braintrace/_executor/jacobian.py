@@ -351,6 +351,14 @@ def select(array: Float[Array, "colour ..."], colour: NpArray, kept: NpArray) ->
     return chosen if np.all(kept) else jnp.where(jnp.asarray(kept), chosen, 0)
 
 
+def earlier(keys: NpArray) -> NpArray:
+    """For each element, the number of earlier ones with the same key."""
+    order = np.argsort(keys, kind="stable")
+    result = np.empty(len(keys), int)
+    result[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
+    return result
+
+
 def states_of(hidden: Hidden, array: Array) -> list[Array]:
     """Split a cotangent of a hidden array into its states."""
     found = [array] if hidden.axis is None else states(array, hidden.axis)
