@@ -13,22 +13,19 @@ import numpy as np
 
 from .._compiler.evaluation import read, run
 from .._compiler.graph import ETraceGraph
-from .._compiler.leaky_readouts import find_readouts
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var, zeros
-from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
 from .._ops.axis_labels import Labels, Layout
-from .effective_weights import Effective, effective_weights, needs
+from .effective_weights import Effective, effective_weights, known_params, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
-from .pull_back import pull_back
 from .sharding import PartialSums, Sharding, full_sum
 from .signals import Taken, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import PARTS, Parts, Weighted, as_weight, factors_over_time, find_weighted, product
+from .weight_gradients import PARTS, Parts, Weighted, factors_over_time, find_weighted, product, pull_weights
 
 Leaves = list[Any]
 Ys = Mapping[int, Taken]  # outputs of sites from an earlier evaluation of the step, by site
@@ -127,28 +124,8 @@ class ETraceGraphExecutor:
         """The number of filtered readings of each group."""
         return {} if self.recursion is None else self.recursion.filters(self)
 
-    @cached_property
-    def readouts(self) -> set[int]:
-        """The groups of output units, which learn from the loss directly with any rule."""
-        return find_readouts(self.graph)
-
-    @cached_property
-    def samples(self) -> Samples:
-        """The batch axis."""
-        return find_samples(self.info)
-
-    @cached_property
-    def readings(self) -> dict[int, list[Var]]:
-        """The variables through which outputs and other groups read each group."""
-        return find_readings(self.graph)
-
-    def known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
-        known = dict(zip(self.info.fixed_invars, params, strict=True))
-        known.update(zip(self.info.program.consts, consts, strict=True))
-        return known
-
     def _known(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> dict[Var, Any]:
-        known = self.known_params(params, consts)
+        known = known_params(self.info, params, consts)
         known.update(zip(self.info.arg_invars, args, strict=True))
         for entry, leaves in zip(self.info.carried, rest, strict=True):
             known.update(zip(entry.invars, leaves, strict=True))
@@ -246,7 +223,7 @@ class ETraceGraphExecutor:
             J.update({(i, k): v for i, v in found.items()})
         relations = self.graph.hidden_param_op_relations
         inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
-        read = slopes(self.graph, self.readings, env) if self.wants_slopes else {}
+        read = slopes(self.graph, env) if self.wants_slopes else {}
         if self.recursion is not None:
             D, J = self.recursion.of(self, env, D, J, read)
         return Local(inputs, self._weights(env), D, J, read, self.sharding)
@@ -259,15 +236,9 @@ class ETraceGraphExecutor:
         weights = {v for r in relations for v in needs(program, r.site, r.site.made_from(r.layouts))}
         return weights | behind(program, gains)
 
-    @cached_property
-    def masks(self) -> list[StateEntry]:
-        """The states other than parameters that effective weights depend on, such as masks."""
-        entries = self.info.fixed
-        return [e for e in entries if not e.is_param and not self.made_of.isdisjoint(e.invars)]
-
     def weights(self, params: Leaves, consts: Leaves) -> Effective:
         """The effective weights."""
-        return self._weights(self.known_params(params, consts))
+        return self._weights(known_params(self.info, params, consts))
 
     def _weights(self, known: Mapping[Var, Any]) -> Effective:
         fixed = [*self.info.program.consts, *self.info.fixed_invars]
@@ -289,27 +260,6 @@ class ETraceGraphExecutor:
         """The sites whose weight gradients follow from their axis labels."""
         return find_weighted(self.info, [r.site for r in self.graph.hidden_param_op_relations])
 
-    def pull_weights(
-        self, params: Leaves, consts: Leaves, of: Sequence[Any], keys: Sequence[tuple[int, str]]
-    ) -> Callable[[Leaves], Leaves]:
-        """The pull-back from gradients of effective weights, by (site, name), to those of the parameters.
-
-        `of` are the relations or weighted sites with these keys.
-        """
-        layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
-
-        def weights(params: Leaves) -> Leaves:
-            effective = effective_weights(self.info.program, self.known_params(params, consts), of)
-            return [effective[i][name] for i, name in keys]
-
-        values, pull = pull_back(weights, params)
-
-        def back(terms: Leaves) -> Leaves:
-            pairs = zip(keys, terms, values, strict=True)
-            return pull([as_weight(layouts[k], d, v) for k, d, v in pairs])[0]  # type: ignore[no-any-return]
-
-        return back
-
     def of_cotangents(
         self, params: Leaves, consts: Leaves, inputs: Mapping[int, Leaves], dys: Mapping[int, Any]
     ) -> Leaves:
@@ -319,7 +269,7 @@ class ETraceGraphExecutor:
             for w in self.weighted
             for name, layout in w.layouts.items()
         }
-        back = self.pull_weights(params, consts, self.weighted, list(terms))
+        back = pull_weights(self.info, params, consts, self.weighted, list(terms))
         return self._pull_partial_sums(back, list(terms.values()))
 
     def _term(self, layout: Layout, inputs: Leaves, dy: Any) -> Any:
@@ -345,7 +295,8 @@ class ETraceGraphExecutor:
     def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
         """Pull gradients of effective weights back to the parameters."""
         keys = list(dict.fromkeys((t.relation.site.index, t.name) for t in self.slots))
-        back = self.pull_weights(params, consts, self.graph.hidden_param_op_relations, keys)
+        relations = self.graph.hidden_param_op_relations
+        back = pull_weights(self.info, params, consts, relations, keys)
         return self._pull_partial_sums(back, [grads[k] for k in keys])
 
     def signals(
@@ -371,13 +322,13 @@ class ETraceGraphExecutor:
     def filtered_readings(self) -> dict[Var, int]:
         """The readings of filtered groups that are not states themselves, with the index of the group."""
         hidden = {h.outvar for h in self.info.hidden}
-        return {v: k for k in self.filters for v in self.readings[k] if v not in hidden}
+        return {v: k for k in self.filters for v in find_readings(self.graph)[k] if v not in hidden}
 
     def signals_at_readings(self, deltas: Sequence[Any], at_readings: Sequence[Any]) -> dict[int, list[Any]]:
         """The signals at the readings of each filtered group."""
         by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
         by_var.update(zip(self.filtered_readings, at_readings, strict=True))
-        return {k: [by_var[v] for v in self.readings[k]] for k in self.filters}
+        return {k: [by_var[v] for v in find_readings(self.graph)[k]] for k in self.filters}
 
     @cached_property
     def reads_old_states(self) -> bool:
@@ -414,6 +365,12 @@ class ETraceGraphExecutor:
 
 
 ETraceVjpGraphExecutor = ETraceGraphExecutor
+
+
+def masks_of_weights(executor: ETraceGraphExecutor) -> list[StateEntry]:
+    """The states other than parameters that effective weights depend on, such as masks."""
+    entries = executor.info.fixed
+    return [e for e in entries if not e.is_param and not executor.made_of.isdisjoint(e.invars)]
 
 
 def _weights_fixed(site: Site, operands: Leaves) -> Leaves:

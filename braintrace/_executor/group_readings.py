@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._compiler.caching import cached
 from .._compiler.graph import ETraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import numbered
@@ -26,6 +27,7 @@ from .jacobian import states_of, without
 from .trace_math import States
 
 
+@cached
 def find_readings(graph: ETraceGraph) -> dict[int, list[Var]]:
     """The readings of each group: the last variables on each path that are computed unit by unit."""
     return {g.index: _readings(graph, g) for g in graph.hidden_groups}
@@ -66,14 +68,11 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
     return found
 
 
-def slopes(
-    graph: ETraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Array]
-) -> dict[int, list[States]]:
+def slopes(graph: ETraceGraph, env: Mapping[Var, Array]) -> dict[int, list[States]]:
     """The element-wise derivative of each reading of each group in each state."""
     program = graph.module_info.program
     result: dict[int, list[States]] = {}
     for group in graph.hidden_groups:
-        variables = readings[group.index]
         varies = computed_from(program, group.hidden_outvars)
 
         def function(new: list[Array], v: Var, group: HiddenGroup = group, varies: set[Var] = varies) -> Any:
@@ -82,7 +81,7 @@ def slopes(
 
         new = [env[v] for v in group.hidden_outvars]
         each: list[States] = []
-        for v in variables:
+        for v in find_readings(graph)[group.index]:
             out, pull = jax.vjp(lambda new, v=v, function=function: function(new, v), new)
             (dh,) = pull(jnp.ones_like(out))
             each.append([p for h, d in zip(group.hidden, dh, strict=True) for p in states_of(h, d)])

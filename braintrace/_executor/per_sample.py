@@ -27,13 +27,22 @@ from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
 from .._meshes import all_on_mesh, mesh_of
 from .._ops.axis_labels import Labels, Layout, align
-from .effective_weights import effective_weights
+from .effective_weights import effective_weights, known_params
 from .executor import Leaves
 from .marked_step import MarkedStep
 from .sharding import PartialSums
 from .slots import Slot
 from .trace_math import add_up, promoted, states
-from .weight_gradients import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
+from .weight_gradients import (
+    ROWS,
+    TIME,
+    Weighted,
+    factors_over_time,
+    over_time,
+    pull_weights,
+    row_axis,
+    with_rows,
+)
 from .window import Window, each_step
 
 # per-sample gradients by leaf index in `params`: (samples, *shape), with a row axis inserted in the shape
@@ -233,7 +242,7 @@ class PerSample:
         fixed = [v.aval for e in self.info.fixed for v in e.invars]
 
         def weights(params: Leaves, consts: Leaves) -> Leaves:
-            known = self.linear.executor.known_params(params, consts)
+            known = known_params(self.info, params, consts)
             found = effective_weights(self.info.program, known, sites)
             return [found[w.site.index][name] for w, name in keys]
 
@@ -378,7 +387,7 @@ class PerSample:
     def to_parameters(self, window: Window, terms: dict[tuple[int, str], Any]) -> dict[int, Any]:
         """Pull gradients of effective weights, summed over samples, back to the parameters."""
         window = self.linear.window(window)
-        pull = window.executor.pull_weights(window.params, window.first_consts, self.sites, list(terms))
+        pull = pull_weights(self.info, window.params, window.first_consts, self.sites, list(terms))
         found = pull(list(terms.values()))
         return {i: a for i, a in enumerate(found) if a is not None and self._is_param[i]}
 
@@ -391,7 +400,7 @@ class PerSample:
     ) -> Terms:
         """Pull per-sample gradients of effective weights, with rows, back to the parameters."""
         params = window.params
-        pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
+        pull = pull_weights(window.executor.info, params, window.first_consts, of, list(found))
         arrays = _same_lead(list(found.values()))
         before, after = (
             [axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))

@@ -19,7 +19,10 @@ from .._compiler.find_relations import SiteWeights
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .._compiler.provenance import provenance
+from .._compiler.relation import HiddenParamOpRelation
 from .._ops.axis_labels import Labels, Layout, align
+from .effective_weights import effective_weights, known_params
+from .pull_back import pull_back
 from .trace_math import promoted
 
 TIME, ROWS, PARTS = "time", "rows", "parts"
@@ -143,3 +146,29 @@ def as_weight(layout: Layout, dw: Array, weight: Array) -> Array:
     dw = dw if jnp.iscomplexobj(weight) else dw.real
     dw = jnp.broadcast_to(dw, jax.eval_shape(layout.view_w, struct).shape)
     return jax.linear_transpose(layout.view_w, struct)(dw.astype(weight.dtype))[0]  # type: ignore[no-any-return]
+
+
+def pull_weights(
+    info: ModuleInfo,
+    params: list[Array],
+    consts: list[Array],
+    of: Sequence[HiddenParamOpRelation | Weighted],
+    keys: Sequence[tuple[int, str]],
+) -> Callable[[list[Array]], list[Array | None]]:
+    """The pull-back from gradients of effective weights, by (site, name), to those of the parameters.
+
+    `of` are the relations or weighted sites with these keys.
+    """
+    layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
+
+    def weights(params: list[Array]) -> list[Array]:
+        effective = effective_weights(info.program, known_params(info, params, consts), of)
+        return [effective[i][name] for i, name in keys]
+
+    values, pull = pull_back(weights, params)
+
+    def back(terms: list[Array]) -> list[Array | None]:
+        pairs = zip(keys, terms, values, strict=True)
+        return pull([as_weight(layouts[k], d, v) for k, d, v in pairs])[0]  # type: ignore[no-any-return]
+
+    return back

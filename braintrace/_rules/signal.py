@@ -18,9 +18,12 @@ import numpy as np
 from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
 from .._compiler.groups import HiddenGroup
-from .._compiler.samples import Samples
+from .._compiler.leaky_readouts import find_readouts
+from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import plain_site
+from .._executor.effective_weights import known_params
 from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.group_readings import find_readings
 from .._executor.jacobian import without
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
@@ -106,7 +109,7 @@ class Feedback(Broadcast):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         _check_readings(executor)
-        samples = executor.samples
+        samples = find_samples(executor.info)
         values = {}
         for k, i, o, size, width, dtype in _places(executor, samples):
             key = _folded(self.key, k, i, o)
@@ -132,7 +135,7 @@ class Feedback(Broadcast):
         return {**result, "readout:seen": jnp.ones((), bool)}
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
-        samples = executor.samples
+        samples = find_samples(executor.info)
         errors = {o: _rows(d, samples) for o, d in enumerate(d_outs)}
         return _projected(executor, samples, values, errors)
 
@@ -154,7 +157,7 @@ class TargetProjection(Broadcast):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         _check_readings(executor)
-        samples = executor.samples
+        samples = find_samples(executor.info)
         if self.matrices is not None and len(self.matrices) != len(executor.graph.hidden_groups):
             raise ValueError(
                 f"There are {len(self.matrices)} feedback matrices, and {len(executor.graph.hidden_groups)} "
@@ -163,7 +166,7 @@ class TargetProjection(Broadcast):
         values = {}
         for group in _broadcast_to(executor):
             k, width = group.index, _width(group.varshape, samples)
-            for i, _ in enumerate(executor.readings[k]):
+            for i, _ in enumerate(find_readings(executor.graph)[k]):
                 if self.matrices is None:
                     B = jax.random.normal(_folded(self.key, k, i, 0), (self.size, width)) / np.sqrt(self.size)
                 else:
@@ -178,7 +181,7 @@ class TargetProjection(Broadcast):
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
         rows = jnp.asarray(given["target"]).reshape(-1, _values_of(values, "feedback:")[0].shape[0])
-        return _projected(executor, executor.samples, values, {0: rows})
+        return _projected(executor, find_samples(executor.info), values, {0: rows})
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ def joined(
     result: Signals = {}
     for k, g in back.items():
         of_states, of_readings = g, at_readings.get(k, [])
-        if made is not None and signal.is_broadcast and k not in executor.readouts:
+        if made is not None and signal.is_broadcast and k not in find_readouts(executor.graph):
             of_readings = [a.astype(g.dtype) for a in made[k]]
             weighed = [
                 jnp.stack([s * a for s in each]) for each, a in zip(slopes[k], of_readings, strict=True)
@@ -269,7 +272,7 @@ def _weighed(value: Any, mask: Any) -> Any:
 
 
 def _check_readings(executor: ETraceGraphExecutor) -> None:
-    if jax.tree.leaves([executor.readings]) and not any(executor.readings.values()):
+    if jax.tree.leaves([find_readings(executor.graph)]) and not any(find_readings(executor.graph).values()):
         raise NotSupportedError(
             "A signal cannot be broadcast: neither an output nor another state reads any hidden state. "
             "Return what is read of them from the model's `update`."
@@ -294,14 +297,14 @@ def as_key(key: Any) -> Key:
 
 def _broadcast_to(executor: ETraceGraphExecutor) -> list[HiddenGroup]:
     """The groups to which errors are broadcast: all but readouts with memory."""
-    return [g for g in executor.graph.hidden_groups if g.index not in executor.readouts]
+    return [g for g in executor.graph.hidden_groups if g.index not in find_readouts(executor.graph)]
 
 
 def _places(executor: ETraceGraphExecutor, samples: Samples) -> Any:
     """For each matrix: group, reading, output, and the sizes of output and group per sample."""
     outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
     for group in _broadcast_to(executor):
-        for i, _ in enumerate(executor.readings[group.index]):
+        for i, _ in enumerate(find_readings(executor.graph)[group.index]):
             for o, aval in enumerate(outs):
                 size, width = _width(aval.shape, samples), _width(group.varshape, samples)
                 yield group.index, i, o, size, width, group.dtype
@@ -330,13 +333,13 @@ def _values_of(values: Values, prefix: str) -> list[Any]:
 
 def _columns(executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
     """Partition specs of matrices from outputs to units: columns as the units, if these are one axis."""
-    at, samples = executor.sharding, executor.samples
+    at, samples = executor.sharding, find_samples(executor.info)
     assert at is not None
     found: dict[str, Spec] = {}
     for group in executor.graph.hidden_groups:
         axes = [a for a in range(len(group.varshape)) if a != samples.axis]
         column = at.of_group(group)[axes[0]] if len(axes) == 1 else None
-        names = (f"->{group.index}.{i}" for i, _ in enumerate(executor.readings[group.index]))
+        names = (f"->{group.index}.{i}" for i, _ in enumerate(find_readings(executor.graph)[group.index]))
         found |= {k: (None, column) for name in names for k in shapes if k.endswith(name) and ":" in k}
     return {k: spec for k, spec in found.items() if len(shapes[k].shape) == 2}
 
@@ -349,7 +352,7 @@ def _projected(
     for group in _broadcast_to(executor):
         k, shape = group.index, group.varshape
         each = []
-        for i, _ in enumerate(executor.readings[k]):
+        for i, _ in enumerate(find_readings(executor.graph)[k]):
             terms = [
                 jnp.matmul(e.astype(B.dtype), B, precision="highest")
                 for o, e in errors.items()
@@ -388,14 +391,14 @@ def _at_states(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
 
 def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> dict[str, Any]:
     """The derivative of each output in each reading, per sample, at zero inputs and states."""
-    info, samples = executor.info, executor.samples
+    info, samples = executor.info, find_samples(executor.info)
     zeros = lambda variables: {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables}
     known = {**zeros(info.arg_invars), **zeros(v for e in info.carried for v in e.invars)}
-    known.update(executor.known_params(params, consts))
+    known.update(known_params(info, params, consts))
     atoms = [a for a in info.out_atoms if is_inexact(a.aval)]
     found = {}
     for group in _broadcast_to(executor):
-        for i, v in enumerate(executor.readings[group.index]):
+        for i, v in enumerate(find_readings(executor.graph)[group.index]):
 
             def outs(read: Any, v: Any = v) -> list[Any]:
                 view = View(known=without(known, set(), {v: read}), at_site=lambda site, world: plain_site)
