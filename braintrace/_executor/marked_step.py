@@ -58,8 +58,8 @@ class MarkedStep:
         return site if self._sites is None else self._sites.get(site.index)
 
     def window(self, window: Window) -> Window:
-        """The window of the marked step for a window of the compiled model."""
-        if self.executor is self.traced:
+        """The window of the marked step for a window of the compiled model, or for itself."""
+        if window.executor is self.executor:
             return window
         assert self._consts is not None
         assert self._sites is not None

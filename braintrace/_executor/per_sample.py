@@ -73,10 +73,6 @@ class PerSample:
 
     # -- state vectors -----------------------------------------------------------------------------
 
-    @cached_property
-    def _leaves(self) -> list[Var]:
-        return [v for e in self.info.carried for v in e.invars]
-
     @property
     def state_size(self) -> int:
         return self.samples.state_size
@@ -90,10 +86,10 @@ class PerSample:
     @cached_property
     def places(self) -> dict[int, Any]:
         """The indices in the state vector of each carried leaf that depends on parameters, by leaf index."""
-        at, found = 0, {}
+        at, found, leaves = 0, {}, self.info.carried_invars
         for v in self.samples.carried:
             size = _parts(v) * int(v.aval.size) // self.samples.count
-            found[self._leaves.index(v)] = np.arange(at, at + size)
+            found[leaves.index(v)] = np.arange(at, at + size)
             at += size
         return found
 
@@ -137,7 +133,7 @@ class PerSample:
 
         The state axis is gathered if units are sharded, because the result is small and used often.
         """
-        by_var = dict(zip(self._leaves, leaves, strict=True))
+        by_var = dict(zip(self.info.carried_invars, leaves, strict=True))
         parts = [jnp.zeros((self.samples.count, 0), self.dtype)]  # parameters may act on nothing carried
         for v in self.samples.carried:
             one = self.shard_samples(_first(by_var[v], self.samples.axis))
@@ -152,17 +148,18 @@ class PerSample:
         """
         at, found = 0, {}
         for v in self.samples.carried:
-            shape = _first_shape(v.aval.shape, self.samples.axis)
+            rest = [n for a, n in enumerate(v.aval.shape) if a != self.samples.axis]
             size = v.aval.size // self.samples.count
             each = []
             for _ in range(_parts(v)):
-                each.append(self.shard_samples(vectors[:, at : at + size].reshape(shape)))
+                part = vectors[:, at : at + size].reshape(self.samples.count, *rest)
+                each.append(self.shard_samples(part))
                 at += size
             one = each[0] if len(each) == 1 else jax.lax.complex(each[0], -each[1] if dual else each[1])
             found[v] = _back(one, self.samples.axis).astype(v.aval.dtype)
         return [
             found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype) if v.inexact else None
-            for v in self._leaves
+            for v in self.info.carried_invars
         ]
 
     def axis_at(self, site: Site) -> int | None:
@@ -312,10 +309,11 @@ class PerSample:
             start = jnp.sum(start.reshape(count, count, each, -1), 1)
             terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
-        inputs = self._inputs(window)
+        inputs = self.inputs(window)
         if samples_only:  # gather the factors, which are much smaller than their product
             dys = {w.site.index: self._shard_samples_at(w.site, dys[w.site.index], 2) for w in self.sites}
-        terms = self._add(terms, window, self._weight_terms(inputs, dys, axis), axis)
+        by_leaf = self._to_parameters(window, self.sites, self._weight_terms(inputs, dys, axis), axis)
+        terms = {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
         terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
         return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in factored}
 
@@ -326,14 +324,15 @@ class PerSample:
         """
         eye = jnp.eye(self.state_size, dtype=self.dtype)
         rows = jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
-        start, dys, _ = self._pulled(self.linear.window(window), rows, [w.site for w in sites], ())
+        start, dys, _ = self._pulled(window, rows, [w.site for w in sites], ())
         return start, {i: d[:, 0] for i, d in dys.items()}
 
     def back(self, window: Window, rows: Any) -> Any:
         """Pull rows of signals, (samples, rows, state size), from the window's end back to its start."""
-        return self._pulled(self.linear.window(window), rows, (), ())[0]
+        return self._pulled(window, rows, (), ())[0]
 
     def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
+        window = self.linear.window(window)
         if mesh_of(*window.params) is not None:
             # after this step's collectives: CPU devices may match those of concurrent loops wrongly
             rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
@@ -344,9 +343,7 @@ class PerSample:
 
     def inputs(self, window: Window) -> dict[int, list[Any]]:
         """The inputs of the sites at each step of a window."""
-        return self._inputs(self.linear.window(window))
-
-    def _inputs(self, window: Window) -> dict[int, list[Any]]:
+        window = self.linear.window(window)
         steps = (window.args, window.consts, window.before, window.ys)
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
 
@@ -371,19 +368,6 @@ class PerSample:
                 found[i, name] = term[None] if label is None else term
         return found
 
-    def _add(
-        self,
-        terms: Terms,
-        window: Window,
-        found: dict[tuple[int, str], Any],
-        axis: Callable[[int], int],
-    ) -> Terms:
-        """Add per-sample gradients of effective weights, pulled back to the parameters, to `terms`."""
-        if not found:
-            return terms
-        by_leaf = self._to_parameters(window, self.sites, found, axis)
-        return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
-
     def to_parameters(self, window: Window, terms: dict[tuple[int, str], Any]) -> dict[int, Any]:
         """Pull gradients of effective weights, summed over samples, back to the parameters."""
         window = self.linear.window(window)
@@ -398,13 +382,16 @@ class PerSample:
         found: dict[tuple[int, str], Any],
         axis: Callable[[int], int] = row_axis,
     ) -> Terms:
-        """Pull per-sample gradients of effective weights, with rows, back to the parameters."""
-        params = window.params
+        """Pull per-sample gradients of effective weights, with rows, back to the parameters.
+
+        The first axis of a gradient without a batch axis has length one.
+        """
+        if not found:
+            return {}
+        params, count = window.params, max(map(len, found.values()))
         pull = pull_weights(window.executor.info, params, window.first_consts, of, list(found))
-        arrays = _same_lead(list(found.values()))
-        before, after = (
-            [axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
-        )
+        arrays = [jnp.broadcast_to(a, (count, *a.shape[1:])) for a in found.values()]
+        before, after = [axis(a.ndim - 2) for a in arrays], [axis(jnp.ndim(p)) for p in params]
         leaves = jax.vmap(jax.vmap(pull, (before,), after))(arrays)
         return {i: a for i, a in enumerate(leaves) if a is not None and self._is_param[i]}
 
@@ -435,8 +422,6 @@ class PerSample:
             term = _contract(slot, self._slot_labels[slot.key], *pair)
             key = (slot.relation.site.index, slot.name)
             found[key] = found[key] + term if key in found else term
-        if not found:
-            return {}
         relations = self.executor.graph.hidden_param_op_relations
         return self._to_parameters(window, relations, found)
 
@@ -453,10 +438,8 @@ class PerSample:
         each = np.arange(1, self.samples.count + 1).reshape(-1, *[1] * (len(shape) - self.samples.axis - 1))
         numbers = np.broadcast_to(each, shape)
         with jax.ensure_compile_time_eval():
-            places = hidden.of_leaf(jnp.asarray(numbers, float))
-            seen = np.asarray(slot.lift(places[None], slot.relation.site.no_inputs, 1)[0])
-        # elements of the output that reach no state are zero
-        label = counting(seen - 1, slot.at, self.samples.count)
+            places = np.asarray(hidden.of_leaf(jnp.asarray(numbers, float)))
+        label = slot.label_along(places, self.samples.count)
         return None if label in slot.layout.w else label
 
     @property
@@ -487,12 +470,6 @@ def _contract(slot: Slot, label: str | None, g: Any, trace: Any) -> Any:
     return result[None] if label is None else result
 
 
-def _same_lead(arrays: list[Any]) -> list[Any]:
-    """Broadcast first axes of length one to the number of samples."""
-    count = max(a.shape[0] for a in arrays)
-    return [jnp.broadcast_to(a, (count, *a.shape[1:])) for a in arrays]
-
-
 def _parts(v: Var) -> int:
     """The number of real numbers per element: 2 for complex arrays."""
     return 2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
@@ -504,7 +481,3 @@ def _first(a: Any, axis: int | None) -> Any:
 
 def _back(a: Any, axis: int | None) -> Any:
     return a[0] if axis is None else jnp.moveaxis(a, 0, axis)
-
-
-def _first_shape(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return (1, *shape) if axis is None else (shape[axis], *shape[:axis], *shape[axis + 1 :])

@@ -315,12 +315,7 @@ def _label_of(slot: Slot, axis: int) -> str | None:
     """The trace label of an axis of the hidden positions."""
     shape = slot.group.varshape
     numbers = np.arange(1, shape[axis] + 1).reshape([-1 if a == axis else 1 for a in range(len(shape))])
-    numbers = np.broadcast_to(numbers, shape)
-    with jax.ensure_compile_time_eval():
-        inputs = slot.relation.site.no_inputs
-        seen = np.asarray(slot.lift(jnp.asarray(numbers, jnp.float32)[None], inputs, 1)[0])
-    # output elements that reach no state are zero
-    return counting(seen.astype(int) - 1, slot.at, shape[axis])
+    return slot.label_along(np.broadcast_to(numbers, shape), shape[axis])
 
 
 def _counted(view: Any, shape: tuple[int, ...], axis: int, labels: Labels) -> str | None:

@@ -25,6 +25,7 @@ from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array as NpArray
 from .._compiler.links import numbered
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
+from .._compiler.samples import counting
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import States, add_up, promoted, states, times, weigh
@@ -326,6 +327,14 @@ class Slot:
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
         return weigh(g, trace)
+
+    def label_along(self, numbers: NpArray, count: int) -> str | None:
+        """The label of the trace axis along which numbers at the hidden positions count from 1 to `count`."""
+        with jax.ensure_compile_time_eval():
+            q = jnp.asarray(numbers, jnp.float32)[None]
+            seen = np.asarray(self.lift(q, self.relation.site.no_inputs, 1)[0])
+        # elements of the output that reach no state are zero
+        return counting(seen.astype(int) - 1, self.at, count)
 
     # -- reset of samples --------------------------------------------------------------------------
 
