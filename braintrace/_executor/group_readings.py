@@ -7,7 +7,6 @@ and its derivative (the slope of a spike) is element-wise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,20 +69,21 @@ def _readings(graph: ETraceGraph, group: HiddenGroup) -> list[Var]:
 
 def slopes(graph: ETraceGraph, env: Mapping[Var, Array]) -> dict[int, list[States]]:
     """The element-wise derivative of each reading of each group in each state."""
-    program = graph.module_info.program
     result: dict[int, list[States]] = {}
     for group in graph.hidden_groups:
-        varies = computed_from(program, group.hidden_outvars)
-
-        def function(new: list[Array], v: Var, group: HiddenGroup = group, varies: set[Var] = varies) -> Any:
-            known = without(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
-            return values_of(program, [v], known)[0]
-
-        new = [env[v] for v in group.hidden_outvars]
-        each: list[States] = []
-        for v in find_readings(graph)[group.index]:
-            out, pull = jax.vjp(lambda new, v=v, function=function: function(new, v), new)
-            (dh,) = pull(jnp.ones_like(out))
-            each.append([p for h, d in zip(group.hidden, dh, strict=True) for p in states_of(h, d)])
-        result[group.index] = each
+        varies = computed_from(graph.module_info.program, group.hidden_outvars)
+        readings = find_readings(graph)[group.index]
+        result[group.index] = [_slope(graph, env, group, varies, v) for v in readings]
     return result
+
+
+def _slope(
+    graph: ETraceGraph, env: Mapping[Var, Array], group: HiddenGroup, varies: set[Var], reading: Var
+) -> States:
+    def function(new: list[Array]) -> list[Array]:
+        known = without(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
+        return values_of(graph.module_info.program, [reading], known)
+
+    (out,), pull = jax.vjp(function, [env[v] for v in group.hidden_outvars])
+    (dh,) = pull([jnp.ones_like(out)])
+    return [p for h, d in zip(group.hidden, dh, strict=True) for p in states_of(h, d)]

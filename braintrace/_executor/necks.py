@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
 from .._compiler.reach import Reach, SiteReach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
+from .._types import DTypeLike
 
 FedBy = Sequence[tuple[HiddenParamOpRelation, PositionMap]]
 
@@ -134,6 +134,6 @@ def through(
     return D, J
 
 
-def _where(kept: NpArray, value: Array, dtype: Any) -> Array:
+def _where(kept: NpArray, value: Array, dtype: DTypeLike) -> Array:
     value = value.astype(dtype)
     return value if np.all(kept) else jnp.where(jnp.asarray(kept), value, jnp.zeros_like(value))

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -201,9 +200,9 @@ class OwnDiagonal:
         """The number of each position within its sample."""
         return earlier(self._sample_of[0])
 
-    def _reads(self, site: Site, came: Mapping[Any, Reach]) -> Read | None:
+    def _reads(self, site: Site, came: Mapping[Var, Reach]) -> Read | None:
         """How an op reads the old states."""
-        reach = came.get(site.inputs[0])
+        reach = came.get(site.inputs[0])  # type: ignore[arg-type]
         return None if reach is None else self._read(site, reach, self._sample_of[0], self._rank)
 
     def _reads_output(self, site: Site, first: Site, positions: Positions) -> Read | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -21,6 +21,7 @@ from .._compiler.leaky_readouts import find_readouts
 from .._compiler.program import Var
 from .._compiler.slices import behind
 from .._compiler.step import show_paths
+from .._types import DTypeLike, Shape
 from .group_readings import find_readings
 from .trace_math import Jacobian, States, dot
 
@@ -127,6 +128,6 @@ class Recursion:
         return D, J
 
 
-def _like(executor: ETraceGraphExecutor, k: int) -> tuple[tuple[int, ...], Any]:
+def _like(executor: ETraceGraphExecutor, k: int) -> tuple[Shape, DTypeLike]:
     group = executor.graph.hidden_groups[k]
     return group.varshape, group.dtype

@@ -19,9 +19,9 @@ from .._compiler.find_relations import SiteWeights
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .._compiler.provenance import provenance
-from .._compiler.relation import HiddenParamOpRelation
 from .._ops.axis_labels import Labels, Layout, align
-from .effective_weights import effective_weights, known_params
+from .._types import DTypeLike
+from .effective_weights import OfWeights, effective_weights, known_params
 from .pull_back import pull_back
 from .trace_math import promoted
 
@@ -118,7 +118,7 @@ def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
     return align(_einsum(pairs, have), have, want)
 
 
-def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Labels] | None:
+def _factors(layout: Layout, inputs: Sequence[Array], dtype: DTypeLike) -> tuple[Array, Labels] | None:
     """The factor `x` of an op at all steps; None if it is one."""
     if layout.x is None:
         return None
@@ -152,7 +152,7 @@ def pull_weights(
     info: ModuleInfo,
     params: list[Array],
     consts: list[Array],
-    of: Sequence[HiddenParamOpRelation | Weighted],
+    of: Sequence[OfWeights],
     keys: Sequence[tuple[int, str]],
 ) -> Callable[[list[Array]], list[Array | None]]:
     """The pull-back from gradients of effective weights, by (site, name), to those of the parameters.
