@@ -190,9 +190,7 @@ class OwnDiagonal:
         if samples.axis is None or samples.mixed:
             return number, 1
         for h in self.group.hidden:
-            shape = tuple(h.invar.aval.shape)
-            lane = np.arange(shape[samples.axis]).reshape(-1, *[1] * (len(shape) - samples.axis - 1))
-            number[h.positions.ravel()] = np.broadcast_to(lane, shape).ravel()
+            number[h.positions.ravel()] = np.indices(h.invar.aval.shape)[samples.axis].ravel()
         return number, samples.count
 
     @cached_property

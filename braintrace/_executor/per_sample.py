@@ -11,7 +11,6 @@ a parameter, its gradient is pulled back once per sample instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,26 +19,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .._compat import Literal
 from .._compiler.custom_derivatives import PullBack
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
 from .._meshes import all_on_mesh, mesh_of
-from .._ops.axis_labels import Labels, Layout, align
+from .._ops.axis_labels import align
 from .._types import NumPyArray, PyTree
-from .effective_weights import OfWeights, effective_weights, known_params
+from .effective_weights import OfWeights
 from .executor import Leaves
 from .marked_step import MarkedStep
+from .matrices import Matrix as Matrix
+from .matrices import find_matrices
 from .sharding import MeshAxes, PartialSums
 from .slots import Slot
 from .trace_math import add_up, promoted, states
 from .weight_gradients import (
     ROWS,
-    TIME,
     Weighted,
-    factors_over_time,
     over_time,
     pull_weights,
     row_axis,
@@ -52,21 +50,6 @@ Vectors = Float[Array, "samples n"]
 # per-sample gradients by leaf index in `params`: (samples, *shape), with a row axis inserted in the shape
 Terms = dict[int, Array]
 RowAxis = Callable[[int], int]  # the position of the row axis among so many axes of a parameter
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A parameter that is the matrix of one dense op: `y[b, o] = sum_i x[b, i] w[i, o]`."""
-
-    site: Site
-    name: str
-    label: str  # of the batch axis
-    layout: Layout
-    slot: Slot | None  # of its trace
-
-    def by_sample(self, array: Array, have: Labels, *lead: str) -> Array:
-        """Transpose an array with labels `have` to (samples, *lead, out)."""
-        return align(array, have, (self.label, *lead, self.layout.w[1]))
 
 
 class PerSample:
@@ -250,39 +233,7 @@ class PerSample:
     @cached_property
     def matrices(self) -> dict[int, Matrix]:
         """The leaves of `params` whose only use is as the matrix of one dense op, with or without a trace."""
-        sites = self.sites
-        keys = [(w, name) for w in sites for name in w.layouts]
-        fixed = [v.aval for e in self.info.fixed for v in e.invars]
-
-        def weights(params: Leaves, consts: Leaves) -> Leaves:
-            known = known_params(self.info, params, consts)
-            found = effective_weights(self.info.program, known, sites)
-            return [found[w.site.index][name] for w, name in keys]
-
-        jaxpr = jax.make_jaxpr(weights)(fixed, list(self.info.program.consts.values())).jaxpr
-        read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-        found = {}
-        for i, leaf in enumerate(jaxpr.invars[: len(fixed)]):
-            uses = [key for key, v in zip(keys, jaxpr.outvars, strict=True) if v is leaf]
-            if i in self.acting and i not in self.others and leaf not in read and len(uses) == 1:
-                matrix = self._matrix(*uses[0])
-                found.update({} if matrix is None else {i: matrix})
-        return found
-
-    def _matrix(self, weighted: Weighted, name: str) -> Matrix | None:
-        site, layout = weighted.site, weighted.layouts[name]
-        label, w, x = self.labels[site.index, name], layout.w, layout.x
-        slots = [
-            t for t in self.executor.slots if self.linear.site(t.relation.site) is site and t.name == name
-        ]
-        if label is None or x is None or len(w) != 2 or layout.y_is_viewed or layout.w_is_viewed:
-            return None
-        if {*x} != {label, w[0]} or {*layout.y} != {label, w[1]} or len(slots) > 1:
-            return None
-        plain = all(
-            t.labels == (label, *w) and {*t.y} == {*layout.y} and not t.positions.on_hidden for t in slots
-        )
-        return Matrix(site, name, label, layout, slots[0] if slots else None) if plain else None
+        return find_matrices(self)
 
     # -- pull-backs through a window ---------------------------------------------------------------
 
@@ -331,7 +282,7 @@ class PerSample:
         by_leaf = self._to_parameters(window, self.sites, self._weight_terms(inputs, dys, axis), axis)
         terms = {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
         terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
-        return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in factored}
+        return start, terms, {i: self.matrices[i].factors(inputs, dys) for i in factored}
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Rows, dict[int, Array]]:
         """The full Jacobian of a window of one step.
@@ -451,8 +402,7 @@ class PerSample:
             return None
         hidden = slot.group.hidden[0]
         shape = slot.group.varshape if hidden.part is None else tuple(hidden.leaf.aval.shape)
-        each = np.arange(1, self.samples.count + 1).reshape(-1, *[1] * (len(shape) - self.samples.axis - 1))
-        numbers = np.broadcast_to(each, shape)
+        numbers = np.indices(shape)[self.samples.axis] + 1
         with jax.ensure_compile_time_eval():
             places = np.asarray(hidden.of_leaf(jnp.asarray(numbers, float)))
         label = slot.label_along(places, self.samples.count)
@@ -462,12 +412,6 @@ class PerSample:
     def traces_have_samples(self) -> bool:
         """Whether every trace has a batch axis."""
         return self.samples.axis is None or None not in self._slot_labels.values()
-
-
-def _factors(matrix: Matrix, inputs: dict[int, list[Array]], dys: dict[int, Array]) -> tuple[Array, Array]:
-    i, layout, label = matrix.site.index, matrix.layout, matrix.label
-    (x, have), (dy, y) = factors_over_time(layout, inputs[i], dys[i], rows=True)
-    return align(x, have, (label, layout.w[0], TIME)), matrix.by_sample(dy, y, ROWS, TIME)
 
 
 def _contract(

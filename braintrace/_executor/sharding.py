@@ -29,6 +29,7 @@ from .slots import Slot
 from .trace_math import add_up, promoted
 from .weight_gradients import Parts
 
+AnyMesh = Mesh | jax.sharding.AbstractMesh
 MeshAxes = str | tuple[str, ...] | None  # that shard one array axis
 Spec = tuple[MeshAxes, ...]  # a `PartitionSpec`: an entry for each array axis
 Names = dict[str, MeshAxes]  # the mesh axes of each axis label
@@ -39,7 +40,7 @@ class Sharding:
     """The partition specs of the arrays of a compiled step."""
 
     info: ModuleInfo
-    mesh: Mesh
+    mesh: AnyMesh
     specs: dict[Var, Spec]  # of the inputs of the step
     # for each slot: the mesh axes of the labels of its weight, and of its trace. Computed eagerly, because
     # the probes that find them cannot run inside a derivative
@@ -302,18 +303,18 @@ def full_sum(a: Gradient) -> Array:
     return a.sum if isinstance(a, PartialSums) else a
 
 
-def _sharding(v: Var, array: Array) -> tuple[Mesh, Spec] | None:
+def _sharding(v: Var, array: Array) -> tuple[AnyMesh, Spec] | None:
     """The mesh and the spec of an input; leading axes that `vmap` added are dropped."""
     found, shape = _meshes.sharding_of(array), v.aval.shape
     lead = 0 if found is None else len(found[1]) - len(shape)
     return None if found is None or array.shape[lead:] != shape else (found[0], found[1][lead:])
 
 
-def _same(a: Mesh, b: Mesh) -> bool:
+def _same(a: AnyMesh, b: AnyMesh) -> bool:
     return bool(a.shape_tuple == b.shape_tuple)
 
 
-def _alike(a: Mesh, b: Mesh) -> bool:
+def _alike(a: AnyMesh, b: AnyMesh) -> bool:
     return _same(a, b) and bool(a.axis_types == b.axis_types)
 
 
@@ -329,13 +330,12 @@ def _used(parts: Iterable[MeshAxes], part: MeshAxes) -> bool:
 def _label_of(slot: Slot, axis: int) -> str | None:
     """The trace label of an axis of the hidden positions."""
     shape = slot.group.varshape
-    numbers = np.arange(1, shape[axis] + 1).reshape([-1 if a == axis else 1 for a in range(len(shape))])
-    return slot.label_along(np.broadcast_to(numbers, shape), shape[axis])
+    return slot.label_along(np.indices(shape)[axis] + 1, shape[axis])
 
 
 def _counted(view: Callable[[Array], Array], shape: Shape, axis: int, labels: Labels) -> str | None:
     """The label of an axis of the viewed array."""
-    numbers = np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    numbers = np.indices(shape, sparse=True)[axis]
     with jax.ensure_compile_time_eval():
         seen = np.asarray(view(jnp.asarray(np.broadcast_to(numbers, shape))))
     return counting(seen, labels, shape[axis])

@@ -372,8 +372,7 @@ class Slot:
             is_input = jnp.issubdtype(first.dtype, jnp.inexact)
             given = first if is_input else self.factor(self.relation.site.no_inputs)[0]  # type: ignore[index]
             for axis in (a for a, n in enumerate(given.shape) if n == num):
-                number = jnp.arange(1, num + 1).reshape([-1 if a == axis else 1 for a in range(given.ndim)])
-                probe = jnp.broadcast_to(number, given.shape).astype(given.dtype)
+                probe = jnp.asarray(np.indices(given.shape)[axis] + 1, given.dtype)
                 x, have = self.factor([probe, *rest] if is_input else self.relation.site.no_inputs)  # type: ignore[misc]
                 x = x if is_input else probe
                 labels = tuple(dict.fromkeys((*self.at, *have)))

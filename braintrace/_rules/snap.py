@@ -40,6 +40,7 @@ from .projection import finite
 from .rank import per_sample
 from .rule import Rule, Values
 
+DType = np.dtype[Any]
 Influence = Float[Array, "samples sets state param"]
 
 MOST = 16777216  # stored entries, of all samples
@@ -174,7 +175,7 @@ class Block:
     """
 
     key: str
-    dtype: np.dtype[Any]  # of the parameters
+    dtype: DType  # of the parameters
     rows: Int[NumPyArray, "sets state"]
     places: Int[NumPyArray, "sets param"]  # indices among all parameter elements of that type
     colours: Int[NumPyArray, "sets state"]
@@ -210,7 +211,7 @@ class Pattern:
 
     per: PerSample
     blocks: list[Block]
-    offsets: dict[int, tuple[np.dtype[Any], int, int]]  # of each leaf: type, first index and size
+    offsets: dict[int, tuple[DType, int, int]]  # of each leaf: type, first index and size
     colours: Int[NumPyArray, " n"]  # of state variables: no parameter element reaches two of one colour
     state_colours: Int[NumPyArray, " n"]  # no state variable reaches two of one colour
     moves: Bool[NumPyArray, "n n"]
@@ -218,8 +219,8 @@ class Pattern:
     @staticmethod
     def of(per: PerSample, reached: Reached, n: int) -> Pattern:
         element, leaves = _elements(per), per.info.fixed_invars
-        offsets: dict[int, tuple[np.dtype[Any], int, int]] = {}
-        sizes: dict[np.dtype[Any], int] = {}
+        offsets: dict[int, tuple[DType, int, int]] = {}
+        sizes: dict[DType, int] = {}
         for i in reached.params:
             dtype, size = leaves[i].aval.dtype, int(leaves[i].aval.size)
             offsets[i] = (dtype, sizes.get(dtype, 0), size)
@@ -252,11 +253,11 @@ class Pattern:
         found = pulled[:, self.state_colours]
         return self.per.shard_samples(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
 
-    def terms(self, window: Window) -> dict[np.dtype[Any], Float[Array, "samples colours params"]]:
+    def terms(self, window: Window) -> dict[DType, Float[Array, "samples colours params"]]:
         """`dh/dw` by type of the parameters, with the rows of one colour together."""
         rows = _rows(self.colours, self.per)
         added = self.per.pull(window, rows, samples_only=True)[1]
-        parts: dict[np.dtype[Any], list[Array]] = {}
+        parts: dict[DType, list[Array]] = {}
         for i, (dtype, _, size) in self.offsets.items():
             if i in added:
                 axis = 1 + row_axis(added[i].ndim - 2)
@@ -270,7 +271,7 @@ class Pattern:
 
     def gradients(self, summed: dict[str, Float[Array, "sets param"]]) -> dict[int, Array]:
         """The gradient of each parameter leaf, from the sums of all blocks."""
-        leaves, sizes = self.per.info.fixed_invars, dict[np.dtype[Any], int]()
+        leaves, sizes = self.per.info.fixed_invars, dict[DType, int]()
         for dtype, start, n in self.offsets.values():
             sizes[dtype] = start + n
         totals = {}
@@ -288,7 +289,7 @@ class Pattern:
 
 
 def _blocks(
-    dtype: np.dtype[Any],
+    dtype: DType,
     sets: NumPyArray,
     instant: NumPyArray,
     element: NumPyArray,
