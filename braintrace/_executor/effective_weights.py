@@ -8,7 +8,7 @@ always evaluated, because the trace may come from earlier steps that took it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from .. import _compat
 from .._compat import primitives
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Atom, Node, Program, Site, Var
+from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.slices import behind, values_of
 from .._ops.axis_labels import Layout, over_levels
 
@@ -25,15 +26,16 @@ Names = tuple[str, ...]
 Effective = dict[int, dict[str, Array]]  # by site, by name
 
 
-class OfWeights(Protocol):
-    """A relation, or any other site whose weights depend on parameters."""
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """A site whose weights depend on parameters alone."""
 
-    @property
-    def site(self) -> Site: ...
-    @property
-    def varying(self) -> tuple[str, ...]: ...
-    @property
-    def layouts(self) -> dict[str, Layout]: ...
+    site: Site
+    varying: tuple[str, ...]  # the weights that a loop around it slices
+    layouts: dict[str, Layout]
+
+
+OfWeights = HiddenParamOpRelation | Weighted
 
 
 def known_params(info: ModuleInfo, params: Sequence[Array], consts: Sequence[Array]) -> dict[Var, Array]:

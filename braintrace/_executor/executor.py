@@ -19,7 +19,7 @@ from .._compiler.program import Site, Var, zeros
 from .._compiler.slices import behind, needed
 from .._ops.axis_labels import Labels, Layout
 from .._types import Array
-from .effective_weights import Effective, effective_weights, known_params, needs
+from .effective_weights import Effective, Weighted, effective_weights, known_params, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
 from .sharding import Gradient, PartialSums, Sharding, full_sum
@@ -27,7 +27,7 @@ from .signals import Taken, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import PARTS, Parts, Weighted, factors_over_time, find_weighted, product, pull_weights
+from .weight_gradients import PARTS, Parts, factors_over_time, find_weighted, product, pull_weights
 
 Leaves = list[Any]  # arrays; in gradients None or partial sums, too
 Arrays = list[Array]

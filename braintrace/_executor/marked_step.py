@@ -11,8 +11,9 @@ from functools import cached_property
 
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
+from .effective_weights import Weighted
 from .executor import ETraceGraphExecutor
-from .weight_gradients import Weighted, find_weighted
+from .weight_gradients import find_weighted
 from .window import Window
 
 

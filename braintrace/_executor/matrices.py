@@ -11,9 +11,9 @@ from .._compat import Literal
 from .._compiler.program import Site
 from .._ops.axis_labels import Labels, Layout, align
 from .._types import Array
-from .effective_weights import effective_weights, known_params
+from .effective_weights import Weighted, effective_weights, known_params
 from .slots import Slot
-from .weight_gradients import ROWS, TIME, Weighted, factors_over_time
+from .weight_gradients import ROWS, TIME, factors_over_time
 
 if TYPE_CHECKING:
     from .per_sample import PerSample

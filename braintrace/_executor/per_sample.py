@@ -27,7 +27,7 @@ from .._compiler.samples import Samples, counting
 from .._meshes import all_on_mesh, mesh_of
 from .._ops.axis_labels import align
 from .._types import NumPyArray, PyTree
-from .effective_weights import OfWeights
+from .effective_weights import OfWeights, Weighted
 from .executor import Leaves
 from .marked_step import MarkedStep
 from .matrices import Matrix as Matrix
@@ -37,7 +37,6 @@ from .slots import Slot
 from .trace_math import add_up, promoted, states
 from .weight_gradients import (
     ROWS,
-    Weighted,
     over_time,
     pull_weights,
     row_axis,

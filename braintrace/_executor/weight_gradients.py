@@ -21,20 +21,11 @@ from .._compiler.program import Site
 from .._compiler.provenance import provenance
 from .._ops.axis_labels import Labels, Layout, align
 from .._types import DTypeLike
-from .effective_weights import OfWeights, effective_weights, known_params
+from .effective_weights import OfWeights, Weighted, effective_weights, known_params
 from .pull_back import pull_back
 from .trace_math import promoted
 
 TIME, ROWS, PARTS = "time", "rows", "parts"
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted:
-    """A site whose weights depend on parameters alone."""
-
-    site: Site
-    varying: tuple[str, ...]  # the weights that a loop around it slices
-    layouts: dict[str, Layout]
 
 
 def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
@@ -106,8 +97,8 @@ def factors_over_time(
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if rows else view
     dy, y = view(dy, list(inputs)), (*((ROWS,) if rows else ()), TIME, *layout.y)
-    factor = _factors(layout, inputs, dy.dtype)
-    return [*([] if factor is None else [(factor[0], (TIME, *factor[1]))]), (dy, y)]
+    factor = factor_over_time(layout, inputs, dy.dtype)
+    return [*([] if factor is None else [factor]), (dy, y)]
 
 
 def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
@@ -118,8 +109,10 @@ def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
     return align(_einsum(pairs, have), have, want)
 
 
-def _factors(layout: Layout, inputs: Sequence[Array], dtype: DTypeLike) -> tuple[Array, Labels] | None:
-    """The factor `x` of an op at all steps; None if it is one."""
+def factor_over_time(
+    layout: Layout, inputs: Sequence[Array], dtype: DTypeLike
+) -> tuple[Array, Labels] | None:
+    """The factor `x` of an op at all steps, as floating numbers, with its labels; None if it is one."""
     if layout.x is None:
         return None
     labels: list[Labels] = []  # labels are not arrays, so that `vmap` cannot return them
@@ -129,7 +122,7 @@ def _factors(layout: Layout, inputs: Sequence[Array], dtype: DTypeLike) -> tuple
         labels.append(have)
         return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)  # type: ignore[no-any-return]
 
-    return jax.vmap(one)(list(inputs)), labels[0]
+    return jax.vmap(one)(list(inputs)), (TIME, *labels[0])
 
 
 def _einsum(operands: Sequence[tuple[Array, Labels]], out: Labels) -> Array:

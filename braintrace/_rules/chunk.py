@@ -21,7 +21,7 @@ from jaxtyping import Array
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, dot, promoted, stack, states
-from .._executor.weight_gradients import Parts
+from .._executor.weight_gradients import Parts, factor_over_time
 from .._executor.window import Record, unroll
 from .._ops.axis_labels import Labels
 from .._types import PyTree
@@ -146,17 +146,7 @@ def over_time(slot: Slot, record: Record, weight: Array, signal: States, parts: 
 
 def factors(slot: Slot, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
     """The op's factor `x` at every step with its labels; None if it has none."""
-    labels: list[Labels] = []  # labels are not arrays, so that `vmap` cannot return them
-
-    def one(inputs: list[Array]) -> Array | None:
-        found = slot.factor(inputs)
-        if found is None:
-            return None
-        labels.append(found[1])
-        return found[0]
-
-    x = jax.vmap(one)(list(inputs)) if slot.layout.x is not None else None
-    return None if x is None else (x, TIME + labels[0])
+    return factor_over_time(slot.layout, inputs, slot.relation.site.output.aval.dtype)
 
 
 def chunk_traces(

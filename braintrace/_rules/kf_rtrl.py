@@ -28,10 +28,11 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.find_relations import SiteWeights
 from .._compiler.provenance import provenance
 from .._compiler.step import show_path, show_paths
+from .._executor.effective_weights import Weighted
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Names, Spec
-from .._executor.weight_gradients import Weighted, product
+from .._executor.weight_gradients import product
 from .._executor.window import Window
 from .._ops.axis_labels import Labels, Layout
 from .._types import Array, DTypeLike, Path
