@@ -29,7 +29,7 @@ from .._compiler.samples import counting
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import States, add_up, promoted, states, times, weigh
-from .weight_gradients import PARTS, Parts, product
+from .weight_gradients import PARTS, Parts, floating_factor, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +67,8 @@ class Slot:
         )
 
     def factor(self, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
-        """The factor of the op as floating numbers, also if it is boolean (spikes), with its labels."""
-        found = self.layout.factor(inputs)
-        if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
-            return found
-        return found[0].astype(self.relation.site.output.aval.dtype), found[1]
+        """The factor of the op with its labels."""
+        return floating_factor(self.layout, inputs, self.relation.site.output.aval.dtype)
 
     @cached_property
     def _broadcast_axes(self) -> tuple[int, ...] | None:

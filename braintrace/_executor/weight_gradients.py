@@ -109,18 +109,26 @@ def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
     return align(_einsum(pairs, have), have, want)
 
 
+def floating_factor(layout: Layout, inputs: Sequence[Array], dtype: DTypeLike) -> tuple[Array, Labels] | None:
+    """The factor `x` of an op as floating numbers, also if it is boolean (spikes); None if it is one."""
+    found = layout.factor(inputs)
+    if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
+        return found
+    return found[0].astype(dtype), found[1]
+
+
 def factor_over_time(
     layout: Layout, inputs: Sequence[Array], dtype: DTypeLike
 ) -> tuple[Array, Labels] | None:
-    """The factor `x` of an op at all steps, as floating numbers, with its labels; None if it is one."""
+    """`floating_factor` at all steps."""
     if layout.x is None:
         return None
     labels: list[Labels] = []  # labels are not arrays, so that `vmap` cannot return them
 
     def one(inputs: list[Array]) -> Array:
-        x, have = layout.factor(inputs)  # type: ignore[misc]
+        x, have = floating_factor(layout, inputs, dtype)  # type: ignore[misc]
         labels.append(have)
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)  # type: ignore[no-any-return]
+        return x
 
     return jax.vmap(one)(list(inputs)), (TIME, *labels[0])
 

@@ -32,9 +32,9 @@ from .._executor.effective_weights import Weighted
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Names, Spec
-from .._executor.weight_gradients import product
+from .._executor.weight_gradients import floating_factor, product
 from .._executor.window import Window
-from .._ops.axis_labels import Labels, Layout
+from .._ops.axis_labels import Labels, Layout, align
 from .._types import Array, DTypeLike, Path
 from .projection import finite
 from .rank import per_sample
@@ -176,9 +176,9 @@ class Use:
         """Refuse an op whose weight terms are sums of products."""
         site, labels = self.weighted.site, self.per.labels
         for name, layout in self.layouts.items():
-            lone = {labels[site.index, name]} if self.per.samples.axis is not None else set()
+            samples = {labels[site.index, name]} if self.per.samples.axis is not None else set()
             extra = [
-                a for a in (*layout.y, *(layout.x or ())) if a in layout.y and a not in (*layout.w, *lone)
+                a for a in (*layout.y, *(layout.x or ())) if a in layout.y and a not in (*layout.w, *samples)
             ]
             if extra or (self.per.samples.axis is not None and self._axis is None):
                 raise NotSupportedError(
@@ -191,8 +191,8 @@ class Use:
     def input_labels(self, name: str) -> Labels:
         """The labels of the input side, without that of samples."""
         layout = self.layouts[name]
-        lone = self.per.labels[self.weighted.site.index, name]
-        return tuple(a for a in layout.x or () if a != lone and a in layout.w)
+        sample = self.per.labels[self.weighted.site.index, name]
+        return tuple(a for a in layout.x or () if a != sample and a in layout.w)
 
     def of_output(self, names: Names) -> Spec:
         """The partition spec of the output without batch axis: by its labels, or as states of its shape."""
@@ -222,17 +222,13 @@ class Use:
 
     def input(self, name: str, inputs: Sequence[Array]) -> Float[Array, "samples ..."]:
         """The input side of a weight at one step."""
-        layout, count = self.layouts[name], self.per.samples.count
-        dtype = self.weighted.site.output.aval.dtype
-        factor = layout.factor(inputs)
+        count, dtype = self.per.samples.count, self.weighted.site.output.aval.dtype
+        factor = floating_factor(self.layouts[name], inputs, dtype)
         if factor is None:
             return jnp.ones((count,), dtype)
-        x, have = factor
-        x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
-        lone = self.per.labels[self.weighted.site.index, name]
-        if lone in have:
-            x = jnp.moveaxis(x, have.index(lone), 0)
-        return jnp.broadcast_to(x if lone in have else x[None], (count, *x.shape[lone in have :]))
+        sample = self.per.labels[self.weighted.site.index, name] or "no sample"
+        x = align(*factor, (sample, *self.input_labels(name)))
+        return jnp.broadcast_to(x, (count, *x.shape[1:]))
 
     def by_sample(self, rows: Float[Array, "rows ..."]) -> Float[Array, "samples rows ..."]:
         """Move the batch axis of rows of arrays like the output to the front."""
@@ -245,9 +241,8 @@ class Use:
     def weight(self, name: str, u: Array, dy: Array, inputs: Sequence[Array]) -> Array:
         """`u (x) dy`, summed over samples, with the labels of the weight."""
         layout = self.layouts[name]
-        lone = self.per.labels[self.weighted.site.index, name]
-        have = self.input_labels(name)
-        u, have = (u[0], have) if lone is None else (u, (lone, *have))
+        sample, have = self.per.labels[self.weighted.site.index, name], self.input_labels(name)
+        u, have = (u[0], have) if sample is None else (u, (sample, *have))
         return product([(u, have), (layout.view_y(dy, inputs), layout.y)], layout.w)
 
 
