@@ -33,7 +33,7 @@ from .signal import PROPAGATED, Signal
 class Presynaptic(TraceRule):
     """Averages of inputs (decay `leak`) and of both sides one layer on (decay `out`), as above.
 
-    Where the recursion has readings of a group, `J` is that of what is read; elsewhere `out` is zero.
+    Where the recursion has readings of a group, `J` is that of the readings; elsewhere `out` is zero.
     """
 
     leak: float
@@ -113,9 +113,9 @@ class Presynaptic(TraceRule):
             weighed = g * self.after
             if self.out and slot.group.filtered:
                 average, weight = values[f"{key}:z"], values[_weight(slot)]
-                f = f / _beside(jnp.where(weight == 0, jnp.ones_like(weight), weight), f)
+                f = f / _per_sample(jnp.where(weight == 0, jnp.ones_like(weight), weight), f)
             if slot.layout.x is None:
-                weighed = weighed * _beside(average, g)
+                weighed = weighed * _per_sample(average, g)
             dy = slot.to_y(slot.pair(states(weighed, 0), states(f, 0)))
             factor = None if slot.layout.x is None else factor_of(slot, average, inputs)
             add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, w))
@@ -149,7 +149,7 @@ def _weight(slot: Slot) -> str:
     return f"weight->{slot.group.index}"
 
 
-def _beside(of_samples: Array, states: Float[Array, "state ..."]) -> Float[Array, "1 ..."]:
+def _per_sample(of_samples: Array, states: Float[Array, "state ..."]) -> Float[Array, "1 ..."]:
     """One factor for each sample, to multiply states with."""
     more = [1] * (states.ndim - 1 - of_samples.ndim)
     return of_samples.reshape(1, *of_samples.shape, *more).astype(states.dtype)

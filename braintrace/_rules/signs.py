@@ -26,7 +26,7 @@ COUNT = "draws so far"
 
 @dataclass(frozen=True)
 class Estimate(Rule):
-    """A rule whose gradient is unbiased: right on average over random signs.
+    """A rule whose gradient estimate is unbiased over random signs.
 
     Args:
         key: Integer or random key of the signs.
