@@ -11,6 +11,7 @@ from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Atom, Node, Program, Var
 from .._compiler.slices import behind, dependents, needed
 from .._compiler.step import Path, show_path, show_paths
+from .._executor.executor import masks_of_weights
 from .._lines import warn_user
 from .._online.call import call_p
 from .._online.drive import Drive
@@ -145,7 +146,7 @@ def _warn_of_assigned(step: UserStep, about: object) -> None:
     ]
     names = [step.names[i] for i in assigned]
     leaves = {step.leaves[i] for i in range(len(step.leaves)) if i not in step.moving}
-    of_masks = {v: e for e in step.online.executor.masks for v in e.invars}
+    of_masks = {v: e for e in masks_of_weights(step.online.executor) for v in e.invars}
     inputs = [v for e in step.online.info.fixed for v in e.invars]
     names += [
         show_path(of_masks[v].path)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._compiler import CompilationError
+from .._types import Array, Aval
 from .slots import Slot
 from .weight_gradients import as_weight
 
@@ -53,7 +53,7 @@ def _message(slot: Slot, what: str) -> str:
 def _error(slot: Slot) -> float:
     site, numbers = slot.relation.site, np.random.default_rng(0)
 
-    def random(aval: Any) -> Any:
+    def random(aval: Aval) -> Array:
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return jnp.asarray(numbers.integers(0, 2, aval.shape), aval.dtype)
         return jnp.asarray(numbers.standard_normal(aval.shape), np.promote_types(aval.dtype, np.float32))
@@ -62,8 +62,9 @@ def _error(slot: Slot) -> float:
     at = site.num_inputs + site.weight_names.index(slot.name)
     inputs, weight = operands[: site.num_inputs], operands[at]
 
-    def op(w: Any) -> Any:
-        return site.primitive.plain(*operands[:at], w, *operands[at + 1 :], **site.params)
+    def op(w: Array) -> Array:
+        found: Array = site.primitive.plain(*operands[:at], w, *operands[at + 1 :], **site.params)
+        return found
 
     y, pull = jax.vjp(op, weight)
     dy = random(y)

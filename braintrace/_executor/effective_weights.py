@@ -8,6 +8,7 @@ always evaluated, because the trace may come from earlier steps that took it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,37 @@ from jaxtyping import Array
 
 from .. import _compat
 from .._compat import primitives
+from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Atom, Node, Program, Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.slices import behind, values_of
-from .._ops.axis_labels import over_levels
+from .._ops.axis_labels import Layout, over_levels
 
 Names = tuple[str, ...]
 Effective = dict[int, dict[str, Array]]  # by site, by name
 
 
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """A site whose weights depend on parameters alone."""
+
+    site: Site
+    varying: tuple[str, ...]  # the weights that a loop around it slices
+    layouts: dict[str, Layout]
+
+
+OfWeights = HiddenParamOpRelation | Weighted
+
+
+def known_params(info: ModuleInfo, params: Sequence[Array], consts: Sequence[Array]) -> dict[Var, Array]:
+    """The values of the parameters and of the constants, by variable."""
+    known = dict(zip(info.fixed_invars, params, strict=True))
+    known.update(zip(info.program.consts, consts, strict=True))
+    return known
+
+
 def effective_weights(
-    program: Program, known: Mapping[Var, Array], relations: Sequence[HiddenParamOpRelation]
+    program: Program, known: Mapping[Var, Array], relations: Sequence[OfWeights]
 ) -> Effective:
     """The effective weights of each relation's site, given the values of the parameters."""
     result: Effective = {}

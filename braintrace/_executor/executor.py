@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,36 +10,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from .._compiler.evaluation import read, run
 from .._compiler.graph import TraceGraph
-from .._compiler.leaky_readouts import find_readouts
 from .._compiler.module_info import StateEntry
 from .._compiler.program import Site, Var, zeros
-from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import behind, needed
 from .._ops.axis_labels import Labels, Layout
-from .effective_weights import Effective, effective_weights, needs
+from .._types import Array
+from .effective_weights import Effective, Weighted, effective_weights, known_params, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
-from .pull_back import pull_back
-from .sharding import PartialSums, Sharding, full_sum
+from .sharding import Gradient, PartialSums, Sharding, full_sum
 from .signals import Taken, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import PARTS, Parts, Weighted, as_weight, factors_over_time, find_weighted, product
+from .weight_gradients import PARTS, Parts, factors_over_time, find_weighted, product, pull_weights
 
-Leaves = list[Any]
+Leaves = list[Any]  # arrays; in gradients None or partial sums, too
+Arrays = list[Array]
+Signals = dict[int, Float[Array, "state ..."]]  # dL/dh by group, at its positions
 Ys = Mapping[int, Taken]  # outputs of sites from an earlier evaluation of the step, by site
-Added = Mapping[int, Any]  # perturbations of the outputs of sites, by site
+Added = Mapping[int, Array]  # perturbations of the outputs of sites, by site
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
     """The quantities of one step that rules use: inputs of sites, local Jacobians and effective weights."""
 
-    inputs: dict[int, list[Any]]  # the operands of each site that are not weights
+    inputs: dict[int, Arrays]  # the operands of each site that are not weights
     weights: Effective
     D: dict[int, Jacobian | None]  # by group; None if the group has no memory
     J: dict[tuple[int, int], States]  # by (site, group)
@@ -48,11 +49,11 @@ class Local:
     sharding: Sharding | None = None  # the partition specs of the step, if any
 
     @property
-    def arrays(self) -> tuple[Any, Any, Any]:
+    def arrays(self) -> tuple[dict[int, Arrays], dict[int, Jacobian | None], dict[tuple[int, int], States]]:
         """The arrays that change from step to step."""
         return self.inputs, self.D, self.J
 
-    def at(self, slot: Slot) -> tuple[Any | None, tuple[Any, Labels] | None, Any]:
+    def at(self, slot: Slot) -> tuple[Array | None, tuple[Array, Labels] | None, Array]:
         """`D`, the factor `x` and `J` of one slot, with `D` and `J` at the positions of its trace."""
         i, inputs = slot.relation.site.index, self.inputs[slot.relation.site.index]
         D = self.D[slot.group.index]
@@ -62,12 +63,12 @@ class Local:
             slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )
 
-    def parts(self, slot: Slot, trace: Any) -> Parts | None:
+    def parts(self, slot: Slot, trace: Array) -> Parts | None:
         """How the batch axis of a trace is split over devices; None if it is not sharded."""
         at = self.sharding
         return None if at is None else at.parts(slot.layout, slot.labels, trace.shape[1:])
 
-    def as_partial_sums(self, slot: Slot, parts: Parts | None, dw: Any) -> Any:
+    def as_partial_sums(self, slot: Slot, parts: Parts | None, dw: Array) -> Gradient:
         """A gradient summed over each part of the batch, as per-device partial sums."""
         if self.sharding is None or parts is None:
             return dw
@@ -86,13 +87,13 @@ class ETraceGraphExecutor:
         self.graph, self.info = graph, graph.module_info
         self.recursion = recursion
         self.wants_slopes = reads or bool(recursion and recursion.kappa is not None)
-        self.per_sample: dict[Any, Any] = {}  # cache of `PerSample`, by its options
+        self.per_sample: dict[Hashable, Any] = {}  # cache of `PerSample`, by its options
         self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
         self.sharding: Sharding | None = None  # the partition specs of the step, if any
 
-    def shard_like(self, params: Leaves, args: Leaves, rest: Any) -> None:
+    def shard_like(self, params: Arrays, args: Arrays, rest: list[Arrays]) -> None:
         """Shard all arrays from now on as the given inputs of a step are sharded."""
-        self.sharding = Sharding.find(self, params, args, rest, self.sharding)
+        self.sharding = Sharding.find(self.info, self.slots, params, args, rest, self.sharding)
 
     def like_params(self, grads: Leaves) -> Leaves:
         """Shard gradients as their parameters."""
@@ -102,7 +103,7 @@ class ETraceGraphExecutor:
         specs = [at.of_leaf(i) for i in range(len(grads))]
         return [g if s is None or g is None else at.put(g, s) for g, s in zip(grads, specs, strict=True)]
 
-    def _sent(self, site: Site, operands: Leaves) -> Any:
+    def _sent(self, site: Site, operands: Arrays) -> Array | None:
         """The first input of a site, gathered across devices; None if it need not be."""
         return None if self.sharding is None else self.sharding.sent(site, operands)
 
@@ -125,46 +126,26 @@ class ETraceGraphExecutor:
         """The number of filtered readings of each group."""
         return {} if self.recursion is None else self.recursion.filters(self)
 
-    @cached_property
-    def readouts(self) -> set[int]:
-        """The groups of output units, which learn from the loss directly with any rule."""
-        return find_readouts(self.graph)
-
-    @cached_property
-    def samples(self) -> Samples:
-        """The batch axis."""
-        return find_samples(self.info)
-
-    @cached_property
-    def readings(self) -> dict[int, list[Var]]:
-        """The variables through which outputs and other groups read each group."""
-        return find_readings(self.graph)
-
-    def known_params(self, params: Leaves, consts: Leaves) -> dict[Var, Any]:
-        known = dict(zip(self.info.fixed_invars, params, strict=True))
-        known.update(zip(self.info.program.consts, consts, strict=True))
-        return known
-
-    def _known(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> dict[Var, Any]:
-        known = self.known_params(params, consts)
+    def _known(self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays]) -> dict[Var, Array]:
+        known = known_params(self.info, params, consts)
         known.update(zip(self.info.arg_invars, args, strict=True))
         for entry, leaves in zip(self.info.carried, rest, strict=True):
             known.update(zip(entry.invars, leaves, strict=True))
         return known
 
-    def _results(self, env: Mapping[Var, Any]) -> tuple[Leaves, list[Leaves]]:
+    def _results(self, env: Mapping[Var, Array]) -> tuple[Arrays, list[Arrays]]:
         outs = [read(env, a) for a in self.info.out_atoms]
         return outs, [[read(env, a) for a in e.outvars] for e in self.info.carried]
 
     def forward(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys | None = None
-    ) -> tuple[Leaves, list[Leaves], dict[Var, Any], dict[int, Leaves]]:
+        self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], ys: Ys | None = None
+    ) -> tuple[Arrays, list[Arrays], dict[Var, Array], dict[int, Arrays]]:
         """Evaluate a step: outputs, new states, the value of every variable, and the operands of each site.
 
         `ys` are known outputs of sites, which are not computed again.
         """
 
-        def at_site(site: Site, taken: Taken | None, operands: Leaves) -> tuple[Any, Leaves]:
+        def at_site(site: Site, taken: Taken | None, operands: Arrays) -> tuple[Array, Arrays]:
             x = self._sent(site, operands) if taken is None else taken.x
             operands = operands if x is None else [x, *operands[1:]]
             return output(site, taken, operands), operands
@@ -174,14 +155,16 @@ class ETraceGraphExecutor:
         return *self._results(env), env, operands
 
     def perturbed(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys, added: Added
-    ) -> list[Leaves]:
+        self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], ys: Ys, added: Added
+    ) -> list[Arrays]:
         """Evaluate the new states with perturbed outputs of sites, whose weights are held fixed.
 
         `ys` are known outputs of sites, which are not computed again.
         """
 
-        def at_site(site: Site, given: Any, operands: Leaves) -> tuple[Any, None]:
+        def at_site(
+            site: Site, given: tuple[Taken | None, Array | None] | None, operands: Arrays
+        ) -> tuple[Array, None]:
             y, more = given or (None, None)
             if more is None:
                 return output(site, y, operands), None
@@ -193,15 +176,17 @@ class ETraceGraphExecutor:
         return self._results(env)[1]
 
     def outputs(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], added: Added | None = None
-    ) -> tuple[Leaves, list[Leaves], dict[int, Taken], dict[int, Leaves]]:
+        self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], added: Added | None = None
+    ) -> tuple[Arrays, list[Arrays], dict[int, Taken], dict[int, Arrays]]:
         """Evaluate a step: outputs, new states, outputs of sites for later evaluations, inputs of sites.
 
         Only the inputs of perturbed sites (in `added`) are returned; the weights of these are held fixed.
         """
         kept = self._sites_of_states
 
-        def at_site(site: Site, more: Any, operands: Leaves) -> tuple[Any, Any]:
+        def at_site(
+            site: Site, more: Array | None, operands: Arrays
+        ) -> tuple[Array, tuple[Taken | None, Arrays | None]]:
             if more is not None:
                 operands = _weights_fixed(site, operands)
             x = self._sent(site, operands)
@@ -222,7 +207,7 @@ class ETraceGraphExecutor:
         nodes = needed(self.info.program, [a for e in self.info.entries for a in e.outvars])
         return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
-    def local(self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], ys: Ys | None) -> Local:
+    def local(self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], ys: Ys | None) -> Local:
         """The local Jacobians of a step; `ys` are known outputs of sites."""
         _, _, env, operands = self.forward(params, args, consts, rest, ys)
         return self.jacobians(env, operands)
@@ -234,7 +219,7 @@ class ETraceGraphExecutor:
         rest = [[*map(zeros, e.invars)] for e in self.info.carried]
         return self.local(params, inputs, closed_over, rest, None)
 
-    def jacobians(self, env: Mapping[Var, Any], operands: Mapping[int, Leaves]) -> Local:
+    def jacobians(self, env: Mapping[Var, Array], operands: Mapping[int, Arrays]) -> Local:
         """The local Jacobians of a step from the values of its variables."""
         D: dict[int, Jacobian | None] = {}
         J: dict[tuple[int, int], States] = {}
@@ -244,7 +229,7 @@ class ETraceGraphExecutor:
             J.update({(i, k): v for i, v in found.items()})
         relations = self.graph.hidden_param_op_relations
         inputs = {r.site.index: operands[r.site.index][: r.site.num_inputs] for r in relations}
-        read = slopes(self.graph, self.readings, env) if self.wants_slopes else {}
+        read = slopes(self.graph, env) if self.wants_slopes else {}
         if self.recursion is not None:
             D, J = self.recursion.of(self, env, D, J, read)
         return Local(inputs, self._weights(env), D, J, read, self.sharding)
@@ -257,22 +242,16 @@ class ETraceGraphExecutor:
         weights = {v for r in relations for v in needs(program, r.site, r.site.made_from(r.layouts))}
         return weights | behind(program, gains)
 
-    @cached_property
-    def masks(self) -> list[StateEntry]:
-        """The states other than parameters that effective weights depend on, such as masks."""
-        entries = self.info.fixed
-        return [e for e in entries if not e.is_param and not self.made_of.isdisjoint(e.invars)]
-
-    def weights(self, params: Leaves, consts: Leaves) -> Effective:
+    def weights(self, params: Arrays, consts: Arrays) -> Effective:
         """The effective weights."""
-        return self._weights(self.known_params(params, consts))
+        return self._weights(known_params(self.info, params, consts))
 
-    def _weights(self, known: Mapping[Var, Any]) -> Effective:
+    def _weights(self, known: Mapping[Var, Array]) -> Effective:
         fixed = [*self.info.program.consts, *self.info.fixed_invars]
         relations = self.graph.hidden_param_op_relations
         return effective_weights(self.info.program, {v: known[v] for v in fixed}, relations)
 
-    def no_gradients(self, weights: Effective) -> dict[tuple[int, str], Any]:
+    def no_gradients(self, weights: Effective) -> dict[tuple[int, str], Array]:
         """Zeros for the gradients of effective weights, by site and name."""
         result = {}
         for t in self.slots:
@@ -287,29 +266,8 @@ class ETraceGraphExecutor:
         """The sites whose weight gradients follow from their axis labels."""
         return find_weighted(self.info, [r.site for r in self.graph.hidden_param_op_relations])
 
-    def pull_weights(
-        self, params: Leaves, consts: Leaves, of: Sequence[Any], keys: Sequence[tuple[int, str]]
-    ) -> Callable[[Leaves], Leaves]:
-        """The pull-back from gradients of effective weights, by (site, name), to those of the parameters.
-
-        `of` are the relations or weighted sites with these keys.
-        """
-        layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
-
-        def weights(params: Leaves) -> Leaves:
-            effective = effective_weights(self.info.program, self.known_params(params, consts), of)
-            return [effective[i][name] for i, name in keys]
-
-        values, pull = pull_back(weights, params)
-
-        def back(terms: Leaves) -> Leaves:
-            pairs = zip(keys, terms, values, strict=True)
-            return pull([as_weight(layouts[k], d, v) for k, d, v in pairs])[0]  # type: ignore[no-any-return]
-
-        return back
-
     def of_cotangents(
-        self, params: Leaves, consts: Leaves, inputs: Mapping[int, Leaves], dys: Mapping[int, Any]
+        self, params: Arrays, consts: Arrays, inputs: Mapping[int, Arrays], dys: Mapping[int, Array]
     ) -> Leaves:
         """The parameter gradients from cotangents of the outputs of weighted sites at several steps."""
         terms = {
@@ -317,10 +275,10 @@ class ETraceGraphExecutor:
             for w in self.weighted
             for name, layout in w.layouts.items()
         }
-        back = self.pull_weights(params, consts, self.weighted, list(terms))
+        back = pull_weights(self.info, params, consts, self.weighted, list(terms))
         return self._pull_partial_sums(back, list(terms.values()))
 
-    def _term(self, layout: Layout, inputs: Leaves, dy: Any) -> Any:
+    def _term(self, layout: Layout, inputs: Arrays, dy: Array) -> Gradient:
         """The gradient of one weight from the cotangents of all steps."""
         factors, at = factors_over_time(layout, inputs, dy, rows=False), self.sharding
         dy, labels = factors[-1]
@@ -329,33 +287,37 @@ class ETraceGraphExecutor:
             return product(factors, layout.w)
         return PartialSums(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
 
-    def _pull_partial_sums(self, pull: Callable[[Leaves], Leaves], given: Leaves) -> Leaves:
+    def _pull_partial_sums(self, pull: Callable[[Arrays], Leaves], given: list[Gradient]) -> Leaves:
         """Pull gradients back to the parameters, as per-device partial sums if all of them are."""
-        if self.sharding is None or not given or not all(isinstance(g, PartialSums) for g in given):
+        at, parts = self.sharding, [g.parts for g in given if isinstance(g, PartialSums)]
+        if at is None or not parts or len(parts) < len(given):
             return pull([full_sum(g) for g in given])
-        at, found = self.sharding, jax.vmap(pull)([g.parts for g in given])
+        found = jax.vmap(pull)(parts)
         specs = [at.of_leaf(i) for i in range(len(found))]
         return [
             None if a is None else PartialSums(a, at, None if s is None else (at.batch, *s))
             for a, s in zip(found, specs, strict=True)
         ]
 
-    def to_parameters(self, params: Leaves, consts: Leaves, grads: Mapping[tuple[int, str], Any]) -> Leaves:
+    def to_parameters(
+        self, params: Arrays, consts: Arrays, grads: Mapping[tuple[int, str], Gradient]
+    ) -> Leaves:
         """Pull gradients of effective weights back to the parameters."""
         keys = list(dict.fromkeys((t.relation.site.index, t.name) for t in self.slots))
-        back = self.pull_weights(params, consts, self.graph.hidden_param_op_relations, keys)
+        relations = self.graph.hidden_param_op_relations
+        back = pull_weights(self.info, params, consts, relations, keys)
         return self._pull_partial_sums(back, [grads[k] for k in keys])
 
     def signals(
         self,
-        params: Leaves,
-        args: Leaves,
-        consts: Leaves,
-        rest: list[Leaves],
-        deltas: tuple[Leaves, Leaves],
+        params: Arrays,
+        args: Arrays,
+        consts: Arrays,
+        rest: list[Arrays],
+        deltas: tuple[Arrays, Arrays],
         ys: Ys | None = None,
-        at_readings: Leaves = (),  # type: ignore[assignment]
-    ) -> tuple[Leaves, list[Leaves]]:
+        at_readings: Sequence[Array] = (),
+    ) -> tuple[Arrays, list[Arrays]]:
         """Evaluate the step with perturbations of new and old states: outputs and new states.
 
         `at_readings` are perturbations of the readings of filtered groups.
@@ -369,31 +331,31 @@ class ETraceGraphExecutor:
     def filtered_readings(self) -> dict[Var, int]:
         """The readings of filtered groups that are not states themselves, with the index of the group."""
         hidden = {h.outvar for h in self.info.hidden}
-        return {v: k for k in self.filters for v in self.readings[k] if v not in hidden}
+        return {v: k for k in self.filters for v in find_readings(self.graph)[k] if v not in hidden}
 
-    def signals_at_readings(self, deltas: Sequence[Any], at_readings: Sequence[Any]) -> dict[int, list[Any]]:
+    def signals_at_readings(self, deltas: Sequence[Array], at_readings: Sequence[Array]) -> dict[int, Arrays]:
         """The signals at the readings of each filtered group."""
         by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
         by_var.update(zip(self.filtered_readings, at_readings, strict=True))
-        return {k: [by_var[v] for v in self.readings[k]] for k in self.filters}
+        return {k: [by_var[v] for v in find_readings(self.graph)[k]] for k in self.filters}
 
     @cached_property
     def reads_old_states(self) -> bool:
         return reads_old_states(self.graph)
 
-    def zero_deltas(self) -> list[Any]:
+    def zero_deltas(self) -> Arrays:
         """Zeros for each hidden state."""
         return [zeros(h.outvar) for h in self.info.hidden]
 
-    def group_signals(self, deltas: Sequence[Any]) -> dict[int, Any]:
-        """Stack the derivatives of hidden arrays to one (S, *varshape) array for each group."""
+    def group_signals(self, deltas: Sequence[Array]) -> Signals:
+        """Stack the derivatives of hidden arrays by group."""
         by_var = {h.outvar: d for h, d in zip(self.info.hidden, deltas, strict=True)}
         return {
             g.index: g.stack_hidden([by_var[v] for v in g.hidden_outvars], dual=True)
             for g in self.graph.hidden_groups
         }
 
-    def widened(self, signals: dict[int, Any]) -> dict[int, Any]:
+    def widened(self, signals: Signals) -> Signals:
         """Append zeros for filter states to the signals of groups."""
         more = self.filters
         return {
@@ -401,7 +363,7 @@ class ETraceGraphExecutor:
             for k, g in signals.items()
         }
 
-    def at_groups(self, signals: Leaves) -> dict[int, Any]:
+    def at_groups(self, signals: Arrays) -> Signals:
         """Stack signals at the carried leaves before the step to one array for each group."""
         by_var = dict(zip(self.info.carried_invars, signals, strict=True))
         none = self.zero_deltas()  # a filter state is not among the carried leaves
@@ -414,6 +376,12 @@ class ETraceGraphExecutor:
 ETraceVjpGraphExecutor = ETraceGraphExecutor
 
 
-def _weights_fixed(site: Site, operands: Leaves) -> Leaves:
+def masks_of_weights(executor: ETraceGraphExecutor) -> list[StateEntry]:
+    """The states other than parameters that effective weights depend on, such as masks."""
+    entries = executor.info.fixed
+    return [e for e in entries if not e.is_param and not executor.made_of.isdisjoint(e.invars)]
+
+
+def _weights_fixed(site: Site, operands: Arrays) -> Arrays:
     n = site.num_inputs
     return [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]

@@ -7,13 +7,13 @@ and its derivative (the slope of a spike) is element-wise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._compiler.caching import cached
 from .._compiler.graph import TraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.links import numbered
@@ -22,10 +22,11 @@ from .._compiler.primitives import FLAT
 from .._compiler.program import Var
 from .._compiler.reach import Reach
 from .._compiler.slices import behind, computed_from, values_of
-from .jacobian import Known, states_of
+from .jacobian import states_of, without
 from .trace_math import States
 
 
+@cached
 def find_readings(graph: TraceGraph) -> dict[int, list[Var]]:
     """The readings of each group: the last variables on each path that are computed unit by unit."""
     return {g.index: _readings(graph, g) for g in graph.hidden_groups}
@@ -66,25 +67,23 @@ def _readings(graph: TraceGraph, group: HiddenGroup) -> list[Var]:
     return found
 
 
-def slopes(
-    graph: TraceGraph, readings: Mapping[int, list[Var]], env: Mapping[Var, Array]
-) -> dict[int, list[States]]:
+def slopes(graph: TraceGraph, env: Mapping[Var, Array]) -> dict[int, list[States]]:
     """The element-wise derivative of each reading of each group in each state."""
-    program = graph.module_info.program
     result: dict[int, list[States]] = {}
     for group in graph.hidden_groups:
-        variables = readings[group.index]
-        varies = computed_from(program, group.hidden_outvars)
-
-        def function(new: list[Array], v: Var, group: HiddenGroup = group, varies: set[Var] = varies) -> Any:
-            known = Known(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
-            return values_of(program, [v], known)[0]
-
-        new = [env[v] for v in group.hidden_outvars]
-        each: list[States] = []
-        for v in variables:
-            out, pull = jax.vjp(lambda new, v=v, function=function: function(new, v), new)
-            (dh,) = pull(jnp.ones_like(out))
-            each.append([p for h, d in zip(group.hidden, dh, strict=True) for p in states_of(h, d)])
-        result[group.index] = each
+        varies = computed_from(graph.module_info.program, group.hidden_outvars)
+        readings = find_readings(graph)[group.index]
+        result[group.index] = [_slope(graph, env, group, varies, v) for v in readings]
     return result
+
+
+def _slope(
+    graph: TraceGraph, env: Mapping[Var, Array], group: HiddenGroup, varies: set[Var], reading: Var
+) -> States:
+    def function(new: list[Array]) -> list[Array]:
+        known = without(env, varies, dict(zip(group.hidden_outvars, new, strict=True)))
+        return values_of(graph.module_info.program, [reading], known)
+
+    (out,), pull = jax.vjp(function, [env[v] for v in group.hidden_outvars])
+    (dh,) = pull([jnp.ones_like(out)])
+    return [p for h, d in zip(group.hidden, dh, strict=True) for p in states_of(h, d)]

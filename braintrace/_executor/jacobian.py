@@ -11,10 +11,11 @@ by their sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,18 @@ from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array as NpArray
 from .._compiler.links import numbered
 from .._compiler.module_info import Hidden
-from .._compiler.positions import Positions, positions_of
+from .._compiler.positions import positions_of
 from .._compiler.program import Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.slices import between, dependents, has_while
 from .._compiler.step import show_paths
+from .._types import DTypeLike, Shape
 from .necks import Necks, through
-from .trace_math import Jacobian, States, states
+from .trace_math import Jacobian, states
+
+T = TypeVar("T")
+Push = Callable[[Array], Array]  # from an array of ones at some elements to the new states, stacked
 
 _PLAIN = "old states only"  # the world of other groups' new states, in which sites are not perturbed
 
@@ -93,47 +98,43 @@ class LocalGroup:
         on the axis along which positions are numbered: those that a batch norm mixes are far apart if the
         batch is the first axis.
         """
-        shape = self.group.varshape
-        numbers = numbered(shape)
+        numbers = numbered(self.group.varshape)
         widths = [r.width for r in self.group.within]
         widths += [m.reach.width for _, m in self.fed_by if not m.on_hidden]
-        best = max(1, *widths) if widths else 1
-        found = numbers.ravel() % best
+        best, found = max([1, *widths]), numbers
         if best > 1:
-            positions = positions_of(self.graph.module_info.program)
-            for axis in range(len(shape) - 1):
+            for axis in range(numbers.ndim - 1):
                 moved = np.moveaxis(numbers, axis, -1).shape
-                other = np.moveaxis(np.arange(numbers.size).reshape(moved), -1, axis).ravel()
-                width = self._width(positions, other)
-                if width < best:
-                    found, best = other % width, width
-        return found, best
+                other = np.moveaxis(np.arange(numbers.size).reshape(moved), -1, axis)
+                width = self._width(other.ravel())
+                best, found = min((best, found), (width, other), key=itemgetter(0))
+        return found.ravel() % best, best
 
-    def _width(self, positions: Positions, number: NpArray) -> int:
+    def _width(self, number: NpArray) -> int:
         """The longest range that an element reaches, for a given numbering of the hidden positions."""
+        positions = positions_of(self.graph.module_info.program)
         starts = {h.outvar: Reach.at(number[h.positions]) for h in self.group.hidden}
         others = set(self.graph.other_outvars(self.group))
         old, _ = positions.reaches(starts)
         _, sites = positions.reaches(starts, lambda v: v in others)
         widths = [old[h.invar].width for h in self.group.hidden if h.invar in old]
         widths += [sites[r.site.index].width for r, m in self.fed_by if not m.on_hidden]
-        return max(1, *widths) if widths else 1
+        return max([1, *widths])
 
     @cached_property
-    def forward_colours(self) -> list[int]:
-        """The number of colours for pushing forward each old state, then each site."""
-        positions = positions_of(self.graph.module_info.program)
-        widths = []
-        for h in self.group.hidden:
-            came = positions.sources({h.invar: Reach.at(h.positions)}, {})
-            widths.append(self._width_at_states(came))
-        for r, _ in self.fed_by:
-            came = positions.sources({}, {r.site.index: Reach.identity(r.site.shape)})
-            widths.append(self._width_at_states(came))
-        return widths
+    def _forward_colours(self) -> tuple[list[int], dict[int, int]]:
+        """The number of colours for pushing forward each old state, and each site."""
+        sources = positions_of(self.graph.module_info.program).sources
 
-    def _width_at_states(self, came: dict[Var, Reach]) -> int:
-        return max(1, *(came[v].width if v in came else 1 for v in self.group.hidden_outvars))
+        def width(came: dict[Var, Reach]) -> int:
+            return max([1, *(came[v].width for v in self.group.hidden_outvars if v in came)])
+
+        old = [
+            [width(sources({h.invar: Reach.at(h.positions)}, {}))] * h.num_state for h in self.group.hidden
+        ]
+        sites = [r.site for r, _ in self.fed_by]
+        at_sites = {s.index: width(sources({}, {s.index: Reach.identity(s.shape)})) for s in sites}
+        return [n for each in old for n in each], at_sites
 
     @cached_property
     def necks(self) -> Necks | None:
@@ -174,9 +175,8 @@ class LocalGroup:
             given = dict(zip(self.group.hidden_invars, old, strict=True))
             if held and self.necks is not None:
                 given.update(zip((neck.var for neck in self.necks.all), held, strict=True))
-            known = Known(env, self.varies, given)
             view = View(
-                known=known,
+                known=without(env, self.varies, given),
                 at_site=lambda site, at: at_site,
                 reads=reads,
                 site_ins=added,
@@ -186,52 +186,36 @@ class LocalGroup:
 
         return function
 
-    def jacobians(self, env: Mapping[Var, Array]) -> tuple[Jacobian | None, dict[int, States]]:
+    def jacobians(self, env: Mapping[Var, Array]) -> tuple[Jacobian | None, dict[int, list[Array]]]:
         """`D[new state][old state]`, arrays of `varshape` (None: no memory), and the `J` of each site.
 
         The arrays of `J` have the shape of `y` or, if the position map is `on_hidden`, that of `varshape`.
         """
-        step = self.step(env)
+        step, necks = self.step(env), self.necks
         old = [env[v] for v in self.group.hidden_invars]
         added = {r.site.index: jnp.zeros(r.site.shape, r.site.output.aval.dtype) for r, _ in self.fed_by}
         if self.forward_only:
-            return self._pushed(step, old, added)
-        if self.necks is not None:
-            return self._through(self.necks, env, old, added)
-        new, pull = jax.vjp(step, old, added)
-        D, J = self._pulled(new, pull)
+            D, J = self._pushed(step, old, added)
+            return D if self.has_memory else None, J
+        held = [] if necks is None else [env[neck.var] for neck in necks.all]
+        new, pull = jax.vjp(step, old, added, held)
+        D, J = self._pulled(new, lambda cotangents: pull(cotangents)[:2])
+        if necks is not None:
+            _, back = jax.vjp(self.step(env, [neck.var for neck in necks.all]), old, added)
+            forth = jax.linear_transpose(lambda cts: pull(cts)[2], new)
+            D, J = through(necks, self.fed_by, D, J, held, back, lambda tangents: forth(tangents)[0])
         for r, m in self.fed_by:
             # a pull-back would add up the copies of a broadcast; pushed forward, they stay separate
             if m.on_hidden:
-                push = self._transposed(new, pull, r.site.index)
-                J[r.site.index] = self._push_colours(
-                    push, r.site.shape, m.source_width or 1, m.map, on_hidden=True
-                )
-        return D, J
-
-    def _through(
-        self, necks: Necks, env: Mapping[Var, Array], old: list[Array], added: dict[int, Array]
-    ) -> tuple[Jacobian | None, dict[int, States]]:
-        """`D` and `J` if all mixing goes through necks."""
-        held = [env[neck.var] for neck in necks.all]
-        new, pull = jax.vjp(self.step(env), old, added, held)
-        _, back = jax.vjp(self.step(env, [neck.var for neck in necks.all]), old, added)
-        forth = jax.linear_transpose(lambda cts: pull(cts)[2], new)
-        D: list[list[Array]] = []
-        J: dict[int, list[Array]] = {i: [] for i in added}
-        own = numbered(self.group.varshape)
-        for dh, dp, _ in self.pull_states(new, pull, own, 1):
-            D.append([select(d, None, kept) for d, kept in zip(dh, necks.old, strict=True)])
-            for i in J:
-                J[i].append(select(dp[i], None, necks.sites[i]))
-        D, J = through(necks, self.fed_by, D, J, held, back, lambda tangents: forth(tangents)[0])
-        return D if self.has_memory else None, dict(J)
+                push = self._transposed(new, pull, r.site)
+                J[r.site.index] = self._push_colours(push, r.site.shape, m.source_width or 1, m)
+        return D if self.has_memory else None, J
 
     # -- backwards ---------------------------------------------------------------------------------
 
     def pull_states(
-        self, new: Sequence[Array], pull: Callable[[list[Array]], Any], colour: NpArray, count: int
-    ) -> list[Any]:
+        self, new: Sequence[Array], pull: Callable[[list[Array]], T], colour: NpArray, count: int
+    ) -> list[T]:
         """Pull back ones on one state of the group, at the positions of one colour.
 
         For each state, the result of `pull` with an axis of `count` colours in front of every array.
@@ -240,12 +224,11 @@ class LocalGroup:
         # ones are created here, so that XLA can fold these constants
         masks = jnp.ones((1, *shape), bool)
         if count > 1:
-            masks = jnp.arange(count, dtype=colour.dtype).reshape(-1, *[1] * len(shape)) == colour.reshape(
-                1, *shape
-            )
+            numbers = jnp.arange(count, dtype=colour.dtype).reshape(-1, *[1] * len(shape))
+            masks = numbers == colour.reshape(1, *shape)
 
-        def one(state: int, mask: Array) -> Any:
-            cotangents = self._one_state(new, state, mask)
+        def one(state: int, mask: Array) -> T:
+            cotangents = self._at_state(new, state, mask, dual=True)
             back = pull(cotangents)
             if not jnp.issubdtype(self.group.dtype, jnp.complexfloating):
                 return back
@@ -256,74 +239,71 @@ class LocalGroup:
                     for c in cotangents
                 ]
             )
-            return jax.tree.map(
-                lambda a, b: a if jnp.iscomplexobj(a) else jax.lax.complex(a, b), back, turned
-            )
+            joined = lambda a, b: a if jnp.iscomplexobj(a) else jax.lax.complex(a, b)
+            return jax.tree.map(joined, back, turned)  # type: ignore[no-any-return]
 
         if count == 1:
             return [jax.tree.map(lambda a: a[None], one(s, masks[0])) for s in range(self.group.num_state)]
         return [jax.vmap(lambda mask, s=s: one(s, mask))(masks) for s in range(self.group.num_state)]
 
     def _pulled(
-        self, new: list[Array], pull: Callable[..., Any]
-    ) -> tuple[Jacobian | None, dict[int, States]]:
-        colour, count = self.colouring
-        rows: list[list[Array]] = []
-        J: dict[int, list[Array]] = {r.site.index: [] for r, m in self.fed_by if not m.on_hidden}
+        self, new: list[Array], pull: Callable[[list[Array]], tuple[list[Array], dict[int, Array]]]
+    ) -> tuple[list[list[Array]], dict[int, list[Array]]]:
+        """`D` and the `J` of all sites that are no broadcasts; with necks, along paths that pass none."""
+        hidden, (colour, count) = self.group.hidden, self.colouring
+        maps = {r.site.index: m.map for r, m in self.fed_by if not m.on_hidden}
+        if self.necks is None:
+            old = [_holds(r, h.positions) for h, r in zip(hidden, self.group.within, strict=True)]
+            sites = {i: places >= 0 for i, places in maps.items()}
+        else:
+            count, old, sites = 1, self.necks.old, self.necks.sites
+        D: list[list[Array]] = []
+        J: dict[int, list[Array]] = {i: [] for i in maps}
         for dh, dp in self.pull_states(new, pull, colour, count):
-            rows.append(
-                [
-                    part
-                    for h, r, d in zip(self.group.hidden, self.group.within, dh, strict=True)
-                    for part in states_of(h, select(d, colour[h.positions], _holds(r, h.positions)))
-                ]
-            )
-            for relation, m in self.fed_by:
-                if not m.on_hidden:
-                    i = relation.site.index
-                    J[i].append(select(dp[i], colour[np.maximum(m.map, 0)], m.map >= 0))
-        return rows if self.has_memory else None, dict(J)
+            row: list[Array] = []
+            for h, d, kept in zip(hidden, dh, old, strict=True):
+                row += states_of(h, select(d, colour[h.positions], kept))
+            D.append(row)
+            for i, places in maps.items():
+                J[i].append(select(dp[i], colour[np.maximum(places, 0)], sites[i]))
+        return D, J
 
-    def _one_state(self, new: Sequence[Array], state: int, mask: Array) -> list[Array]:
-        """Cotangents of the new states: ones at one state, where the mask is true."""
-        cotangents = []
-        for h, value in zip(self.group.hidden, new, strict=True):
+    def _at_state(self, like: Sequence[Array], state: int, mask: Array, *, dual: bool = False) -> list[Array]:
+        """Tangents (`dual`: cotangents) of the hidden arrays: ones at one state, where the mask is true."""
+        found = []
+        for h, value in zip(self.group.hidden, like, strict=True):
             inside = 0 <= state < h.num_state
-            ones = _at_state(h, state, mask, value.dtype, dual=True) if inside else jnp.zeros_like(value)
-            cotangents.append(ones)
+            ones = _at_state(h, state, mask, value.dtype, dual=dual) if inside else jnp.zeros_like(value)
+            found.append(ones)
             state -= h.num_state
-        return cotangents
+        return found
 
     # -- forwards ----------------------------------------------------------------------------------
 
-    def _transposed(self, new: list[Array], pull: Callable[..., Any], index: int) -> Callable[[Array], Array]:
+    def _transposed(self, new: list[Array], pull: Callable[..., Any], site: Site) -> Push:
         """Push forward a perturbation of one site's output, by transposing the pull-back."""
-        back = jax.linear_transpose(lambda cts: pull(cts)[1][index], new)
-        return self._from_site(index, lambda tangent: self.group.stack_hidden(back(tangent)[0]))
+        back = jax.linear_transpose(lambda cts: pull(cts)[1][site.index], new)
+        return self._from_site(site, lambda tangent: self.group.stack_hidden(back(tangent)[0]))
 
-    def _from_site(self, index: int, push: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    def _from_site(self, site: Site, push: Push) -> Push:
         """`push` for boolean input; for real states and a complex `y`, with the result of a pull-back."""
-        dtype = next(r.site.output.aval.dtype for r, _ in self.fed_by if r.site.index == index)
+        dtype = site.output.aval.dtype
         if not jnp.issubdtype(dtype, jnp.complexfloating) or not any(h.split for h in self.group.hidden):
             return lambda ones: push(ones.astype(dtype))
         i = jnp.asarray(1j, dtype)
         return lambda ones: jax.lax.complex(push(ones.astype(dtype)), -push(ones.astype(dtype) * i))
 
     def _push_colours(
-        self,
-        push: Callable[[Array], Array],
-        shape: tuple[int, ...],
-        colours: int,
-        places: NpArray,
-        on_hidden: bool,
-    ) -> States:
+        self, push: Push, shape: Shape, colours: int, positions: PositionMap | None = None
+    ) -> list[Array]:
         """Push ones forward colour by colour: one array for each new state.
 
-        `places` is a position map (see `PositionMap`); the arrays have its shape.
+        The arrays have the shape of the position map, which by default takes each position to itself.
         """
         number = numbered(shape)
+        places = number if positions is None else positions.map
         out = jnp.stack([push(jnp.asarray(number % colours == c)) for c in range(colours)])
-        if on_hidden:
+        if positions is None or positions.on_hidden:
             colour = np.maximum(places, 0) % colours
             return [select(out[:, s], colour, places >= 0) for s in range(self.group.num_state)]
         flat = out.reshape(*out.shape[:2], -1)
@@ -333,47 +313,28 @@ class LocalGroup:
 
     def _pushed(
         self, step: Callable[..., list[Array]], old: list[Array], added: dict[int, Array]
-    ) -> tuple[Jacobian | None, dict[int, States]]:
+    ) -> tuple[list[list[Array]], dict[int, list[Array]]]:
+        """`D` and `J` in forward mode."""
+
         def push(tangents: tuple[list[Array], dict[int, Array]]) -> Array:
             return self.group.stack_hidden(jax.jvp(step, (old, added), tangents)[1])
 
         no_old, none_added = jax.tree.map(jnp.zeros_like, (old, added))
-        own = numbered(self.group.varshape)
-        columns: list[States] = []
-        widths = self.forward_colours
-        for k, h in enumerate(self.group.hidden):
-            for state in range(h.num_state):
-
-                def from_old(ones: Array, k: int = k, h: Hidden = h, state: int = state) -> Array:
-                    tangent = _at_state(h, state, ones, old[k].dtype)
-                    return push(([*no_old[:k], tangent, *no_old[k + 1 :]], none_added))
-
-                columns.append(self._push_colours(from_old, own.shape, widths[k], own, on_hidden=True))
-        J = {}
-        for (r, m), count in zip(self.fed_by, widths[len(self.group.hidden) :], strict=True):
-            i = r.site.index
-            from_site = self._from_site(i, lambda t, i=i: push((no_old, {**none_added, i: t})))  # type: ignore[misc]
-            J[i] = self._push_colours(from_site, r.site.shape, count, m.map, m.on_hidden)
-        return list(zip(*columns, strict=True)) if self.has_memory else None, J
+        of_old, of_sites = self._forward_colours
+        columns, J = [], {}
+        for s, count in enumerate(of_old):
+            from_old = lambda ones, s=s: push((self._at_state(old, s, ones), none_added))
+            columns.append(self._push_colours(from_old, self.group.varshape, count))
+        for r, m in self.fed_by:
+            site = r.site
+            from_site = self._from_site(site, lambda t, i=site.index: push((no_old, {**none_added, i: t})))  # type: ignore[misc]
+            J[site.index] = self._push_colours(from_site, site.shape, of_sites[site.index], m)
+        return list(map(list, zip(*columns, strict=True))), J
 
 
-class Known(Mapping[Var, Array]):
-    """A mapping of known values: those that do not vary, and given ones for some that do."""
-
-    def __init__(self, env: Mapping[Var, Array], varies: set[Var], given: Mapping[Var, Array]) -> None:
-        self.env, self.varies, self.given = env, varies, given
-
-    def __contains__(self, var: object) -> bool:
-        return var in self.given or (var in self.env and var not in self.varies)
-
-    def __getitem__(self, var: Var) -> Array:
-        return self.given[var] if var in self.given else self.env[var]
-
-    def __iter__(self) -> Iterator[Var]:
-        return (v for v in {**self.env, **self.given} if v in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def without(env: Mapping[Var, Array], varies: Container[Var], given: Mapping[Var, Array]) -> dict[Var, Array]:
+    """The known values that do not vary, and given ones for some that do."""
+    return {**{v: a for v, a in env.items() if v not in varies}, **given}
 
 
 def _holds(reach: Reach, positions: NpArray) -> NpArray:
@@ -381,7 +342,7 @@ def _holds(reach: Reach, positions: NpArray) -> NpArray:
     return (reach.lowest <= positions) & (positions <= reach.highest)
 
 
-def select(array: Float[Array, "colour ..."], colour: NpArray | None, kept: NpArray) -> Array:
+def select(array: Float[Array, "colour ..."], colour: NpArray, kept: NpArray) -> Array:
     """`array[colour[i], i]` at each element `i`, and zero where it is not kept."""
     if array.shape[0] == 1:
         chosen = array[0]
@@ -390,13 +351,21 @@ def select(array: Float[Array, "colour ..."], colour: NpArray | None, kept: NpAr
     return chosen if np.all(kept) else jnp.where(jnp.asarray(kept), chosen, 0)
 
 
+def earlier(keys: NpArray) -> NpArray:
+    """For each element, the number of earlier ones with the same key."""
+    order = np.argsort(keys, kind="stable")
+    result = np.empty(len(keys), int)
+    result[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
+    return result
+
+
 def states_of(hidden: Hidden, array: Array) -> list[Array]:
     """Split a cotangent of a hidden array into its states."""
     found = [array] if hidden.axis is None else states(array, hidden.axis)
     return [*(a.real for a in found), *(-a.imag for a in found)] if hidden.split else found
 
 
-def _at_state(hidden: Hidden, state: int, ones: Array, dtype: Any, *, dual: bool = False) -> Array:
+def _at_state(hidden: Hidden, state: int, ones: Array, dtype: DTypeLike, *, dual: bool) -> Array:
     """A tangent (`dual`: cotangent) of a hidden array: ones at one state, where a mask is true."""
     num = hidden.num_state // 2 if hidden.split else hidden.num_state
     if hidden.axis is not None:

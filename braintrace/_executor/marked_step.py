@@ -1,22 +1,19 @@
-"""The step with a mark at every use of a parameter, for per-sample pushes and pulls.
+"""The step with a mark at every use of a parameter, from which per-sample weight gradients are derived.
 
-Per-sample weight gradients follow from the axis labels of marked ops. The compiled model may have no mark at
-a use without a trace (a plain encoder in front of the cell), or a mark on a weight before it is combined with
-samples (a leak that all samples share).
+The compiled model may lack a mark at a use without a trace (a plain encoder in front of the cell), or have
+one on a weight before it is combined with samples (a leak that all samples share).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
-
-import jax.numpy as jnp
 
 from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
+from .effective_weights import Weighted
 from .executor import ETraceGraphExecutor
-from .weight_gradients import Weighted, find_weighted
+from .weight_gradients import find_weighted
 from .window import Window
 
 
@@ -50,7 +47,7 @@ class MarkedStep:
             return
         own, program = list(self.traced.info.program.consts), self.info.program
         for var, at in zip(program.consts, self._consts, strict=True):
-            if any(var is atom for atom in program.read) and isinstance(at, int):
+            if any(var is atom for atom in program.read):
                 self.traced.info.program.read.append(own[at])
 
     def site(self, site: Site) -> Site | None:
@@ -58,24 +55,21 @@ class MarkedStep:
         return site if self._sites is None else self._sites.get(site.index)
 
     def window(self, window: Window) -> Window:
-        """The window of the marked step for a window of the compiled model."""
-        if self.executor is self.traced:
+        """The window of the marked step for a window of the compiled model, or for itself."""
+        if window.executor is self.executor:
             return window
         assert self._consts is not None
         assert self._sites is not None
-        consts = [
-            window.consts[c] if isinstance(c, int) else jnp.broadcast_to(c, (window.length, *jnp.shape(c)))
-            for c in self._consts
-        ]
+        consts = [window.consts[c] for c in self._consts]
         ys = {self._sites[i].index: y for i, y in window.ys.items() if i in self._sites}
         inputs = {self._sites[i].index: x for i, x in window.inputs.items() if i in self._sites}
         return replace(window, executor=self.executor, consts=consts, ys=ys, inputs=inputs)
 
 
-def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[Any] | None:
+def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[int] | None:
     """The index of each constant of the marked step among those of the model; None if not unique."""
     known = list(info.program.consts.values())
-    found: list[Any] = []
+    found: list[int] = []
     for value in marked.program.consts.values():
         at = [i for i, c in enumerate(known) if c is value]
         if len(at) != 1:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 
-def device_memory(devices: Sequence[Any] = ()) -> int:
+def device_memory(devices: Sequence[jax.Device] = ()) -> int:
     """Bytes of device memory, or half of the host memory, which local `devices` share.
 
     Devices that are not attached (JAX can compile for them) count as the first local one.

@@ -9,9 +9,8 @@ takes one pull-back plus two for each neck, instead of one for each position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from .._compiler.primitives import REDUCTIONS, WINDOWS
 from .._compiler.program import Var
 from .._compiler.reach import Reach, SiteReach
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
+from .._types import DTypeLike, Shape
 
 FedBy = Sequence[tuple[HiddenParamOpRelation, PositionMap]]
 
@@ -76,30 +76,33 @@ class Necks:
             number = {var: Reach.identity(var.aval.shape)}
             back = _numbers(*positions.reaches(number), group, fed_by)
             came = positions.sources(number, {}, lambda v: v in found)
-            new = [_number(came.get(v), group.varshape) for v in group.hidden_outvars]
-            if back is None or any(a is None for a in new):
+            new = [came.get(v) for v in group.hidden_outvars]
+            if back is None or _any_several(new):
                 return None
-            necks.append(Neck(var, [a for a in new if a is not None], *back))
+            necks.append(Neck(var, [_number(r, group.varshape) for r in new], *back))
         held_sites = {r.site.index: (direct[1][r.site.index] == m.map) & (m.map >= 0) for r, m in fed_by}
         return Necks(necks, [a == own for a in direct[0]], held_sites)
 
 
-def _number(reach: Reach | None, shape: tuple[int, ...]) -> NpArray | None:
-    """The one position that each element reaches (-1: none); None if an element reaches several."""
-    if reach is None:
-        return np.full(shape, -1)
-    return None if reach.width > 1 else np.where(reach.highest >= 0, reach.lowest, -1)
+def _number(reach: Reach | None, shape: Shape) -> NpArray:
+    """The one position that each element reaches (-1: none)."""
+    return np.full(shape, -1) if reach is None else np.where(reach.highest >= 0, reach.lowest, -1)
+
+
+def _any_several(reached: Iterable[Reach | None]) -> bool:
+    """Whether any element reaches several positions."""
+    return any(r is not None and r.width > 1 for r in reached)
 
 
 def _numbers(
     env: dict[Var, Reach], sites: SiteReach, group: HiddenGroup, fed_by: FedBy
 ) -> tuple[list[NpArray], dict[int, NpArray]] | None:
     """The position that each element of the old states and of the sites reaches; None if several."""
-    old = [_number(env.get(h.invar), group.varshape) for h in group.hidden]
-    at = {r.site.index: _number(sites.get(r.site.index), r.site.shape) for r, _ in fed_by}
-    if any(a is None for a in (*old, *at.values())):
+    old = [env.get(h.invar) for h in group.hidden]
+    if _any_several([*old, *(sites.get(r.site.index) for r, _ in fed_by)]):
         return None
-    return [a for a in old if a is not None], {i: a for i, a in at.items() if a is not None}
+    at = {r.site.index: _number(sites.get(r.site.index), r.site.shape) for r, _ in fed_by}
+    return [_number(r, group.varshape) for r in old], at
 
 
 def through(
@@ -134,6 +137,6 @@ def through(
     return D, J
 
 
-def _where(kept: NpArray, value: Array, dtype: Any) -> Array:
+def _where(kept: NpArray, value: Array, dtype: DTypeLike) -> Array:
     value = value.astype(dtype)
     return value if np.all(kept) else jnp.where(jnp.asarray(kept), value, jnp.zeros_like(value))

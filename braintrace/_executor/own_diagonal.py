@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +28,14 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.evaluation import View, evaluate
 from .._compiler.links import Array as NpArray
 from .._compiler.positions import Positions, positions_of
-from .._compiler.program import Program, Site, Var
+from .._compiler.program import Site, Var
 from .._compiler.reach import Reach
 from .._compiler.relation import PositionMap
 from .._compiler.samples import find_samples
 from .._compiler.slices import behind, computed_from, dependents, has_while, plain_site, values_of
 from .._compiler.step import show_paths
 from .executor import ETraceGraphExecutor
-from .jacobian import Known, LocalGroup, select, states_of
+from .jacobian import LocalGroup, earlier, select, states_of, without
 from .trace_math import Jacobian, States, add_up, promoted
 
 _MOST = 2**26  # elements: of all pull-backs together, or of the outputs of an op for all unit vectors
@@ -107,10 +106,7 @@ class OwnDiagonal:
     def __init__(self, local: LocalGroup) -> None:
         self.local, self.group = local, local.group
         self.info = local.graph.module_info
-
-    @property
-    def _program(self) -> Program:
-        return self.info.program
+        self._program = self.info.program
 
     def of(self, env: Mapping[Var, Array], D: Jacobian | None, J: Mapping[int, States]) -> Jacobian | None:
         if not self._relevant:
@@ -189,25 +185,22 @@ class OwnDiagonal:
     @cached_property
     def _sample_of(self) -> tuple[NpArray, int]:
         """The sample of each position, and the number of samples."""
-        size = int(np.prod(self.group.varshape, dtype=int))
+        number = np.zeros(int(np.prod(self.group.varshape, dtype=int)), int)
         samples = find_samples(self.info)
-        number = np.zeros(size, int)
         if samples.axis is None or samples.mixed:
             return number, 1
         for h in self.group.hidden:
-            shape = tuple(h.invar.aval.shape)
-            lane = np.arange(shape[samples.axis]).reshape(-1, *[1] * (len(shape) - samples.axis - 1))
-            number[h.positions.ravel()] = np.broadcast_to(lane, shape).ravel()
+            number[h.positions.ravel()] = np.indices(h.invar.aval.shape)[samples.axis].ravel()
         return number, samples.count
 
     @cached_property
     def _rank(self) -> NpArray:
         """The number of each position within its sample."""
-        return _ranks(*self._sample_of)
+        return earlier(self._sample_of[0])
 
-    def _reads(self, site: Site, came: Mapping[Any, Reach]) -> Read | None:
+    def _reads(self, site: Site, came: Mapping[Var, Reach]) -> Read | None:
         """How an op reads the old states."""
-        reach = came.get(site.inputs[0])
+        reach = came.get(site.inputs[0])  # type: ignore[arg-type]
         return None if reach is None else self._read(site, reach, self._sample_of[0], self._rank)
 
     def _reads_output(self, site: Site, first: Site, positions: Positions) -> Read | None:
@@ -218,7 +211,7 @@ class OwnDiagonal:
         sample = np.zeros(size, int) if count == 1 else find_samples(self.info).sites.get(first.index)
         if reach is None or sample is None or np.any(sample < 0):
             return None
-        return self._read(site, reach, sample.ravel(), _ranks(sample.ravel(), count))
+        return self._read(site, reach, sample.ravel(), earlier(sample.ravel()))
 
     def _read(self, site: Site, reach: Reach, sample_of: NpArray, rank: NpArray) -> Read | None:
         if np.any((reach.highest >= 0) & (reach.lowest != reach.highest)):
@@ -250,10 +243,9 @@ class OwnDiagonal:
     ) -> Crossing | None:
         if first is None or (is_behind and between is None):
             return None
-        found = [(i, k) for k, p in enumerate(last.rank) for i in np.flatnonzero(first.rank == p)]
-        pairs = np.asarray(found, int).reshape(-1, 2)
-        i, k = pairs[np.argsort(last.rank[pairs[:, 1]], kind="stable")].T
-        return Crossing(first, last, (i, k), between)
+        k, i = np.nonzero(last.rank[:, None] == first.rank)
+        order = np.argsort(last.rank[k], kind="stable")
+        return Crossing(first, last, (i[order], k[order]), between)
 
     # -- what goes through them --------------------------------------------------------------------
 
@@ -308,11 +300,12 @@ class OwnDiagonal:
             return plain_site(site, site_in, list(map(jax.lax.stop_gradient, operands)))
 
         def function(given: list[Array]) -> Array:
-            known = Known(env, varies, dict(zip(of, given, strict=True)))
+            known = without(env, varies, dict(zip(of, given, strict=True)))
             return evaluate(self._program, [(x, None)], View(known=known, at_site=lambda s, w: closed))[0]
 
         _, pull = jax.vjp(function, [env[v] for v in of])
-        turn = _turn(read.source)  # elements with the same source are pulled back one after the other
+        # elements with the same source are pulled back one after the other
+        turn = np.where(read.source >= 0, earlier(read.source), -1)
         result: list[Array] = []
         for c in range(int(turn.max(initial=0)) + 1):
             mask = jnp.asarray((turn == c).reshape(x.aval.shape))
@@ -324,26 +317,22 @@ class OwnDiagonal:
     def _pulled(self, env: Mapping[Var, Array]) -> Jacobian:
         """Pull back each position separately, along all paths; all samples at once."""
         self._refuse()
-        number, count = self._sample_of
-        within = _by_sample(np.arange(len(number)), number, count)
-        assert within is not None
+        count = len(self._rank) // self._sample_of[1]
         old = [env[v] for v in self.group.hidden_invars]
 
         def function(old: list[Array]) -> list[Array]:
-            known = Known(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
+            known = without(env, self._after_old, dict(zip(self.group.hidden_invars, old, strict=True)))
             return values_of(self._program, self.group.hidden_outvars, known)
 
         new, pull = jax.vjp(function, old)
-        turn = np.empty(len(number), int)
-        turn[within] = np.arange(within.shape[1])
         everywhere = np.ones((), bool)
         return [
             [
                 part
                 for h, d in zip(self.group.hidden, dh, strict=True)
-                for part in states_of(h, select(d, turn[h.positions], everywhere))
+                for part in states_of(h, select(d, self._rank[h.positions], everywhere))
             ]
-            for (dh,) in self.local.pull_states(new, pull, turn, within.shape[1])
+            for (dh,) in self.local.pull_states(new, pull, self._rank, count)
         ]
 
     def _refuse(self) -> None:
@@ -407,25 +396,6 @@ def _summing(position: NpArray, size: int) -> Callable[[Array], Array]:
 
 def _by_sample(items: NpArray, sample: NpArray, count: int) -> NpArray | None:
     """The items of each sample as a row; None if samples differ in number."""
-    rows = [items[sample == b] for b in range(count)]
-    return None if len({len(r) for r in rows}) > 1 else np.stack(rows)
-
-
-def _ranks(sample: NpArray, count: int) -> NpArray:
-    """The number of each item within its sample."""
-    rank = np.empty(len(sample), int)
-    for b in range(count):
-        mine = np.flatnonzero(sample == b)
-        rank[mine] = np.arange(len(mine))
-    return rank
-
-
-def _turn(source: NpArray) -> NpArray:
-    """For each element, the number of earlier elements with the same source; -1 without a source."""
-    seen: dict[int, int] = {}
-    result = np.full(len(source), -1)
-    for i, p in enumerate(source.tolist()):
-        if p >= 0:
-            result[i] = seen.get(p, 0)
-            seen[p] = result[i] + 1
-    return result
+    if len(set(np.bincount(sample, minlength=count))) > 1:
+        return None
+    return items[np.argsort(sample, kind="stable")].reshape(count, -1)

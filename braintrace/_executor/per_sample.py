@@ -11,48 +11,44 @@ a parameter, its gradient is pulled back once per sample instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
-from .._compat import Literal
 from .._compiler.custom_derivatives import PullBack
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
 from .._meshes import all_on_mesh, mesh_of
-from .._ops.axis_labels import Labels, Layout, align
-from .effective_weights import effective_weights
+from .._ops.axis_labels import align
+from .._types import NumPyArray, PyTree
+from .effective_weights import OfWeights, Weighted
 from .executor import Leaves
 from .marked_step import MarkedStep
-from .sharding import PartialSums
+from .matrices import Matrix as Matrix
+from .matrices import find_matrices
+from .sharding import MeshAxes, PartialSums
 from .slots import Slot
 from .trace_math import add_up, promoted, states
-from .weight_gradients import ROWS, TIME, Weighted, factors_over_time, over_time, row_axis, with_rows
-from .window import Window, each_step
+from .weight_gradients import (
+    ROWS,
+    over_time,
+    pull_weights,
+    row_axis,
+    with_rows,
+)
+from .window import Window, each_step, where_rows
 
+Rows = Float[Array, "samples rows n"]  # of state vectors; `n` is the state size
+Vectors = Float[Array, "samples n"]
 # per-sample gradients by leaf index in `params`: (samples, *shape), with a row axis inserted in the shape
-Terms = dict[int, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A parameter that is the matrix of one dense op: `y[b, o] = sum_i x[b, i] w[i, o]`."""
-
-    site: Site
-    name: str
-    label: str  # of the batch axis
-    layout: Layout
-    slot: Slot | None  # of its trace
-
-    def by_sample(self, array: Any, have: Labels, *lead: str) -> Any:
-        """Transpose an array with labels `have` to (samples, *lead, out)."""
-        return align(array, have, (self.label, *lead, self.layout.w[1]))
+Terms = dict[int, Array]
+RowAxis = Callable[[int], int]  # the position of the row axis among so many axes of a parameter
 
 
 class PerSample:
@@ -64,42 +60,44 @@ class PerSample:
 
     # -- state vectors -----------------------------------------------------------------------------
 
-    @cached_property
-    def _leaves(self) -> list[Var]:
-        return [v for e in self.info.carried for v in e.invars]
-
     @property
     def state_size(self) -> int:
         return self.samples.state_size
 
     @cached_property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         """The real type of state vectors, which holds all carried states."""
         types = [jnp.finfo(v.aval.dtype).dtype for v in self.samples.carried]
         return np.result_type(np.float32, *types) if types else np.dtype(np.float32)
 
     @cached_property
-    def places(self) -> dict[int, Any]:
+    def places(self) -> dict[int, NumPyArray]:
         """The indices in the state vector of each carried leaf that depends on parameters, by leaf index."""
-        at, found = 0, {}
+        at, found, leaves = 0, {}, self.info.carried_invars
         for v in self.samples.carried:
-            size = _parts(v) * int(v.aval.size) // self.samples.count
-            found[self._leaves.index(v)] = np.arange(at, at + size)
+            size = real_parts(v) * int(v.aval.size) // self.samples.count
+            found[leaves.index(v)] = np.arange(at, at + size)
             at += size
         return found
 
     @property
-    def lead(self) -> Any:
+    def lead(self) -> MeshAxes:
         """The mesh axes that samples are sharded over."""
         at = self.executor.sharding
         return None if at is None else at.samples(self.samples.axis, self.samples.count)
 
-    def shard_samples(self, array: Any) -> Any:
+    @property
+    def unit_rows(self) -> Float[Array, "samples n n"]:
+        """The unit vectors of the state, as rows for each sample."""
+        eye = jnp.eye(self.state_size, dtype=self.dtype)
+        return jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
+
+    def shard_samples(self, array: Array) -> Array:
         """Shard an array along samples, its first axis, and along no other axis."""
         at = self.executor.sharding
         return array if at is None else at.put(array, (self.lead, *[None] * (array.ndim - 1)))
 
-    def summed(self, leaf: int, array: Any, *axes: int) -> Any:
+    def summed(self, leaf: int, array: Array, *axes: int) -> Array | PartialSums:
         """The gradient of a leaf: an array summed over samples (its first axis) and over `axes`.
 
         If samples are sharded, the result is per-device partial sums.
@@ -112,23 +110,23 @@ class PerSample:
         spec = at.of_leaf(leaf)
         return PartialSums(parts, at, None if spec is None else (lead, *spec))
 
-    def replicated(self, array: Any) -> Any:
+    def replicated(self, array: Array) -> Array:
         """Replicate an array on all devices."""
         at = self.executor.sharding
         return array if at is None else at.put(array, (None,) * array.ndim)
 
-    def _shard_samples_at(self, site: Site, array: Any, lead: int) -> Any:
+    def _shard_samples_at(self, site: Site, array: Array, lead: int) -> Array:
         """Shard a site's output, or an array with `lead` more axes in front, along samples only."""
         at, axis = self.executor.sharding, self.axis_at(site)
         spec = [self.lead if a == axis else None for a in range(-lead, array.ndim - lead)]
         return array if at is None else at.put(array, tuple(spec))
 
-    def vectors(self, leaves: Leaves, *, dual: bool) -> Any:
-        """Flatten tangents (`dual`: cotangents) of the carried leaves to (samples, state size).
+    def vectors(self, leaves: Leaves, *, dual: bool) -> Vectors:
+        """Flatten tangents (`dual`: cotangents) of the carried leaves to state vectors.
 
         The state axis is gathered if units are sharded, because the result is small and used often.
         """
-        by_var = dict(zip(self._leaves, leaves, strict=True))
+        by_var = dict(zip(self.info.carried_invars, leaves, strict=True))
         parts = [jnp.zeros((self.samples.count, 0), self.dtype)]  # parameters may act on nothing carried
         for v in self.samples.carried:
             one = self.shard_samples(_first(by_var[v], self.samples.axis))
@@ -136,24 +134,25 @@ class PerSample:
             parts += [a.astype(self.dtype).reshape(self.samples.count, -1) for a in each]
         return jnp.concatenate(parts, axis=1)
 
-    def leaves(self, vectors: Any, *, dual: bool) -> Leaves:
-        """Unflatten (samples, state size) to tangents (`dual`: cotangents) of the carried leaves.
+    def leaves(self, vectors: Vectors, *, dual: bool) -> Leaves:
+        """Unflatten state vectors to tangents (`dual`: cotangents) of the carried leaves.
 
         None for leaves that are not inexact, zeros for those that depend on no parameter.
         """
         at, found = 0, {}
         for v in self.samples.carried:
-            shape = _first_shape(v.aval.shape, self.samples.axis)
+            rest = [n for a, n in enumerate(v.aval.shape) if a != self.samples.axis]
             size = v.aval.size // self.samples.count
             each = []
-            for _ in range(_parts(v)):
-                each.append(self.shard_samples(vectors[:, at : at + size].reshape(shape)))
+            for _ in range(real_parts(v)):
+                part = vectors[:, at : at + size].reshape(self.samples.count, *rest)
+                each.append(self.shard_samples(part))
                 at += size
             one = each[0] if len(each) == 1 else jax.lax.complex(each[0], -each[1] if dual else each[1])
             found[v] = _back(one, self.samples.axis).astype(v.aval.dtype)
         return [
             found[v] if v in found else jnp.zeros(v.aval.shape, v.aval.dtype) if v.inexact else None
-            for v in self._leaves
+            for v in self.info.carried_invars
         ]
 
     def axis_at(self, site: Site) -> int | None:
@@ -171,6 +170,11 @@ class PerSample:
                 "Samples cannot be reset one by one: the batch axis is not the first axis of the states. "
                 "Reset all of them."
             )
+
+    def reset(self, values: dict[str, Array], rows: Bool[Array, " samples"]) -> dict[str, Array]:
+        """Zero the per-sample arrays of the samples that `rows` flags."""
+        self.check_rows()
+        return {k: where_rows(rows, jnp.zeros_like(a), a) for k, a in values.items()}
 
     # -- sites -------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class PerSample:
         leaves = [(v, e.is_param) for e in self.info.fixed for v in e.invars]
         new = {a for e in self.info.carried for a in e.outvars}
 
-        def transfer(node: Node, given: list[Any]) -> Any:
+        def transfer(node: Node, given: list[bool | None]) -> Any:
             if node.site is not None and node.site.index in excluded:
                 return union(given[: node.site.num_inputs])
             return union(given)
@@ -228,46 +232,14 @@ class PerSample:
     @cached_property
     def matrices(self) -> dict[int, Matrix]:
         """The leaves of `params` whose only use is as the matrix of one dense op, with or without a trace."""
-        sites: Sequence[Any] = self.sites
-        keys = [(w, name) for w in sites for name in w.layouts]
-        fixed = [v.aval for e in self.info.fixed for v in e.invars]
-
-        def weights(params: Leaves, consts: Leaves) -> Leaves:
-            known = self.linear.executor.known_params(params, consts)
-            found = effective_weights(self.info.program, known, sites)
-            return [found[w.site.index][name] for w, name in keys]
-
-        jaxpr = jax.make_jaxpr(weights)(fixed, list(self.info.program.consts.values())).jaxpr
-        read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-        found = {}
-        for i, leaf in enumerate(jaxpr.invars[: len(fixed)]):
-            uses = [key for key, v in zip(keys, jaxpr.outvars, strict=True) if v is leaf]
-            if i in self.acting and i not in self.others and leaf not in read and len(uses) == 1:
-                matrix = self._matrix(*uses[0])
-                found.update({} if matrix is None else {i: matrix})
-        return found
-
-    def _matrix(self, weighted: Weighted, name: str) -> Matrix | None:
-        site, layout = weighted.site, weighted.layouts[name]
-        label, w, x = self.labels[site.index, name], layout.w, layout.x
-        slots = [
-            t for t in self.executor.slots if self.linear.site(t.relation.site) is site and t.name == name
-        ]
-        if label is None or x is None or len(w) != 2 or layout.y_is_viewed or layout.w_is_viewed:
-            return None
-        if {*x} != {label, w[0]} or {*layout.y} != {label, w[1]} or len(slots) > 1:
-            return None
-        plain = all(
-            t.labels == (label, *w) and {*t.y} == {*layout.y} and not t.positions.on_hidden for t in slots
-        )
-        return Matrix(site, name, label, layout, slots[0] if slots else None) if plain else None
+        return find_matrices(self)
 
     # -- pull-backs through a window ---------------------------------------------------------------
 
     def pull(
-        self, window: Window, rows: Any, axis: Callable[[int], int] = row_axis, *, samples_only: bool = False
-    ) -> tuple[Any, Terms]:
-        """Pull rows of signals at the window's end, (samples, rows, state size), back through it.
+        self, window: Window, rows: Rows, axis: RowAxis = row_axis, *, samples_only: bool = False
+    ) -> tuple[Rows, Terms]:
+        """Pull rows of signals at the window's end back through it.
 
         Returns the signals at its start, and the per-sample gradients of the parameters within the window.
         `axis(ndim)` is the position of the row axis in these; `samples_only` shards them along samples only.
@@ -277,19 +249,19 @@ class PerSample:
     def pull_with_factors(
         self,
         window: Window,
-        rows: Any,
+        rows: Rows,
         factored: Sequence[int],
-        axis: Callable[[int], int] = row_axis,
+        axis: RowAxis = row_axis,
         *,
         samples_only: bool = False,
-    ) -> tuple[Any, Terms, dict[int, tuple[Any, Any]]]:
+    ) -> tuple[Rows, Terms, dict[int, tuple[Array, Array]]]:
         """`pull`, which also returns the gradients of the matrices `factored` as factors of a product.
 
         These are `x`, (samples, in, time), and `dy`, (samples, rows, time, out), by leaf.
         """
         window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
-        given: Any = rows
+        given = rows
         if self.others:
             # The pull-back of a parameter sums over samples. So each sample has rows of its own, which are
             # zero for all other samples: row (b, r) gives the gradient of sample b alone.
@@ -303,28 +275,30 @@ class PerSample:
             start = jnp.sum(start.reshape(count, count, each, -1), 1)
             terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
             dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
-        inputs = self._inputs(window)
+        inputs = self.inputs(window)
         if samples_only:  # gather the factors, which are much smaller than their product
             dys = {w.site.index: self._shard_samples_at(w.site, dys[w.site.index], 2) for w in self.sites}
-        terms = self._add(terms, window, self._weight_terms(inputs, dys, axis), axis)
+        by_leaf = self._to_parameters(window, self.sites, self._weight_terms(inputs, dys, axis), axis)
+        terms = {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
         terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
-        return start, terms, {i: _factors(self.matrices[i], inputs, dys) for i in factored}
+        return start, terms, {i: self.matrices[i].factors(inputs, dys) for i in factored}
 
-    def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Any, dict[int, Any]]:
-        """The full Jacobian of a window of one step, (samples, state size, state size).
+    def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Rows, dict[int, Array]]:
+        """The full Jacobian of a window of one step.
 
-        Also d(state after)/dy of each site, (state size, *y), where each element of `y` has one sample.
+        Also d(state after)/dy of each site, (n, *y), where each element of `y` has one sample.
         """
-        eye = jnp.eye(self.state_size, dtype=self.dtype)
-        rows = jnp.broadcast_to(eye, (self.samples.count, *eye.shape))
-        start, dys, _ = self._pulled(self.linear.window(window), rows, [w.site for w in sites], ())
+        start, dys, _ = self._pulled(window, self.unit_rows, [w.site for w in sites], ())
         return start, {i: d[:, 0] for i, d in dys.items()}
 
-    def back(self, window: Window, rows: Any) -> Any:
-        """Pull rows of signals, (samples, rows, state size), from the window's end back to its start."""
-        return self._pulled(self.linear.window(window), rows, (), ())[0]
+    def back(self, window: Window, rows: Rows) -> Rows:
+        """Pull rows of signals from the window's end back to its start."""
+        return self._pulled(window, rows, (), ())[0]
 
-    def _pulled(self, window: Window, rows: Any, sites: Any, others: Any) -> tuple[Any, Any, Any]:
+    def _pulled(
+        self, window: Window, rows: Rows, sites: Sequence[Site], others: Sequence[int]
+    ) -> tuple[Rows, dict[int, Array], dict[int, Array]]:
+        window = self.linear.window(window)
         if mesh_of(*window.params) is not None:
             # after this step's collectives: CPU devices may match those of concurrent loops wrongly
             rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
@@ -333,15 +307,13 @@ class PerSample:
         pulled, dys, dparams = window.pull(cotangents, sites, others)
         return jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled), dys, dparams
 
-    def inputs(self, window: Window) -> dict[int, list[Any]]:
+    def inputs(self, window: Window) -> dict[int, list[Array]]:
         """The inputs of the sites at each step of a window."""
-        return self._inputs(self.linear.window(window))
-
-    def _inputs(self, window: Window) -> dict[int, list[Any]]:
+        window = self.linear.window(window)
         steps = (window.args, window.consts, window.before, window.ys)
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
 
-        def operands(step: Any) -> Any:
+        def operands(step: tuple[PyTree, ...]) -> dict[int, list[Array]]:
             found = window.executor.forward(window.params, *step)[3]
             return {i: found[i][:n] for i, n in kept.items()}
 
@@ -349,8 +321,8 @@ class PerSample:
         return {**found, **{i: window.inputs[i] for i in kept if i in window.inputs}}
 
     def _weight_terms(
-        self, inputs: dict[int, list[Any]], dys: dict[int, Any], axis: Callable[[int], int]
-    ) -> dict[tuple[int, str], Any]:
+        self, inputs: dict[int, list[Array]], dys: dict[int, Array], axis: RowAxis
+    ) -> dict[tuple[int, str], Array]:
         """`sum_t x[t] dy[t]` of each weight at each site: samples first, then the weight's axes with rows."""
         found = {}
         for w in self.sites:
@@ -362,40 +334,30 @@ class PerSample:
                 found[i, name] = term[None] if label is None else term
         return found
 
-    def _add(
-        self,
-        terms: Terms,
-        window: Window,
-        found: dict[tuple[int, str], Any],
-        axis: Callable[[int], int],
-    ) -> Terms:
-        """Add per-sample gradients of effective weights, pulled back to the parameters, to `terms`."""
-        if not found:
-            return terms
-        by_leaf = self._to_parameters(window, self.sites, found, axis)
-        return {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
-
-    def to_parameters(self, window: Window, terms: dict[tuple[int, str], Any]) -> dict[int, Any]:
+    def to_parameters(self, window: Window, terms: dict[tuple[int, str], Array]) -> dict[int, Array]:
         """Pull gradients of effective weights, summed over samples, back to the parameters."""
         window = self.linear.window(window)
-        pull = window.executor.pull_weights(window.params, window.first_consts, self.sites, list(terms))
+        pull = pull_weights(self.info, window.params, window.first_consts, self.sites, list(terms))
         found = pull(list(terms.values()))
         return {i: a for i, a in enumerate(found) if a is not None and self._is_param[i]}
 
     def _to_parameters(
         self,
         window: Window,
-        of: Sequence[Any],
-        found: dict[tuple[int, str], Any],
-        axis: Callable[[int], int] = row_axis,
+        of: Sequence[OfWeights],
+        found: dict[tuple[int, str], Array],
+        axis: RowAxis = row_axis,
     ) -> Terms:
-        """Pull per-sample gradients of effective weights, with rows, back to the parameters."""
-        params = window.params
-        pull = window.executor.pull_weights(params, window.first_consts, of, list(found))
-        arrays = _same_lead(list(found.values()))
-        before, after = (
-            [axis(n) for n in dims] for dims in ([a.ndim - 2 for a in arrays], map(jnp.ndim, params))
-        )
+        """Pull per-sample gradients of effective weights, with rows, back to the parameters.
+
+        The first axis of a gradient without a batch axis has length one.
+        """
+        if not found:
+            return {}
+        params, count = window.params, max(map(len, found.values()))
+        pull = pull_weights(window.executor.info, params, window.first_consts, of, list(found))
+        arrays = [jnp.broadcast_to(a, (count, *a.shape[1:])) for a in found.values()]
+        before, after = [axis(a.ndim - 2) for a in arrays], [axis(jnp.ndim(p)) for p in params]
         leaves = jax.vmap(jax.vmap(pull, (before,), after))(arrays)
         return {i: a for i, a in enumerate(leaves) if a is not None and self._is_param[i]}
 
@@ -405,8 +367,8 @@ class PerSample:
 
     # -- traces ------------------------------------------------------------------------------------
 
-    def lift(self, rows: Any, window: Window) -> dict[str, Any]:
-        """Take rows of signals, (samples, rows, state size), to the axes of each trace: (rows, S, *at)."""
+    def lift(self, rows: Rows, window: Window) -> dict[str, Float[Array, "rows state ..."]]:
+        """Take rows of signals to the axes of each trace, `at`."""
         leaves = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
         signals = jax.vmap(self.executor.at_groups)(leaves)
         found = {}
@@ -417,17 +379,15 @@ class PerSample:
             )
         return found
 
-    def contract(self, traces: dict[str, Any], rows: Any, window: Window) -> Terms:
-        """Per-sample gradients `sum g trace`, for rows `g` of signals: (samples, rows, state size)."""
+    def contract(self, traces: dict[str, Array], rows: Rows, window: Window) -> Terms:
+        """Per-sample gradients `sum g trace`, for rows `g` of signals."""
         lifted = self.lift(rows, window)
-        found: dict[tuple[int, str], Any] = {}
+        found: dict[tuple[int, str], Array] = {}
         for slot in self.executor.slots:
             pair = promoted(lifted[slot.key], traces[slot.key])
             term = _contract(slot, self._slot_labels[slot.key], *pair)
             key = (slot.relation.site.index, slot.name)
             found[key] = found[key] + term if key in found else term
-        if not found:
-            return {}
         relations = self.executor.graph.hidden_param_op_relations
         return self._to_parameters(window, relations, found)
 
@@ -441,13 +401,10 @@ class PerSample:
             return None
         hidden = slot.group.hidden[0]
         shape = slot.group.varshape if hidden.part is None else tuple(hidden.leaf.aval.shape)
-        each = np.arange(1, self.samples.count + 1).reshape(-1, *[1] * (len(shape) - self.samples.axis - 1))
-        numbers = np.broadcast_to(each, shape)
+        numbers = np.indices(shape)[self.samples.axis] + 1
         with jax.ensure_compile_time_eval():
-            places = hidden.of_leaf(jnp.asarray(numbers, float))
-            seen = np.asarray(slot.lift(places[None], slot.relation.site.no_inputs, 1)[0])
-        # elements of the output that reach no state are zero
-        label = counting(seen - 1, slot.at, self.samples.count)
+            places = np.asarray(hidden.of_leaf(jnp.asarray(numbers, float)))
+        label = slot.label_along(places, self.samples.count)
         return None if label in slot.layout.w else label
 
     @property
@@ -456,14 +413,10 @@ class PerSample:
         return self.samples.axis is None or None not in self._slot_labels.values()
 
 
-def _factors(matrix: Matrix, inputs: dict[int, list[Any]], dys: dict[int, Any]) -> tuple[Any, Any]:
-    i, layout, label = matrix.site.index, matrix.layout, matrix.label
-    (x, have), (dy, y) = factors_over_time(layout, inputs[i], dys[i], rows=True)
-    return align(x, have, (label, layout.w[0], TIME)), matrix.by_sample(dy, y, ROWS, TIME)
-
-
-def _contract(slot: Slot, label: str | None, g: Any, trace: Any) -> Any:
-    """`sum g trace`, samples first, then the axes of the weight with rows; `g` is (rows, S, *at).
+def _contract(
+    slot: Slot, label: str | None, g: Float[Array, "rows state ..."], trace: Float[Array, "state ..."]
+) -> Float[Array, "samples ..."]:
+    """`sum g trace`: samples first, then the axes of the weight with rows.
 
     Element-wise products, because XLA fuses them with the sum that they are added to.
     """
@@ -478,24 +431,14 @@ def _contract(slot: Slot, label: str | None, g: Any, trace: Any) -> Any:
     return result[None] if label is None else result
 
 
-def _same_lead(arrays: list[Any]) -> list[Any]:
-    """Broadcast first axes of length one to the number of samples."""
-    count = max(a.shape[0] for a in arrays)
-    return [jnp.broadcast_to(a, (count, *a.shape[1:])) for a in arrays]
-
-
-def _parts(v: Var) -> int:
+def real_parts(v: Var) -> int:
     """The number of real numbers per element: 2 for complex arrays."""
     return 2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
 
 
-def _first(a: Any, axis: int | None) -> Any:
+def _first(a: Array, axis: int | None) -> Array:
     return a[None] if axis is None else jnp.moveaxis(a, axis, 0)
 
 
-def _back(a: Any, axis: int | None) -> Any:
+def _back(a: Array, axis: int | None) -> Array:
     return a[0] if axis is None else jnp.moveaxis(a, 0, axis)
-
-
-def _first_shape(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return (1, *shape) if axis is None else (shape[axis], *shape[:axis], *shape[axis + 1 :])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._types import Array, ArrayLike, Aval, Function, PyTree
 
-def is_inexact(x: Any) -> bool:
+
+def is_inexact(x: Aval | ArrayLike) -> bool:
     """Whether an array is floating or complex."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def pull_back(function: Callable[..., Any], *args: list[Any], has_aux: bool = False) -> tuple[Any, ...]:
+def pull_back(function: Function, *args: list[Array], has_aux: bool = False) -> tuple[Any, ...]:
     """`jax.vjp` over the inexact leaves of lists of arrays; the others get None.
 
     `function(*args)` returns a list of arrays or, with `has_aux`, also an auxiliary value, which is the third
@@ -24,7 +25,7 @@ def pull_back(function: Callable[..., Any], *args: list[Any], has_aux: bool = Fa
     keep = [[is_inexact(a) for a in arg] for arg in args]
     live = [[a for a, k in zip(arg, ks, strict=True) if k] for arg, ks in zip(args, keep, strict=True)]
 
-    def inner(*live: list[Any]) -> tuple[list[Any], Any]:
+    def inner(*live: list[Array]) -> tuple[list[Array], PyTree]:
         full = []
         for arg, part, ks in zip(args, live, keep, strict=True):
             rest = iter(part)
@@ -35,7 +36,7 @@ def pull_back(function: Callable[..., Any], *args: list[Any], has_aux: bool = Fa
     _, vjp, (outs, aux) = jax.vjp(inner, *live, has_aux=True)
     counted = [is_inexact(o) for o in outs]
 
-    def pull(vjp: Any, cotangents: list[Any]) -> tuple[list[Any], ...]:
+    def pull(vjp: Function, cotangents: list[Array]) -> tuple[list[Array | None], ...]:
         grads = vjp([c for c, k in zip(cotangents, counted, strict=True) if k])
         result = []
         for part, ks in zip(grads, keep, strict=True):

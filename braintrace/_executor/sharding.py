@@ -7,14 +7,15 @@ never values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from .. import _compat, _meshes
 from .._compiler.groups import HiddenGroup
@@ -23,12 +24,15 @@ from .._compiler.program import Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
 from .._ops.axis_labels import Labels, Layout
+from .._types import Array, Aval, DTypeLike, Mesh, PyTree, Shape
 from .slots import Slot
 from .trace_math import add_up, promoted
 from .weight_gradients import Parts
 
-Spec = tuple[Any, ...]  # a `PartitionSpec`: for each array axis None, or the mesh axes that shard it
-Names = dict[str, Any]  # the mesh axes of each axis label
+AnyMesh = Mesh | jax.sharding.AbstractMesh
+MeshAxes = str | tuple[str, ...] | None  # that shard one array axis
+Spec = tuple[MeshAxes, ...]  # a `PartitionSpec`: an entry for each array axis
+Names = dict[str, MeshAxes]  # the mesh axes of each axis label
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,7 @@ class Sharding:
     """The partition specs of the arrays of a compiled step."""
 
     info: ModuleInfo
-    mesh: Any
+    mesh: AnyMesh
     specs: dict[Var, Spec]  # of the inputs of the step
     # for each slot: the mesh axes of the labels of its weight, and of its trace. Computed eagerly, because
     # the probes that find them cannot run inside a derivative
@@ -47,13 +51,17 @@ class Sharding:
 
     @staticmethod
     def find(
-        executor: Any, params: Sequence[Any], args: Sequence[Any], rest: Any, before: Sharding | None
+        info: ModuleInfo,
+        slots: Sequence[Slot],
+        params: Sequence[Array],
+        args: Sequence[Array],
+        rest: PyTree,
+        before: Sharding | None,
     ) -> Sharding | None:
         """The sharding of a step with these inputs; None if all of them are on one device.
 
         `before` is returned if it still applies, or if the sharding of traced inputs is unknown.
         """
-        info: ModuleInfo = executor.info
         fixed = info.fixed_invars
         variables = [*fixed, *info.arg_invars, *info.carried_invars]
         arrays = [*params, *args, *jax.tree.leaves(rest)]
@@ -73,14 +81,14 @@ class Sharding:
         sharding = Sharding(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
         if before is not None and sharding.key == before.key:
             return before
-        sharding._names.update({t.key: sharding._find_names(t) for t in executor.slots})
-        for slot in executor.slots:
+        sharding._names.update({t.key: sharding._find_names(t) for t in slots})
+        for slot in slots:
             sharding._groups[slot.group.index] = sharding._with_weight(slot)
-        sharding._find_sent(executor.slots)
+        sharding._find_sent(slots)
         return sharding
 
     @property
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """A key for caching compiled programs."""
         inputs = self.info.program.inputs
         return self.mesh, tuple(self.specs.get(v) for v in inputs)
@@ -108,7 +116,7 @@ class Sharding:
         """The spec of a group's positions, from its states, the inputs of the step, or weights."""
         if group.index in self._groups:
             return self._groups[group.index]
-        result: list[Any] = [None] * len(group.varshape)
+        result: list[MeshAxes] = [None] * len(group.varshape)
         for h in group.hidden:
             spec, gone = self.specs.get(h.leaf), [h.axis]
             if h.part is not None and h.leaf.aval.ndim != h.invar.aval.ndim:
@@ -141,9 +149,9 @@ class Sharding:
         same = variables[0].aval.shape == atom.aval.shape
         return self.labels(self.specs.get(variables[0]), atom.aval.shape, layout) if same else {}
 
-    def labels(self, spec: Spec | None, shape: tuple[int, ...], layout: Layout) -> Names:
+    def labels(self, spec: Spec | None, shape: Shape, layout: Layout) -> Names:
         """The mesh axes of each label of a weight with this spec and shape."""
-        found = {}
+        found: Names = {}
         for axis, part in enumerate(spec or ()):
             if part is not None:
                 label = _counted(layout.view_w, shape, axis, layout.w)
@@ -167,7 +175,7 @@ class Sharding:
             return (None, *self.of_group(slot.group))
         return (None, *_first_axis(self.of_group(slot.group), slot.group.varshape, slot.site_shape))
 
-    def of_input(self, slot: Slot, shape: tuple[int, ...]) -> Spec:
+    def of_input(self, slot: Slot, shape: Shape) -> Spec:
         """The spec of an array shaped as the first input, or the factor, of a slot's op."""
         x = slot.layout.x
         if x is not None and not slot.layout.x_is_viewed and len(x) == len(shape):
@@ -175,7 +183,7 @@ class Sharding:
             return tuple(names.get(a) for a in x)
         return _first_axis(self.of_group(slot.group), slot.group.varshape, shape)
 
-    def of_result(self, old: Var | None, shape: tuple[int, ...], groups: Sequence[HiddenGroup]) -> Spec:
+    def of_result(self, old: Var | None, shape: Shape, groups: Sequence[HiddenGroup]) -> Spec:
         """The spec of an output of the step: that of `old` for a new state, else that of the batch axis."""
         if old in self.specs:
             return self.specs[old]
@@ -188,12 +196,12 @@ class Sharding:
         return (None,) * len(shape)
 
     @cached_property
-    def batch(self) -> Any:
+    def batch(self) -> MeshAxes:
         """The mesh axes of the batch, if all groups agree on them."""
         found = {spec[0] for spec in self._groups.values() if spec and spec[0] is not None}
         return found.pop() if len(found) == 1 else None
 
-    def parts(self, layout: Layout, labels: Labels, shape: tuple[int, ...]) -> Parts | None:
+    def parts(self, layout: Layout, labels: Labels, shape: Shape) -> Parts | None:
         """How the batch axis of an array with these labels is split over devices; None if it is not."""
         samples = next((a for a in layout.y if a not in layout.w), None)
         if self.batch is None or samples not in labels:
@@ -205,7 +213,7 @@ class Sharding:
         """The spec of a parameter leaf, by its index."""
         return self.specs.get(self.info.fixed_invars[number])
 
-    def samples(self, axis: int | None, count: int) -> Any:
+    def samples(self, axis: int | None, count: int) -> MeshAxes:
         """The mesh axes of the batch axis of the carried states, from the states or the inputs."""
         if axis is None:
             return None
@@ -216,7 +224,7 @@ class Sharding:
                 return spec[at]
         return None
 
-    def sent(self, site: Site, operands: Sequence[Any]) -> Any:
+    def sent(self, site: Site, operands: Sequence[Array]) -> Array | None:
         """The first input of a site, gathered once for column-sharded weights; None if it need not be."""
         x = site.inputs[0] if site.num_inputs else None
         spec = self._sent.get(x) if isinstance(x, Var) else None
@@ -231,28 +239,29 @@ class Sharding:
             if fits and self._names[slot.key][0] and x not in self._sent:
                 self._sent[x] = self.of_input(slot, x.aval.shape)
 
-    def put(self, x: Any, spec: Spec) -> Any:
+    def put(self, x: Array, spec: Spec) -> Array:
         """Constrain an array to a spec."""
         return _meshes.constrain(x, self.mesh, self.fitted(spec, x.shape))
 
-    def place(self, x: Any, spec: Spec) -> Any:
+    def place(self, x: Array, spec: Spec) -> Array:
         """Place an array on the mesh with a spec."""
-        return _meshes.place(x, self.mesh, self.fitted(spec, x.shape))
+        found: Array = _meshes.place(x, self.mesh, self.fitted(spec, x.shape))
+        return found
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Spec) -> Any:
+    def zeros(self, shape: Shape, dtype: DTypeLike, spec: Spec) -> Array:
         return _meshes.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
 
-    def shape(self, of: Any, spec: Spec) -> Any:
+    def shape(self, of: Aval, spec: Spec) -> jax.ShapeDtypeStruct:
         return _meshes.sharded_shape(of, self.mesh, self.fitted(spec, of.shape))
 
-    def ways(self, part: Any, size: int) -> int:
+    def ways(self, part: MeshAxes, size: int) -> int:
         """The number of shards of an axis of this size; 0 if they do not divide it evenly."""
         ways = int(np.prod([self.mesh.shape[n] for n in names_of(part)], dtype=int))
         return ways if size % ways == 0 else 0
 
-    def fitted(self, spec: Spec, shape: tuple[int, ...]) -> Spec:
+    def fitted(self, spec: Spec, shape: Shape) -> Spec:
         """Drop mesh axes that do not divide an array axis evenly, or that occur twice."""
-        result: list[Any] = []
+        result: list[MeshAxes] = []
         for part, size in zip(spec, shape, strict=True):
             keeps = part is not None and self.ways(part, size) > 0 and not _used(result, part)
             result.append(part if keeps else None)
@@ -263,17 +272,24 @@ class Sharding:
 class PartialSums:
     """A gradient as per-device partial sums, along the first axis."""
 
-    parts: Any
+    parts: Float[Array, "parts ..."]
     at: Sharding
     spec: Spec | None = None  # of `parts`, if it is known
 
     @property
-    def sum(self) -> Any:
+    def sum(self) -> Array:
         """The gradient: the sum over the devices."""
         return jnp.sum(self.parts if self.spec is None else self.at.put(self.parts, self.spec), 0)
 
 
-def plus(a: Any, b: Any) -> Any:
+Gradient = Array | PartialSums
+
+
+@overload
+def plus(a: Gradient, b: Gradient | None) -> Gradient: ...
+@overload
+def plus(a: Gradient | None, b: Gradient) -> Gradient: ...
+def plus(a: Gradient | None, b: Gradient | None) -> Gradient | None:
     """Add two gradients (None is zero); the result is a partial sum if both are."""
     if a is None or b is None:
         return b if a is None else a
@@ -282,56 +298,52 @@ def plus(a: Any, b: Any) -> Any:
     return full_sum(a) + full_sum(b)
 
 
-def full_sum(a: Any) -> Any:
+def full_sum(a: Gradient) -> Array:
     """The gradient, summed over devices if it is a partial sum."""
     return a.sum if isinstance(a, PartialSums) else a
 
 
-def _sharding(v: Var, array: Any) -> tuple[Any, Spec] | None:
+def _sharding(v: Var, array: Array) -> tuple[AnyMesh, Spec] | None:
     """The mesh and the spec of an input; leading axes that `vmap` added are dropped."""
     found, shape = _meshes.sharding_of(array), v.aval.shape
     lead = 0 if found is None else len(found[1]) - len(shape)
-    return None if found is None or array.shape[lead:] != shape else (found[0], found[1][lead:])
+    if found is None or array.shape[lead:] != shape:
+        return None
+    return found[0], found[1][lead:]  # type: ignore[return-value]  # arrays have no `UNCONSTRAINED` axis
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: AnyMesh, b: AnyMesh) -> bool:
     return bool(a.shape_tuple == b.shape_tuple)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: AnyMesh, b: AnyMesh) -> bool:
     return _same(a, b) and bool(a.axis_types == b.axis_types)
 
 
-def names_of(part: Any) -> tuple[str, ...]:
+def names_of(part: MeshAxes) -> tuple[str, ...]:
     """The mesh axes of one entry of a spec, as a tuple."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def _used(parts: Iterable[Any], part: Any) -> bool:
+def _used(parts: Iterable[MeshAxes], part: MeshAxes) -> bool:
     return not set(names_of(part)).isdisjoint(n for p in parts for n in names_of(p))
 
 
 def _label_of(slot: Slot, axis: int) -> str | None:
     """The trace label of an axis of the hidden positions."""
     shape = slot.group.varshape
-    numbers = np.arange(1, shape[axis] + 1).reshape([-1 if a == axis else 1 for a in range(len(shape))])
-    numbers = np.broadcast_to(numbers, shape)
-    with jax.ensure_compile_time_eval():
-        inputs = slot.relation.site.no_inputs
-        seen = np.asarray(slot.lift(jnp.asarray(numbers, jnp.float32)[None], inputs, 1)[0])
-    # output elements that reach no state are zero
-    return counting(seen.astype(int) - 1, slot.at, shape[axis])
+    return slot.label_along(np.indices(shape)[axis] + 1, shape[axis])
 
 
-def _counted(view: Any, shape: tuple[int, ...], axis: int, labels: Labels) -> str | None:
+def _counted(view: Callable[[Array], Array], shape: Shape, axis: int, labels: Labels) -> str | None:
     """The label of an axis of the viewed array."""
-    numbers = np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    numbers = np.indices(shape, sparse=True)[axis]
     with jax.ensure_compile_time_eval():
         seen = np.asarray(view(jnp.asarray(np.broadcast_to(numbers, shape))))
     return counting(seen, labels, shape[axis])
 
 
-def _first_axis(spec: Spec, of: tuple[int, ...], shape: tuple[int, ...]) -> Spec:
+def _first_axis(spec: Spec, of: Shape, shape: Shape) -> Spec:
     """The spec of an array whose first axis is the batch axis of states of shape `of`, if lengths agree."""
     same = bool(spec) and bool(shape) and of[0] == shape[0]
     return (spec[0] if same else None, *[None] * (len(shape) - 1)) if shape else ()

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .._compiler.evaluation import View, World, evaluate
+from .._compiler.evaluation import AtSite, View, World, evaluate
 from .._compiler.graph import TraceGraph
 from .._compiler.perturbation import worlds
-from .._compiler.program import Node, Site, Var
+from .._compiler.program import Atom, Node, Site, Var
 from .._compiler.slices import behind, has_while
+from .._types import Array
 
 
 def traced_at(graph: TraceGraph) -> set[tuple[int, World]]:
@@ -44,7 +45,7 @@ def reads_old_states(graph: TraceGraph) -> bool:
     return any(h.invar in read for h in info.hidden)
 
 
-def _others(graph: TraceGraph) -> list[Any]:
+def _others(graph: TraceGraph) -> list[Atom]:
     """The new values of all states that the step writes."""
     info = graph.module_info
     return [a for e in info.entries for v, a in zip(e.invars, e.outvars, strict=True) if a is not v]
@@ -52,12 +53,12 @@ def _others(graph: TraceGraph) -> list[Any]:
 
 def differentiable_step(
     graph: TraceGraph,
-    known: Mapping[Var, Any],
-    deltas: Sequence[Any],
-    old_deltas: Sequence[Any],
+    known: Mapping[Var, Array],
+    deltas: Sequence[Array],
+    old_deltas: Sequence[Array],
     ys: Mapping[int, Taken],
-    more: Mapping[Var, tuple[int, Any]],
-) -> tuple[list[Any], list[list[Any]]]:
+    more: Mapping[Var, tuple[int, Array]],
+) -> tuple[list[Array], list[list[Array]]]:
     """Evaluate outputs and new leaves of each carried state, with `deltas` added to the hidden states.
 
     `old_deltas` may be empty if no output reads an old state; `ys` are known outputs of sites; `more` holds
@@ -69,7 +70,7 @@ def differentiable_step(
     added = {h.outvar: d for h, d in zip(info.hidden, deltas, strict=True)}
     added_before = {h.invar: d for h, d in zip(info.hidden, old_deltas, strict=bool(old_deltas))}
 
-    def reads(var: Var, world: World) -> tuple[World, Any]:
+    def reads(var: Var, world: World) -> tuple[World, Array | None]:
         if world is None and var in added_before:
             return world, added_before[var]
         if var in more and more[var][0] != world:
@@ -78,8 +79,8 @@ def differentiable_step(
             return world, None
         return home[var], added[var]
 
-    def rule(site: Site, world: World) -> Any:
-        def at_site(site: Site, taken: Taken | None, operands: list[Any]) -> tuple[Any, None]:
+    def rule(site: Site, world: World) -> AtSite:
+        def at_site(site: Site, taken: Taken | None, operands: list[Array]) -> tuple[Array, None]:
             if (site.index, world) in traced:
                 n = site.num_inputs
                 operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
@@ -87,7 +88,7 @@ def differentiable_step(
 
         return at_site
 
-    def before(node: Node, vals: list[Any]) -> list[Any]:
+    def before(node: Node, vals: list[Array]) -> list[Array]:
         return list(map(jax.lax.stop_gradient, vals)) if has_while(node) else vals
 
     view = View(
@@ -109,39 +110,42 @@ def differentiable_step(
 class Taken:
     """Known values at a site: the output and, if it was gathered across devices, the first input."""
 
-    y: Any
-    x: Any = None
+    y: Array
+    x: Array | None = None
 
-    def operands(self, operands: list[Any]) -> list[Any]:
+    def operands(self, operands: list[Array]) -> list[Array]:
         """The operands of the site, with the known value of the first."""
         return operands if self.x is None else [_instead(operands[0], self.x), *operands[1:]]
 
 
 @jax.custom_jvp
-def _instead(x: Any, known: Any) -> Any:
+def _instead(x: Array, known: Array) -> Array:
     """The known value of `x`, with the derivative of `x`."""
     return known
 
 
+Pair = tuple[Array, Array]
+
+
 @_instead.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(primals: Pair, tangents: Pair) -> Pair:
     return primals[1], tangents[0]
 
 
-def output(site: Site, taken: Taken | None, operands: list[Any]) -> Any:
+def output(site: Site, taken: Taken | None, operands: list[Array]) -> Array:
     """The output of a site; a known output has the derivative of the op."""
 
-    def op(*operands: Any) -> Any:
-        return site.primitive.bind(*operands, **site.params)
+    def op(*operands: Array) -> Array:
+        return site.primitive.bind(*operands, **site.params)  # type: ignore[no-any-return]
 
     if taken is None:
         return op(*operands)
 
     @jax.custom_jvp
-    def known(y: Any, *operands: Any) -> Any:
+    def known(y: Array, *operands: Array) -> Array:
         return y
 
-    def tangent(primals: Any, tangents: Any) -> Any:
+    def tangent(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> Pair:
         _, *operands = primals
         live = [i for i, t in enumerate(tangents[1:]) if not _is_zero(t)]
 

@@ -25,10 +25,11 @@ from .._compiler.groups import HiddenGroup
 from .._compiler.links import Array as NpArray
 from .._compiler.links import numbered
 from .._compiler.relation import HiddenParamOpRelation, PositionMap
+from .._compiler.samples import counting
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .trace_math import States, add_up, promoted, states, times, weigh
-from .weight_gradients import PARTS, Parts, product
+from .weight_gradients import PARTS, Parts, floating_factor, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +67,8 @@ class Slot:
         )
 
     def factor(self, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
-        """The factor of the op as floating numbers, also if it is boolean (spikes), with its labels."""
-        found = self.layout.factor(inputs)
-        if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
-            return found
-        return found[0].astype(self.relation.site.output.aval.dtype), found[1]
+        """The factor of the op with its labels."""
+        return floating_factor(self.layout, inputs, self.relation.site.output.aval.dtype)
 
     @cached_property
     def _broadcast_axes(self) -> tuple[int, ...] | None:
@@ -327,6 +325,14 @@ class Slot:
         trace = trace.reshape(num, -1, *trace.shape[lead:])
         return weigh(g, trace)
 
+    def label_along(self, numbers: NpArray, count: int) -> str | None:
+        """The label of the trace axis along which numbers at the hidden positions count from 1 to `count`."""
+        with jax.ensure_compile_time_eval():
+            q = jnp.asarray(numbers, jnp.float32)[None]
+            seen = np.asarray(self.lift(q, self.relation.site.no_inputs, 1)[0])
+        # elements of the output that reach no state are zero
+        return counting(seen.astype(int) - 1, self.at, count)
+
     # -- reset of samples --------------------------------------------------------------------------
 
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
@@ -363,8 +369,7 @@ class Slot:
             is_input = jnp.issubdtype(first.dtype, jnp.inexact)
             given = first if is_input else self.factor(self.relation.site.no_inputs)[0]  # type: ignore[index]
             for axis in (a for a, n in enumerate(given.shape) if n == num):
-                number = jnp.arange(1, num + 1).reshape([-1 if a == axis else 1 for a in range(given.ndim)])
-                probe = jnp.broadcast_to(number, given.shape).astype(given.dtype)
+                probe = jnp.asarray(np.indices(given.shape)[axis] + 1, given.dtype)
                 x, have = self.factor([probe, *rest] if is_input else self.relation.site.no_inputs)  # type: ignore[misc]
                 x = x if is_input else probe
                 labels = tuple(dict.fromkeys((*self.at, *have)))

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._compiler.errors import NotSupportedError
+from .._compiler.leaky_readouts import find_readouts
 from .._compiler.program import Var
 from .._compiler.slices import behind
 from .._compiler.step import show_paths
+from .._types import DTypeLike, Shape
+from .group_readings import find_readings
 from .trace_math import Jacobian, States, dot
 
 if TYPE_CHECKING:
@@ -55,9 +58,10 @@ class Leak:
     def __call__(
         self, executor: ETraceGraphExecutor, env: Mapping[Var, Array], D: Jacobians, J: Instants
     ) -> Jacobians:
-        result: Jacobians = {k: d if k in executor.readouts else None for k, d in D.items()}
+        readouts = find_readouts(executor.graph)
+        result: Jacobians = {k: d if k in readouts else None for k, d in D.items()}
         for local in executor.groups:
-            if local.group.index in executor.readouts or not self.value:
+            if local.group.index in readouts or not self.value:
                 continue
             n, shape, dtype = range(local.group.num_state), local.group.varshape, local.group.dtype
             one, zero = jnp.full(shape, self.value, dtype), jnp.zeros(shape, dtype)
@@ -80,8 +84,8 @@ class Recursion:
         graph, found = executor.graph, {}
         for group in graph.hidden_groups:
             read = behind(graph.module_info.program, graph.other_outvars(group))
-            readings = executor.readings[group.index]
-            if self.kappa and group.index in executor.readouts:  # a readout filters by itself
+            readings = find_readings(graph)[group.index]
+            if self.kappa and group.index in find_readouts(graph):  # a readout filters by itself
                 continue
             if self.one_layer_on and not any(v in read for v in readings):
                 continue
@@ -124,6 +128,6 @@ class Recursion:
         return D, J
 
 
-def _like(executor: ETraceGraphExecutor, k: int) -> tuple[tuple[int, ...], Any]:
+def _like(executor: ETraceGraphExecutor, k: int) -> tuple[Shape, DTypeLike]:
     group = executor.graph.hidden_groups[k]
     return group.varshape, group.dtype

@@ -20,18 +20,12 @@ from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site
 from .._compiler.provenance import provenance
 from .._ops.axis_labels import Labels, Layout, align
+from .._types import DTypeLike
+from .effective_weights import OfWeights, Weighted, effective_weights, known_params
+from .pull_back import pull_back
 from .trace_math import promoted
 
 TIME, ROWS, PARTS = "time", "rows", "parts"
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted:
-    """A site whose weights depend on parameters alone."""
-
-    site: Site
-    varying: tuple[str, ...]  # the weights that a loop around it slices
-    layouts: dict[str, Layout]
 
 
 def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
@@ -103,8 +97,8 @@ def factors_over_time(
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if rows else view
     dy, y = view(dy, list(inputs)), (*((ROWS,) if rows else ()), TIME, *layout.y)
-    factor = _factors(layout, inputs, dy.dtype)
-    return [*([] if factor is None else [(factor[0], (TIME, *factor[1]))]), (dy, y)]
+    factor = factor_over_time(layout, inputs, dy.dtype)
+    return [*([] if factor is None else [factor]), (dy, y)]
 
 
 def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
@@ -115,18 +109,28 @@ def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
     return align(_einsum(pairs, have), have, want)
 
 
-def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Labels] | None:
-    """The factor `x` of an op at all steps; None if it is one."""
+def floating_factor(layout: Layout, inputs: Sequence[Array], dtype: DTypeLike) -> tuple[Array, Labels] | None:
+    """The factor `x` of an op as floating numbers, also if it is boolean (spikes); None if it is one."""
+    found = layout.factor(inputs)
+    if found is None or jnp.issubdtype(found[0].dtype, jnp.inexact):
+        return found
+    return found[0].astype(dtype), found[1]
+
+
+def factor_over_time(
+    layout: Layout, inputs: Sequence[Array], dtype: DTypeLike
+) -> tuple[Array, Labels] | None:
+    """`floating_factor` at all steps."""
     if layout.x is None:
         return None
     labels: list[Labels] = []  # labels are not arrays, so that `vmap` cannot return them
 
     def one(inputs: list[Array]) -> Array:
-        x, have = layout.factor(inputs)  # type: ignore[misc]
+        x, have = floating_factor(layout, inputs, dtype)  # type: ignore[misc]
         labels.append(have)
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
+        return x
 
-    return jax.vmap(one)(list(inputs)), labels[0]
+    return jax.vmap(one)(list(inputs)), (TIME, *labels[0])
 
 
 def _einsum(operands: Sequence[tuple[Array, Labels]], out: Labels) -> Array:
@@ -143,3 +147,29 @@ def as_weight(layout: Layout, dw: Array, weight: Array) -> Array:
     dw = dw if jnp.iscomplexobj(weight) else dw.real
     dw = jnp.broadcast_to(dw, jax.eval_shape(layout.view_w, struct).shape)
     return jax.linear_transpose(layout.view_w, struct)(dw.astype(weight.dtype))[0]  # type: ignore[no-any-return]
+
+
+def pull_weights(
+    info: ModuleInfo,
+    params: list[Array],
+    consts: list[Array],
+    of: Sequence[OfWeights],
+    keys: Sequence[tuple[int, str]],
+) -> Callable[[list[Array]], list[Array | None]]:
+    """The pull-back from gradients of effective weights, by (site, name), to those of the parameters.
+
+    `of` are the relations or weighted sites with these keys.
+    """
+    layouts = {(w.site.index, name): layout for w in of for name, layout in w.layouts.items()}
+
+    def weights(params: list[Array]) -> list[Array]:
+        effective = effective_weights(info.program, known_params(info, params, consts), of)
+        return [effective[i][name] for i, name in keys]
+
+    values, pull = pull_back(weights, params)
+
+    def back(terms: list[Array]) -> list[Array | None]:
+        pairs = zip(keys, terms, values, strict=True)
+        return pull([as_weight(layouts[k], d, v) for k, d, v in pairs])[0]  # type: ignore[no-any-return]
+
+    return back

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _compat
 from .._compiler.step import show_path
+from .._executor.executor import masks_of_weights
 from .._lines import warn_user
 from .._online.sequence import is_traced
 from .._types import Array, PyTree
@@ -66,7 +67,7 @@ class Guards:
     def compare_masks(self, learner: ETraceAlgorithm) -> None:
         """Warn if a state that a weight is computed from differs from that of the traces so far."""
         if not learner.rule.back_through_time:
-            found, masks = by_path(learner.model), learner.executor.masks
+            found, masks = by_path(learner.model), masks_of_weights(learner.executor)
             self.weights.compare_masks({show_path(e.path): found.get(e.path, e.state) for e in masks})
 
     def reset_weights(self) -> None:

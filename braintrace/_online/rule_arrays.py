@@ -38,7 +38,7 @@ class RuleArrays:
             if at is None or key not in specs:
                 return jnp.zeros(like.shape, like.dtype) if found is None else found
             spec = specs[key]
-            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)  # type: ignore[no-any-return]
+            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)
 
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
+
+Jacobian = Float[Array, "state state ..."]
 
 
 class Bound(Protocol):
-    """Bounds the local Jacobian `D`, (S, S, *units), the instant term, and the trace after the step."""
+    """Bounds the local Jacobian, the instant term, and the trace after the step."""
 
-    def jacobian(self, D: Any) -> Any: ...
+    def jacobian(self, D: Jacobian) -> Jacobian: ...
 
-    def instant(self, added: Any) -> Any: ...
+    def instant(self, added: Array) -> Array: ...
 
-    def trace(self, trace: Any) -> Any: ...
+    def trace(self, trace: Array) -> Array: ...
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,13 @@ class Clipped:
         if not self.most > 0:
             raise ValueError(f"A bound of traces is a positive number, not {self.most!r}.")
 
-    def jacobian(self, D: Any) -> Any:
+    def jacobian(self, D: Jacobian) -> Jacobian:
         return D
 
-    def instant(self, added: Any) -> Any:
+    def instant(self, added: Array) -> Array:
         return added
 
-    def trace(self, trace: Any) -> Any:
+    def trace(self, trace: Array) -> Array:
         return trace / jnp.maximum(jnp.abs(trace) / self.most, 1.0)
 
 
@@ -43,17 +46,17 @@ class Clipped:
 class Normalized:
     """Divides `D` by its spectral radius, and instant term and trace by their largest entry, if above one."""
 
-    def jacobian(self, D: Any) -> Any:
+    def jacobian(self, D: Jacobian) -> Jacobian:
         return D / jnp.maximum(_radius(D), 1.0)[None, None]
 
-    def instant(self, added: Any) -> Any:
+    def instant(self, added: Array) -> Array:
         return added / jnp.maximum(jnp.max(jnp.abs(added)), 1.0)
 
-    def trace(self, trace: Any) -> Any:
+    def trace(self, trace: Array) -> Array:
         return self.instant(trace)
 
 
-def _radius(D: Any) -> Any:
+def _radius(D: Jacobian) -> Array:
     """The largest magnitude of an eigenvalue, of each unit."""
     if len(D) == 1:
         return jnp.abs(D[0][0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from jaxtyping import Array, Bool
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves
@@ -29,5 +30,5 @@ class BPTT(Rule):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         return [None] * len(window.params)
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
         return values

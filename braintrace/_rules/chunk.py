@@ -16,15 +16,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, dot, promoted, stack, states
-from .._executor.weight_gradients import Parts
+from .._executor.weight_gradients import Parts, factor_over_time
 from .._executor.window import Record, unroll
+from .._ops.axis_labels import Labels
+from .._types import PyTree
 from .rule import Gradients, TraceRule, Values, add_to
 
 TIME = ("time",)
+Carry = tuple[Any, Any]  # of a scan: lists of arrays
 
 
 def step_by_step(
@@ -32,7 +36,7 @@ def step_by_step(
 ) -> tuple[Values, Gradients]:
     """The traces after a chunk and its summed gradients, by a scan over steps, for any rule."""
 
-    def body(carry: Any, step: Any) -> Any:
+    def body(carry: tuple[Values, Gradients], step: PyTree) -> tuple[tuple[Values, Gradients], None]:
         values, grads = carry
         local, signals, old, keep = record.one(step)
         values = values if keep is None else rule.reset(slots, values, keep)
@@ -75,7 +79,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
         return Backward(states(g + later, 1), states(old[0], 0), None)
     num = range(len(D))
 
-    def body(carry: tuple[States, Jacobian], step: Any) -> Any:
+    def body(carry: Carry, step: PyTree) -> tuple[Carry, Carry]:
         (later, product), (g, D, old) = carry, step
         q = list(map(operator.add, g, later))
         columns = list(zip(*D, strict=True))
@@ -95,7 +99,7 @@ def backward(record: Record, group: int, *, products: bool) -> Backward:
 def _products(D: Jacobian) -> tuple[Jacobian, Jacobian]:
     """`D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`."""
 
-    def body(product: Jacobian, D: Jacobian) -> Any:
+    def body(product: Jacobian, D: Jacobian) -> Carry:
         columns = list(zip(*D, strict=True))
         return [[dot(row, column) for column in columns] for row in product], product
 
@@ -105,7 +109,7 @@ def _products(D: Jacobian) -> tuple[Jacobian, Jacobian]:
     return each, total
 
 
-def _promoted(arrays: Any) -> Any:
+def _promoted(arrays: PyTree) -> PyTree:
     leaves, tree = jax.tree.flatten(arrays)
     return jax.tree.unflatten(tree, promoted(*leaves))
 
@@ -131,7 +135,7 @@ def chunk_gradient(
     return grads
 
 
-def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Parts | None = None) -> Any:
+def over_time(slot: Slot, record: Record, weight: Array, signal: States, parts: Parts | None = None) -> Array:
     """`sum_s x[s] (J[s] signal[s])`; with `parts`, per-device partial sums."""
     site = slot.relation.site.index
     inputs = record.local.inputs[site]
@@ -140,19 +144,9 @@ def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Pa
     return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, TIME, parts)
 
 
-def factors(slot: Slot, inputs: Sequence[Any]) -> tuple[Any, tuple[str, ...]] | None:
+def factors(slot: Slot, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
     """The op's factor `x` at every step with its labels; None if it has none."""
-    labels: list[Any] = []  # labels are not arrays, so that `vmap` cannot return them
-
-    def one(inputs: Any) -> Any:
-        found = slot.factor(inputs)
-        if found is None:
-            return None
-        labels.append(found[1])
-        return found[0]
-
-    x = jax.vmap(one)(list(inputs)) if slot.layout.x is not None else None
-    return None if x is None else (x, TIME + labels[0])
+    return factor_over_time(slot.layout, inputs, slot.relation.site.output.aval.dtype)
 
 
 def chunk_traces(
@@ -183,7 +177,7 @@ def chunk_traces(
     return result
 
 
-def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> tuple[Any, Any]:
+def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]) -> tuple[Array, Array]:
     """`P = D[K]..D[1]`, (S, S, *at), and `d[s] = D[K]..D[s+1] J[s]`, (S, time, *y), of one trace."""
     site = slot.relation.site.index
     inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]
@@ -192,7 +186,7 @@ def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]
     return slot.lift(stack(products[1]), [a[0] for a in inputs], 2), lifted
 
 
-def _filtered(slot: Slot, record: Record, weight: Any, before: Any) -> Any:
+def _filtered(slot: Slot, record: Record, weight: Array, before: Array | None) -> Array:
     """Advance a filtered input (`Slot.uniform`) by a scan: it is small, and products would cost more."""
     site, k = slot.relation.site.index, slot.group.index
     inputs, D = record.local.inputs[site], record.local.D[k]
@@ -201,10 +195,10 @@ def _filtered(slot: Slot, record: Record, weight: Any, before: Any) -> Any:
     J = jax.vmap(slot.lift_instant, (1, 0))(jnp.stack(record.local.J[site, k]), list(inputs))
     x = factors(slot, inputs)
 
-    def now(J: Any, one: Any) -> Any:
+    def now(J: Array, one: Any) -> Array:
         return slot.instant(None if x is None else (one, x[1][1:]), J, weight)
 
-    def body(trace: Any, step: Any) -> Any:
+    def body(trace: Array, step: PyTree) -> tuple[Array, None]:
         D, *rest = step
         return add_up(promoted(slot.decay(D, trace), now(*rest))).astype(trace.dtype), None
 

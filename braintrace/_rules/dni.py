@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from jaxtyping import Array, Bool
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import ETraceGraphExecutor, Leaves
@@ -36,5 +38,5 @@ class DNI(Rule):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         return [None] * len(window.params)
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
         return {}

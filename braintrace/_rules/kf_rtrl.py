@@ -1,7 +1,7 @@
-"""KF-RTRL: the influence of each weight as a random product of an input and an output side, right on average.
+"""KF-RTRL: the influence of each weight as a random Kronecker product of an input and an output side.
 
 A use `y = op(x, w)` of a parameter acts on the states by `x (x) J`, with `J` = dh/dy along all paths. Its
-influence on what is carried is kept, for each sample, in the same form:
+influence on the carried states is kept, for each sample, in the same form:
 
     P ~ u (x) A        u (inputs of the op), A (state, outputs of the op)
 
@@ -11,37 +11,40 @@ At each step, with `H` = dh[t]/dh[t-1] along all paths and two random signs `c` 
     A' = c1 H A / p1 + c2 J / p2      p2 = sqrt(|J| / (|x| + eps)) + eps
     gradient = within the window + sum over uses of u (x) (dL/dh[start] A)
 
-A bias has an input of one, and shares `A` with the weight beside it.
+The estimate is unbiased. A bias has an input of one, and shares `A` with the weight of the same op.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.find_relations import SiteWeights
 from .._compiler.provenance import provenance
 from .._compiler.step import show_path, show_paths
+from .._executor.effective_weights import Weighted
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
-from .._executor.sharding import Spec
-from .._executor.weight_gradients import Weighted, product
-from .._executor.window import Window, where_rows
-from .._ops.axis_labels import Labels, Layout
+from .._executor.sharding import Names, Spec
+from .._executor.weight_gradients import floating_factor, product
+from .._executor.window import Window
+from .._ops.axis_labels import Labels, Layout, align
+from .._types import Array, DTypeLike, Path
 from .projection import finite
 from .rank import per_sample
 from .rule import Values
-from .signs import COUNT, Estimate, key_at, signs
+from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
 @dataclass(frozen=True)
 class KF_RTRL(Estimate):
-    """A random Kronecker product for each use of a parameter, right on average.
+    """A random Kronecker product for each use of a parameter, unbiased.
 
     Args:
         key: Integer or random key of the signs.
@@ -80,7 +83,7 @@ class KF_RTRL(Estimate):
         return values
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """Over devices: samples as the states', inputs and outputs of an op as its weight's labels."""
+        """The partition specs: samples as the states', inputs and outputs of an op as its weight's labels."""
         found: dict[str, Spec] = {}
         for use in self._uses(executor):
             names, lead = use.names, use.per.lead
@@ -108,18 +111,17 @@ class KF_RTRL(Estimate):
                 x = {n: use.input(n, [a[0] for a in inputs[i]]) for n in use.layouts}
                 u = {n: values[use.key(n)] for n in use.layouts}
                 pushed = jnp.einsum("bnm,bm...->bn...", H.astype(_real(J)), values[use.key("A")])
-                p1, p2 = (self._p(a, b) for a, b in ((pushed, u), (J, x)))
+                p1, p2 = (
+                    self.balance(norm([a], _real(a)), norm(b.values(), _real(a)))
+                    for a, b in ((pushed, u), (J, x))
+                )
                 c = signs(jax.random.fold_in(key, i), (2, per.samples.count), p1.dtype)
                 for name in use.layouts:
-                    after[use.key(name)] = _times(c[0] * p1, u[name]) + _times(c[1] * p2, x[name])
-                after[use.key("A")] = _times(c[0] / p1, pushed) + _times(c[1] / p2, J)
+                    after[use.key(name)] = scaled(c[0] * p1, u[name]) + scaled(c[1] * p2, x[name])
+                after[use.key("A")] = scaled(c[0] / p1, pushed) + scaled(c[1] / p2, J)
             return after, ()
 
         return window.in_windows(1, step, values)[0]  # type: ignore[no-any-return]
-
-    def _p(self, out: Any, inp: dict[str, Any]) -> Any:
-        a, b = _norm([out]), _norm(list(inp.values()))
-        return jnp.sqrt(a / (b.astype(a.dtype) + self.eps)) + self.eps
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         uses = self._uses(executor)
@@ -128,7 +130,7 @@ class KF_RTRL(Estimate):
             return none
         per = uses[0].per
         signal, inputs = finite(per.vectors(signals, dual=True)), per.inputs(window)
-        terms: dict[tuple[int, str], Any] = {}
+        terms: dict[tuple[int, str], Array] = {}
         for use in uses:
             i, A = use.weighted.site.index, values[use.key("A")]
             dy = use.from_samples(jnp.einsum("bn,bn...->b...", signal.astype(_real(A)), A))
@@ -137,15 +139,14 @@ class KF_RTRL(Estimate):
         found = per.to_parameters(window, terms)
         return [found.get(i) for i in range(len(none))]
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
         per = per_sample(executor, self.samples, traces=False)
-        per.check_rows()
-        return {k: a if k == COUNT else where_rows(rows, jnp.zeros_like(a), a) for k, a in values.items()}
+        return {**per.reset(values, rows), COUNT: values[COUNT]}
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One use of parameters, and how its two sides lie in arrays with samples first."""
+    """One use of parameters, and the layout of its two sides in arrays with samples first."""
 
     per: PerSample
     weighted: Weighted
@@ -160,11 +161,11 @@ class Use:
     @cached_property
     def _weights(self) -> SiteWeights:
         info = self.per.info
-        origin = provenance(info.program, [v for e in info.params for v in e.invars])
+        origin = provenance(info.program, info.param_invars)
         return SiteWeights(info, self.weighted.site, origin)
 
     @cached_property
-    def _paths(self) -> list[Any]:
+    def _paths(self) -> list[Path]:
         return list(self._weights.paths.values())
 
     @cached_property
@@ -175,9 +176,9 @@ class Use:
         """Refuse an op whose weight terms are sums of products."""
         site, labels = self.weighted.site, self.per.labels
         for name, layout in self.layouts.items():
-            lone = {labels[site.index, name]} if self.per.samples.axis is not None else set()
+            samples = {labels[site.index, name]} if self.per.samples.axis is not None else set()
             extra = [
-                a for a in (*layout.y, *(layout.x or ())) if a in layout.y and a not in (*layout.w, *lone)
+                a for a in (*layout.y, *(layout.x or ())) if a in layout.y and a not in (*layout.w, *samples)
             ]
             if extra or (self.per.samples.axis is not None and self._axis is None):
                 raise NotSupportedError(
@@ -190,10 +191,10 @@ class Use:
     def input_labels(self, name: str) -> Labels:
         """The labels of the input side, without that of samples."""
         layout = self.layouts[name]
-        lone = self.per.labels[self.weighted.site.index, name]
-        return tuple(a for a in layout.x or () if a != lone and a in layout.w)
+        sample = self.per.labels[self.weighted.site.index, name]
+        return tuple(a for a in layout.x or () if a != sample and a in layout.w)
 
-    def of_output(self, names: dict[str, Any]) -> Spec:
+    def of_output(self, names: Names) -> Spec:
         """The partition spec of the output without batch axis: by its labels, or as states of its shape."""
         at, shape = self.per.executor.sharding, self.weighted.site.shape
         spec: Spec = (None,) * len(shape)
@@ -206,10 +207,10 @@ class Use:
         return tuple(s for a, s in enumerate(spec) if a != self._axis)
 
     @property
-    def names(self) -> dict[str, Any]:
+    def names(self) -> Names:
         """The mesh axes of each label, from the partition specs of the weights."""
-        found: dict[str, Any] = {}
-        at, number = self.per.executor.sharding, [v for e in self.per.info.fixed for v in e.invars]
+        found: Names = {}
+        at, number = self.per.executor.sharding, self.per.info.fixed_invars
         if at is None:
             return found
         for name, (inputs, _, _) in self._weights.found.items():
@@ -219,46 +220,31 @@ class Use:
                 found.update(at.labels(spec, shape, self.layouts[name]))
         return found
 
-    def input(self, name: str, inputs: list[Any]) -> Any:
-        """The input side of a weight at one step: (samples, *labels)."""
-        layout, count = self.layouts[name], self.per.samples.count
-        dtype = self.weighted.site.output.aval.dtype
-        factor = layout.factor(inputs)
+    def input(self, name: str, inputs: Sequence[Array]) -> Float[Array, "samples ..."]:
+        """The input side of a weight at one step."""
+        count, dtype = self.per.samples.count, self.weighted.site.output.aval.dtype
+        factor = floating_factor(self.layouts[name], inputs, dtype)
         if factor is None:
             return jnp.ones((count,), dtype)
-        x, have = factor
-        x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
-        lone = self.per.labels[self.weighted.site.index, name]
-        if lone in have:
-            x = jnp.moveaxis(x, have.index(lone), 0)
-        return jnp.broadcast_to(x if lone in have else x[None], (count, *x.shape[lone in have :]))
+        sample = self.per.labels[self.weighted.site.index, name] or "no sample"
+        x = align(*factor, (sample, *self.input_labels(name)))
+        return jnp.broadcast_to(x, (count, *x.shape[1:]))
 
-    def by_sample(self, rows: Any) -> Any:
-        """Rows of arrays like the output, (rows, *y), with samples first: (samples, rows, *rest)."""
+    def by_sample(self, rows: Float[Array, "rows ..."]) -> Float[Array, "samples rows ..."]:
+        """Move the batch axis of rows of arrays like the output to the front."""
         return rows[None] if self._axis is None else jnp.moveaxis(rows, 1 + self._axis, 0)
 
-    def from_samples(self, array: Any) -> Any:
-        """(samples, *rest) as an array like the output."""
+    def from_samples(self, array: Float[Array, "samples ..."]) -> Array:
+        """Move the batch axis of an array like the output back to its place."""
         return array[0] if self._axis is None else jnp.moveaxis(array, 0, self._axis)
 
-    def weight(self, name: str, u: Any, dy: Any, inputs: list[Any]) -> Any:
+    def weight(self, name: str, u: Array, dy: Array, inputs: Sequence[Array]) -> Array:
         """`u (x) dy`, summed over samples, with the labels of the weight."""
         layout = self.layouts[name]
-        lone = self.per.labels[self.weighted.site.index, name]
-        have = self.input_labels(name)
-        u, have = (u[0], have) if lone is None else (u, (lone, *have))
+        sample, have = self.per.labels[self.weighted.site.index, name], self.input_labels(name)
+        u, have = (u[0], have) if sample is None else (u, (sample, *have))
         return product([(u, have), (layout.view_y(dy, inputs), layout.y)], layout.w)
 
 
-def _norm(arrays: list[Any]) -> Any:
-    """The norm of all arrays of each sample together; samples are the first axis."""
-    squares = [jnp.sum(jnp.abs(a) ** 2, axis=tuple(range(1, a.ndim))) for a in arrays]
-    return jnp.sqrt(sum(squares[1:], squares[0]))
-
-
-def _times(of_samples: Any, array: Any) -> Any:
-    return of_samples.astype(_real(array)).reshape(-1, *[1] * (array.ndim - 1)) * array
-
-
-def _real(array: Any) -> Any:
+def _real(array: Array) -> DTypeLike:
     return jnp.finfo(array.dtype).dtype

@@ -1,21 +1,20 @@
-"""Rules that keep averages of what comes in and of what goes out, without any Jacobian of the recurrence.
+"""Rules that keep running averages of inputs and instant terms, without any Jacobian of the recurrence.
 
     x'[t] = leak x'[t-1] + x[t]                    p[t] = sum_{s<t} before^(t-s) J[s]
     gradient = sum_t g[t] (after x'[t] J[t] + ahead x[t] p[t])
 
-OTTT has the first product alone; S-TLLR adds the last, in which an input meets what went out before it. Where
-a group is read by another, OTPE's approximation estimates what became of a layer's weights one layer on: it
-has `sum_{s<=t} out^(t-s) x'[s]` for `x'`, and for `J` its mean with these weights. A bias is a weight on a
-constant input of one.
+OTTT has the first product alone. S-TLLR adds the second, of an input and the outputs before it. If another
+group reads a group, OTPE's approximation takes `sum_{s<=t} out^(t-s) x'[s]` for `x'`, and for `J` its mean
+with these weights. A bias is a weight on a constant input of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
@@ -24,6 +23,7 @@ from .._executor.slots import Slot
 from .._executor.trace_math import add_up, promoted, states
 from .._executor.trace_recursion import Recursion
 from .._executor.window import Signals
+from .._types import DTypeLike
 from .es_d_rtrl import factor_of, input_of
 from .rule import Gradients, TraceRule, Values, add_to, kind_of
 from .signal import PROPAGATED, Signal
@@ -33,7 +33,7 @@ from .signal import PROPAGATED, Signal
 class Presynaptic(TraceRule):
     """Averages of inputs (decay `leak`) and of both sides one layer on (decay `out`), as above.
 
-    Where the recursion has readings of a group, `J` is that of what is read; elsewhere `out` is zero.
+    Where the recursion has readings of a group, `J` is that of the readings; elsewhere `out` is zero.
     """
 
     leak: float
@@ -44,7 +44,7 @@ class Presynaptic(TraceRule):
     recursion: Recursion | None = None
     signal: Signal = PROPAGATED
     called: str = "OTTT"
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
     def kind(self, windows: bool) -> RuleKind:
         averages = (self.leak, self.out)
@@ -54,7 +54,7 @@ class Presynaptic(TraceRule):
         values: Values = {}
         for slot in slots:
             key, weight = _key(slot), local.weights[slot.relation.site.index][slot.name]
-            now, J = input_of(slot, local), jnp.stack(_instant(slot, local))
+            now, J = input_of(slot, local), _instant(slot, local)
             if now is None:
                 real = jnp.finfo(J.dtype).dtype
                 values[f"{key}:x"] = jnp.zeros(slot.group.varshape[:1], real)  # of each sample
@@ -88,7 +88,7 @@ class Presynaptic(TraceRule):
     def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         result: Values = {}
         for slot in slots:
-            key, J = _key(slot), jnp.stack(_instant(slot, local))
+            key, J = _key(slot), _instant(slot, local)
             f, j, p = (f"{key}:{name}->{slot.group.index}" for name in "fjp")
             now, old = input_of(slot, local), values[f"{key}:x"]
             now = jnp.ones_like(old) if now is None else now
@@ -113,9 +113,9 @@ class Presynaptic(TraceRule):
             weighed = g * self.after
             if self.out and slot.group.filtered:
                 average, weight = values[f"{key}:z"], values[_weight(slot)]
-                f = f / _beside(jnp.where(weight == 0, jnp.ones_like(weight), weight), f)
+                f = f / _per_sample(jnp.where(weight == 0, jnp.ones_like(weight), weight), f)
             if slot.layout.x is None:
-                weighed = weighed * _beside(average, g)
+                weighed = weighed * _per_sample(average, g)
             dy = slot.to_y(slot.pair(states(weighed, 0), states(f, 0)))
             factor = None if slot.layout.x is None else factor_of(slot, average, inputs)
             add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, w))
@@ -125,7 +125,7 @@ class Presynaptic(TraceRule):
                 add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, w))
         return grads
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Bool[Array, " samples"]) -> Values:
         result: Values = {}
         for slot in slots:
             key = _key(slot)
@@ -140,8 +140,8 @@ class Presynaptic(TraceRule):
         return result
 
 
-def _instant(slot: Slot, local: Local) -> Any:
-    return local.J[slot.relation.site.index, slot.group.index]
+def _instant(slot: Slot, local: Local) -> Float[Array, "state ..."]:
+    return jnp.stack(local.J[slot.relation.site.index, slot.group.index])
 
 
 def _weight(slot: Slot) -> str:
@@ -149,11 +149,10 @@ def _weight(slot: Slot) -> str:
     return f"weight->{slot.group.index}"
 
 
-def _beside(of_samples: Any, states: Any) -> Any:
-    """Numbers of samples, to multiply (states, *units) with."""
-    return of_samples.reshape(1, *of_samples.shape, *[1] * (states.ndim - 1 - of_samples.ndim)).astype(
-        states.dtype
-    )
+def _per_sample(of_samples: Array, states: Float[Array, "state ..."]) -> Float[Array, "1 ..."]:
+    """One factor for each sample, to multiply states with."""
+    more = [1] * (states.ndim - 1 - of_samples.ndim)
+    return of_samples.reshape(1, *of_samples.shape, *more).astype(states.dtype)
 
 
 def _key(slot: Slot) -> str:

@@ -7,11 +7,13 @@ All are approximate, unless the report on a model says otherwise. The learners o
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .._executor.trace_recursion import Leak, Own, Recursion
+from .._types import ArrayLike, DTypeLike, NumPyArray
 from .bounds import Clipped
 from .d_rtrl import D_RTRL
 from .es_d_rtrl import ES_D_RTRL
@@ -24,9 +26,9 @@ def EProp(
     feedback: str = "symmetric",
     kappa_filter_decay: float | None = None,
     *,
-    key: Any = None,
+    key: ArrayLike | None = None,
     feedback_decay: float = 0.0,
-    trace_dtype: Any = None,
+    trace_dtype: DTypeLike | None = None,
 ) -> Rule:
     """e-prop: D-RTRL's traces of the units' outputs, filtered, times a broadcast signal.
 
@@ -51,9 +53,9 @@ def RFLO(
     leak: float | None = None,
     feedback: str = "random",
     *,
-    key: Any = None,
+    key: ArrayLike | None = None,
     feedback_decay: float = 0.0,
-    trace_dtype: Any = None,
+    trace_dtype: DTypeLike | None = None,
 ) -> Rule:
     """Random feedback local online learning: traces that leak, and random feedback.
 
@@ -69,25 +71,31 @@ def RFLO(
     return D_RTRL(trace_dtype, recursion=recursion, signal=signal, called="RFLO")
 
 
-def OSTLRecurrent(*, trace_dtype: Any = None) -> Rule:
+def OSTLRecurrent(*, trace_dtype: DTypeLike | None = None) -> Rule:
     """OSTL of recurrent layers: traces that decay by each unit's own Jacobian, recurrent weights included."""
     return D_RTRL(trace_dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
 
 
-def OSTLFeedforward(decay_or_rank: Any = None, *, trace_dtype: Any = None) -> Rule:
+def OSTLFeedforward(
+    decay_or_rank: float | tuple[float, float] | None = None, *, trace_dtype: DTypeLike | None = None
+) -> Rule:
     """OSTL without the recurrent part: D-RTRL or, with `decay_or_rank`, ES-D-RTRL."""
     if decay_or_rank is None:
         return D_RTRL(trace_dtype, called="OSTLFeedforward")
     return ES_D_RTRL(decay_or_rank, trace_dtype, called="OSTLFeedforward")
 
 
-def OTTT(leak: float, *, trace_dtype: Any = None) -> Rule:
+def OTTT(leak: float, *, trace_dtype: DTypeLike | None = None) -> Rule:
     """Online training through time: a leaky sum of the inputs, with the `leak` of the units."""
     return Presynaptic(as_leak("leak", leak), called="OTTT", dtype=trace_dtype)
 
 
 def OTPE(
-    leak: float, mode: str = "full", *, trace_clip_abs: float | None = None, trace_dtype: Any = None
+    leak: float,
+    mode: str = "full",
+    *,
+    trace_clip_abs: float | None = None,
+    trace_dtype: DTypeLike | None = None,
 ) -> Rule:
     """Online training with postsynaptic estimates: the trace, followed into the next layer.
 
@@ -108,7 +116,11 @@ def OTPE(
 
 
 def OSTTP(
-    B_list: Any = None, *, num_targets: int | None = None, key: Any = None, trace_dtype: Any = None
+    B_list: Sequence[ArrayLike] | None = None,
+    *,
+    num_targets: int | None = None,
+    key: ArrayLike | None = None,
+    trace_dtype: DTypeLike | None = None,
 ) -> Rule:
     """OSTTP: the traces of OSTL, and a random projection of the `target` as learning signal.
 
@@ -131,7 +143,7 @@ def S_TLLR(
     alpha_post: float = 1.0,
     alpha_pre: float = 1.0,
     *,
-    trace_dtype: Any = None,
+    trace_dtype: DTypeLike | None = None,
 ) -> Rule:
     """S-TLLR: inputs before an output, and inputs after it.
 
@@ -153,7 +165,7 @@ def S_TLLR(
     )
 
 
-def ThreeFactor(*, trace_dtype: Any = None) -> Rule:
+def ThreeFactor(*, trace_dtype: DTypeLike | None = None) -> Rule:
     """Three-factor learning: the trace of D-RTRL times a `modulator` that is passed to each step."""
     return D_RTRL(trace_dtype, signal=Modulator(), called="ThreeFactor")
 
@@ -166,11 +178,11 @@ def as_leak(name: str, value: Any) -> float:
     return float(value)
 
 
-def _as_tuple(matrix: Any) -> Any:
+def _as_tuple(matrix: NumPyArray) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(a) for a in row) for row in matrix)
 
 
-def _feedback(feedback: str, key: Any, decay: float) -> Signal:
+def _feedback(feedback: str, key: ArrayLike | None, decay: float) -> Signal:
     _check("feedback", feedback, ("symmetric", "random", "adaptive"))
     if feedback == "symmetric":
         return PROPAGATED

@@ -12,12 +12,13 @@ is one product with their inputs over time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from .._compiler.exactness import RuleKind
+from .._compiler.program import Var
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of
 from .._executor.executor import ETraceGraphExecutor, Leaves
@@ -28,7 +29,10 @@ from .._executor.trace_math import promoted
 from .._executor.weight_gradients import in_front
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
+from .._types import Array, Aval
 from .rule import Rule, Values
+
+Rows = Float[Array, "samples rows n"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,8 @@ class RTRL(Rule):
         """The partition specs: samples as the states', parameters as these."""
         per, at = _per_sample(executor), executor.sharding
         assert at is not None
-        lead = per.lead
         return {
-            name: (lead, None, *(at.of_leaf(i) or [None] * aval.ndim))
+            name: (per.lead, None, *(at.of_leaf(i) or [None] * aval.ndim))
             for i, (name, aval) in _names(per).items()
         }
 
@@ -63,10 +66,7 @@ class RTRL(Rule):
         per = _per_sample(executor)
         if window.keep is not None:  # reset states do not depend on the state before
             values = self.forget(executor, values, ~window.keep[0])
-        every = jnp.broadcast_to(
-            jnp.eye(per.state_size, dtype=per.dtype), (per.samples.count, *[per.state_size] * 2)
-        )
-        H, added = per.pull(window, every, in_front)
+        H, added = per.pull(window, per.unit_rows, in_front)
         carried = self._carry(executor, H, values)
         return {
             name: (carried[name] + added[i]).astype(values[name].dtype)
@@ -82,7 +82,7 @@ class RTRL(Rule):
                 found[i] = per.summed(i, each[name].astype(aval.dtype), 1)
         return found
 
-    def _carry(self, executor: ETraceGraphExecutor, rows: Any, values: Values) -> Values:
+    def _carry(self, executor: ETraceGraphExecutor, rows: Rows, values: Values) -> Values:
         """`rows @ P` for each sample, on each device for its own shard."""
         at = executor.sharding
         if at is None or mesh_of(*values.values()) is None:
@@ -94,21 +94,18 @@ class RTRL(Rule):
         mapped = per_device(part, at.mesh, [(lead, None, None), *specs], specs)
         return dict(zip(keys, mapped(rows, *values.values()), strict=True))
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
         per = _per_sample(executor)
 
-        def of(v: Any) -> Any:
+        def of(v: Var) -> Array:
             """Nonzero where a state is reset, in its real and imaginary part."""
             parts = 1 + 1j if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
             none, all_ = (jnp.full(v.aval.shape, a, v.aval.dtype) for a in (0, parts))
             return where_rows(rows, all_, none) if v.aval.shape[:1] == rows.shape else none
 
-        def kept(values: Any) -> Any:
-            leaves = [of(v) if v.inexact else None for e in per.info.carried for v in e.invars]
-            gone = per.vectors(leaves, dual=False) != 0
-            return jnp.where(gone.reshape(*gone.shape, *[1] * (values.ndim - 2)), 0, values)
-
-        return {k: kept(p) for k, p in values.items()}
+        leaves = [of(v) if v.inexact else None for v in per.info.carried_invars]
+        gone = per.vectors(leaves, dual=False) != 0
+        return {k: jnp.where(gone.reshape(*gone.shape, *[1] * (p.ndim - 2)), 0, p) for k, p in values.items()}
 
 
 def _per_sample(executor: ETraceGraphExecutor) -> PerSample:
@@ -122,13 +119,13 @@ def _per_sample(executor: ETraceGraphExecutor) -> PerSample:
     return executor.per_sample[RTRL]  # type: ignore[no-any-return]
 
 
-def _names(per: PerSample) -> dict[int, tuple[str, Any]]:
+def _names(per: PerSample) -> dict[int, tuple[str, Aval]]:
     """The name and type of each parameter leaf that affects carried states, by leaf index."""
     leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
     return {n: (f"{name_of(e.path)}:{i}", aval) for n in per.acting for e, i, aval in [leaves[n]]}
 
 
-def _carry(rows: Any, values: Values) -> Values:
+def _carry(rows: Rows, values: Values) -> Values:
     """`rows @ P` for each sample, where zero rows of `P` give zero even if the slopes are infinite."""
 
     def cleared() -> Values:
@@ -141,7 +138,8 @@ def _carry(rows: Any, values: Values) -> Values:
     return {k: _product(given[k], p) for k, p in values.items()}
 
 
-def _product(rows: Any, kept: Any) -> Any:
+def _product(rows: Rows, kept: Float[Array, "samples n ..."]) -> Float[Array, "samples rows ..."]:
     if jnp.iscomplexobj(kept):  # rows are real numbers
         return jax.lax.complex(_product(rows, kept.real), _product(rows, kept.imag))
-    return jnp.einsum("bqn,bn...->bq...", *promoted(rows, kept))
+    found: Array = jnp.einsum("bqn,bn...->bq...", *promoted(rows, kept))
+    return found

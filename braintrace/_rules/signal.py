@@ -7,26 +7,32 @@ the weights of a readout with memory, because errors reach its units directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from .._compiler.errors import NotSupportedError
-from .._compiler.evaluation import View, evaluate
 from .._compiler.groups import HiddenGroup
-from .._compiler.samples import Samples
-from .._compiler.slices import plain_site
+from .._compiler.leaky_readouts import find_readouts
+from .._compiler.program import Atom, Var, zeros
+from .._compiler.samples import Samples, find_samples
+from .._compiler.slices import values_of
+from .._executor.effective_weights import known_params
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.jacobian import Known
+from .._executor.group_readings import find_readings
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
+from .._executor.trace_math import States
 from .._executor.window import Signals
+from .._types import Array, ArrayLike, Aval, DTypeLike, Options, PyTree, Shape
 
-Values = dict[str, Any]
+Values = dict[str, Array]
+Matrix = Float[Array, "entries units"]
 Key = tuple[int, ...]
 
 
@@ -47,7 +53,7 @@ class BackPropagated:
         """The initial values of its arrays, which a reset keeps."""
         return {}
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
         """The partition specs of its arrays, given `executor.sharding`."""
         return {}
 
@@ -57,22 +63,25 @@ class BackPropagated:
         """The arrays of the signal, adapted to these parameters."""
         return values
 
-    def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
+    def at_end(self, executor: ETraceGraphExecutor, given: Options, hidden: Leaves) -> Leaves | None:
         """An estimate of dL/dh of losses after a window, by hidden state; None if it has none."""
         return None
 
-    def named(self, given: Values) -> Values:
+    def named(self, given: Options) -> Options:
         """The inputs of a call by their names in `takes`; unknown names are kept."""
         return {self.spellings.get(k, k): v for k, v in given.items()}
 
-    def masked(self, values: Values, mask: Any) -> Values:
+    def masked(self, values: Options, mask: Array) -> Options:
         """The inputs of a step times the mask of its loss, which is a scalar or (batch,)."""
         return {k: _weighed(v, mask) if self.moves and k in self.takes else v for k, v in values.items()}
 
-    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
         """The signal of a step by group, at its readings if broadcast, else at its states; None for dL/dh."""
         return None
 
+
+# a signal by group: one array, or one for each reading if it is broadcast; None for dL/dh
+Made = dict[int, Any] | None
 
 Signal = BackPropagated  # the type of any signal
 PROPAGATED = BackPropagated()
@@ -85,7 +94,7 @@ class Broadcast(BackPropagated):
     is_broadcast: ClassVar[bool] = True
     in_windows: ClassVar[bool] = False
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
         return _columns(executor, shapes)
 
 
@@ -106,9 +115,8 @@ class Feedback(Broadcast):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         _check_readings(executor)
-        samples = executor.samples
         values = {}
-        for k, i, o, size, width, dtype in _places(executor, samples):
+        for k, i, o, size, width, dtype in _places(executor):
             key = _folded(self.key, k, i, o)
             B = jax.random.normal(key, (size, width), jnp.finfo(dtype).dtype) / np.sqrt(size)
             values[f"feedback:{o}->{k}.{i}"] = B.astype(dtype)
@@ -131,10 +139,10 @@ class Feedback(Broadcast):
             result[f"readout:{name}"] = now
         return {**result, "readout:seen": jnp.ones((), bool)}
 
-    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
-        samples = executor.samples
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
+        samples = find_samples(executor.info)
         errors = {o: _rows(d, samples) for o, d in enumerate(d_outs)}
-        return _projected(executor, samples, values, errors)
+        return _projected(executor, values, errors)
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,8 @@ class TargetProjection(Broadcast):
 
     size: int = 1  # length of the target
     key: Key = (0, 0)
-    matrices: Any = None  # a tuple of nested tuples, because rules are compared by value
+    # nested tuples for each group, because rules are compared by value
+    matrices: tuple[tuple[tuple[float, ...], ...], ...] | None = None
     takes: ClassVar[tuple[str, ...]] = ("target",)
     spellings: ClassVar[dict[str, str]] = {"y_target": "target"}
     comes_last: ClassVar[bool] = True
@@ -154,7 +163,7 @@ class TargetProjection(Broadcast):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         _check_readings(executor)
-        samples = executor.samples
+        samples = find_samples(executor.info)
         if self.matrices is not None and len(self.matrices) != len(executor.graph.hidden_groups):
             raise ValueError(
                 f"There are {len(self.matrices)} feedback matrices, and {len(executor.graph.hidden_groups)} "
@@ -163,7 +172,7 @@ class TargetProjection(Broadcast):
         values = {}
         for group in _broadcast_to(executor):
             k, width = group.index, _width(group.varshape, samples)
-            for i, _ in enumerate(executor.readings[k]):
+            for i, _ in enumerate(find_readings(executor.graph)[k]):
                 if self.matrices is None:
                     B = jax.random.normal(_folded(self.key, k, i, 0), (self.size, width)) / np.sqrt(self.size)
                 else:
@@ -176,9 +185,9 @@ class TargetProjection(Broadcast):
                 values[f"feedback:0->{k}.{i}"] = B.astype(group.dtype)
         return values
 
-    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
         rows = jnp.asarray(given["target"]).reshape(-1, _values_of(values, "feedback:")[0].shape[0])
-        return _projected(executor, executor.samples, values, {0: rows})
+        return _projected(executor, values, {0: rows})
 
 
 @dataclass(frozen=True)
@@ -192,7 +201,7 @@ class Modulator(BackPropagated):
     in_windows: ClassVar[bool] = False
     words: ClassVar[str] = "a modulator"
 
-    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: dict[str, Any]) -> Any:
+    def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
         return {
             g.index: _at_states(jnp.asarray(given["modulator"]), g.varshape, g.num_state, g.dtype)
             for g in executor.graph.hidden_groups
@@ -207,12 +216,12 @@ class Bootstrapped(BackPropagated):
     input of the call.
     """
 
-    net: Callable[[Any, dict[int, Any]], dict[int, Any]]
+    net: Callable[[PyTree, dict[int, Array]], dict[int, Array]]
     takes: ClassVar[tuple[str, ...]] = ("synthesizer",)
     moves: ClassVar[bool] = False
     words: ClassVar[str] = "a bootstrapped signal"
 
-    def at_end(self, executor: ETraceGraphExecutor, given: Values, hidden: Leaves) -> Leaves | None:
+    def at_end(self, executor: ETraceGraphExecutor, given: Options, hidden: Leaves) -> Leaves | None:
         by_var = {h.outvar: a for h, a in zip(executor.info.hidden, hidden, strict=True)}
         groups = executor.graph.hidden_groups
         if any(h.split for g in groups for h in g.hidden):
@@ -229,17 +238,17 @@ def joined(
     executor: ETraceGraphExecutor,
     values: Values,
     back: Signals,
-    at_readings: dict[int, list[Any]],
+    at_readings: dict[int, list[Array]],
     d_outs: Leaves,
-    slopes: dict[int, Any],
-    given: dict[str, Any],
+    slopes: Mapping[int, Sequence[States]],
+    given: Options,
 ) -> Signals:
     """The signals of one step by group, (S, *varshape); for filtered groups, at the filter states alone."""
     made = signal.of(executor, values, d_outs, given)
     result: Signals = {}
     for k, g in back.items():
         of_states, of_readings = g, at_readings.get(k, [])
-        if made is not None and signal.is_broadcast and k not in executor.readouts:
+        if made is not None and signal.is_broadcast and k not in find_readouts(executor.graph):
             of_readings = [a.astype(g.dtype) for a in made[k]]
             weighed = [
                 jnp.stack([s * a for s in each]) for each, a in zip(slopes[k], of_readings, strict=True)
@@ -255,9 +264,9 @@ def joined(
     return result
 
 
-def _weighed(value: Any, mask: Any) -> Any:
+def _weighed(given: ArrayLike, mask: Array) -> Array:
     """Multiply a value, with or without a batch axis, by the mask; zero where the mask is, even if NaN."""
-    value = jnp.asarray(value)
+    value = jnp.asarray(given)
     value = value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(mask.dtype)
     if mask.ndim and value.shape[:1] != mask.shape:
         value = jnp.broadcast_to(value[None], (*mask.shape, *value.shape))
@@ -269,21 +278,21 @@ def _weighed(value: Any, mask: Any) -> Any:
 
 
 def _check_readings(executor: ETraceGraphExecutor) -> None:
-    if jax.tree.leaves([executor.readings]) and not any(executor.readings.values()):
+    if jax.tree.leaves([find_readings(executor.graph)]) and not any(find_readings(executor.graph).values()):
         raise NotSupportedError(
             "A signal cannot be broadcast: neither an output nor another state reads any hidden state. "
             "Return what is read of them from the model's `update`."
         )
 
 
-def _folded(key: Key, *numbers: int) -> Any:
+def _folded(key: Key, *numbers: int) -> Array:
     found = jnp.asarray(key, jnp.uint32)
     for n in numbers:
         found = jax.random.fold_in(found, n)
     return found
 
 
-def as_key(key: Any) -> Key:
+def as_key(key: ArrayLike | None) -> Key:
     """A random key as a tuple of integers, which can be compared."""
     if key is None:
         return (0, 0)
@@ -294,62 +303,64 @@ def as_key(key: Any) -> Key:
 
 def _broadcast_to(executor: ETraceGraphExecutor) -> list[HiddenGroup]:
     """The groups to which errors are broadcast: all but readouts with memory."""
-    return [g for g in executor.graph.hidden_groups if g.index not in executor.readouts]
+    return [g for g in executor.graph.hidden_groups if g.index not in find_readouts(executor.graph)]
 
 
-def _places(executor: ETraceGraphExecutor, samples: Samples) -> Any:
+def _places(executor: ETraceGraphExecutor) -> Iterator[tuple[int, int, int, int, int, DTypeLike]]:
     """For each matrix: group, reading, output, and the sizes of output and group per sample."""
     outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
+    samples = find_samples(executor.info)
     for group in _broadcast_to(executor):
-        for i, _ in enumerate(executor.readings[group.index]):
+        for i, _ in enumerate(find_readings(executor.graph)[group.index]):
             for o, aval in enumerate(outs):
                 size, width = _width(aval.shape, samples), _width(group.varshape, samples)
                 yield group.index, i, o, size, width, group.dtype
 
 
-def _has_samples(shape: tuple[int, ...], samples: Samples) -> bool:
+def _has_samples(shape: Shape, samples: Samples) -> bool:
     axis = samples.axis
     return axis is not None and not samples.mixed and len(shape) > axis and shape[axis] == samples.count
 
 
-def _width(shape: tuple[int, ...], samples: Samples) -> int:
+def _width(shape: Shape, samples: Samples) -> int:
     return int(np.prod(shape, dtype=int)) // (samples.count if _has_samples(shape, samples) else 1)
 
 
-def _rows(array: Any, samples: Samples) -> Any:
-    """Flatten to (samples, entries), with one row if there is no batch axis."""
+def _rows(array: Array, samples: Samples) -> Float[Array, "samples entries"]:
+    """Flatten all but the batch axis; one row if there is none."""
     if _has_samples(array.shape, samples):
         array = jnp.moveaxis(array, samples.axis or 0, 0)
         return array.reshape(samples.count, -1)
     return array.reshape(1, -1)
 
 
-def _values_of(values: Values, prefix: str) -> list[Any]:
+def _values_of(values: Values, prefix: str) -> list[Array]:
     return [v for k, v in values.items() if k.startswith(prefix)]
 
 
-def _columns(executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+def _columns(executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
     """Partition specs of matrices from outputs to units: columns as the units, if these are one axis."""
-    at, samples = executor.sharding, executor.samples
+    at, samples = executor.sharding, find_samples(executor.info)
     assert at is not None
     found: dict[str, Spec] = {}
     for group in executor.graph.hidden_groups:
         axes = [a for a in range(len(group.varshape)) if a != samples.axis]
         column = at.of_group(group)[axes[0]] if len(axes) == 1 else None
-        names = (f"->{group.index}.{i}" for i, _ in enumerate(executor.readings[group.index]))
+        names = (f"->{group.index}.{i}" for i, _ in enumerate(find_readings(executor.graph)[group.index]))
         found |= {k: (None, column) for name in names for k in shapes if k.endswith(name) and ":" in k}
     return {k: spec for k, spec in found.items() if len(shapes[k].shape) == 2}
 
 
 def _projected(
-    executor: ETraceGraphExecutor, samples: Samples, values: Values, errors: dict[int, Any]
-) -> dict[int, list[Any]]:
-    """Project errors, (samples or 1, entries), to the readings of each group."""
+    executor: ETraceGraphExecutor, values: Values, errors: dict[int, Float[Array, "samples entries"]]
+) -> dict[int, list[Array]]:
+    """Project errors, of each sample or of all, to the readings of each group."""
+    samples = find_samples(executor.info)
     found = {}
     for group in _broadcast_to(executor):
         k, shape = group.index, group.varshape
         each = []
-        for i, _ in enumerate(executor.readings[k]):
+        for i, _ in enumerate(find_readings(executor.graph)[k]):
             terms = [
                 jnp.matmul(e.astype(B.dtype), B, precision="highest")
                 for o, e in errors.items()
@@ -360,8 +371,8 @@ def _projected(
     return found
 
 
-def _units(rows: Any, shape: tuple[int, ...], samples: Samples) -> Any:
-    """Reshape (samples, units) to the shape of a group."""
+def _units(rows: Float[Array, "samples units"], shape: Shape, samples: Samples) -> Array:
+    """Reshape rows of units to the shape of a group."""
     if not _has_samples(shape, samples):
         return jnp.sum(rows, 0).reshape(shape) if rows.shape[0] > 1 else rows.reshape(shape)
     axis = samples.axis or 0
@@ -370,8 +381,8 @@ def _units(rows: Any, shape: tuple[int, ...], samples: Samples) -> Any:
     return jnp.moveaxis(rows.reshape(samples.count, *rest), 0, axis)
 
 
-def _at_states(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
-    """Broadcast a modulator to (S, *varshape)."""
+def _at_states(m: Array, shape: Shape, num: int, dtype: DTypeLike) -> Float[Array, "state ..."]:
+    """Broadcast a modulator to the states of a group."""
     m = m.astype(dtype)
     full = (num, *shape)
     if m.shape == (*shape, num) and (m.shape != shape):
@@ -386,38 +397,22 @@ def _at_states(m: Any, shape: tuple[int, ...], num: int, dtype: Any) -> Any:
     )
 
 
-def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> dict[str, Any]:
+def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> dict[str, Matrix]:
     """The derivative of each output in each reading, per sample, at zero inputs and states."""
-    info, samples = executor.info, executor.samples
-    zeros = lambda variables: {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables}
-    known = {**zeros(info.arg_invars), **zeros(v for e in info.carried for v in e.invars)}
-    known.update(executor.known_params(params, consts))
+    info, samples = executor.info, find_samples(executor.info)
+    known = {v: zeros(v) for v in (*info.arg_invars, *info.carried_invars)}
+    known.update(known_params(info, params, consts))
     atoms = [a for a in info.out_atoms if is_inexact(a.aval)]
+    of_first = lambda array: _rows(array, samples)[0]
     found = {}
     for group in _broadcast_to(executor):
-        for i, v in enumerate(executor.readings[group.index]):
+        for i, v in enumerate(find_readings(executor.graph)[group.index]):
+            for o, atom in enumerate(atoms):
 
-            def outs(read: Any, v: Any = v) -> list[Any]:
-                view = View(known=Known(known, set(), {v: read}), at_site=lambda site, world: plain_site)
-                return evaluate(info.program, [(a, None) for a in atoms], view)
+                def out(read: Array, v: Var = v, atom: Atom = atom) -> Array:
+                    return of_first(values_of(info.program, [atom], {**known, v: read})[0])
 
-            values, pull = jax.vjp(outs, jnp.zeros(v.aval.shape, v.aval.dtype))
-            for o, value in enumerate(values):
-                size = _width(value.shape, samples)
-                eye = jnp.eye(size, dtype=value.dtype)
-                one = jax.vmap(lambda row, value=value: _in_first(row, value, samples))(eye)
-
-                def back(d: Any, o: int = o, values: Any = values, pull: Any = pull) -> Any:
-                    given = [d if n == o else jnp.zeros_like(a) for n, a in enumerate(values)]
-                    return _rows(pull(given)[0], samples)[0]
-
-                found[f"{o}->{group.index}.{i}"] = jax.vmap(back)(one).astype(group.dtype)
+                row, pull = jax.vjp(out, zeros(v))
+                (pulled,) = jax.vmap(pull)(jnp.eye(row.size, dtype=row.dtype))
+                found[f"{o}->{group.index}.{i}"] = jax.vmap(of_first)(pulled).astype(group.dtype)
     return found
-
-
-def _in_first(row: Any, like: Any, samples: Samples) -> Any:
-    """An array shaped as `like`, with the entries `row` at the first sample and zeros elsewhere."""
-    if not _has_samples(like.shape, samples):
-        return row.reshape(like.shape)
-    rows = jnp.zeros((samples.count, row.size), like.dtype).at[0].set(row)
-    return _units(rows, like.shape, samples)

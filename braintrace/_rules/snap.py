@@ -2,41 +2,48 @@
 
     P[t] = M * (H[t] P[t-1] + dh[t]/dw)        gradient = within the window + dL/dh[start] P[start]
 
-with `H` = dh[t]/dh[t-1] along all paths, and `M` one where a number of a parameter reaches a carried number
+with `H` = dh[t]/dh[t-1] along all paths, and `M` one where an element of a parameter reaches a state variable
 in at most `n` steps. The pattern `M` comes from the structure of the step: sparse and grouped products,
-convolutions, layers; a dense recurrence reaches everything in two steps, and `P` is then that of RTRL.
+convolutions, layers. A dense recurrence reaches everything in two steps, and `P` is then that of RTRL.
 
-Numbers of parameters that reach the same carried numbers make a block; blocks of about one size are advanced
-as one batch of products. `dh/dw` has few numbers in each column, so that several rows are pulled back as one:
-rows that no parameter reaches together have one colour, and likewise for `H`.
+Parameter elements that reach the same state variables make a set; sets of about one size make a block, which
+is advanced as one batch of products. `H` and `dh/dw` are compressed Jacobians: state variables that no
+element reaches together have one colour, and are pulled back together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.influence_pattern import Reached, find_reached
-from .._compiler.links import Array
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.per_sample import PerSample
+from .._executor.jacobian import earlier
+from .._executor.per_sample import PerSample, real_parts
 from .._executor.sharding import Spec, names_of
 from .._executor.trace_math import promoted
 from .._executor.weight_gradients import row_axis
-from .._executor.window import Window, where_rows
+from .._executor.window import Window
 from .._meshes import mesh_of, per_device
+from .._types import Array, NumPyArray
 from .projection import finite
 from .rank import per_sample
 from .rule import Rule, Values
 
-MOST = 16777216  # numbers that are kept, of all samples
+DType = np.dtype[Any]
+Influence = Float[Array, "samples sets state param"]
+
+MOST = 16777216  # stored entries, of all samples
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,8 @@ class SnAp(Rule):
         return found
 
     def _reached(self, per: PerSample) -> Reached:
-        numbers = sum(v.aval.size for v in per.samples.carried) // per.samples.count
-        leaves = [v for e in per.info.fixed for v in e.invars]
-        size = numbers * sum(leaves[i].aval.size for i in per.acting)
+        leaves = per.info.fixed_invars
+        size = len(set(_elements(per))) * sum(leaves[i].aval.size for i in per.acting)
         if size > _READABLE:
             raise self._too_large(f"up to {size * per.samples.count}", size * per.samples.count)
         found = find_reached(per.info, per.samples, per.acting)
@@ -94,7 +100,7 @@ class SnAp(Rule):
         return {b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), b.dtype) for b in pattern.blocks}
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
-        """Over devices: samples as the states', and sets, or numbers in them, over what parameters are."""
+        """The partition specs: samples as the states', and sets, or elements in them, as the parameters."""
         pattern, at = self._pattern(executor), executor.sharding
         assert at is not None
         lead = pattern.per.lead
@@ -107,27 +113,25 @@ class SnAp(Rule):
 
         return {k: of(a.shape) for k, a in shapes.items()}
 
-    def _advanced(self, executor: ETraceGraphExecutor, block: Block, old: Any, H: Any, terms: Any) -> Any:
-        at = executor.sharding
-        if at is None or mesh_of(old) is None:
-            return block.advanced(old, H, terms)
-        spec = self.specs(executor, {block.key: old})[block.key]
-        specs = [spec, *[(spec[0], None, None)] * 2, *block.specs(spec)]
-        part = lambda old, H, terms, *arrays: (block.part(arrays).advanced(old, H, terms),)
-        return per_device(part, at.mesh, specs, [spec])(old, H, terms, *block.arrays)[0]
-
-    def _summed(self, executor: ETraceGraphExecutor, block: Block, signal: Any, kept: Any) -> Any:
+    def _by_device(
+        self,
+        executor: ETraceGraphExecutor,
+        block: Block,
+        function: Callable[..., Array],
+        kept: Influence,
+        given: Sequence[Float[Array, "samples ..."]],
+        axes: Sequence[int] = (0, 1, 2, 3),
+    ) -> Array:
+        """`function(block, kept, *given)`, on each device for its own shard; its axes are those of `kept`."""
         at = executor.sharding
         if at is None or mesh_of(kept) is None:
-            return block.summed(signal, kept)
-        spec = self.specs(executor, {block.key: kept})[block.key]
-        lead, sets, _, places = spec
-        specs = [(lead, None), spec, *block.specs(spec)]
-        # what devices have is summed outside, with all else that is
-        part = lambda signal, kept, *arrays: (block.part(arrays).summed(signal, kept)[None],)
-        return jnp.sum(
-            per_device(part, at.mesh, specs, [(lead, sets, places)])(signal, kept, *block.arrays)[0], axis=0
-        )
+            return function(block, kept, *given)
+        spec, n = self.specs(executor, {block.key: kept})[block.key], len(given)
+        specs = [spec, *((spec[0], *[None] * (a.ndim - 1)) for a in given), *block.specs(spec)]
+        arrays, tree = jax.tree.flatten(block)
+        part = lambda kept, *rest: (function(jax.tree.unflatten(tree, rest[n:]), kept, *rest[:n]),)
+        mapped = per_device(part, at.mesh, specs, [tuple(spec[a] for a in axes)])
+        return mapped(kept, *given, *arrays)[0]  # type: ignore[no-any-return]
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         pattern = self._pattern(executor)
@@ -137,7 +141,8 @@ class SnAp(Rule):
                 values = self.forget(executor, values, ~window.keep[0])
             H, terms = pattern.jacobian(window), pattern.terms(window)
             after = {
-                b.key: self._advanced(executor, b, values[b.key], H, terms[b.dtype]) for b in pattern.blocks
+                b.key: self._by_device(executor, b, Block.advanced, values[b.key], (H, terms[b.dtype]))
+                for b in pattern.blocks
             }
             return after, ()
 
@@ -146,48 +151,46 @@ class SnAp(Rule):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
         signal = pattern.per.shard_samples(finite(pattern.per.vectors(signals, dual=True)))
-        summed = {b.key: self._summed(executor, b, signal, values[b.key]) for b in pattern.blocks}
-        found = pattern.gradients(summed)
+        summed = lambda b: self._by_device(executor, b, Block.summed, values[b.key], (signal,), (0, 1, 3))
+        found = pattern.gradients({b.key: jnp.sum(summed(b), axis=0) for b in pattern.blocks})
         return [found.get(i) for i in range(len(window.params))]
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        self._pattern(executor).per.check_rows()
-        return {k: where_rows(rows, jnp.zeros_like(a), a) for k, a in values.items()}
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
+        return self._pattern(executor).per.reset(values, rows)
 
 
-_READABLE = 2**32  # numbers of a pattern that is looked for: a bit each
+_READABLE = 2**32  # largest pattern that is computed: one bit per entry
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "places", "colours", "now"],
+    meta_fields=["key", "dtype"],
+)
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Several sets of carried numbers of one size, each with the numbers of parameters that reach it.
+    """Sets of state variables of about one size, each with the parameter elements that reach it.
 
-    Beyond the last there is a number that is always zero, which makes the sets of one size.
+    Shorter sets are filled up with the index one past the last, at which arrays are padded with zero.
     """
 
     key: str
-    dtype: Any  # of the parameters
-    rows: Array  # (sets, carried numbers)
-    places: Array  # (sets, numbers of parameters), among all of that type
-    now: Array | None  # where the step itself acts: (sets, carried numbers, numbers of parameters); None: all
-    colours: Array  # of the rows
-
-    @property
-    def arrays(self) -> list[Any]:
-        return [self.rows, self.places, self.colours, *([] if self.now is None else [self.now])]
-
-    def part(self, arrays: Sequence[Any]) -> Block:
-        """This block with its arrays replaced by a device's shards."""
-        rows, places, colours, *now = arrays
-        return replace(self, rows=rows, places=places, colours=colours, now=now[0] if now else None)
+    dtype: DType  # of the parameters
+    rows: Int[NumPyArray, "sets state"]
+    places: Int[NumPyArray, "sets param"]  # indices among all parameter elements of that type
+    colours: Int[NumPyArray, "sets state"]
+    now: Bool[NumPyArray, "sets state param"] | None  # where the step itself acts; None for everywhere
 
     def specs(self, spec: Spec) -> list[Spec]:
-        """The partition specs of `arrays`, given that of the influence, (samples, sets, carried, params)."""
+        """The partition specs of the arrays, given that of the influence."""
         _, sets, _, places = spec
         found: list[Spec] = [(sets, None), (sets, places), (sets, None), (sets, None, places)]
-        return found[: len(self.arrays)]
+        return found[: 3 if self.now is None else 4]
 
-    def advanced(self, old: Any, H: Any, terms: Any) -> Any:
+    def advanced(
+        self, old: Influence, H: Float[Array, "samples n n"], terms: Float[Array, "samples colours params"]
+    ) -> Influence:
+        """The influence after a step."""
         H = _padded(_padded(H, 1), 2)[:, self.rows[:, :, None], self.rows[:, None, :]]
         new = _padded(terms, 2)[:, self.colours[:, :, None], self.places[:, None, :]]
         if self.now is not None:
@@ -195,10 +198,11 @@ class Block:
         carried = jnp.einsum("bkrs,bksq->bkrq", *promoted(H, old))
         return (carried + new.astype(carried.dtype)).astype(old.dtype)
 
-    def summed(self, signal: Any, kept: Any) -> Any:
-        """`sum signal P` over samples and carried numbers: (sets, numbers of parameters)."""
+    def summed(self, kept: Influence, signal: Float[Array, "samples n"]) -> Float[Array, "1 sets param"]:
+        """`sum signal P` over samples and state variables; the axis in front is for partial sums."""
         along = _padded(signal, 1)[:, self.rows]
-        return jnp.einsum("bkr,bkrq->kq", *promoted(along, kept))
+        found: Array = jnp.expand_dims(jnp.einsum("bkr,bkrq->kq", *promoted(along, kept)), 0)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,29 +211,28 @@ class Pattern:
 
     per: PerSample
     blocks: list[Block]
-    offsets: dict[int, tuple[Any, int, int]]  # of each leaf: its type, where it begins and its size
-    colours: Array  # of carried numbers, of which no parameter reaches two of one colour at once
-    state_colours: Array  # of which no carried number reaches two of one colour
-    moves: Array
+    offsets: dict[int, tuple[DType, int, int]]  # of each leaf: type, first index and size
+    colours: Int[NumPyArray, " n"]  # of state variables: no parameter element reaches two of one colour
+    state_colours: Int[NumPyArray, " n"]  # no state variable reaches two of one colour
+    moves: Bool[NumPyArray, "n n"]
 
     @staticmethod
     def of(per: PerSample, reached: Reached, n: int) -> Pattern:
-        element = _elements(per)
-        leaves = [v for e in per.info.fixed for v in e.invars]
-        offsets: dict[int, tuple[Any, int, int]] = {}
-        sizes: dict[Any, int] = {}
+        element, leaves = _elements(per), per.info.fixed_invars
+        offsets: dict[int, tuple[DType, int, int]] = {}
+        sizes: dict[DType, int] = {}
         for i in reached.params:
             dtype, size = leaves[i].aval.dtype, int(leaves[i].aval.size)
             offsets[i] = (dtype, sizes.get(dtype, 0), size)
             sizes[dtype] = sizes.get(dtype, 0) + size
         after = reached.after(n)
-        now = [reached.params[i] for i in reached.params]
-        bits = np.concatenate(now) if now else np.zeros((0, 1), np.uint8)
+        bits = np.concatenate([np.zeros((0, -(-reached.labels // 8)), np.uint8), *reached.params.values()])
         first = _unpack(np.unique(bits, axis=0), reached.labels)
-        colours = _colours(first.T)[element]
-        state_colours = _colours(reached.moves)[element]
-        # a complex number is two, which go together
-        colours, state_colours = (_split_complex(c, element) for c in (colours, state_colours))
+        # the imaginary part of a complex element is a state variable of its own, with a colour of its own
+        colours, state_colours = (
+            of[element] + (of.max(initial=-1) + 1) * earlier(element)
+            for of in (_colours(first.T), _colours(reached.moves))
+        )
         blocks: list[Block] = []
         for dtype in sizes:
             mine = [i for i in reached.params if offsets[i][0] == dtype]
@@ -244,39 +247,41 @@ class Pattern:
         kept = sum(b.rows.size * b.places.shape[1] for b in self.blocks)
         return int(kept * self.per.samples.count)
 
-    def jacobian(self, window: Window) -> Any:
-        """`H`, (samples, state size, state size)."""
+    def jacobian(self, window: Window) -> Float[Array, "samples n n"]:
+        """The full Jacobian `H` of a step."""
         pulled = self.per.back(window, _rows(self.state_colours, self.per))
         found = pulled[:, self.state_colours]
         return self.per.shard_samples(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
 
-    def terms(self, window: Window) -> dict[Any, Any]:
-        """`dh/dw`, rows of one colour together: by type, (samples, colours, numbers of parameters)."""
+    def terms(self, window: Window) -> dict[DType, Float[Array, "samples colours params"]]:
+        """`dh/dw` by type of the parameters, with the rows of one colour together."""
         rows = _rows(self.colours, self.per)
         added = self.per.pull(window, rows, samples_only=True)[1]
-        parts: dict[Any, list[Any]] = {}
+        parts: dict[DType, list[Array]] = {}
         for i, (dtype, _, size) in self.offsets.items():
-            shape = (self.per.samples.count, rows.shape[1], size)
             if i in added:
                 axis = 1 + row_axis(added[i].ndim - 2)
-                flat = jnp.moveaxis(added[i], axis, 1)
-                flat = self.per.shard_samples(self.per.shard_samples(flat).reshape(*flat.shape[:2], size))
-            one = jnp.broadcast_to(flat, shape) if i in added else jnp.zeros(shape, dtype)
+                one = self.per.shard_samples(jnp.moveaxis(added[i], axis, 1))
+                one = self.per.shard_samples(one.reshape(*one.shape[:2], size))
+            else:
+                one = jnp.zeros((1, 1, 1), dtype)
+            one = jnp.broadcast_to(one, (*rows.shape[:2], size))
             parts.setdefault(dtype, []).append(self.per.shard_samples(one))
         return {dtype: self.per.shard_samples(jnp.concatenate(found, 2)) for dtype, found in parts.items()}
 
-    def gradients(self, summed: dict[str, Any]) -> dict[int, Any]:
+    def gradients(self, summed: dict[str, Float[Array, "sets param"]]) -> dict[int, Array]:
         """The gradient of each parameter leaf, from the sums of all blocks."""
+        leaves, sizes = self.per.info.fixed_invars, dict[DType, int]()
+        for dtype, start, n in self.offsets.values():
+            sizes[dtype] = start + n
         totals = {}
-        for dtype in dict.fromkeys(dtype for dtype, _, _ in self.offsets.values()):
-            mine = [b for b in self.blocks if b.dtype == dtype]
-            size = max(start + n for d, start, n in self.offsets.values() if d == dtype)
-            total = jnp.zeros((size + 1,), dtype)  # the last is of none
-            for b in mine:
-                each = self.per.replicated(summed[b.key])
-                total = total.at[b.places.ravel()].set(each.ravel().astype(dtype))
+        for dtype, size in sizes.items():
+            total = jnp.zeros((size + 1,), dtype)  # the last entry takes the padding
+            for b in self.blocks:
+                if b.dtype == dtype:
+                    each = self.per.replicated(summed[b.key])
+                    total = total.at[b.places.ravel()].set(each.ravel().astype(dtype))
             totals[dtype] = self.per.replicated(total)
-        leaves = [v for e in self.per.info.fixed for v in e.invars]
         return {
             i: self.per.replicated(totals[dtype][start : start + n].reshape(leaves[i].aval.shape))
             for i, (dtype, start, n) in self.offsets.items()
@@ -284,9 +289,15 @@ class Pattern:
 
 
 def _blocks(
-    dtype: Any, sets: Array, instant: Array, element: Array, labels: int, colours: Array, first: int
+    dtype: DType,
+    sets: NumPyArray,
+    instant: NumPyArray,
+    element: NumPyArray,
+    labels: int,
+    colours: NumPyArray,
+    first: int,
 ) -> list[Block]:
-    """The blocks of all parameters of one type; sets of about one size go together."""
+    """The blocks of all parameters of one type."""
     kinds, which = np.unique(sets, axis=0, return_inverse=True)
     has = _unpack(kinds, labels)[:, element]
     members = np.split(np.argsort(which.ravel(), kind="stable"), np.cumsum(np.bincount(which.ravel()))[:-1])
@@ -306,27 +317,26 @@ def _blocks(
         of_rows = np.append(colours, 0)[rows]
         everywhere = bool(np.all(now | (rows == len(element))[:, :, None] | (places == len(sets))[:, None]))
         key = f"pattern:{first + len(result)}:{np.dtype(dtype).name}"
-        result.append(Block(key, dtype, rows, places, None if everywhere else now, of_rows))
+        result.append(Block(key, dtype, rows, places, of_rows, None if everywhere else now))
     return result
 
 
-def _elements(per: PerSample) -> Array:
-    """The label of each carried number of a sample: a complex element is two numbers."""
-    found, first = [], 0
+def _elements(per: PerSample) -> Int[NumPyArray, " n"]:
+    """The label of each state variable of a sample: both parts of a complex element have one label."""
+    found, first = [np.zeros(0, int)], 0
     for v in per.samples.carried:
         size = v.aval.size // per.samples.count
-        parts = 2 if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
-        found += [np.arange(first, first + size)] * parts
+        found += [np.arange(first, first + size)] * real_parts(v)
         first += size
-    return np.concatenate(found) if found else np.zeros(0, int)
+    return np.concatenate(found)
 
 
-def _unpack(bits: Array, labels: int) -> Array:
+def _unpack(bits: NumPyArray, labels: int) -> NumPyArray:
     return np.unpackbits(bits, axis=-1, count=labels).astype(bool)
 
 
-def _colours(rows: Array) -> Array:
-    """A colour for each row, (rows, columns), such that no column has two rows of one colour."""
+def _colours(rows: Bool[NumPyArray, "rows columns"]) -> Int[NumPyArray, " rows"]:
+    """A colour for each row, such that no column has two rows of one colour."""
     taken = np.zeros((0, rows.shape[1]), bool)  # of each colour, the columns that it has
     found = np.zeros(len(rows), int)
     for n, row in enumerate(rows):
@@ -338,35 +348,24 @@ def _colours(rows: Array) -> Array:
     return found
 
 
-def _split_complex(colours: Array, element: Array) -> Array:
-    """Colours of real entries: the imaginary part of a complex element gets a colour of its own."""
-    seen: dict[int, int] = {}
-    count = int(colours.max(initial=-1)) + 1
-    result = np.array(colours)
-    for n, e in enumerate(element):
-        result[n] += count * seen.get(e, 0)
-        seen[e] = seen.get(e, 0) + 1
-    return result
-
-
-def _rows(colours: Array, per: PerSample) -> Any:
-    """Ones where each colour is: (samples, colours, state size)."""
+def _rows(colours: NumPyArray, per: PerSample) -> Float[Array, "samples colours n"]:
+    """Ones where each colour is."""
     count = int(colours.max(initial=0)) + 1
     rows = (np.arange(count)[:, None] == colours[None]).astype(per.dtype)
     return jnp.broadcast_to(jnp.asarray(rows), (per.samples.count, *rows.shape))
 
 
-def _same_length(arrays: Sequence[Array], fill: int) -> Array:
+def _same_length(arrays: Sequence[NumPyArray], fill: int) -> NumPyArray:
     most = max(map(len, arrays))
     return np.stack([np.concatenate([a, np.full(most - len(a), fill, a.dtype)]) for a in arrays])
 
 
 def _about(size: int) -> int:
-    """The size, rounded up to one of few, two between a power of two and the next: each is a program."""
+    """The size, rounded up to one of four per power of two, because each size is a product of its own."""
     step = 2 ** max(0, math.ceil(math.log2(size)) - 2)
     return int(-(-size // step) * step)
 
 
-def _padded(array: Any, axis: int) -> Any:
-    """With a zero beyond the last."""
+def _padded(array: Array, axis: int) -> Array:
+    """The array with a zero past the last entry of an axis."""
     return jnp.pad(array, [(0, int(a == axis)) for a in range(array.ndim)])

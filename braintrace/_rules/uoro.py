@@ -1,16 +1,16 @@
-"""UORO: the influence of the parameters as one random product for each sample, right on average.
+"""UORO: the influence of the parameters as one random outer product for each sample, unbiased.
 
     P ~ s theta^T        s (state), theta (parameters)
 
 Over a window, with `H` = d(state at its end)/d(state at its start) along all paths, `W` = d(state at its
-end)/d(parameters) and `nu` random signs, one for each number carried:
+end)/d(parameters) and `nu` random signs, one for each state variable:
 
     s'     = rho0 H s     + rho1 nu
     theta' = theta / rho0 + (nu^T W) / rho1
     gradient = within the window + <dL/dh[start], s> theta
 
 The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of `s' theta'^T` is `H P + W`.
-`rho` makes the two parts of a product about as long: with norms over all numbers of a sample,
+`rho` makes the two factors of a product about as long; with norms over all entries of a sample,
 
     rho0 = sqrt(|theta| / (|H s| + eps)) + eps        rho1 = sqrt(|nu^T W| / (|nu| + eps)) + eps
 """
@@ -18,10 +18,9 @@ The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.sharding import Spec
@@ -29,12 +28,12 @@ from .._executor.window import Window
 from .projection import BASIS, finite
 from .rank import Rank, named
 from .rule import Values
-from .signs import COUNT, Estimate, key_at, signs
+from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
 @dataclass(frozen=True)
 class UORO(Estimate):
-    """A random outer product of a state vector and a parameter vector for each sample, right on average.
+    """A random outer product of a state vector and a parameter vector for each sample, unbiased.
 
     Args:
         key: Integer or random key of the signs.
@@ -56,23 +55,21 @@ class UORO(Estimate):
             window = window.without_first_reset
         per = self._kept.per_sample(executor)
         s = per.shard_samples(values[BASIS])
-        pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
-        pushed = per.shard_samples(finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)))
+        after_push = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
+        rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after_push)
+        pushed = per.shard_samples(finite(rows))
         nu = per.shard_samples(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
         names = {i: key for i, (key, _) in named(per).items()}
         theta = {i: values[key] for i, key in names.items()}
-        rho0 = self._rho(_norm(theta.values(), s.dtype), _norm([pushed], s.dtype))
-        rho1 = self._rho(_norm(added.values(), s.dtype), _norm([nu], s.dtype))
-        after = {BASIS: _times(rho0, pushed) + _times(rho1, nu), COUNT: values[COUNT] + 1}
+        rho0 = self.balance(norm(theta.values(), s.dtype), norm([pushed], s.dtype))
+        rho1 = self.balance(norm(added.values(), s.dtype), norm([nu], s.dtype))
+        after = {BASIS: scaled(rho0, pushed) + scaled(rho1, nu), COUNT: values[COUNT] + 1}
         for i, key in names.items():
-            after[key] = _times(1 / rho0, theta[i])
+            after[key] = scaled(1 / rho0, theta[i])
             if i in added:
-                after[key] = after[key] + _times(1 / rho1, added[i]).astype(theta[i].dtype)
+                after[key] = after[key] + scaled(1 / rho1, added[i]).astype(theta[i].dtype)
         return after
-
-    def _rho(self, a: Any, b: Any) -> Any:
-        return jnp.sqrt(a / (b + self.eps)) + self.eps
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         found = self._kept.past(executor, values, signals)
@@ -81,16 +78,5 @@ class UORO(Estimate):
     def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         return self._kept.specs(executor)
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
         return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}
-
-
-def _norm(arrays: Any, dtype: Any) -> Any:
-    """The norm of all arrays of each sample together; samples are the first axis."""
-    squares = [jnp.sum(jnp.abs(a).astype(dtype) ** 2, axis=tuple(range(1, a.ndim))) for a in arrays]
-    return jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
-
-
-def _times(of_samples: Any, array: Any) -> Any:
-    scale = of_samples.reshape(-1, *[1] * (array.ndim - 1))
-    return scale.astype(jnp.abs(jnp.zeros((), array.dtype)).dtype) * array
