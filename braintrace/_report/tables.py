@@ -126,3 +126,11 @@ def number(count: int, noun: str) -> str:
     '2 groups'
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def shorten(text: str, length: int) -> str:
+    """
+    >>> shorten("a.long.path.to.weight", 14)
+    '…ath.to.weight'
+    """
+    return text if len(text) <= length else "…" + text[len(text) - length + 1 :]

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 import braintrace as bt
-from braintrace._report.pictures.cards import make_cards
+from braintrace._report.pictures.boxes import make_boxes
 from braintrace._report.pictures.diagram import read_diagram
-from braintrace._report.pictures.placement import place_cards
+from braintrace._report.pictures.placement import place_boxes
 from braintrace._report.pictures.sizes import trace_sizes
 from tests.run import as_args
 from tests.zoo import CASES
@@ -158,31 +158,31 @@ def stack(depth: int) -> Any:
 def test_nothing_lies_over_anything_else(report):
     deep = bt.CompilationReport(graph_of(stack(12), jnp.ones(4)))
     for one in (report, deep):
-        placement = place_cards(make_cards(read_diagram(one)))
-        for card in placement.cards:
-            assert card.x >= 0
-            assert card.x + card.width <= placement.width
-            assert card.y >= 0
-            assert card.y + card.height <= placement.height
-            for other in placement.cards:
+        placement = place_boxes(make_boxes(read_diagram(one)))
+        for placed in placement.boxes:
+            assert placed.x >= 0
+            assert placed.x + placed.width <= placement.width
+            assert placed.y >= 0
+            assert placed.y + placed.height <= placement.height
+            for other in placement.boxes:
                 apart = (
-                    card.x + card.width <= other.x
-                    or other.x + other.width <= card.x
-                    or card.y + card.height <= other.y
-                    or other.y + other.height <= card.y
+                    placed.x + placed.width <= other.x
+                    or other.x + other.width <= placed.x
+                    or placed.y + placed.height <= other.y
+                    or other.y + other.height <= placed.y
                 )
-                assert apart or card is other
+                assert apart or placed is other
         for edge, points in placement.routes.items():
-            ends = [c for c in placement.cards if edge.source in c.placed or edge.target in c.placed]
+            ends = [b for b in placement.boxes if b.box.key in (edge.source, edge.target)]
             for (x0, y0), (x1, y1) in itertools.pairwise(points):
-                for card in placement.cards:
+                for placed in placement.boxes:
                     crosses = (
-                        min(x0, x1) < card.x + card.width
-                        and max(x0, x1) > card.x
-                        and min(y0, y1) < card.y + card.height
-                        and max(y0, y1) > card.y
+                        min(x0, x1) < placed.x + placed.width
+                        and max(x0, x1) > placed.x
+                        and min(y0, y1) < placed.y + placed.height
+                        and max(y0, y1) > placed.y
                     )
-                    assert not crosses or card in ends, (edge, card.title)
+                    assert not crosses or placed in ends, (edge, placed.box.key)
 
 
 def test_dot(graph):

@@ -9,10 +9,10 @@ from ..._compiler.graph import ETraceGraph
 from ..._compiler.step import show_path
 from ..markup import Markup, svg, tag
 from ..report import CompilationReport
-from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
-from .details import details
+from .boxes import LINE, PAD, SMALL, TEXT, Line, Placed, make_boxes
+from .details import Note, details
 from .diagram import Diagram, Edge, read_diagram
-from .placement import Point, place_cards
+from .placement import Point, place_boxes
 
 STYLE = resources.files(__package__).joinpath("drawing.css").read_text(encoding="utf-8")
 RADIUS = 6.0
@@ -24,22 +24,16 @@ def to_svg(report: CompilationReport) -> Markup:
 
 
 def draw(diagram: Diagram, graph: ETraceGraph) -> Markup:
-    placement = place_cards(make_cards(diagram))
-    size = round(placement.width), round(placement.height)
+    """Return the drawing of a diagram."""
+    placement = place_boxes(make_boxes(diagram))
     notes = details(diagram, graph)
-    parts = [tag("style", Markup(STYLE)), tag("rect", class_="sheet", width="100%", height="100%")]
-    for card in placement.cards:
-        if card.group is not None:
-            parts.append(_rect("card", card.x, card.y, card.width, card.height, 10))
-            parts.append(_text("head", card.x + PAD + 2, card.y + 16, card.title))
     # neighbours have different hues, so that parallel lines can be distinguished
-    hues = {
-        source: i % 4 for i, source in enumerate(dict.fromkeys(e.source for e in placement.routes if e.past))
-    }
+    past = dict.fromkeys(e.source for e in placement.routes if e.past)
+    hues = {source: i % 4 for i, source in enumerate(past)}
+    parts = [tag("style", Markup(STYLE)), tag("rect", class_="sheet", width="100%", height="100%")]
     parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in placement.routes.items()]
-    for card in placement.cards:
-        parts += [_edge(edge, points, hues.get(edge.source, 0)) for edge, points in _inner(card)]
-        parts += [_box(card, placed, notes[key]) for key, placed in card.placed.items()]
+    parts += [_box(placed, notes[placed.box.key]) for placed in placement.boxes]
+    size = round(placement.width), round(placement.height)
     return svg("data flow of one step", *size, *parts, class_="etrace")
 
 
@@ -85,58 +79,9 @@ def _towards(a: Point, b: Point, r: float) -> Point:
     return a[0] + (b[0] - a[0]) * r / d, a[1] + (b[1] - a[1]) * r / d
 
 
-def _inner(card: Card) -> list[tuple[Edge, list[Point]]]:
-    """Route the edges inside a card: from sites to the group, between sites, and the recurrence."""
-    group = card.group
-    if group is None:
-        return []
-    found: list[tuple[Edge, list[Point]]] = []
-    into = [e for e in card.inner if e.target == group.box.key]
-    wires = [e for e in card.edges if e.target == group.box.key]
-    heights = sorted(
-        [(card.placed[e.source].y + card.placed[e.source].height / 2, e.source) for e in into]
-        + [(card.ports[e.source, e.target, e.past], e.source) for e in wires]
-    )
-    order = [source for _, source in heights]
-    top, bottom = group.y, group.y + group.height
-    for e in into:
-        p = card.placed[e.source]
-        i = order.index(e.source)
-        y0 = card.y + p.y + p.height / 2
-        y1 = card.y + top + (bottom - top) * (i + 1) / (len(order) + 1)
-        if top + 6 < p.y + p.height / 2 < bottom - 6 and len(order) == 1:
-            y1 = y0
-        bend = card.x + group.x - 24 + 12 * _share(i, len(order))
-        found.append((e, [(card.x + p.x + p.width, y0), (bend, y0), (bend, y1), (card.x + group.x, y1)]))
-    for e in card.inner:
-        target = card.placed[e.target]
-        if e.past:
-            y0, x0 = card.y + group.y + group.height, card.x + group.x + group.width / 2
-            low, lane = card.y + card.height - 7, card.x + card.lane
-            y1 = card.y + card.ports[e.source, e.target, e.past]
-            found.append((e, [(x0, y0), (x0, low), (lane, low), (lane, y1), (card.x + target.x, y1)]))
-        elif target is not group:
-            p = card.placed[e.source]
-            y1 = card.y + target.y + target.height * 0.2
-            if card.stairs:
-                x0, y0 = card.x + p.x + 22, card.y + p.y + p.height
-                found.append((e, [(x0, y0), (x0, y1), (card.x + target.x, y1)]))
-            else:
-                x0, y0 = card.x + p.x + p.width, card.y + p.y + p.height / 2
-                found.append((e, [(x0, y0), (x0 + 12, y0), (x0 + 12, y1), (card.x + target.x, y1)]))
-    return found
-
-
-def _share(i: int, count: int) -> float:
-    """Return where a line bends: outer lines bend later, so that they do not cross."""
-    middle = (count - 1) / 2
-    return 0.5 if count == 1 else abs(i - middle) / max(middle, 0.5) * 0.9
-
-
-def _box(card: Card, placed: Placed, note: list[tuple[str, str]]) -> Markup:
-    box = placed.box
+def _box(placed: Placed, note: Note) -> Markup:
+    box, x, y = placed.box, placed.x, placed.y
     kind = box.kind + (" online" if box.online else " within" if box.kind == "site" else "")
-    x, y = card.x + placed.x, card.y + placed.y
     tooltip = "\n".join(f"{name}: {text}" if name else text for name, text in note)
     corner = 6 if box.kind in ("site", "plain", "group") else 12
     parts = [tag("title", tooltip), _rect("body", x, y, placed.width, placed.height, corner)]
@@ -165,19 +110,12 @@ def to_dot(report: CompilationReport) -> str:
     """Return the graph in the DOT language of graphviz."""
     diagram = read_diagram(report)
     lines = ["digraph etrace {", "  rankdir=LR; node [shape=box, style=rounded, fontname=Helvetica];"]
-    for card in make_cards(diagram):
-        inside = []
-        for key, placed in card.placed.items():
-            box = placed.box
-            words = [box.op or card.title, box.shape, *(show_path(p) for p in box.params)]
-            if box.group is not None:
-                words = [card.title, *(show_path(p) for p in box.group.hidden_paths)]
-            label = "\\n".join(_quoted(s) for s in words if s)
-            style = "" if box.online or box.kind != "site" else ', style="rounded,dashed"'
-            inside.append(f'  "{_quoted(key)}" [label="{label}"{style}];')
-        if card.group is not None and len(inside) > 1:
-            inside = [f'  subgraph "cluster_{card.group.box.key}" {{', *("  " + s for s in inside), "  }"]
-        lines += inside
+    for placed in make_boxes(diagram):
+        box, words = placed.box, [placed.lines[0].text, placed.box.shape]
+        words += [show_path(p) for p in (*(box.group.hidden_paths if box.group else ()), *box.params)]
+        label = "\\n".join(_quoted(s) for s in words if s)
+        style = "" if box.online or box.kind != "site" else ', style="rounded,dashed"'
+        lines.append(f'  "{_quoted(box.key)}" [label="{label}"{style}];')
     for e in diagram.edges:
         style = " [style=dashed, color=crimson]" if e.dropped else ""
         if e.past and not e.dropped:
