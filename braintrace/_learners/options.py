@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from .. import _rules as rules
 from .._frontends.modules import Mark
-from .._online.request import WindowSize
+from .._online.request import WindowSize, check_choice
 from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
-from .._types import Array, DTypeLike, Key, PyTree
+from .._types import Array, DTypeLike, Key, Options, PyTree
 from .config import ETraceConfig
 from .stateful import ETraceAlgorithm
 from .vjp_method import VjpMethod
@@ -85,6 +85,11 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+# names of options among the arguments of rules
+_OF_RULES = {"trace_dtype": "dtype", "snap_max_jacobian_elements": "most", "projection_eps": "eps"}
+_OF_RULES |= dict.fromkeys(("random_feedback_key", "projection_key"), "key")
+
+
 class Choice(NamedTuple):
     """The rule, config and attributes that the options of a learner choose."""
 
@@ -97,8 +102,13 @@ class OptionsLearner(ETraceAlgorithm):
     """A learner whose class lists its options."""
 
     takes: ClassVar[str]  # names in order; in brackets those without effect, keywords after `*`
-    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `OPTIONS`
+    defaults: ClassVar[Options] = {}  # where they differ from those of `OPTIONS`
     example: ClassVar[str] = ""  # options in the docstring's example
+    make_rule: ClassVar[Callable[..., Rule]]
+    factorization: ClassVar[str]  # of a `config`, if that is among the options
+    config_of_rule: ClassVar[ETraceConfig | None] = None
+    keeps: ClassVar[tuple[str, ...]] = ()  # options that are attributes of the learner
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # values of options
 
     def __init_subclass__(cls) -> None:
         if "takes" in vars(cls):
@@ -118,6 +128,8 @@ class OptionsLearner(ETraceAlgorithm):
             raise TypeError(f"{cls.__name__}: {e}.") from None
         bound.apply_defaults()
         given = SimpleNamespace(**bound.arguments)
+        for name, values in cls.choices.items():
+            check_choice(name, getattr(given, name), values)
         if hasattr(given, "trace_dtype"):
             given.trace_dtype = as_trace_dtype(given.trace_dtype)
         choice = cls.choose(given)
@@ -127,17 +139,18 @@ class OptionsLearner(ETraceAlgorithm):
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        """The rule for values of the options."""
-        raise NotImplementedError
-
-    @classmethod
-    def configured(cls, options: SimpleNamespace, factorization: str) -> Rule | None:
-        """The rule of the option `config`, if that is given."""
-        if options.config is None:
-            return None
-        most = getattr(options, "snap_max_jacobian_elements", MOST)
-        config = as_config(options.config, cls, factorization)
-        return config.rule(options.random_feedback_key, options.trace_dtype, most)
+        """The rule for values of the options: that of the option `config`, or else of `make_rule`."""
+        config: ETraceConfig | None = getattr(options, "config", None)
+        if config is not None:
+            most = getattr(options, "snap_max_jacobian_elements", MOST)
+            config = as_config(config, cls, cls.factorization)
+            rule = config.rule(options.random_feedback_key, options.trace_dtype, most)
+        else:
+            known = signature(cls.make_rule).parameters
+            named = {k if k in known else _OF_RULES.get(k, ""): v for k, v in vars(options).items()}
+            rule = cls.make_rule(**{k: v for k, v in named.items() if k in known})
+        attributes = {name: getattr(options, name) for name in cls.keeps}
+        return Choice(rule, config or cls.config_of_rule, attributes)
 
 
 def _as_shown(takes: str) -> str:
