@@ -69,10 +69,6 @@ class Guards:
             found, masks = by_path(learner.model), learner.executor.masks
             self.weights.compare_masks({show_path(e.path): found.get(e.path, e.state) for e in masks})
 
-    def reset_weights(self) -> None:
-        """Drop the weights seen so far, because the traces were reset."""
-        self.weights = WeightChanges(self.model)
-
 
 class StateChanges:
     """The hidden states after the learner's last step or reset, compared at its next call.

@@ -31,7 +31,7 @@ from . import pickling
 from .calling import call, called_with, calling_model, split_call
 from .compiled_step import CompiledStep
 from .config import ETraceConfig
-from .guards import Guards
+from .guards import Guards, WeightChanges
 from .learner import Learner
 from .model_states import hidden_of, leaves_of, reset_model, reset_rows, strengthen, values_now
 from .not_compiled import time_first
@@ -146,10 +146,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._traced_states = states
         self.init_etrace_state()
         self._guards.before_call(self, keep=True)
-
-    def is_set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> bool:
-        """Whether the step in use is that for these arguments and the current states."""
-        return self._cache.key(args, kwargs) == self._cache.current
 
     def set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
         """Use the step that was compiled for these arguments and the current states."""
@@ -296,7 +292,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self.traces[key].value = value
             else:
                 self.traces[key] = EligibilityTrace(value)
-        self._guards.reset_weights()
+        self._guards.weights = WeightChanges(self.model)  # whose traces were reset
 
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""

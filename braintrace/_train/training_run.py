@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +75,10 @@ class Run:
     def go(self, *, resume: bool, metrics_file: str | Path | None, progress: bool) -> FitResult:
         """Train until something ends the run, from the newest checkpoint on if `resume`."""
         layout, checkpoints = self.engine.layout, self.checkpoints
-        shows = layout is None or layout.is_first
+        processes = 1 if layout is None else layout.processes
+        shows = processes == 1 or jax.process_index() == 0
         try:
-            with naming_lost_process(layout.processes if layout else 1, checkpoints):
+            with naming_lost_process(processes, checkpoints):
                 self._start(resume)
                 self.log = Log(metrics_file if shows else None, self.batch)
                 live = self.result if self.stream is not None else None
@@ -351,6 +351,9 @@ class Run:
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
 
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
 class Interrupt:
     """Turns the first Ctrl-C or SIGTERM into a request to stop after the current batch.
 
@@ -360,7 +363,7 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
         self._say = say
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
