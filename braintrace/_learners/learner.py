@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _meshes
-from .._compat import ClosedJaxpr
 from .._compiler.graph import ETraceGraph
 from .._compiler.step import Path
 from .._executor.pull_back import is_inexact
@@ -237,9 +236,10 @@ class Learner:
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
-        at, initial = self._reset_values(sequence)
+        rows = [] if sequence.reset is None else self._sampled(sequence.reset.shape[1:])
+        at = tuple(self.function.carry_at[i] for i in rows)
         drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
-        total, outs, after = self.compiled.run(drive, leaves, sequence, initial)
+        total, outs, after = self.compiled.run(drive, leaves, sequence, [self.start[i] for i in rows])
         found = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
@@ -321,7 +321,12 @@ class Learner:
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
         closed = _meshes.traced(jax.make_jaxpr(flat), slices, leaves)
-        return self._user_step(closed), out_trees[-1], leaves
+        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
+        carried = [i for i, e in enumerate(entries) if not e.is_fixed]
+        keys = sorted(self.compiled.online.arrays.shapes)
+        at = {k: num + n for n, k in enumerate(keys)}
+        step = UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], at, carried)
+        return step, out_trees[-1], leaves
 
     def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
         """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""
@@ -334,13 +339,6 @@ class Learner:
                 "the step's output `y`; wrap them in `jax.lax.stop_gradient` if constants are meant.",
                 about=self.function,
             )
-
-    def _user_step(self, closed: ClosedJaxpr) -> UserStep:
-        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
-        carried = [i for i, e in enumerate(entries) if not e.is_fixed]
-        keys = sorted(self.compiled.online.arrays.shapes)
-        traces = {k: len(entries) + n for n, k in enumerate(keys)}
-        return UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], traces, carried)
 
     def _after(self, leaves: Leaves) -> tuple[PyTree, Values]:
         """The carry and the traces among all leaves after a sequence."""
@@ -365,10 +363,3 @@ class Learner:
             )
         pairs = enumerate(zip(self.start, self.function.untraced, strict=True))
         return [i for i, (a, untraced) in pairs if not untraced and jnp.shape(a)[:1] == shape]
-
-    def _reset_values(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
-        """The indices of the leaves that `reset` resets, and the values that they are reset to."""
-        if sequence.reset is None:
-            return (), []
-        at = self._sampled(sequence.reset.shape[1:])
-        return tuple(self.function.carry_at[i] for i in at), [self.start[i] for i in at]

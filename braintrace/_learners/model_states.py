@@ -112,10 +112,9 @@ def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
 def strengthen(model: brainstate.nn.Module) -> None:
     """Give states types of their own: one that was made of a Python number gets one in the first step only,
     and the second would be another program."""
+    is_weak = lambda a: getattr(a, "weak_type", False)  # a key has no such type
     for state in model.states().values():
-        if any(
-            getattr(a, "weak_type", False) for a in jax.tree.leaves(state.value)
-        ):  # a key has no such type
+        if any(map(is_weak, jax.tree.leaves(state.value))):
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
@@ -155,11 +154,14 @@ def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[
         first = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((now, more.get(id(st))))]
         if first == [(size,)] * (len(first) // 2) + [(size + 1,)] * (len(first) // 2):
             found[tuple(map(str, path))] = values[id(st)]
+    # an inexact array with axes; a counter or a clock has none
+    is_number = lambda a: jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+    has_numbers = lambda tree: any(map(is_number, jax.tree.leaves(tree)))
     missing = [h.path for h in hidden if not any(h.path[: len(p)] == p for p in found)]
     missing += [
         path
         for path, st in ((tuple(map(str, p)), st) for p, st in model.states().items())
-        if id(st) in values and path not in found and path not in missing and _has_numbers(before[id(st)])
+        if id(st) in values and path not in found and path not in missing and has_numbers(before[id(st)])
     ]
     if missing:
         names = ", ".join(f"`{show_path(p)}`" for p in missing)
@@ -200,12 +202,6 @@ def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
         found[path].value = value
     learner._store(traces)
     learner.steps.value = learner.steps.value  # so that `StateChanges` sees the states as set by the learner
-
-
-def _has_numbers(tree: PyTree) -> bool:
-    """Whether a tree has an inexact array with axes; a counter or a clock has none."""
-    leaves = jax.tree.leaves(tree)
-    return any(jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves)
 
 
 def _shapes(tree: PyTree) -> PyTree:
