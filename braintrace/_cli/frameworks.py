@@ -38,7 +38,7 @@ class Model:
 
 
 def call(
-    function: Function, given: argparse.Namespace | None, args: Sequence[object] = (), **kwargs: Any
+    function: Function, given: argparse.Namespace | None, args: Sequence[object] = (), **kwargs: PyTree
 ) -> Any:
     """Call a function, with the key, random streams and batch size that its signature asks for."""
     import jax

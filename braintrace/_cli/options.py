@@ -6,10 +6,10 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._types import Options
+    from .._types import Option, Options
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -103,7 +103,7 @@ OPTIONS: dict[str, Options] = {
 
 
 def add_command(
-    commands: Commands, name: str, short: str, about: str, run: Callable[..., int], **options: Any
+    commands: Commands, name: str, short: str, about: str, run: Callable[..., int], **options: Option
 ) -> argparse.ArgumentParser:
     """Add the parser of a command, which calls `run`."""
     form = argparse.RawDescriptionHelpFormatter
@@ -114,7 +114,7 @@ def add_command(
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, names: str, **defaults: Any) -> None:
+def add_options(parser: argparse.ArgumentParser, names: str, **defaults: Option) -> None:
     """Add options of the table, with their defaults; a parser that suppresses defaults only states them."""
     for name in names.split():
         option = dict(OPTIONS[name])

@@ -10,7 +10,7 @@ from .models import parse_call
 from .options import RULES, UsageError, hint
 
 if TYPE_CHECKING:
-    from .._types import Options, PyTree
+    from .._types import Option, Options, PyTree
 
 DIAL = {"window": 0, "rank": 0, "basis": None, "across": None}  # options of rules with windows, and defaults
 REPLACES = {"num_targets": ("B_list",)}  # an option, and others that make it superfluous
@@ -54,7 +54,7 @@ def _read(text: str) -> tuple[str, Options, Any, Mapping[str, inspect.Parameter]
     return name, options, LEARNERS[name], inspect.signature(LEARNERS[name].__init__).parameters
 
 
-def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any, Options]:
+def learner_of(text: str, dial: Mapping[str, Any], **defaults: Option) -> tuple[Any, Options]:
     """Return the learner class of a rule and its options.
 
     Args:

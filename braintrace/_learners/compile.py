@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable
 from functools import partial
-from typing import Any
 
 import brainstate
 import jax
@@ -15,7 +14,7 @@ from .. import _meshes
 from .._executor.window import where_rows
 from .._online.sequence import Sequence
 from .._rules.rule import Rule
-from .._types import Array, ArrayLike, Function, PyTree
+from .._types import Array, ArrayLike, Function, Option, PyTree, Value
 from .config import ETraceConfig
 from .dni import DNI
 from .learners import D_RTRL, ES_D_RTRL, UORO
@@ -31,8 +30,8 @@ def compile(
     seed: int | None = None,
     verbose: int = 0,
     vmap: bool = False,
-    **options: Any,
-) -> Any:
+    **options: Option,
+) -> ETraceAlgorithm | ETraceVmap:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
     Args:
@@ -91,7 +90,7 @@ def compile(
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
 
 
-Filter = Any  # of states, as `brainstate.nn.Module.states` takes them
+Filter = Hashable | Function | None  # of states, as `brainstate.nn.Module.states` takes them
 
 
 class ETraceVmap(brainstate.nn.Vmap):
@@ -114,7 +113,7 @@ class ETraceVmap(brainstate.nn.Vmap):
         super().__init__(module, in_axes, out_axes, vmap_states, out_states, axis_name, axis_size)
         self.vmap_states = vmap_states
 
-    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
+    def update(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Advance states and traces of every sample by one call."""
         guards = self.module._guards
         # `vmap` hands tracers of one sample to the learner, so states are compared out here
@@ -123,12 +122,12 @@ class ETraceVmap(brainstate.nn.Vmap):
         guards.after_call()
         return out
 
-    def etrace_evolve(self, *sequences: PyTree, step_fn: Function | None = None, **options: Any) -> PyTree:
+    def etrace_evolve(self, *sequences: PyTree, step_fn: Function | None = None, **options: Option) -> PyTree:
         """Advance states and traces of every sample over a sequence; time first, then samples."""
         return self.module.etrace_evolve(*sequences, step_fn=step_fn or self, **options)
 
     def etrace_grad(
-        self, *sequences: PyTree, step_fn: Function, reset: ArrayLike | None = None, **options: Any
+        self, *sequences: PyTree, step_fn: Function, reset: ArrayLike | None = None, **options: Option
     ) -> PyTree:
         """As the learner's own; `step_fn` calls this object."""
         if reset is None:
@@ -158,7 +157,7 @@ class ETraceVmap(brainstate.nn.Vmap):
                 state.value = jax.tree.map(choose, state.value, before[0][path])
             self.module.steps.value = before[1]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         if name.startswith("_") or "module" not in vars(self):
             raise AttributeError(name)
         return getattr(self.module, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -36,7 +36,7 @@ from .._online.rule_step import RuleStep
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules.rule import Rule, TraceRule, Values
-from .._types import Array, PyTree
+from .._types import Array, Option, PyTree
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -125,7 +125,7 @@ class CompiledStep:
         )
         return self._changed(function=replace(f, params=params, carry=carry, x=x_))
 
-    def _changed(self, **changes: Any) -> CompiledStep:
+    def _changed(self, **changes: Option) -> CompiledStep:
         other = replace(self, **changes, programs=Programs())
         other.__dict__["graph"] = self.graph  # which depends on the function and the marks alone
         return other

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from .. import _rules as rules
 from .._executor.trace_recursion import Decay, Leak, Own, Recursion
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST
-from .._types import DTypeLike, Key
+from .._types import DTypeLike, Key, Option
 
 _AXES: dict[str, tuple[str, ...]] = {
     "trace_factorization": ("per_param", "io_factorized", "random_projection"),
@@ -42,12 +42,12 @@ class ETraceConfig:
     """
 
     trace_factorization: str = "per_param"
-    temporal_recursion: Any = "jacobian"
+    temporal_recursion: str | tuple[str, str] = "jacobian"
     recurrence_scope: str = "diagonal"
     learning_signal: str = "symmetric"
     trace_filter: str = "none"
     update_schedule: str = "per_step"
-    decay: Any = None
+    decay: float | tuple[float, float] | None = None
     kappa: float | None = None
     sparse_n: int | None = None
     window_size: int | None = None
@@ -83,7 +83,7 @@ class ETraceConfig:
             if one is not None and not 0 <= one < 1:
                 raise ValueError(f"A decay is at least 0 and less than 1, not {one!r}.")
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: Option) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -116,7 +116,7 @@ class ETraceConfig:
         """Whether averages of two sides are kept."""
         return self.trace_factorization == "io_factorized"
 
-    def replace(self, **changes: Any) -> ETraceConfig:
+    def replace(self, **changes: Option) -> ETraceConfig:
         """A copy with other choices."""
         return dataclasses.replace(self, **changes)
 
@@ -144,7 +144,7 @@ class ETraceConfig:
             return rules.ES_D_RTRL(
                 self.decay, dtype, recursion=recursion, signal=signal, called="ETraceConfig"
             )
-        decay = own if self.temporal_recursion == "jacobian" else Leak(float(self.decay))
+        decay = own if self.temporal_recursion == "jacobian" else Leak(float(cast(float, self.decay)))
         recursion = None if decay is None and self.kappa is None else Recursion(decay, self.kappa)
         return rules.D_RTRL(dtype, recursion=recursion, signal=signal, called="ETraceConfig")
 

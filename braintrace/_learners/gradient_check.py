@@ -6,8 +6,6 @@ of zero. For BPTT, a call of the learner is a call of its model.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -76,7 +74,7 @@ def check_gradients(
         )
         return grads[0] if has_aux else grads
 
-    def call(*args: PyTree, **kwargs: Any) -> PyTree:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _, args, kwargs = split_call(learner, args, kwargs)  # without the inputs of the rule's signal
         return exact.update(*args, **kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Key, Mesh, PyTree
+from .._types import ArrayLike, Key, Mesh, Option, PyTree
 from .compiled_step import CompiledStep, Leaves
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Learner:
         xs: PyTree,
         *more: PyTree,
         tolerance: float | None = None,
-        **options: Any,
+        **options: Option,
     ) -> GradientCheck:
         """Compare `grad` with back-propagation through time, parameter by parameter, from traces of zero.
 
@@ -121,7 +121,7 @@ class Learner:
         length = Sequence.check((xs, *more), None).length
         return compare_gradients(found, expected, self.report.exactness, length, tolerance)
 
-    def plan(self, length: int = 100, *, mesh: Mesh | None = None, **options: Any) -> Plan:
+    def plan(self, length: int = 100, *, mesh: Mesh | None = None, **options: Option) -> Plan:
         """Estimate the memory and operations of each rule on a sequence of `length` steps; nothing is run.
 
         The options are those of `braintrace.plan`: `rules`, `chunk_sizes`, `memory_budget`, `window`, `rank`,
@@ -138,7 +138,7 @@ class Learner:
         return plan_learner(Learner(compiled, compiled.function.carry.like), request, layout)
 
     def compare(
-        self, loss: Loss, params: PyTree, carry: PyTree, xs: PyTree, *more: PyTree, **options: Any
+        self, loss: Loss, params: PyTree, carry: PyTree, xs: PyTree, *more: PyTree, **options: Option
     ) -> Comparison:
         """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
 
@@ -162,7 +162,7 @@ class Learner:
         return values if key is None else self.rule.seeded(values, key)
 
     def step(
-        self, params: PyTree, carry: PyTree, traces: Values, x: PyTree, **given: Any
+        self, params: PyTree, carry: PyTree, traces: Values, x: PyTree, **given: PyTree
     ) -> tuple[PyTree, Values, PyTree]:
         """Take one step: the new carry, traces and output. Its derivative in `params` is the online gradient.
 
@@ -190,7 +190,7 @@ class Learner:
         chunk_size: int | None = None,
         reduction: str = "mean",
         has_aux: bool = False,
-        **given: Any,
+        **given: PyTree,
     ) -> tuple[PyTree, tuple[PyTree, Values], tuple[PyTree, PyTree]]:
         """The online gradient over a sequence.
 

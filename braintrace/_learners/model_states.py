@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import jax
@@ -18,7 +18,7 @@ from .._compiler.module_info import StateEntry
 from .._compiler.step import Path, show_path
 from .._frontends.pure import Pure
 from .._lines import warn_user
-from .._types import Array, PyTree
+from .._types import Array, Option, PyTree
 from .compiled_step import CompiledStep
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def values_now(model: brainstate.nn.Module) -> dict[Path, PyTree]:
     return {p: v for p, v in found.items() if not any(map(_compat.is_tracer, jax.tree.leaves(v)))}
 
 
-def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Any) -> set[int]:
+def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Option) -> set[int]:
     """Reset all states: by each module's `reset_state`, or else its `init_state`, or else to `start`.
 
     Returns the `id` of every state that was reset. A short-term state that its module's own `reset_state`
@@ -68,7 +68,7 @@ def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Any
     return done
 
 
-def _reset_by_methods(model: brainstate.nn.Module, **options: Any) -> set[int]:
+def _reset_by_methods(model: brainstate.nn.Module, **options: Option) -> set[int]:
     """Call `reset_state`, or `init_state` of modules without one; the `id` of every state that they set."""
     with brainstate.StateTraceStack() as trace:
         brainstate.nn.reset_all_states(model, **options)
@@ -92,7 +92,7 @@ def _has_own(module: brainstate.nn.Module, method: str) -> bool:
     return getattr(type(module), method) is not getattr(brainstate.nn.Module, method)
 
 
-def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
+def _reset_by_init(module: brainstate.nn.Module, **options: Option) -> None:
     """Give the states of a module the values of those that its `init_state` makes.
 
     The state objects stay the same, because others may hold them.
@@ -173,7 +173,7 @@ def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[
     return found
 
 
-def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
+def reset_model(learner: ETraceAlgorithm, **options: Option) -> None:
     """Reset the states of a learner's model; warn of hidden states that nothing resets."""
     done = reset(learner.model, learner._start, **options)
     compiled = learner._cache.known

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._types import Function, PyTree
+from .._types import Function, Option, PyTree
 
 if TYPE_CHECKING:
+    from .stateful import ETraceAlgorithm
     from .step_cache import Key, ShapeAndType
 
 Drives = TypeVar("Drives", bound=Function)
@@ -39,7 +40,7 @@ def time_first(drive: Drives) -> Drives:
     """A method over sequences whose error names a batch axis that seems to come before time."""
 
     @functools.wraps(drive)
-    def checked(self: Any, *sequences: PyTree, **options: Any) -> Any:
+    def checked(self: ETraceAlgorithm, *sequences: PyTree, **options: Option) -> PyTree:
         try:
             return drive(self, *sequences, **options)
         except NotCompiledError as e:

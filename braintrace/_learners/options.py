@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import brainstate
 import jax.numpy as jnp
@@ -22,18 +22,19 @@ from .._online.request import WindowSize, check_choice
 from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
-from .._types import Array, DTypeLike, Key, Options, PyTree
+from .._types import Array, DTypeLike, Key, Model, Option, Options, PyTree
 from .config import ETraceConfig
 from .stateful import ETraceAlgorithm
 from .vjp_method import VjpMethod
 
 Axis = int | Literal["auto"] | None
 Basis = Literal["balanced", "pushed"]
+Decay = float | tuple[float, float]
 REQUIRED = Parameter.empty
 
 
 # the type, default and effect of every option
-OPTIONS: dict[str, tuple[Any, Any, str]] = {
+OPTIONS: dict[str, tuple[object, object, str]] = {
     "window": (
         WindowSize | None,
         None,
@@ -59,7 +60,11 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "random_feedback_key": (Key | int | None, None, "Key of the random feedback matrices."),
     "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
     "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
-    "decay_or_rank": (Any, 0.9, "Decay in [0, 1) or rank `r`, for `(r - 1) / (r + 1)`; or (inputs, states)."),
+    "decay_or_rank": (
+        Decay,
+        0.9,
+        "Decay in [0, 1), or rank `r` for `(r - 1) / (r + 1)`; or a pair.",
+    ),
     "feedback": (str, "symmetric", "'symmetric', 'random' or 'adaptive'."),
     "feedback_decay": (float, 0.0, "Decay of adaptive matrices towards the readout."),
     "kappa_filter_decay": (float | None, None, "Decay of the filter; by default that of the readout."),
@@ -74,14 +79,14 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "lambda_pre": (float, REQUIRED, "Decay of the outputs before an input."),
     "alpha_post": (float, 1.0, "Weight of inputs before outputs."),
     "alpha_pre": (float, 1.0, "Weight of outputs before inputs."),
-    "modulator": (Any, None, "Modulator of calls that are given none."),
+    "modulator": (PyTree, None, "Modulator of calls that are given none."),
     "n": (int, 2, "Number of steps that the pattern reaches."),
     "projection_key": (Key | int, 42, "Key of the random signs."),
     "projection_eps": (float, 1e-12, "Added to norms, as in the paper."),
-    "synthesizer": (Any, None, "Estimates the gradient of the losses after a window."),
+    "synthesizer": (object, None, "Estimates the gradient of the losses after a window."),
     "fast_solve": (bool, True, ""),
     "chunked_trace": (bool, True, ""),
-    "control_flow": (Any, None, ""),
+    "control_flow": (object, None, ""),
 }
 
 
@@ -95,7 +100,7 @@ class Choice(NamedTuple):
 
     rule: Rule
     config: ETraceConfig | None = None
-    attributes: Mapping[str, Any] = {}  # of the learner, in addition to those of all learners
+    attributes: Mapping[str, object] = {}  # of the learner, in addition to those of all learners
 
 
 class OptionsLearner(ETraceAlgorithm):
@@ -116,11 +121,11 @@ class OptionsLearner(ETraceAlgorithm):
             cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls)}"
         super().__init_subclass__()
 
-    def __init__(self, model: brainstate.nn.Module, *args: PyTree, **options: Any) -> None:
+    def __init__(self, model: brainstate.nn.Module, *args: PyTree, **options: Option) -> None:
         raise NotImplementedError  # each class has its own
 
     @classmethod
-    def read_options(cls, model: Any, *args: PyTree, **options: Any) -> tuple[SimpleNamespace, Choice]:
+    def read_options(cls, model: Model, *args: PyTree, **options: Option) -> tuple[SimpleNamespace, Choice]:
         """The values of all options, checked, and the rule that they choose; the model is not used."""
         try:
             bound = _signature(cls, cls.takes).bind(None, model, *args, **options)
@@ -134,7 +139,9 @@ class OptionsLearner(ETraceAlgorithm):
             given.trace_dtype = as_trace_dtype(given.trace_dtype)
         choice = cls.choose(given)
         if getattr(given, "normalize_matrix_spectrum", False):
-            choice = choice._replace(rule=normalized(choice.rule))
+            if not isinstance(choice.rule, rules.D_RTRL):
+                raise ValueError("`normalize_matrix_spectrum` is for rules with a trace of every weight.")
+            choice = choice._replace(rule=dataclasses.replace(choice.rule, bound=Normalized()))
         return given, choice
 
     @classmethod
@@ -167,14 +174,13 @@ def _as_shown(takes: str) -> str:
 
 def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
     """The signature of the constructor of a class, from a list of options."""
-    kind: Any = Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [Parameter("self", kind), Parameter("model", kind, annotation=brainstate.nn.Module)]
-    for name in takes.replace("(", "").replace(")", "").split():
-        if name == "*":
-            kind = Parameter.KEYWORD_ONLY
-        else:
+    first, last = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    parameters = [Parameter("self", first), Parameter("model", first, annotation=brainstate.nn.Module)]
+    names = takes.replace("(", "").replace(")", "").split()
+    for i, name in enumerate(names):
+        if name != "*":
             annotation, default, _ = OPTIONS[name]
-            default = cls.defaults.get(name, default)
+            default, kind = cls.defaults.get(name, default), last if "*" in names[:i] else first
             parameters.append(Parameter(name, kind, default=default, annotation=annotation))
     return Signature(parameters, return_annotation=None)
 
@@ -182,7 +188,7 @@ def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
 def _constructor(cls: type[OptionsLearner]) -> Callable[..., None]:
     """An `__init__` with the options that the class lists."""
 
-    def __init__(self: OptionsLearner, *args: PyTree, **options: Any) -> None:
+    def __init__(self: OptionsLearner, *args: PyTree, **options: Option) -> None:
         given, choice = type(self).read_options(*args, **options)
         shared = {k: v for k, v in vars(given).items() if k in ("vjp_method", "window", "mark", "name")}
         ETraceAlgorithm.__init__(self, given.model, choice.rule, config=choice.config, **shared)
@@ -222,14 +228,7 @@ def as_trace_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
     return found
 
 
-def normalized(rule: Any) -> Rule:
-    """The rule with its traces, and the terms that they advance by, scaled down to a size of one."""
-    if not isinstance(rule, rules.D_RTRL):
-        raise ValueError("`normalize_matrix_spectrum` is for rules with a trace of every weight.")
-    return dataclasses.replace(rule, bound=Normalized())
-
-
-def as_config(config: Any, learner: type, factorization: str) -> ETraceConfig:
+def as_config(config: object, learner: type, factorization: str) -> ETraceConfig:
     """A config that a learner can take."""
     if not isinstance(config, ETraceConfig):
         raise TypeError(f"`config` is a `braintrace.ETraceConfig`, not {config!r}.")

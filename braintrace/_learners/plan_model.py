@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import brainstate
 import jax
@@ -16,7 +15,7 @@ from .. import _rules
 from .._frontends.module_function import read_module
 from .._online.request import WindowSize
 from .._report.plan import Layout, Plan, PlanRequest, plan_learner
-from .._types import Aval, Mesh, Model, PyTree, RuleLike
+from .._types import Aval, Mesh, Model, Option, PyTree, RuleLike
 from . import pickling
 from .compiled_step import CompiledStep
 from .learner import Learner
@@ -93,7 +92,7 @@ def read_request(
     rules: Iterable[RuleLike] = RULES,
     chunk_sizes: Iterable[int] | None = None,
     memory_budget: int | None = None,
-    **dial: Any,
+    **dial: Option,
 ) -> PlanRequest:
     """Read the rules of a plan, and add D_RTRL with the options `dial` if one of these is set."""
     choices = [RuleChoice.of(given) for given in rules]
@@ -115,7 +114,7 @@ def _shard(twin: Model, model: Model, layout: Layout) -> None:
 
 def _abstract_copy(model: Model, batch_size: int | None) -> Model:
     """Copy a model, with shapes in place of values."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for state in model.states().values():
         memo[id(state)] = pickling.copy_state(state)
         memo.update({id(leaf): leaf for leaf in jax.tree.leaves(state.value)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Function, Key, Options, PyTree
+from .._types import Array, ArrayLike, Function, Key, Option, Options, PyTree, RuleLike
 from . import pickling
 from .calling import call, called_with, calling_model, split_call
 from .compiled_step import CompiledStep
@@ -108,11 +108,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._cache = StepCache(model, rule, mark, self._window)
         self._inputs: list[PyTree] = []  # shapes of the inputs compiled for, and their shardings
         self._traced_states: list[int] = []  # the `id` of the model's states when the traces were made
-        self._zeros: dict[str, weakref.ref[Any]] = {}  # the initial traces
+        self._zeros: dict[str, weakref.ref[Array]] = {}  # the initial traces
         self._is_tracing = False  # a user's step is being traced
         self._guards = Guards(model)
 
-    def __pretty_repr_item__(self, name: str, value: Any) -> Any:
+    def __pretty_repr_item__(self, name: str, value: object) -> tuple[str, object] | None:
         return None if name.startswith("_") else (name, value)
 
     def _attributes(self) -> Options:
@@ -120,10 +120,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         own = {"_inputs": [], "_zeros": {}, "_is_tracing": False, "_guards": Guards(self.model)}
         return {**vars(self), **own}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Function, tuple[type, bytes]]:
         return pickling.restore, (type(self), pickling.dumps(self._attributes()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> ETraceAlgorithm:
         return pickling.copy_of(self, self._attributes(), memo)
 
     # -- compiling ---------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Steps of a window; None for single steps."""
         return self.window if self.vjp_method == "multi-step" else None
 
-    def compile_graph(self, *args: PyTree, **kwargs: Any) -> None:
+    def compile_graph(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
         args, kwargs = one_step(args, split_call(self, (), kwargs)[2])
         strengthen(self.model)
@@ -163,7 +163,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         An option that is None stays as it is. If other traces are needed, they start from zero.
         """
-        rule: Any = self.rule
+        rule: RuleLike = self.rule
         if rule.any_window:
             raise ValueError(
                 f"{type(self).__name__} has neither `window` nor `rank`, which are for traces of weights: "
@@ -236,7 +236,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     # -- states ------------------------------------------------------------------------------------
 
     @property
-    def param_states(self) -> Any:
+    def param_states(self) -> PyTree:
         """The model's parameters, by path."""
         return self.model.states(brainstate.ParamState)
 
@@ -321,7 +321,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if self._cache.current is not None:
             self.init_etrace_state()
 
-    def reset_model(self, **options: Any) -> None:
+    def reset_model(self, **options: Option) -> None:
         """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
         reset_model(self, **options)
 
@@ -339,7 +339,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     # -- calls and sequences -----------------------------------------------------------------------
 
-    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
+    def update(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Advance the model and its traces; the derivative of the result is the online gradient.
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
