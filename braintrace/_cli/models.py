@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._lines import raising_line
 from . import frameworks
@@ -32,13 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     for name, what in (("params", "the parameters"), ("carry", "the carry at the start")):
         about = f"of a step function: {what}, or a function that returns it"
         add(f"--{name}", metavar="NAME", help=about)
-    add(
-        "--input",
-        action="append",
-        metavar="SHAPE",
-        help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input; "
-        "a NIR file states its own",
-    )
+    about = "the shape of one step's input without a batch axis, such as 1,28,28; again for another input"
+    add("--input", action="append", metavar="SHAPE", help=f"{about}; a NIR file states its own")
     add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
     add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
     add_options(parser, "batch_size seed", seed=0)
@@ -168,14 +163,14 @@ def _load_nir(spec: str) -> Model:
         raise UsageError(str(error)) from error
 
 
-def _look_up(spec: str) -> tuple[Any, list[Any], Options]:
+def _look_up(spec: str) -> tuple[Model, list[object], Options]:
     """Import the object of a name; return it, and the arguments after the name."""
     where, colon, what = spec.partition(":")
     if not colon or not where or not what:
         raise UsageError(f"{spec!r} does not name a model: write {SPEC}.")
     module = _module(where)
     name, args, kwargs = parse_call(what)
-    found: Any = module
+    found: Model = module
     for part in name.split("."):
         if not hasattr(found, part):
             offered = _offered(module)
@@ -231,7 +226,7 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def parse_call(what: str) -> tuple[str, list[Any], Options]:
+def parse_call(what: str) -> tuple[str, list[object], Options]:
     """Return a dotted name, and the arguments of a call, which are Python literals."""
     try:
         tree = ast.parse(what, mode="eval").body

@@ -9,13 +9,15 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import devices
 from .options import OPTIONS, SPEC, UsageError, add_command, add_options
 from .rules import DIAL, has_windows, learner_of, signal_of
 
 if TYPE_CHECKING:
+    import optax
+
     from .._learners.stateful import ETraceAlgorithm
     from .._train.result import FitResult
     from .._types import Function, Mesh, Options, PyTree
@@ -318,7 +320,7 @@ def make_task(settings: Options) -> Task:
         raise UsageError(f"--set: {error}") from error
 
 
-def task_option(text: str) -> tuple[str, Any]:
+def task_option(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set takes NAME=VALUE, such as delay=20, not {text!r}.")
@@ -328,7 +330,7 @@ def task_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def make_optimizer(settings: Options) -> Any:
+def make_optimizer(settings: Options) -> optax.GradientTransformation:
     from .._train.optimizers import optimizer_by_name
 
     try:

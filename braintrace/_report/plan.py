@@ -192,7 +192,7 @@ class Layout:
             return self._put(a, given.spec)
         return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
-    def _put(self, a: Aval, names: Iterable[Any]) -> Aval:
+    def _put(self, a: Aval, names: Iterable[object]) -> Aval:
         """Shard a shape over axes of the mesh; array axes that these do not divide are not sharded."""
         ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
         spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]

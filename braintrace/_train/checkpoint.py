@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import brainstate
 import jax
@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .._rules.projection import BASIS
-from .._types import Options, PyTree
+from .._types import Array, Aval, Options, PyTree
 from .engine import Engine
 from .lock import locked
 from .sharding import Layout
@@ -84,7 +84,7 @@ class Checkpoints:
             loaded = self._manager.restore(number, args=self._ocp.args.Composite(arrays=arrays))
         return loaded["arrays"]  # type: ignore[no-any-return]
 
-    def _how(self, saved: Any, like: PyTree) -> Any:
+    def _how(self, saved: Aval, like: PyTree) -> object:
         """Return how to read an array: sharded as `like` is, else onto one device."""
         if _is_sharded(like) and tuple(saved.shape) == like.shape:
             return self._ocp.ArrayRestoreArgs(sharding=like.sharding)
@@ -221,11 +221,11 @@ def _restored(
     return jax.tree.unflatten(tree, new)
 
 
-def _is_sharded(array: Any) -> bool:
+def _is_sharded(array: object) -> TypeGuard[Array]:
     return isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
 
 
-def _is_key(array: Any) -> bool:
+def _is_key(array: PyTree) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 

@@ -6,12 +6,12 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .._report.check import about_zeros
 from .._report.tables import Table, show_bytes
+from .._types import Options
 
 GOOD = 0.95  # the cosine to the exact gradient that counts as good enough
 LEARNED = 0.98  # the share of the best run's decrease of the loss that counts as good enough
@@ -114,7 +114,7 @@ class Comparison:
 
     # -- as data -----------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Options:
         """Return everything as plain data for JSON."""
         best = self.recommended
         found = {**asdict(self), "recommended": best and best.rule, "recommendation": self.recommendation}
@@ -126,7 +126,7 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Comparison:
+    def from_dict(data: Options) -> Comparison:
         """Return the comparison that `to_dict` was called on."""
         rows = []
         for row in data["rows"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from .._online.request import WindowSize
 from .._types import Function, Mesh
@@ -18,6 +18,8 @@ from .stream import Stream
 from .training_run import Run, Schedule
 
 if TYPE_CHECKING:
+    import optax
+
     from .._learners.stateful import ETraceAlgorithm
 
 
@@ -25,7 +27,7 @@ def fit(
     learner: ETraceAlgorithm,
     batches: Batches | Stream,
     step_fn: Function,
-    optimizer: Any,
+    optimizer: optax.GradientTransformation,
     *,
     epochs: int | None = None,
     max_batches: int | None = None,
@@ -141,7 +143,9 @@ def fit(
         return run.go(resume=resume, metrics_file=metrics_file, progress=progress)
 
 
-def _check(learner: Any, optimizer: Any, update_every: Any, limits: tuple[int | None, ...]) -> None:
+def _check(
+    learner: object, optimizer: object, update_every: int | str, limits: tuple[int | None, ...]
+) -> None:
     if not hasattr(type(learner), "compile_graph"):
         raise TypeError(
             f"`fit` trains a learner, such as `braintrace.D_RTRL(model)` or `braintrace.BPTT(model)`, not "
@@ -157,7 +161,9 @@ def _check(learner: Any, optimizer: Any, update_every: Any, limits: tuple[int | 
         )
 
 
-def _check_stream(batches: Any, epochs: int | None, max_steps: int | None, update_every: Any) -> None:
+def _check_stream(
+    batches: Batches | Stream, epochs: int | None, max_steps: int | None, update_every: int | str
+) -> None:
     if not isinstance(batches, Stream):
         if max_steps is not None:
             raise ValueError("`max_steps` is for a `braintrace.Stream`; for sequences pass `max_batches`.")
