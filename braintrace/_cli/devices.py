@@ -126,10 +126,7 @@ def _join(typed: Options) -> None:
     import jax
 
     wait = typed.get("wait", WAIT)
-    options = {
-        "heartbeat_timeout_seconds": typed.get("heartbeat", HEARTBEAT),
-        "initialization_timeout": wait,
-    }
+    options = {"heartbeat_timeout_seconds": typed.get("heartbeat", HEARTBEAT), "initialization_timeout": wait}
     if "distributed" in typed:
         if any(name in typed for name in BY_HAND):
             raise UsageError("--distributed finds out --coordinator, --processes and --process by itself.")

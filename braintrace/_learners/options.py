@@ -35,11 +35,7 @@ REQUIRED = Parameter.empty
 
 # the type, default and effect of every option
 OPTIONS: dict[str, tuple[object, object, str]] = {
-    "window": (
-        WindowSize | None,
-        None,
-        "Back-propagate through windows of this many steps, or 'auto'.",
-    ),
+    "window": (WindowSize | None, None, "Back-propagate through windows of this many steps, or 'auto'."),
     "rank": (int, 0, "Rank of a correction to the diagonal traces, for each sample."),
     "samples": (Axis, "auto", "Axis of the samples in the states; 'auto' finds it, None means one sample."),
     "basis": (
@@ -49,22 +45,14 @@ OPTIONS: dict[str, tuple[object, object, str]] = {
     ),
     "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
     "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
-    "trace_dtype": (
-        DTypeLike | None,
-        None,
-        "Type of the stored traces; that of the computation by default.",
-    ),
+    "trace_dtype": (DTypeLike | None, None, "Type of the stored traces; that of the computation by default."),
     "vjp_method": (VjpMethod | None, None, "'multi-step' for calls with `MultiStepData`; see `window`."),
     "name": (str | None, None, "Name of the module."),
     "config": (ETraceConfig | None, None, "Chooses another rule of the same kind."),
     "random_feedback_key": (Key | int | None, None, "Key of the random feedback matrices."),
     "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
     "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
-    "decay_or_rank": (
-        Decay,
-        0.9,
-        "Decay in [0, 1), or rank `r` for `(r - 1) / (r + 1)`; or a pair.",
-    ),
+    "decay_or_rank": (Decay, 0.9, "Decay in [0, 1), or rank `r` for `(r - 1) / (r + 1)`; or a pair."),
     "feedback": (str, "symmetric", "'symmetric', 'random' or 'adaptive'."),
     "feedback_decay": (float, 0.0, "Decay of adaptive matrices towards the readout."),
     "kappa_filter_decay": (float | None, None, "Decay of the filter; by default that of the readout."),

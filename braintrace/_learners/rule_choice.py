@@ -16,17 +16,7 @@ from .dni import DNI
 from .learner import Learner
 from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
 from .options import OptionsLearner
-from .published import (
-    OSTTP,
-    OTPE,
-    OTTT,
-    RFLO,
-    S_TLLR,
-    EProp,
-    OSTLFeedforward,
-    OSTLRecurrent,
-    ThreeFactor,
-)
+from .published import OSTTP, OTPE, OTTT, RFLO, S_TLLR, EProp, OSTLFeedforward, OSTLRecurrent, ThreeFactor
 from .stateful import ETraceAlgorithm
 from .vjp_method import read_method
 

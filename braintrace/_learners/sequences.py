@@ -217,12 +217,7 @@ def _steps(
 
 
 def evolve(
-    learner: ETraceAlgorithm,
-    sequence: Sequence,
-    step: Function,
-    chunk_size: int | None,
-    *,
-    alone: bool,
+    learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_size: int | None, *, alone: bool
 ) -> PyTree:
     """The results of all steps; `alone`: a step is a call of the learner and nothing else."""
     taken = learner.steps_at_once(chunk_size)

@@ -31,11 +31,5 @@ def svg(label: str, width: float, height: float, *parts: Markup, **attributes: o
     """Return an SVG document of this size in pixels, with a label for screen readers."""
     size = {"width": f"{width:g}", "height": f"{height:g}", "viewBox": f"0 0 {width:g} {height:g}"}
     return tag(
-        "svg",
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        role="img",
-        aria_label=label,
-        **size,
-        **attributes,
+        "svg", *parts, xmlns="http://www.w3.org/2000/svg", role="img", aria_label=label, **size, **attributes
     )
