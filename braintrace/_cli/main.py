@@ -7,12 +7,14 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .._lines import raising_line
-from .._types import Value
 from . import bench, compare, completion, devices, inspection, tasks, train
 from .options import UsageError
+
+if TYPE_CHECKING:
+    from .._types import Value
 
 ABOUT = """\
 Train recurrent and spiking networks online, forward in time, with eligibility traces.

@@ -125,8 +125,8 @@ def compare_rules(
     training = read_training(train)
     rows: list[Compared] = []
     truth: Gradients = {}
-    with Stages(choices, progress) as stages:
-        for choice in stages:
+    with Stages([choice.label for choice in choices], progress) as stages:
+        for choice, _ in zip(choices, stages, strict=True):
             try:
                 row, found = _measure(problem, choice, truth, training, budget)
             except Exception as error:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Self
 
 import jax
 from rich.console import Console, RenderableType
@@ -113,32 +113,22 @@ class Watch(_Shown):
         return f"{rate:,.0f} steps/s  {show_bytes(memory())}"
 
 
-class Labelled(Protocol):
-    """A task with a name to show."""
+class Stages(_Shown):
+    """A bar over tasks, done one after the other; without a terminal, lines now and then."""
 
-    @property
-    def label(self) -> str: ...
+    def __init__(self, labels: Sequence[str], enabled: bool) -> None:
+        super().__init__(len(labels), enabled, "", stderr=True)
+        self.labels = labels
 
-
-T = TypeVar("T", bound=Labelled)
-
-
-class Stages(_Shown, Generic[T]):
-    """A bar over tasks with a `label`, done one after the other; without a terminal, lines now and then."""
-
-    def __init__(self, things: Sequence[T], enabled: bool) -> None:
-        super().__init__(len(things), enabled, "", stderr=True)
-        self.things = things
-
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[str]:
         last = time.monotonic()
-        for done, thing in enumerate(self.things):
+        for done, label in enumerate(self.labels):
             if self._bar:
-                self._bar.update(self._task, completed=done, now=thing.label)
+                self._bar.update(self._task, completed=done, now=label)
             elif time.monotonic() - last > LINE_EVERY:
                 last = time.monotonic()
-                self.console.print(f"{done}/{len(self.things)}  {thing.label}", markup=False)
-            yield thing
+                self.console.print(f"{done}/{len(self.labels)}  {label}", markup=False)
+            yield label
 
 
 class StepBar(_Shown):
