@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,23 +38,21 @@ class Model:
     carry: PyTree
 
 
-def call(
-    function: Function, given: argparse.Namespace | None, args: Sequence[object] = (), **kwargs: PyTree
-) -> PyTree:
+def call(make: Function, given: Namespace | None, args: Sequence[object] = (), **kwargs: PyTree) -> PyTree:
     """Call a function, with the key, random streams and batch size that its signature asks for."""
     import jax
 
-    is_class = isinstance(function, type)  # the signature of a class may be that of its metaclass
-    signature = inspect.signature(function.__init__ if is_class else function)
+    is_class = isinstance(make, type)  # the signature of a class may be that of its metaclass
+    signature = inspect.signature(make.__init__ if is_class else make)
     offered: dict[str, Function] = {}
     if given is not None:
         offered = {"key": lambda: jax.random.key(given.seed), "batch_size": lambda: given.batch_size}
         if nnx := sys.modules.get("flax.nnx"):
             offered["rngs"] = lambda: nnx.Rngs(given.seed)
     open_ = [n for n, p in signature.parameters.items() if p.default in (p.empty, None)]
-    kwargs = {name: make() for name, make in offered.items() if name in open_} | kwargs
+    kwargs = {name: value() for name, value in offered.items() if name in open_} | kwargs
     signature.bind(*([None] if is_class else []), *args, **kwargs)
-    return function(*args, **kwargs)
+    return make(*args, **kwargs)
 
 
 def is_made(found: object) -> bool:
@@ -62,9 +60,7 @@ def is_made(found: object) -> bool:
     return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
 
 
-def read(
-    model: Framework, params: PyTree, carry: PyTree, inputs: list[PyTree], given: argparse.Namespace
-) -> Model:
+def read(model: Framework, params: PyTree, carry: PyTree, inputs: list[PyTree], given: Namespace) -> Model:
     """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
     import brainstate
     import jax

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -105,7 +106,7 @@ def _ended(code: int, error: Exception | None = None) -> int:
     return code
 
 
-def _report(error: Exception, given: argparse.Namespace) -> int:
+def _report(error: Exception, given: Namespace) -> int:
     command, message = given.command, str(error) or type(error).__name__
     if line := raising_line(error):  # raised by the user's code
         message = f"{type(error).__name__}: {message} ({line})"

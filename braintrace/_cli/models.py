@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
 
 
 @contextmanager
-def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
+def build(given: Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
     """Yield the functional learner of the model, and the shape of each input with its batch axis."""
     import brainstate
 
@@ -52,7 +53,7 @@ def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Av
         yield frameworks.read(make(), params, carry, inputs, given), inputs
 
 
-def _given(name: str, given: argparse.Namespace) -> PyTree:
+def _given(name: str, given: Namespace) -> PyTree:
     """Return the value of `--params` or `--carry`: a name in the model's module, or `module:name`."""
     spec = getattr(given, name)
     if spec is None:
@@ -76,7 +77,7 @@ def time_step(dt: float | None = None) -> Iterator[None]:
             yield
 
 
-def shapes(given: argparse.Namespace) -> list[Aval]:
+def shapes(given: Namespace) -> list[Aval]:
     import jax
     import jax.numpy as jnp
 
@@ -97,14 +98,12 @@ def shapes(given: argparse.Namespace) -> list[Aval]:
             shape = tuple(int(n) for n in text.split(",") if n.strip())
             dtype = jnp.dtype(dtypes[i if len(dtypes) > 1 else 0])
         except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"Not a shape and a type: {text!r}, {dtypes}. A shape is like 1,28,28."
-            ) from error
+            raise UsageError(f"Not a shape and a type: {text!r}, {dtypes}. A shape: 1,28,28.") from error
         found.append(jax.ShapeDtypeStruct((*batch, *shape), dtype))
     return found
 
 
-def find(spec: str, given: argparse.Namespace | None = None) -> Function:
+def find(spec: str, given: Namespace | None = None) -> Function:
     """Import the module of a model, and return a function that makes the model.
 
     Args:

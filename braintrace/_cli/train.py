@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,12 +86,12 @@ def add_to(commands: Commands) -> None:
     devices.add_arguments(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: Namespace) -> int:
     with devices.mesh_of(given) as mesh:
         return _run(given, mesh)
 
 
-def _run(given: argparse.Namespace, mesh: Mesh | None) -> int:
+def _run(given: Namespace, mesh: Mesh | None) -> int:
     from .._train.lock import locked
     from .models import find, time_step
     from .nets import make_net
@@ -226,7 +227,7 @@ def _write(
     print(f"results are in {out}: open {out / 'report.html'}")
 
 
-def _settings(given: argparse.Namespace) -> tuple[Options, Path, bool]:
+def _settings(given: Namespace) -> tuple[Options, Path, bool]:
     """Return the settings (typed, else of the resumed run, else default), the folder, whether to resume."""
     typed = {k: v for k, v in vars(given).items() if k in DEFAULTS}
     if "set" in typed:
@@ -266,9 +267,7 @@ def _stored(out: Path) -> Options:
     check_folder(out)
     file = out / "config.json"
     if not file.exists():
-        raise UsageError(
-            f"--resume: there is no run in {out} to continue. Without --resume a new one starts there."
-        )
+        raise UsageError(f"--resume: there is no run in {out}. Without --resume, a new one starts there.")
     try:
         stored = {**DEFAULTS, "window": 0, **json.loads(file.read_text())}
         if unknown := stored.keys() - DEFAULTS.keys():

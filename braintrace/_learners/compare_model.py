@@ -23,6 +23,7 @@ from .learner import Learner
 from .online import learner_of
 from .rule_choice import RuleChoice, Rules, read_rules
 
+Functional = tuple[Learner, PyTree, PyTree]  # with its parameters and carry
 RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
 
 
@@ -83,9 +84,7 @@ def compare(
     return _compare(problem, rules, train, memory_budget, progress)
 
 
-def _with_loss(
-    model: brainstate.nn.Module, step_fn: Function, sequence: Sequence
-) -> tuple[Learner, PyTree, PyTree]:
+def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequence) -> Functional:
     """A learner whose step is `step_fn`, with the loss as its output; its parameters and carry."""
     if not callable(step_fn):
         raise TypeError(
@@ -159,11 +158,9 @@ def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -
                 vars(node).update(attributes)
 
 
-def _compare(
-    problem: Problem, rules: Rules | None, train: Train, memory_budget: int | None, progress: bool
-) -> Comparison:
+def _compare(problem: Problem, rules: Rules, train: Train, budget: int | None, progress: bool) -> Comparison:
     """Compare these rules or, if None, rules from cheap to exact; BPTT comes first."""
-    budget = device_memory() if memory_budget is None else memory_budget
+    budget = device_memory() if budget is None else budget
     choices = default_rules(problem, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
     first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
     ordered = [first, *(c for c in choices if c is not first)]

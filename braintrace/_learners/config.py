@@ -14,6 +14,7 @@ from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST
 from .._types import DTypeLike, Key, Option
 
+Seed = Key | int | None
 _AXES: dict[str, tuple[str, ...]] = {
     "trace_factorization": ("per_param", "io_factorized", "random_projection"),
     "temporal_recursion": ("jacobian", "scalar_leak", "none"),
@@ -107,9 +108,7 @@ class ETraceConfig:
         if self.temporal_recursion == "none":
             self._set(decay=0.0)
         if self.temporal_recursion != "jacobian" and self.recurrence_scope != "diagonal":
-            raise ValueError(
-                "`recurrence_scope` other than 'diagonal' is for `temporal_recursion='jacobian'`."
-            )
+            raise ValueError("A `recurrence_scope` but 'diagonal' is for `temporal_recursion='jacobian'`.")
 
     @property
     def is_factorized(self) -> bool:
@@ -141,9 +140,7 @@ class ETraceConfig:
         if self.is_factorized:
             decay: Decay | None = Leak(1.0) if self.temporal_recursion[1] == "scalar_leak" else own
             recursion = None if decay is None else Recursion(decay)
-            return rules.ES_D_RTRL(
-                self.decay, dtype, recursion=recursion, signal=signal, called="ETraceConfig"
-            )
+            return rules.ES_D_RTRL(self.decay, dtype, recursion, signal, "ETraceConfig")
         decay = own if self.temporal_recursion == "jacobian" else Leak(float(cast(float, self.decay)))
         recursion = None if decay is None and self.kappa is None else Recursion(decay, self.kappa)
         return rules.D_RTRL(dtype, recursion=recursion, signal=signal, called="ETraceConfig")

@@ -174,12 +174,12 @@ def train_synthetic_gradient(
 
 
 Grouped = dict[int, Array]  # an array for each group of hidden states
+# hidden states at the start of a window, their target, those at its end, and all states
+Window = tuple[Grouped, Grouped, Grouped, PyTree]
 
 
-def _window(
-    compiled: CompiledStep, loss: Function
-) -> Callable[..., tuple[Grouped, Grouped, Grouped, PyTree]]:
-    """A function of a window: hidden states at its start, their target, those at its end, and all states."""
+def _window(compiled: CompiledStep, loss: Function) -> Callable[..., Window]:
+    """A function of the synthesizer's values, parameters, states and inputs of a window."""
     online, executor, info = compiled.online, compiled.online.executor, compiled.online.info
     consts = list(info.program.consts.values())
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
@@ -193,9 +193,7 @@ def _window(
         return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
 
     @jax.jit
-    def window(
-        values: PyTree, params: Leaves, rest: list[Leaves], xs: PyTree
-    ) -> tuple[Grouped, Grouped, Grouped, PyTree]:
+    def window(values: PyTree, params: Leaves, rest: list[Leaves], xs: PyTree) -> Window:
         flat, tree = jax.tree.flatten(rest)
 
         def total(hidden: dict[int, Array]) -> tuple[Array, PyTree]:

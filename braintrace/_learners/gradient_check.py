@@ -69,9 +69,8 @@ def check_gradients(
         return split_loss(out, has_aux, lead, sequence.mask.shape[1:])[0].reshape(sequence.mask.shape[1:])
 
     def online(*arrays: PyTree) -> PyTree:
-        grads = learner.etrace_grad(
-            *arrays, step_fn=step_fn, has_aux=has_aux, chunk_size=chunk_size, **options
-        )
+        how = {"has_aux": has_aux, "chunk_size": chunk_size, **options}
+        grads = learner.etrace_grad(*arrays, step_fn=step_fn, **how)
         return grads[0] if has_aux else grads
 
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:

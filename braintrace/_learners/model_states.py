@@ -44,9 +44,7 @@ def leaves_of(compiled: CompiledStep) -> list[Array]:
 def hidden_of(compiled: CompiledStep) -> dict[str, brainstate.State]:
     """The hidden states of a step, by name."""
     hidden = {id(h.state) for h in compiled.info.hidden}
-    return {
-        show_path(e.path): st for e, st in states_of(compiled) if not e.is_fixed and id(e.state) in hidden
-    }
+    return {show_path(e.path): s for e, s in states_of(compiled) if not e.is_fixed and id(e.state) in hidden}
 
 
 def values_now(model: brainstate.nn.Module) -> dict[Path, PyTree]:
@@ -191,9 +189,7 @@ def reset_model(learner: ETraceAlgorithm, **options: Option) -> None:
 def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
     """Reset the states and traces of the samples that are flagged in `rows`."""
     if rows.ndim != 1 or rows.dtype != bool:
-        raise ValueError(
-            f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
-        )
+        raise ValueError(f"`rows` has a boolean for each sample, not {rows.dtype}{list(rows.shape)}.")
     found = by_path(learner.model)
     start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
     old = {path: found[path].value for path in start}, learner._values()

@@ -210,9 +210,7 @@ def as_trace_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.inexact):
-        raise TypeError(
-            f"`trace_dtype` is a type of floating numbers, such as `jnp.bfloat16`, not {dtype!r}."
-        )
+        raise TypeError(f"`trace_dtype` is a floating type, such as `jnp.bfloat16`, not {dtype!r}.")
     return found
 
 

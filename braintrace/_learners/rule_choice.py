@@ -127,9 +127,7 @@ def read_rules(rules: Rules) -> list[RuleChoice]:
         raise ValueError("There is no rule to compare: `rules` is empty.")
     for i, one in enumerate(found):
         if one.label in [other.label for other in found[:i]]:
-            raise ValueError(
-                f"{one.label} is there twice; give them labels by a dictionary, `rules={{label: rule}}`."
-            )
+            raise ValueError(f"{one.label} is there twice: give labels, `rules={{label: rule}}`.")
     return found
 
 

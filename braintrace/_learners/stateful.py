@@ -394,9 +394,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         self._begin_sequence(chunk_size, keep_traces)
         with reporting(progress) as report:
-            sequence = Sequence.check(
-                sequences, mask, reset, report and (lambda done, total, _: report(done, total))
-            )
+            sequence = Sequence.check(sequences, mask, reset, report and (lambda *now: report(*now[:2])))
             request = Request(sequence, has_aux, reduction, loss_output, return_value)
             weights = check_weights(self, self.param_states if weights is None else weights)
             self._guards.compare_masks(self)

@@ -95,9 +95,7 @@ class StepCache:
     def now(self) -> CompiledStep:
         """The step in use."""
         if self.current is None:
-            raise CompilationError(
-                "The learner's graph is not compiled yet: call `learner.compile_graph(x)` first."
-            )
+            raise CompilationError("The graph is not compiled yet: call `learner.compile_graph(x)` first.")
         return self[self.current]
 
     @property

@@ -21,6 +21,7 @@ from .._ops.primitive import ETPPrimitive
 from .._types import Aval, Value
 
 Source: TypeAlias = object  # identifies a value: equal for values computed from the same sources
+Sources: TypeAlias = list[Source]
 
 
 def count_flops(closed: ClosedJaxpr) -> float:
@@ -40,9 +41,7 @@ class _Flat:
         self.known: dict[object, list[Source]] = {}
         self.made: list[tuple[list[Source], list[Source], JaxprEqn]] = []  # outputs, inputs, equation
 
-    def inline(
-        self, jaxpr: Jaxpr, consts: list[Source], args: list[Source], apart: JaxprEqn | None
-    ) -> list[Source]:
+    def inline(self, jaxpr: Jaxpr, consts: Sources, args: Sources, apart: JaxprEqn | None) -> Sources:
         """The outputs of a jaxpr; subexpressions inside the rematerialised call `apart` are its own."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -107,9 +106,7 @@ def _is_zero(value: Source) -> bool:
 
 
 def _key(param: object) -> object:
-    return (
-        id(param) if isinstance(param, _compat.ClosedJaxpr | _compat.Jaxpr) or callable(param) else str(param)
-    )
+    return id(param) if isinstance(param, ClosedJaxpr | Jaxpr) or callable(param) else str(param)
 
 
 def _cost(eqn: JaxprEqn) -> float:

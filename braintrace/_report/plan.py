@@ -109,16 +109,12 @@ class Plan(Tabled):
             axes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
             what += f"; on each of {math.prod(self.mesh.values())} devices ({axes})"
             columns[1], columns[6:] = "at once", ["flops", "sent per step", "per chunk"]
-            notes.append(
-                "Bytes stored and received are those of one device. Flops are those of all, per step."
-            )
+            notes.append("Bytes stored and received are those of one device; flops are those of all.")
         parameters, states = show_bytes(self.parameter_bytes), show_bytes(self.state_bytes)
         title = f"{what}; parameters {parameters}, states {states}"
         if not all(map(self.fits, self.rows)):
             where = " of a device" if self.mesh else ""
-            notes.append(
-                f"! With parameters and states more than the {show_bytes(self.memory_budget)}{where}."
-            )
+            notes.append(f"! With parameters and states above the {show_bytes(self.memory_budget)}{where}.")
         return Table(title, columns, rows, notes)
 
 
@@ -249,12 +245,11 @@ def _loss(y: PyTree) -> Array:
     return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
 
+Choice = tuple[PlanRow | None, str]  # and the reason
 _ABOUT = 1.1  # more operations than this are not worth the memory that they save
 
 
-def _recommend(
-    rows: list[PlanRow], length: int, budget: int, always: int, devices: int
-) -> tuple[PlanRow | None, str]:
+def _recommend(rows: list[PlanRow], length: int, budget: int, always: int, devices: int) -> Choice:
     """Choose a row and explain why: exact before approximate, then least memory at about the fewest flops.
 
     `always` is the size of parameters and states in bytes, which every rule needs.

@@ -32,9 +32,7 @@ class Table:
                 [name, *(c.replace(" ", "\n") if i < broken else c for c in rest)]
                 for i, (name, *rest) in enumerate(rows)
             ]
-            widths = [
-                max(len(t) for c in column for t in c.split("\n")) for column in zip(*cells, strict=True)
-            ]
+            widths = [max(map(len, "\n".join(column).split("\n"))) for column in zip(*cells, strict=True)]
             left = width - sum(w + 2 for w in widths[1:])
             if left >= (LEAST if broken else widths[0]):
                 break

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 INK = "#475569"
 Point = tuple[float, float]
+Marks = dict[float, str]  # labels by their place in pixels
 Area = tuple[float, float, float, float]  # left, top, right and bottom of the axes of a panel
 
 
@@ -103,10 +104,8 @@ class Drawing:
         figure.savefig(path, dpi=150)
 
 
-def draw_axes(
-    drawing: Drawing, area: Area, title: str, below: str, x: dict[float, str], y: dict[float, str]
-) -> None:
-    """Draw the title and the scales of a panel: labels below and lines across, by their place in pixels."""
+def draw_axes(drawing: Drawing, area: Area, title: str, below: str, x: Marks, y: Marks) -> None:
+    """Draw the title and the scales of a panel: labels below, and lines across."""
     left, top, right, bottom = area
     drawing.text(left, top - 16, title, size=14, bold=True)
     for at, words in y.items():

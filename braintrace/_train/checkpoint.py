@@ -21,7 +21,8 @@ from .engine import Engine
 from .lock import locked
 from .sharding import Layout
 
-Arrays = dict[str, dict[str, PyTree]]  # of each state, by name: its leaves
+Saved = dict[str, PyTree]  # the leaves of a state, by number
+Arrays = dict[str, Saved]  # by the name of the state
 Notes = Options  # values of JSON
 KEPT = 3  # checkpoints
 # the notes that a run cannot continue without
@@ -162,9 +163,7 @@ def restore(engine: Engine, arrays: Arrays, where: Path) -> None:
         targets = {name: st for name, st in targets.items() if name not in other}
         arrays = {name: found for name, found in arrays.items() if name not in other}
     if unknown := sorted(arrays.keys() - targets.keys()):
-        raise ValueError(
-            f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`, this one has not."
-        )
+        raise ValueError(f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`.")
     new = {
         name: _restored(st.value, arrays.get(name, {}), name, where, engine.layout)
         for name, st in targets.items()
@@ -192,7 +191,7 @@ def _states(engine: Engine) -> dict[str, brainstate.State]:
     }
 
 
-def _saved(value: PyTree) -> dict[str, PyTree]:
+def _saved(value: PyTree) -> Saved:
     """Return the leaves of a value, with the data of random keys."""
     leaves = jax.tree.leaves(value)
     raw = [jax.random.key_data(a) if _is_key(a) else a for a in leaves]
@@ -200,9 +199,7 @@ def _saved(value: PyTree) -> dict[str, PyTree]:
     return {str(i): a if _is_sharded(a) else np.asarray(a) for i, a in enumerate(raw)}
 
 
-def _restored(
-    value: PyTree, saved: dict[str, PyTree], name: str, where: Path, layout: Layout | None
-) -> PyTree:
+def _restored(value: PyTree, saved: Saved, name: str, where: Path, layout: Layout | None) -> PyTree:
     """Return the saved values with the structure and sharding of `value`."""
     leaves, tree = jax.tree.flatten(value)
     found = [saved[str(i)] for i in range(len(saved))]

@@ -137,9 +137,8 @@ def compare_rules(
                 truth = truth or found
             rows.append(row)
     device = jax.devices()[0].device_kind
-    return Comparison(
-        problem.sequence.length, device, rows, training.updates if training else None, zeros(truth)
-    )
+    updates = training.updates if training else None
+    return Comparison(problem.sequence.length, device, rows, updates, zeros(truth))
 
 
 def _measure(

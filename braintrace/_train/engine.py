@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Metric = Callable[[PyTree, PyTree, Array], Array]
 Parameters = dict[str, PyTree]
+Flags = Array | None  # of samples that are reset before a step
 Scores = dict[str, PyTree]  # arrays by name
 ZERO_FOR = 3  # batches with a zero gradient before a warning: that of LoRA is zero at the start
 _fitted: weakref.WeakSet[brainstate.nn.Module] = (
@@ -59,9 +60,7 @@ class Engine:
     layout: Layout | None = None  # of a device mesh
     opt_state: PyTree = field(init=False)
     _shapes: PyTree = None  # of the batch that the states fit
-    _arguments: dict[PyTree, tuple[PyTree, Options]] = field(
-        default_factory=dict
-    )  # those of the learner, by shapes
+    _arguments: dict[PyTree, tuple[PyTree, Options]] = field(default_factory=dict)  # by shapes
     _warned_of_unlearned: bool = False
 
     def __post_init__(self) -> None:
@@ -185,9 +184,7 @@ class Engine:
                 warn_user(about_zeros(zeros))
         return found
 
-    def _train_batch(
-        self, xs: PyTree, ys: PyTree, mask: Array, reset: Array | None, *, checked: bool
-    ) -> Scores:
+    def _train_batch(self, xs: PyTree, ys: PyTree, mask: Array, reset: Flags, *, checked: bool) -> Scores:
         unkept = []  # the traces that are zero before and after a batch
         if self.reset and self.update_every is None:
             lasting = self.learner._lasting_values()
@@ -256,9 +253,7 @@ class Engine:
         sums = jax.tree.map(lambda s, g: s + abs(g).astype(s.dtype), sums, grads)
         return sums, (losses, aux, jnp.broadcast_to(bad, (len(losses), bad.size)))
 
-    def _gradient_of_step(
-        self, arrays: PyTree, mask: Array, reset: Array | None
-    ) -> tuple[PyTree, PyTree, PyTree]:
+    def _gradient_of_step(self, arrays: PyTree, mask: Array, reset: Flags) -> tuple[PyTree, PyTree, PyTree]:
         """Return the gradient of a single step, in one pass over each trace."""
         slices = jax.tree.map(lambda a: a[0], arrays)
         if reset is not None:

@@ -117,7 +117,7 @@ def fit(
     streams = isinstance(batches, Stream)
     if update_every is None:
         update_every = 1 if streams else "sequence"
-    limits = (epochs, max_batches, max_steps, eval_every, checkpoint_every)
+    limits = [epochs, max_batches, max_steps, eval_every, checkpoint_every]
     _check(learner, optimizer, update_every, limits)
     _check_stream(batches, epochs, max_steps, update_every)
     if any(option is not None for option in (window, rank, basis, across)):
@@ -143,9 +143,7 @@ def fit(
         return run.go(resume=resume, metrics_file=metrics_file, progress=progress)
 
 
-def _check(
-    learner: object, optimizer: object, update_every: int | str, limits: tuple[int | None, ...]
-) -> None:
+def _check(learner: object, optimizer: object, update_every: int | str, limits: list[int | None]) -> None:
     if not hasattr(type(learner), "compile_graph"):
         raise TypeError(
             f"`fit` trains a learner, such as `braintrace.D_RTRL(model)` or `braintrace.BPTT(model)`, not "

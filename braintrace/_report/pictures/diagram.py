@@ -120,11 +120,10 @@ class _Reader:
         self.relations = {r.site.index: r for r in graph.hidden_param_op_relations}
         self.remembered, self.sizes = remembered(graph), trace_sizes(graph)
         self.param_bits = 0
-        hidden = [h for g in graph.hidden_groups for h in g.hidden]
+        self.groups = groups = graph.hidden_groups
+        hidden = [h for g in groups for h in g.hidden]
         number = {h.outvar: i for i, h in enumerate(hidden)}
-        self.goals, _ = goals(
-            self.info.program, number, [g.index for g in graph.hidden_groups for _ in g.hidden]
-        )
+        self.goals, _ = goals(self.info.program, number, [g.index for g in groups for _ in g.hidden])
         self.new_state = {h.outvar: g for g in graph.hidden_groups for h in g.hidden}
 
     def token(self, kind: str, key: str) -> int:
@@ -140,9 +139,7 @@ class _Reader:
         info = self.info
         for i, (var, name) in enumerate(zip(info.arg_invars, _input_names(info), strict=True)):
             self.env[var] = self.add(Box(f"input:{i}", "input", i, name, show_aval(var.aval)))
-        pairs = [
-            (h, self.token("old", f"group:{g.index}")) for g in self.graph.hidden_groups for h in g.hidden
-        ]
+        pairs = [(h, self.token("old", f"group:{g.index}")) for g in self.groups for h in g.hidden]
         self.old = {v: token for h, token in pairs for v in (h.leaf, h.invar)}
         self.entries = {show_path(e.path): e for e in info.entries}
         for entry in info.entries:
