@@ -25,7 +25,7 @@ def parse_rule(text: str, option: str = "--rule") -> tuple[str, Options]:
     """
     name, args, options = parse_call(text)
     if args or not name:
-        raise UsageError(f"{option}: {text!r}: write a name, with named options: 'd_rtrl(window=5, rank=4)'.")
+        raise UsageError(f"{option}: {text!r}: a name, with options by name: 'd_rtrl(window=5, rank=4)'.")
     if name.lower() not in RULES:
         raise UsageError(f"{option}: there is no rule {name!r}; {hint(name, RULES)}")
     return name.lower(), options

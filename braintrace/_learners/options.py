@@ -38,11 +38,7 @@ OPTIONS: dict[str, tuple[object, object, str]] = {
     "window": (WindowSize | None, None, "Back-propagate through windows of this many steps, or 'auto'."),
     "rank": (int, 0, "Rank of a correction to the diagonal traces, for each sample."),
     "samples": (Axis, "auto", "Axis of the samples in the states; 'auto' finds it, None means one sample."),
-    "basis": (
-        Basis,
-        "balanced",
-        "Basis of the correction: one for all samples, or 'pushed' for each of them.",
-    ),
+    "basis": (Basis, "balanced", "Basis of the correction: one for all samples, or 'pushed' for each."),
     "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
     "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
     "trace_dtype": (DTypeLike | None, None, "Type of the stored traces; that of the computation by default."),
@@ -108,9 +104,6 @@ class OptionsLearner(ETraceAlgorithm):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
             cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls)}"
         super().__init_subclass__()
-
-    def __init__(self, model: brainstate.nn.Module, *args: PyTree, **options: Option) -> None:
-        raise NotImplementedError  # each class has its own
 
     @classmethod
     def read_options(cls, model: Model, *args: PyTree, **options: Option) -> tuple[SimpleNamespace, Choice]:

@@ -24,12 +24,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Value:
         if isinstance(obj, brainstate.State):
             return _state, _parts(obj)
-        if (
-            isinstance(obj, type)
-            and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj
-        ):
-            return _class, _home(obj)
-        return NotImplemented
+        known = lambda cls: getattr(sys.modules.get(cls.__module__), cls.__qualname__, None)
+        return (_class, _home(obj)) if isinstance(obj, type) and known(obj) is not obj else NotImplemented
 
 
 def _home(cls: type) -> tuple[str, str]:

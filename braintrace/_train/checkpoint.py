@@ -159,21 +159,16 @@ def restore(engine: Engine, arrays: Arrays, where: Path) -> None:
     if engine.reset:  # a run with another rank chooses its projection again
         shapes = {name: [np.shape(a) for a in jax.tree.leaves(st.value)] for name, st in targets.items()}
         saved = {name: [np.shape(a) for a in found.values()] for name, found in arrays.items()}
-        other = {n for n in {*shapes, *saved} if _is_projection(n) and shapes.get(n) != saved.get(n)}
+        names = (f"state.traces.{BASIS}", "state.traces.balance ")
+        other = {n for n in {*shapes, *saved} if n.startswith(names) and shapes.get(n) != saved.get(n)}
         targets = {name: st for name, st in targets.items() if name not in other}
         arrays = {name: found for name, found in arrays.items() if name not in other}
     if unknown := sorted(arrays.keys() - targets.keys()):
         raise ValueError(f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`.")
-    new = {
-        name: _restored(st.value, arrays.get(name, {}), name, where, engine.layout)
-        for name, st in targets.items()
-    }
+    restored = lambda name, value: _restored(value, arrays.get(name, {}), name, where, engine.layout)
+    new = {name: restored(name, st.value) for name, st in targets.items()}
     for name, state in targets.items():
         state.value = new[name]
-
-
-def _is_projection(name: str) -> bool:
-    return name == f"state.traces.{BASIS}" or name.startswith("state.traces.balance ")
 
 
 def _states(engine: Engine) -> dict[str, brainstate.State]:

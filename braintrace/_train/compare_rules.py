@@ -22,15 +22,8 @@ from .._compiler.step import show_path
 from .._executor.pull_back import is_inexact
 from .._lines import raising_line
 from .._online.sequence import Sequence
-from .._report.check import (
-    GradientCheck,
-    Gradients,
-    ParameterCheck,
-    compare_gradients,
-    flatten,
-    round_off,
-    zeros,
-)
+from .._report import check as checks
+from .._report.check import Gradients, compare_gradients, round_off
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
 from .._types import Array, Function, Key, Options, PyTree
@@ -138,7 +131,7 @@ def compare_rules(
             rows.append(row)
     device = jax.devices()[0].device_kind
     updates = training.updates if training else None
-    return Comparison(problem.sequence.length, device, rows, updates, zeros(truth))
+    return Comparison(problem.sequence.length, device, rows, updates, checks.zeros(truth))
 
 
 def _measure(
@@ -159,7 +152,7 @@ def _measure(
         start = time.perf_counter()
         jax.block_until_ready(program(*given))
         times.append(time.perf_counter() - start)
-    if not all(np.isfinite(flatten(g)).all() for g in found.values()):
+    if not all(np.isfinite(checks.flatten(g)).all() for g in found.values()):
         raise FloatingPointError("its gradient is not finite")
     tolerance = round_off([found, learner.trace_shapes])
     length, exactness = problem.sequence.length, learner.report.exactness
@@ -213,7 +206,7 @@ def _train(problem: Problem, gradient: Gradient, training: Training) -> tuple[li
     return found, False
 
 
-def _agreement(check: GradientCheck | ParameterCheck) -> Agreement:
+def _agreement(check: checks.GradientCheck | checks.ParameterCheck) -> Agreement:
     finite = lambda value: value if math.isfinite(value) else None
     return Agreement(check.cosine, finite(check.norm_ratio), finite(check.relative_error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from itertools import pairwise
 
 from ..._compiler.graph import ETraceGraph
 from ..._compiler.step import show_path
@@ -57,11 +58,7 @@ def _edge(edge: Edge, points: Sequence[Point], hue: int) -> Markup:
 
 def _rounded(points: Sequence[Point]) -> str:
     """A line through corners, each of them round."""
-    kept = [
-        p
-        for i, p in enumerate(points)
-        if i == 0 or abs(p[0] - points[i - 1][0]) + abs(p[1] - points[i - 1][1]) > 0.5
-    ]
+    kept = [points[0], *(b for a, b in pairwise(points) if _distance(a, b) > 0.5)]
     out = [f"M{kept[0][0]:.1f},{kept[0][1]:.1f}"]
     for a, b, c in zip(kept, kept[1:], kept[2:], strict=False):
         r = min(RADIUS, _distance(a, b) / 2, _distance(b, c) / 2)
