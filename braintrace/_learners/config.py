@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +13,6 @@ from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST
 from .._types import DTypeLike, Key, Option
 
-Seed = Key | int | None
 _AXES: dict[str, tuple[str, ...]] = {
     "trace_factorization": ("per_param", "io_factorized", "random_projection"),
     "temporal_recursion": ("jacobian", "scalar_leak", "none"),
@@ -85,8 +83,7 @@ class ETraceConfig:
                 raise ValueError(f"A decay is at least 0 and less than 1, not {one!r}.")
 
     def _set(self, **values: Option) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)  # the dataclass is frozen
 
     def _as_pairs(self) -> None:
         given = self.temporal_recursion
@@ -108,7 +105,7 @@ class ETraceConfig:
         if self.temporal_recursion == "none":
             self._set(decay=0.0)
         if self.temporal_recursion != "jacobian" and self.recurrence_scope != "diagonal":
-            raise ValueError("A `recurrence_scope` but 'diagonal' is for `temporal_recursion='jacobian'`.")
+            raise ValueError("`recurrence_scope` is 'diagonal' unless `temporal_recursion='jacobian'`.")
 
     @property
     def is_factorized(self) -> bool:
@@ -123,11 +120,6 @@ class ETraceConfig:
         self, random_feedback_key: Key | int | None = None, dtype: DTypeLike | None = None, most: int = MOST
     ) -> Rule:
         """The learning rule; `dtype` is that of traces, and `most` the size of a pattern."""
-        signals: dict[str, Callable[[], Signal]] = {
-            "symmetric": lambda: PROPAGATED,
-            "random_feedback": lambda: Feedback(as_key(random_feedback_key)),
-            "modulatory": Modulator,
-        }
         if self.recurrence_scope == "sparse_n" or self.trace_factorization == "random_projection":
             return self._influence(most)
         if self.learning_signal == "bootstrapped":
@@ -135,7 +127,9 @@ class ETraceConfig:
                 "`learning_signal='bootstrapped'` has a net that estimates the losses after a window: take "
                 "`braintrace.DNI(model, synthesizer)`, or `braintrace.compile(model, config, ...)`."
             )
-        signal = signals[self.learning_signal]()
+        signal: Signal = Modulator() if self.learning_signal == "modulatory" else PROPAGATED
+        if self.learning_signal == "random_feedback":
+            signal = Feedback(as_key(random_feedback_key))
         own = Own() if self.recurrence_scope == "coupled" else None
         if self.is_factorized:
             decay: Decay | None = Leak(1.0) if self.temporal_recursion[1] == "scalar_leak" else own

@@ -114,7 +114,9 @@ class Plan(Tabled):
         title = f"{what}; parameters {parameters}, states {states}"
         if not all(map(self.fits, self.rows)):
             where = " of a device" if self.mesh else ""
-            notes.append(f"! With parameters and states above the {show_bytes(self.memory_budget)}{where}.")
+            notes.append(
+                f"! With parameters and states more than the {show_bytes(self.memory_budget)}{where}."
+            )
         return Table(title, columns, rows, notes)
 
 
@@ -214,7 +216,11 @@ def _row(learner: Learner, length: int, choice: RuleChoice, size: int, window: i
 
     def gradient(params: PyTree, carry: PyTree, xs: PyTree, traces: PyTree) -> PyTree:
         params, carry, xs = function.rebuild(params, carry, xs)
-        return learner.grad(_loss, params, carry, traces, xs, chunk_size=None if window else size)
+        return learner.grad(loss, params, carry, traces, xs, chunk_size=None if window else size)
+
+    def loss(y: PyTree) -> Array:
+        outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
+        return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
     with warnings.catch_warnings(action="ignore"):
         traces = learner.trace_shapes
@@ -238,11 +244,6 @@ def _row(learner: Learner, length: int, choice: RuleChoice, size: int, window: i
         sent_per_chunk=sent / math.ceil(length / size),
         window=window,
     )
-
-
-def _loss(y: PyTree) -> Array:
-    outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
-    return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
 
 Choice = tuple[PlanRow | None, str]  # and the reason

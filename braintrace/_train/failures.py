@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -25,19 +24,20 @@ class DivergedError(ArithmeticError):
         step: int,
         parameters: list[str],
         loss: float,
-        checkpoint: Path | None,
         result: FitResult,
         cause: str = "",
     ) -> None:
-        self.batch, self.epoch, self.step = batch, epoch, step
-        self.parameters, self.loss, self.checkpoint, self.result = parameters, loss, checkpoint, result
+        self.batch, self.epoch, self.step, self.parameters = batch, epoch, step, parameters
+        self.loss, self.result, self.checkpoint = loss, result, result.checkpoint
         if parameters:
             shown = ", ".join(f"`{p}`" for p in parameters[:3])
             more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
             what = f"The gradient of {shown}{more} is not finite"
         else:
             what = f"The loss is {loss}"
-        saved = f"The last good checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
+        saved = "There is no checkpoint"
+        if self.checkpoint is not None:
+            saved = f"The last good checkpoint is {self.checkpoint}"
         advice = "Try a lower learning rate or `optax.chain(optax.clip_by_global_norm(1.0), optimizer)`."
         super().__init__(
             f"{what} at batch {batch} (epoch {epoch}), step {step} of the sequence (loss {loss:g}). "

@@ -109,9 +109,8 @@ class Run:
             )
         latest, arrays, notes = self.checkpoints.load_newest(self._go_to)
         where = self.checkpoints.path(latest)
-        self.result = FitResult(
-            to_rows(arrays.pop("history", {})), to_rows(arrays.pop("evaluations", {})), checkpoint=where
-        )
+        history, evaluations = (to_rows(arrays.pop(name, {})) for name in ("history", "evaluations"))
+        self.result = FitResult(history, evaluations, checkpoint=where)
         self.result.reached = notes["reached"] and self.schedule.stop_when is not None
         restore(self.engine, arrays, where)
         self._warn_of_changes(notes.get("settings", {}), where)
@@ -157,12 +156,8 @@ class Run:
 
     def _warn_of_changes(self, before: Options, where: Path) -> None:
         """Warn of settings that differ from those of the checkpoint."""
-        now = self._settings
-        changed = [
-            f"{name} was {before[name]} and is {now[name]}"
-            for name in now
-            if name in before and before[name] != now[name]
-        ]
+        was = {name: (before.get(name, now), now) for name, now in self._settings.items()}
+        changed = [f"{name} was {old} and is {now}" for name, (old, now) in was.items() if old != now]
         if changed:
             warn_user(
                 f"The run continues from {where} with other settings than before: {'; '.join(changed)}. To "
@@ -270,9 +265,9 @@ class Run:
             self._save()
 
     def _row(self, scores: Scores) -> Row:
-        counts = {"batch": self.batch, "epoch": self.epoch, **({"step": self.step} if self.stream else {})}
-        first = {"loss": float(scores.pop("loss"))}
-        return {**counts, **first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
+        row: Row = {"batch": self.batch, "epoch": self.epoch, **({"step": self.step} if self.stream else {})}
+        row |= {"loss": float(scores.pop("loss")), **{k: float(v) for k, v in scores.items()}}
+        return {**row, "seconds": self.seconds}
 
     def _stop_if_diverged(self, losses: PyTree, bad: PyTree, batch: Batch) -> None:
         if bad is None:
@@ -282,13 +277,11 @@ class Run:
             return
         names = np.array(list(self.engine.named_parameters()))
         lost = np.flatnonzero(~np.isfinite(losses))
-        step = int(lost[0]) if len(lost) else int(steps[0])
+        step = int((*lost, *steps)[0])
         parameters = [str(n) for n in names[bad[steps[0]]]]
-        saved = self.result.checkpoint
+        where = self.batch, self.epoch, step
         cause = not_finite(*sequence_of(*batch[:3]).arrays)
-        raise DivergedError(
-            self.batch, self.epoch, step, parameters, float(losses[step]), saved, self.result, cause
-        )
+        raise DivergedError(*where, parameters, float(losses[step]), self.result, cause)
 
     @property
     def _evaluates(self) -> bool:
