@@ -75,15 +75,15 @@ def add_to(commands: Commands) -> None:
 
 
 def graph(given: Namespace) -> int:
+    from .._report.markup import write
+
     with _with_rule(given) as (model, _):
         report = model.learner.report
         report.show()
         for kind in ("html", "svg", "dot"):
             path: Path | None = getattr(given, kind)
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(getattr(report, f"to_{kind}")(), encoding="utf-8")
-                print(f"wrote {path}")
+                print(f"wrote {write(path, getattr(report, f'to_{kind}')())}")
     return 0
 
 

@@ -172,7 +172,7 @@ def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[
 
 
 def reset_model(learner: ETraceAlgorithm, **options: Option) -> None:
-    """Reset the states of a learner's model; warn of hidden states that nothing resets."""
+    """Reset the states of the model, not the traces; warn of hidden states that nothing resets."""
     done = reset(learner.model, learner._start, **options)
     compiled = learner._cache.known
     hidden = {} if compiled is None else hidden_of(compiled)

@@ -26,7 +26,7 @@ from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._rules.rule import Rule, Values
-from .._types import Array, ArrayLike, Function, Key, Option, Options, PyTree, RuleLike
+from .._types import Array, ArrayLike, Function, Key, Options, PyTree, RuleLike
 from . import pickling
 from .calling import call, called_with, calling_model, split_call
 from .compiled_step import CompiledStep
@@ -272,6 +272,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.standing["modulator"] = value
 
     get_etrace_of = traces_of
+    reset_model = reset_model
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
@@ -320,10 +321,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._cache.follow_states()
         if self._cache.current is not None:
             self.init_etrace_state()
-
-    def reset_model(self, **options: Option) -> None:
-        """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
-        reset_model(self, **options)
 
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from html import escape
+from os import PathLike
+from pathlib import Path
+from string import Template
 
 
 class Markup(str):
@@ -25,6 +28,19 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 def join(*parts: object) -> Markup:
     """Concatenate parts; those that are not `Markup` are escaped."""
     return Markup("".join(p if isinstance(p, Markup) else escape(str(p)) for p in parts))
+
+
+def fill(template: Path, **parts: str) -> str:
+    """Return a page: a template file with these parts."""
+    return Template(template.read_text(encoding="utf-8")).substitute(parts)
+
+
+def write(path: str | PathLike[str], text: str) -> Path:
+    """Write a file, in a folder that may be new."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
 
 
 def svg(label: str, width: float, height: float, *parts: Markup, **attributes: object) -> Markup:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._report.markup import Markup, svg, tag
+from .._report.markup import Markup, svg, tag, write
 from .._types import Options
 
 if TYPE_CHECKING:
@@ -84,10 +84,11 @@ class Drawing:
         font = {"font_family": "system-ui, sans-serif", "font_size": 11, "color": None if in_page else INK}
         return svg(self.label, self.width, self.height, *back, *self.elements, **font)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write a file; its suffix is the format."""
+        path = Path(path)
         if path.suffix == ".svg":
-            path.write_text(f"{self.to_svg()}\n", encoding="utf-8")
+            write(path, f"{self.to_svg()}\n")
             return
         try:
             from matplotlib.figure import Figure
@@ -95,6 +96,7 @@ class Drawing:
             raise ImportError(
                 f"To write {path.name} install matplotlib (`pip install 'braintrace[plot]'`), or an .svg."
             ) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure = Figure(figsize=(self.width / 72, self.height / 72))  # a point is a pixel
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))

@@ -133,9 +133,8 @@ class Comparison:
             agreement = row["gradient"] and Agreement(**row["gradient"])
             parameters = {k: Agreement(**v) for k, v in row["parameters"].items()}
             losses = row["losses"] and [math.nan if x is None else x for x in row["losses"]]
-            rows.append(
-                Compared(**{**row, "gradient": agreement, "parameters": parameters, "losses": losses})
-            )
+            made = {"gradient": agreement, "parameters": parameters, "losses": losses}
+            rows.append(Compared(**{**row, **made}))
         more = {k: data[k] for k in ("updates", "zero", "random")}
         return Comparison(data["length"], data["device"], rows, **more)
 
@@ -203,14 +202,13 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), the data (.json) or the picture (.svg; with matplotlib .png, .pdf, ...)."""
-        from .._report.markup import tag
+        from .._report.markup import tag, write
         from .comparison_picture import draw
         from .report_page import card, write_page
 
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
-            path.write_text(self.to_json(), encoding="utf-8")
+            write(path, self.to_json())
         elif path.suffix == ".html":
             parts = [card(draw(self).to_svg()), tag("h2", "Costs"), card(self.table.to_html())]
             parts += [tag("h2", "Parameters"), card(self.by_parameter.to_html())]

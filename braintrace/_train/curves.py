@@ -66,8 +66,6 @@ def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | Non
         path: The file; its suffix is the format: SVG, or with matplotlib PNG, PDF and so on.
         targets: Values to mark, by metric.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(runs, names_of(runs), targets or {}).save(path)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._report.markup import Markup, join, tag
+from .._report.markup import Markup, fill, join, tag, write
 from .._report.tables import Tabled
 from .._types import Options
 from .curves import COLORS, Runs, draw_curves, names_of
@@ -80,12 +78,8 @@ def write_report(
 
 def write_page(path: str | Path, title: str, subtitle: str, parts: list[Markup]) -> Path:
     """Write a page of these parts, and return its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    page = Template(resources.files(__package__).joinpath("report_page.html").read_text(encoding="utf-8"))
-    filled = page.substitute(title=join(title), subtitle=join(subtitle), body=join(*parts))
-    path.write_text(filled, encoding="utf-8")
-    return path
+    texts = {"title": join(title), "subtitle": join(subtitle), "body": join(*parts)}
+    return write(path, fill(Path(__file__).with_name("report_page.html"), **texts))
 
 
 def card(inner: Markup, kind: str = "card") -> Markup:
