@@ -15,7 +15,7 @@ from .options import UsageError
 if TYPE_CHECKING:
     from .._learners.learner import Learner
     from .._types import Function, PyTree
-    from .._types import Model as Framework
+    from .._types import Model as UserModel
 
 KINDS = """\
 models:
@@ -60,7 +60,7 @@ def is_made(found: object) -> bool:
     return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
 
 
-def read(model: Framework, params: PyTree, carry: PyTree, inputs: list[PyTree], given: Namespace) -> Model:
+def read(model: UserModel, params: PyTree, carry: PyTree, inputs: list[PyTree], given: Namespace) -> Model:
     """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
     import brainstate
     import jax
@@ -88,8 +88,9 @@ def read(model: Framework, params: PyTree, carry: PyTree, inputs: list[PyTree], 
         step, params = model.apply, model.init(key, carry, x)
     elif _is_haiku(model):
         carry = _carry(carry, model)
-        rng = [None] * ("rng" in inspect.signature(model.apply).parameters)
-        step, params = lambda params, *rest: model.apply(params, *rng, *rest), model.init(key, carry, x)
+        step, params = model.apply, model.init(key, carry, x)
+        if "rng" in inspect.signature(model.apply).parameters:
+            step = lambda params, carry, x: model.apply(params, None, carry, x)
     elif _of(model, "equinox"):
         step, params, carry = _equinox(model, carry, given.batch_size)
     else:
@@ -111,7 +112,7 @@ def _is_haiku(found: object) -> bool:
     return isinstance(found, tuple) and getattr(found, "_fields", None) == ("init", "apply")
 
 
-def _carry(carry: PyTree, model: Framework, make: Function | None = None) -> PyTree:
+def _carry(carry: PyTree, model: UserModel, make: Function | None = None) -> PyTree:
     if carry is not None:
         return carry
     if make is None or not hasattr(model, "initialize_carry"):
@@ -122,7 +123,7 @@ def _carry(carry: PyTree, model: Framework, make: Function | None = None) -> PyT
     return make()
 
 
-def _equinox(model: Framework, carry: PyTree, batch_size: int | None) -> tuple[Function, PyTree, PyTree]:
+def _equinox(model: UserModel, carry: PyTree, batch_size: int | None) -> tuple[Function, PyTree, PyTree]:
     """Return step, params and carry; Equinox modules have no batch axis, its cells take the input first."""
     import equinox as eqx
     import jax
@@ -130,13 +131,13 @@ def _equinox(model: Framework, carry: PyTree, batch_size: int | None) -> tuple[F
 
     is_cell = isinstance(model, eqx.nn.GRUCell | eqx.nn.LSTMCell)
 
-    def one(model: Framework, carry: PyTree, x: PyTree) -> PyTree:
+    def one(model: UserModel, carry: PyTree, x: PyTree) -> PyTree:
         if not is_cell:
             return model(carry, x)
         carry = model(x, carry)
         return carry, carry[0] if isinstance(carry, tuple) else carry
 
-    def step(model: Framework, carry: PyTree, x: PyTree) -> PyTree:
+    def step(model: UserModel, carry: PyTree, x: PyTree) -> PyTree:
         return one(model, carry, x) if batch_size is None else jax.vmap(partial(one, model))(carry, x)
 
     if carry is None and is_cell:

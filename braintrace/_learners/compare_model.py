@@ -158,13 +158,13 @@ def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -
                 vars(node).update(attributes)
 
 
-def _compare(problem: Problem, rules: Rules, train: Train, budget: int | None, progress: bool) -> Comparison:
+def _compare(problem: Problem, rules: Rules | None, train: Train, most: int | None, bar: bool) -> Comparison:
     """Compare these rules or, if None, rules from cheap to exact; BPTT comes first."""
-    budget = device_memory() if budget is None else budget
+    budget = device_memory() if most is None else most
     choices = default_rules(problem, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
     first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
     ordered = [first, *(c for c in choices if c is not first)]
-    return compare_rules(problem, ordered, train, budget, progress)
+    return compare_rules(problem, ordered, train, budget, bar)
 
 
 def default_rules(problem: Problem, most: int) -> list[RuleChoice]:

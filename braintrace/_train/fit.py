@@ -117,9 +117,13 @@ def fit(
     streams = isinstance(batches, Stream)
     if update_every is None:
         update_every = 1 if streams else "sequence"
-    limits = [epochs, max_batches, max_steps, eval_every, checkpoint_every]
-    _check(learner, optimizer, update_every, limits)
-    _check_stream(batches, epochs, max_steps, update_every)
+    _check(learner, optimizer, update_every, [epochs, max_batches, max_steps, eval_every, checkpoint_every])
+    if not streams and max_steps is not None:
+        raise ValueError("`max_steps` is for a `braintrace.Stream`; for sequences pass `max_batches`.")
+    if streams and epochs is not None:
+        raise ValueError("A stream has no epochs; pass `max_steps`.")
+    if streams and update_every == "sequence":
+        raise ValueError("A stream has no end after which to update; `update_every` is a number of steps.")
     if any(option is not None for option in (window, rank, basis, across)):
         learner.take_windows(window, rank, basis, across)
     layout = None if mesh is None else Layout.of(mesh)
@@ -157,15 +161,3 @@ def _check(learner: object, optimizer: object, update_every: int | str, limits: 
         raise ValueError(
             "`epochs`, `max_batches`, `max_steps`, `eval_every` and `checkpoint_every` are at least 1."
         )
-
-
-def _check_stream(
-    batches: Batches | Stream, epochs: int | None, max_steps: int | None, update_every: int | str
-) -> None:
-    if not isinstance(batches, Stream):
-        if max_steps is not None:
-            raise ValueError("`max_steps` is for a `braintrace.Stream`; for sequences pass `max_batches`.")
-    elif epochs is not None:
-        raise ValueError("A stream has no epochs; pass `max_steps`.")
-    elif update_every == "sequence":
-        raise ValueError("A stream has no end after which to update; `update_every` is a number of steps.")
