@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+from rich.tree import Tree
+
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.relation import HiddenParamOpRelation
 from ..._compiler.states_with_memory import remembered
@@ -13,18 +16,13 @@ from .diagram import marked_by, op_name, show_aval, show_avals
 from .sizes import trace_sizes
 
 if TYPE_CHECKING:
-    from rich.text import Text
-    from rich.tree import Tree
-
     from ..report import CompilationReport
 
 
 def make_tree(report: CompilationReport) -> Tree:
     """Return the tree that `show` prints."""
-    from rich.tree import Tree
-
     graph = report.graph
-    root = Tree(_text((graph.module_info.step.name, "bold"), f"  {report.in_short()}"))
+    root = Tree(Text.assemble((graph.module_info.step.name, "bold"), f"  {report.in_short()}"))
     kept, sizes = remembered(graph), trace_sizes(graph)
     for group in graph.hidden_groups:
         branch = root.add(_group(group, kept[group.index]))
@@ -33,24 +31,24 @@ def make_tree(report: CompilationReport) -> Tree:
                 branch.add(_site(relation, group, sizes[relation.site.index].d_rtrl))
     shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
     if report.kept:
-        branch = root.add(_text((f"without a trace, {report.kept}, for each sample", "bold magenta")))
+        branch = root.add(Text.assemble((f"without a trace, {report.kept}, for each sample", "bold magenta")))
         for path, why in report.ranked_weights.items():
-            branch.add(_text((show_path(path), "cyan"), (f"  {shapes[path]}", "dim"), f"  {why}"))
+            branch.add(Text.assemble((show_path(path), "cyan"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.excluded_weights:
-        branch = root.add(_text((f"gradient within the {report.span} only", "bold yellow")))
+        branch = root.add(Text.assemble((f"gradient within the {report.span} only", "bold yellow")))
         for path, why in report.excluded_weights.items():
-            branch.add(_text((show_path(path), "yellow"), (f"  {shapes[path]}", "dim"), f"  {why}"))
+            branch.add(Text.assemble((show_path(path), "yellow"), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.dynamic_states:
-        branch = root.add(_text(("carried, not traced", "bold")))
+        branch = root.add(Text.assemble(("carried, not traced", "bold")))
         for path in report.dynamic_states:
-            branch.add(_text(show_path(path)))
+            branch.add(Text(show_path(path)))
     notes = [r.message for r in report.warnings]
     if notes:
-        branch = root.add(_text(("warnings", "bold red")))
+        branch = root.add(Text.assemble(("warnings", "bold red")))
         for note in notes:
-            branch.add(_text(note))
+            branch.add(Text(note))
     verdict = report.exactness
-    root.add(_text((str(verdict), "green" if verdict.exact else "yellow")))
+    root.add(Text.assemble((str(verdict), "green" if verdict.exact else "yellow")))
     return root
 
 
@@ -60,7 +58,7 @@ def _group(group: HiddenGroup, kept: HiddenGroup) -> Text:
         + " (recomputed in each step)" * (h not in kept.hidden)
         for h in group.hidden
     )
-    return _text((f"group {group.index}", "bold magenta"), f"  {states}")
+    return Text.assemble((f"group {group.index}", "bold magenta"), f"  {states}")
 
 
 def _site(relation: HiddenParamOpRelation, group: HiddenGroup, trace_bytes: int) -> Text:
@@ -73,7 +71,7 @@ def _site(relation: HiddenParamOpRelation, group: HiddenGroup, trace_bytes: int)
     marks = "".join([*(f"  x{n} in a loop" for n in site.loops), "  in a branch" * ("cond" in site.context)])
     if relation.info.step.found:
         marks += f"  {marked_by(site)}"
-    return _text(
+    return Text.assemble(
         (op_name(site), "bold blue"),
         (f" {names}", "cyan"),
         (f"  {shapes} -> {show_aval(site.output.aval)}", "dim"),
@@ -81,9 +79,3 @@ def _site(relation: HiddenParamOpRelation, group: HiddenGroup, trace_bytes: int)
         (f"  trace {show_bytes(trace_bytes)}", "green"),
         (f"  {site.source.rpartition('/')[2]}", "dim"),
     )
-
-
-def _text(*parts: str | tuple[str, str]) -> Text:
-    from rich.text import Text
-
-    return Text.assemble(*parts)
