@@ -17,12 +17,13 @@
 | `RuleLike` | a learning rule as users give it: its name, its class, or a value of `braintrace.rules` |
 | `Function` | a function whose arguments the caller of this package chooses: steps, losses, metrics |
 | `Options` | keyword arguments that are passed on, settings, and plain data by name |
+| `Option` | the value of a keyword argument that is passed on |
 | `Mesh` | a mesh of devices |
 | `Path` | the path of a parameter or state in its model |
 
 A jaxpr and its parts have their types in `_compat`: `Jaxpr`, `ClosedJaxpr`, `JaxprEqn`, `Primitive`.
-To mypy, `PyTree`, `Aval`, `Value`, `Model`, `Handle` and `RuleLike` are `Any`: they tell the reader what to
-expect.
+To mypy, `PyTree`, `Aval`, `Value`, `Model`, `Handle`, `RuleLike` and `Option` are `Any`: they tell the reader
+what to expect.
 """
 
 from __future__ import annotations
@@ -51,4 +52,5 @@ Path: TypeAlias = tuple[str, ...]
 Function: TypeAlias = Callable[..., Any]
 Initializer: TypeAlias = Callable[..., Any] | ArrayLike | None
 Activation: TypeAlias = str | Callable[[Array], Array]
+Option: TypeAlias = Any
 Options: TypeAlias = dict[str, Any]

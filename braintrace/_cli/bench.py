@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: Namespace) -> int:
     if given.suite:
         script = Path(__file__).parents[2] / "benchmarks" / "bench.py"
         if not script.exists():
@@ -54,7 +55,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(given: argparse.Namespace) -> None:
+def _compare(given: Namespace) -> None:
     """Print a table of gradients, times and memory for one sequence of random data."""
     import brainstate
     import numpy as np
@@ -69,7 +70,7 @@ def _compare(given: argparse.Namespace) -> None:
     spiking = given.cell in ("lif", "alif")
     xs = (rng.random(shape) < 0.1 if spiking else rng.normal(size=shape)).astype(np.float32)
     ys = rng.normal(size=(*shape[:2], OUTPUTS)).astype(np.float32)
-    sizes = argparse.Namespace(inputs=given.inputs, outputs=OUTPUTS, length=given.length)
+    sizes = Namespace(inputs=given.inputs, outputs=OUTPUTS, length=given.length)
     sizes.batch = lambda *_: (xs, ys)
     rules = None
     if given.rules:

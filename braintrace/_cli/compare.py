@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class Data:
     random: bool = False
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: Namespace) -> int:
     if given.out is not None:
         check_folder(given.out)
     rules = parse_rules(given.rules)
@@ -83,7 +83,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _opened(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, Data]]:
+def _opened(given: Namespace) -> Iterator[tuple[frameworks.Model, Data]]:
     """Yield the model and the data."""
     if given.task:
         data = _of_task(given)
@@ -114,7 +114,7 @@ def _opened(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, Data]
         raise UsageError("--data needs a model: braintrace compare my_mod:Model --data FILE.")
 
 
-def _of_task(given: argparse.Namespace) -> Data:
+def _of_task(given: Namespace) -> Data:
     from .tasks import check_name
 
     check_name(given.task)
@@ -127,7 +127,7 @@ def _of_task(given: argparse.Namespace) -> Data:
     return Data(xs, [ys], mask, task.loss, batches)
 
 
-def _of_file(given: argparse.Namespace) -> Data:
+def _of_file(given: Namespace) -> Data:
     import jax.numpy as jnp
     import numpy as np
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from .options import RULES, add_command, path
@@ -25,7 +26,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: Namespace) -> int:
     from .main import make_parser
 
     found = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
@@ -85,9 +86,7 @@ def fish(commands: dict[str, argparse.ArgumentParser], helps: dict[str, str]) ->
     quote = lambda text: "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("%%", "%") + "'"
     lines = ["complete -c braintrace -f"]
     for name, parser in commands.items():
-        lines.append(
-            f"complete -c braintrace -n __fish_use_subcommand -a {name} -d {quote(helps.get(name, ''))}"
-        )
+        lines.append(f"complete -c braintrace -n __fish_use_subcommand -a {name} -d {quote(helps[name])}")
         seen = f"-n '__fish_seen_subcommand_from {name}'"
         for action in parser._actions:
             found = _choices(action)

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def add_counts(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 @contextlib.contextmanager
-def mesh_of(given: argparse.Namespace) -> Iterator[Mesh | None]:
+def mesh_of(given: Namespace) -> Iterator[Mesh | None]:
     """Yield the mesh of the options, or None; only the first of several processes prints in here."""
     typed = vars(given)
     devices, model = typed.get("devices"), typed.get("model_parallel") or 1
@@ -126,10 +127,7 @@ def _join(typed: Options) -> None:
     import jax
 
     wait = typed.get("wait", WAIT)
-    options = {
-        "heartbeat_timeout_seconds": typed.get("heartbeat", HEARTBEAT),
-        "initialization_timeout": wait,
-    }
+    options = {"heartbeat_timeout_seconds": typed.get("heartbeat", HEARTBEAT), "initialization_timeout": wait}
     if "distributed" in typed:
         if any(name in typed for name in BY_HAND):
             raise UsageError("--distributed finds out --coordinator, --processes and --process by itself.")

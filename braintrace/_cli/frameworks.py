@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .options import UsageError
 
 if TYPE_CHECKING:
     from .._learners.learner import Learner
     from .._types import Function, PyTree
+    from .._types import Model as UserModel
 
 KINDS = """\
 models:
@@ -37,23 +38,21 @@ class Model:
     carry: PyTree
 
 
-def call(
-    function: Function, given: argparse.Namespace | None, args: Sequence[object] = (), **kwargs: Any
-) -> Any:
+def call(make: Function, given: Namespace | None, args: Sequence[object] = (), **kwargs: PyTree) -> PyTree:
     """Call a function, with the key, random streams and batch size that its signature asks for."""
     import jax
 
-    is_class = isinstance(function, type)  # the signature of a class may be that of its metaclass
-    signature = inspect.signature(function.__init__ if is_class else function)
+    is_class = isinstance(make, type)  # the signature of a class may be that of its metaclass
+    signature = inspect.signature(make.__init__ if is_class else make)
     offered: dict[str, Function] = {}
     if given is not None:
         offered = {"key": lambda: jax.random.key(given.seed), "batch_size": lambda: given.batch_size}
         if nnx := sys.modules.get("flax.nnx"):
             offered["rngs"] = lambda: nnx.Rngs(given.seed)
     open_ = [n for n, p in signature.parameters.items() if p.default in (p.empty, None)]
-    kwargs = {name: make() for name, make in offered.items() if name in open_} | kwargs
+    kwargs = {name: value() for name, value in offered.items() if name in open_} | kwargs
     signature.bind(*([None] if is_class else []), *args, **kwargs)
-    return function(*args, **kwargs)
+    return make(*args, **kwargs)
 
 
 def is_made(found: object) -> bool:
@@ -61,7 +60,7 @@ def is_made(found: object) -> bool:
     return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
 
 
-def read(model: Any, params: PyTree, carry: PyTree, inputs: list[PyTree], given: argparse.Namespace) -> Model:
+def read(model: UserModel, params: PyTree, carry: PyTree, inputs: list[PyTree], given: Namespace) -> Model:
     """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
     import brainstate
     import jax
@@ -89,7 +88,9 @@ def read(model: Any, params: PyTree, carry: PyTree, inputs: list[PyTree], given:
         step, params = model.apply, model.init(key, carry, x)
     elif _is_haiku(model):
         carry = _carry(carry, model)
-        step, params = _haiku_step(model), model.init(key, carry, x)
+        step, params = model.apply, model.init(key, carry, x)
+        if "rng" in inspect.signature(model.apply).parameters:
+            step = lambda params, carry, x: model.apply(params, None, carry, x)
     elif _of(model, "equinox"):
         step, params, carry = _equinox(model, carry, given.batch_size)
     else:
@@ -111,7 +112,7 @@ def _is_haiku(found: object) -> bool:
     return isinstance(found, tuple) and getattr(found, "_fields", None) == ("init", "apply")
 
 
-def _carry(carry: PyTree, model: Any, make: Function | None = None) -> Any:
+def _carry(carry: PyTree, model: UserModel, make: Function | None = None) -> PyTree:
     if carry is not None:
         return carry
     if make is None or not hasattr(model, "initialize_carry"):
@@ -122,13 +123,7 @@ def _carry(carry: PyTree, model: Any, make: Function | None = None) -> Any:
     return make()
 
 
-def _haiku_step(model: Any) -> Function:
-    if "rng" in inspect.signature(model.apply).parameters:
-        return lambda params, carry, x: model.apply(params, None, carry, x)
-    return model.apply  # type: ignore[no-any-return]
-
-
-def _equinox(model: Any, carry: PyTree, batch_size: int | None) -> tuple[Function, PyTree, PyTree]:
+def _equinox(model: UserModel, carry: PyTree, batch_size: int | None) -> tuple[Function, PyTree, PyTree]:
     """Return step, params and carry; Equinox modules have no batch axis, its cells take the input first."""
     import equinox as eqx
     import jax
@@ -136,13 +131,13 @@ def _equinox(model: Any, carry: PyTree, batch_size: int | None) -> tuple[Functio
 
     is_cell = isinstance(model, eqx.nn.GRUCell | eqx.nn.LSTMCell)
 
-    def one(model: Any, carry: PyTree, x: PyTree) -> PyTree:
+    def one(model: UserModel, carry: PyTree, x: PyTree) -> PyTree:
         if not is_cell:
             return model(carry, x)
         carry = model(x, carry)
         return carry, carry[0] if isinstance(carry, tuple) else carry
 
-    def step(model: Any, carry: PyTree, x: PyTree) -> PyTree:
+    def step(model: UserModel, carry: PyTree, x: PyTree) -> PyTree:
         return one(model, carry, x) if batch_size is None else jax.vmap(partial(one, model))(carry, x)
 
     if carry is None and is_cell:

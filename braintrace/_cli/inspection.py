@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,20 +74,20 @@ def add_to(commands: Commands) -> None:
     devices.add_counts(parsers["plan"])
 
 
-def graph(given: argparse.Namespace) -> int:
+def graph(given: Namespace) -> int:
+    from .._report.markup import write
+
     with _with_rule(given) as (model, _):
         report = model.learner.report
         report.show()
         for kind in ("html", "svg", "dot"):
             path: Path | None = getattr(given, kind)
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(getattr(report, f"to_{kind}")(), encoding="utf-8")
-                print(f"wrote {path}")
+                print(f"wrote {write(path, getattr(report, f'to_{kind}')())}")
     return 0
 
 
-def check(given: argparse.Namespace) -> int:
+def check(given: Namespace) -> int:
     with _with_rule(given) as (model, inputs):
         xs, ys = random_data(given, model, inputs)
         found = model.learner.check(distance, model.params, model.carry, xs, *ys, chunk_size=given.chunk_size)
@@ -95,7 +95,7 @@ def check(given: argparse.Namespace) -> int:
     return 0 if (found.equal if given.exact else found.ok) else 1
 
 
-def show_plan(given: argparse.Namespace) -> int:
+def show_plan(given: Namespace) -> int:
     more = {name: getattr(given, name) for name in DIAL if getattr(given, name)}
     if rules := parse_rules(given.rules):
         more["rules"] = rules
@@ -105,7 +105,7 @@ def show_plan(given: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
+def _with_rule(given: Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
     """Yield the model under the rule of the options, and the shapes of its inputs."""
     from .._learners.rule_choice import RuleChoice
 
@@ -114,9 +114,7 @@ def _with_rule(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, li
         yield replace(model, learner=choice.on(model.learner)), inputs
 
 
-def random_data(
-    given: argparse.Namespace, model: frameworks.Model, inputs: list[Aval]
-) -> tuple[PyTree, PyTree]:
+def random_data(given: Namespace, model: frameworks.Model, inputs: list[Aval]) -> tuple[PyTree, PyTree]:
     """Draw sequences of inputs, an array or a tuple of several, and of targets for each output."""
     import jax.numpy as jnp
     import numpy as np

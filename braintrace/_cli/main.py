@@ -6,12 +6,16 @@ import argparse
 import difflib
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .._lines import raising_line
 from . import bench, compare, completion, devices, inspection, tasks, train
 from .options import UsageError
+
+if TYPE_CHECKING:
+    from .._types import Value
 
 ABOUT = """\
 Train recurrent and spiking networks online, forward in time, with eligibility traces.
@@ -31,7 +35,7 @@ examples:
 class Parser(argparse.ArgumentParser):
     """A parser whose messages suggest the closest option or command."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Value = None, namespace: Value = None) -> Value:
         self._typed = [*(sys.argv[1:] if args is None else args)]
         found, rest = super().parse_known_args(self._typed, namespace)
         if rest:
@@ -50,14 +54,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="braintrace", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--version",
-        action="store_true",
-        help="print the versions of this package and its dependencies, and exit",
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="braintrace", description=ABOUT, formatter_class=form)
+    about = "print the versions of this package and its dependencies, and exit"
+    parser.add_argument("--version", action="store_true", help=about)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in (train, inspection, compare, bench, tasks, completion):
         command.add_to(commands)
@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if given.command not in ("tasks", "completion"):
-            _load()
+            if "jax" not in sys.modules:  # which takes seconds to import
+                print("braintrace: loading JAX ...", file=sys.stderr, flush=True)
+            from .. import _precision as _precision
         code: int = given.run(given)
         return code
     except KeyboardInterrupt:
@@ -97,13 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _ended(_report(error, given))
 
 
-def _load() -> None:
-    """Import the libraries, which takes seconds, and print a line about it first."""
-    if "jax" not in sys.modules:
-        print("braintrace: loading JAX ...", file=sys.stderr, flush=True)
-    from .. import _precision as _precision
-
-
 def _ended(code: int, error: Exception | None = None) -> int:
     """Return the exit code of a failed command; a process of several ends here."""
     if "jax" in sys.modules:  # else no process has joined
@@ -111,7 +106,7 @@ def _ended(code: int, error: Exception | None = None) -> int:
     return code
 
 
-def _report(error: Exception, given: argparse.Namespace) -> int:
+def _report(error: Exception, given: Namespace) -> int:
     command, message = given.command, str(error) or type(error).__name__
     if line := raising_line(error):  # raised by the user's code
         message = f"{type(error).__name__}: {message} ({line})"

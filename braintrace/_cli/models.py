@@ -10,11 +10,12 @@ import inspect
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._lines import raising_line
 from . import frameworks
@@ -32,20 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
     for name, what in (("params", "the parameters"), ("carry", "the carry at the start")):
         about = f"of a step function: {what}, or a function that returns it"
         add(f"--{name}", metavar="NAME", help=about)
-    add(
-        "--input",
-        action="append",
-        metavar="SHAPE",
-        help="the shape of one step's input without a batch axis, such as 1,28,28; again for another input; "
-        "a NIR file states its own",
-    )
+    about = "the shape of one step's input without a batch axis, such as 1,28,28; again for another input"
+    add("--input", action="append", metavar="SHAPE", help=f"{about}; a NIR file states its own")
     add("--dtype", action="append", default=[], help="of each input: float32 (default), int32, ...")
     add("--dt", type=float, help="time step in ms, for neurons (default: 1)")
     add_options(parser, "batch_size seed", seed=0)
 
 
 @contextmanager
-def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
+def build(given: Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
     """Yield the functional learner of the model, and the shape of each input with its batch axis."""
     import brainstate
 
@@ -57,7 +53,7 @@ def build(given: argparse.Namespace) -> Iterator[tuple[frameworks.Model, list[Av
         yield frameworks.read(make(), params, carry, inputs, given), inputs
 
 
-def _given(name: str, given: argparse.Namespace) -> PyTree:
+def _given(name: str, given: Namespace) -> PyTree:
     """Return the value of `--params` or `--carry`: a name in the model's module, or `module:name`."""
     spec = getattr(given, name)
     if spec is None:
@@ -81,7 +77,7 @@ def time_step(dt: float | None = None) -> Iterator[None]:
             yield
 
 
-def shapes(given: argparse.Namespace) -> list[Aval]:
+def shapes(given: Namespace) -> list[Aval]:
     import jax
     import jax.numpy as jnp
 
@@ -102,14 +98,12 @@ def shapes(given: argparse.Namespace) -> list[Aval]:
             shape = tuple(int(n) for n in text.split(",") if n.strip())
             dtype = jnp.dtype(dtypes[i if len(dtypes) > 1 else 0])
         except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"Not a shape and a type: {text!r}, {dtypes}. A shape is like 1,28,28."
-            ) from error
+            raise UsageError(f"Not a shape and a type: {text!r}, {dtypes}. A shape: 1,28,28.") from error
         found.append(jax.ShapeDtypeStruct((*batch, *shape), dtype))
     return found
 
 
-def find(spec: str, given: argparse.Namespace | None = None) -> Function:
+def find(spec: str, given: Namespace | None = None) -> Function:
     """Import the module of a model, and return a function that makes the model.
 
     Args:
@@ -168,14 +162,14 @@ def _load_nir(spec: str) -> Model:
         raise UsageError(str(error)) from error
 
 
-def _look_up(spec: str) -> tuple[Any, list[Any], Options]:
+def _look_up(spec: str) -> tuple[Model, list[object], Options]:
     """Import the object of a name; return it, and the arguments after the name."""
     where, colon, what = spec.partition(":")
     if not colon or not where or not what:
         raise UsageError(f"{spec!r} does not name a model: write {SPEC}.")
     module = _module(where)
     name, args, kwargs = parse_call(what)
-    found: Any = module
+    found: Model = module
     for part in name.split("."):
         if not hasattr(found, part):
             offered = _offered(module)
@@ -231,7 +225,7 @@ def _module(where: str) -> ModuleType:
         ) from error
 
 
-def parse_call(what: str) -> tuple[str, list[Any], Options]:
+def parse_call(what: str) -> tuple[str, list[object], Options]:
     """Return a dotted name, and the arguments of a call, which are Python literals."""
     try:
         tree = ast.parse(what, mode="eval").body

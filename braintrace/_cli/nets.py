@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 import brainstate
 import brainunit as u
@@ -64,10 +63,8 @@ class SpikingNet(brainstate.nn.Module):
         start = brainstate.random.normal(size=(inputs + hidden, hidden)) / jnp.sqrt(spikes[:, None])
         self.weights = nn.Linear(inputs + hidden, hidden, w_init=start)
         tau = 20.0 * u.ms
-        if adaptive:
-            self.neurons: Any = nn.ALIF(hidden, R=20.0, tau=tau, tau_a=float(length) * u.ms, beta=0.2)
-        else:
-            self.neurons = nn.LIF(hidden, R=20.0, tau=tau)
+        more = {"tau_a": float(length) * u.ms, "beta": 0.2} if adaptive else {}
+        self.neurons = (nn.ALIF if adaptive else nn.LIF)(hidden, R=20.0, tau=tau, **more)
         self.readout = nn.LeakyRateReadout(hidden, outputs, tau=tau)
 
     def update(self, x: Value) -> Value:

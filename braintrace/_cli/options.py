@@ -6,10 +6,10 @@ import argparse
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .._types import Options
+    from .._types import Option, Options
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -33,18 +33,14 @@ def hint(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
 
 
-def count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+def count(text: str, least: int = 0) -> int:
+    if (value := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
     return value
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    return count(text, 1)
 
 
 def window_size(text: str) -> int | str:
@@ -63,11 +59,7 @@ OPTIONS: dict[str, Options] = {
         "metavar": "RULE",
         "help": f"the learning rule, with options in brackets: 'rflo(leak=0.9)'; one of {', '.join(RULES)}",
     },
-    "rules": {
-        "nargs": "+",
-        "metavar": "RULE",
-        "help": "names, with options in brackets: 'd_rtrl(window=5, rank=4)'",
-    },
+    "rules": {"nargs": "+", "metavar": "RULE", "help": "names, with options: 'd_rtrl(window=5, rank=4)'"},
     "window": {
         "type": window_size,
         "metavar": "K",
@@ -84,11 +76,7 @@ OPTIONS: dict[str, Options] = {
     "clip": {"type": float, "help": "largest global norm of a gradient; 0 for no limit"},
     "task": {"help": "the task to learn; `braintrace tasks` lists them"},
     "set": {"action": "append", "metavar": "NAME=VALUE", "help": "an option of the task, such as delay=20"},
-    "data": {
-        "type": path,
-        "metavar": "FILE",
-        "help": "a file of numpy (.npz): xs, ys and optionally mask",
-    },
+    "data": {"type": path, "metavar": "FILE", "help": "a file of numpy (.npz): xs, ys and optionally mask"},
     "cell": {"choices": CELLS, "help": "the recurrent layer (default: gru, or alif where inputs are spikes)"},
     "hidden": {"type": positive, "help": "units"},
     "inputs": {"type": positive, "help": "inputs"},
@@ -103,7 +91,7 @@ OPTIONS: dict[str, Options] = {
 
 
 def add_command(
-    commands: Commands, name: str, short: str, about: str, run: Callable[..., int], **options: Any
+    commands: Commands, name: str, short: str, about: str, run: Callable[..., int], **options: Option
 ) -> argparse.ArgumentParser:
     """Add the parser of a command, which calls `run`."""
     form = argparse.RawDescriptionHelpFormatter
@@ -114,7 +102,7 @@ def add_command(
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, names: str, **defaults: Any) -> None:
+def add_options(parser: argparse.ArgumentParser, names: str, **defaults: Option) -> None:
     """Add options of the table, with their defaults; a parser that suppresses defaults only states them."""
     for name in names.split():
         option = dict(OPTIONS[name])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .models import parse_call
 from .options import RULES, UsageError, hint
 
 if TYPE_CHECKING:
-    from .._types import Options, PyTree
+    from .._learners.stateful import ETraceAlgorithm
+    from .._types import Model, Option, Options, PyTree
 
 DIAL = {"window": 0, "rank": 0, "basis": None, "across": None}  # options of rules with windows, and defaults
 REPLACES = {"num_targets": ("B_list",)}  # an option, and others that make it superfluous
@@ -24,9 +25,7 @@ def parse_rule(text: str, option: str = "--rule") -> tuple[str, Options]:
     """
     name, args, options = parse_call(text)
     if args or not name:
-        raise UsageError(
-            f"{option}: {text!r}: write a name, with options by name: 'd_rtrl(window=5, rank=4)'."
-        )
+        raise UsageError(f"{option}: {text!r}: a name, with options by name: 'd_rtrl(window=5, rank=4)'.")
     if name.lower() not in RULES:
         raise UsageError(f"{option}: there is no rule {name!r}; {hint(name, RULES)}")
     return name.lower(), options
@@ -46,15 +45,7 @@ def parse_rules(texts: Sequence[str] | None) -> list[tuple[str, Options]] | None
     return rules
 
 
-def _read(text: str) -> tuple[str, Options, Any, Mapping[str, inspect.Parameter]]:
-    """Return the name of a rule, its options, its learner class and the parameters of that."""
-    from .._learners.rule_choice import NAMES as LEARNERS
-
-    name, options = parse_rule(text)
-    return name, options, LEARNERS[name], inspect.signature(LEARNERS[name].__init__).parameters
-
-
-def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any, Options]:
+def learner_of(text: str, dial: Options, **defaults: Option) -> tuple[type[ETraceAlgorithm], Options]:
     """Return the learner class of a rule and its options.
 
     Args:
@@ -62,7 +53,10 @@ def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any
         dial: Values of `--window`, `--rank`, `--basis` and `--across`.
         defaults: Options that are set if the rule has them and they are not typed.
     """
-    name, options, make, known = _read(text)
+    from .._learners.rule_choice import NAMES as LEARNERS
+
+    name, options = parse_rule(text)
+    known = inspect.signature(LEARNERS[name].__init__).parameters
     for option in options:
         if option not in known:
             raise UsageError(f"--rule: {name} has no option {option!r}; it has {', '.join([*known][2:])}.")
@@ -76,10 +70,10 @@ def learner_of(text: str, dial: Mapping[str, Any], **defaults: Any) -> tuple[Any
             raise UsageError(f"--{option} is not for --rule {name}; d_rtrl takes it.")
     if chosen.get("rank") or chosen.get("window"):
         chosen = {"vjp_method": "multi-step", "window": 1, **chosen}
-    return make, {**more, **chosen, **options}
+    return LEARNERS[name], {**more, **chosen, **options}
 
 
-def signal_of(learner: Any, target: PyTree) -> Options:
+def signal_of(learner: Model, target: PyTree) -> Options:
     """Return the keyword arguments of a call, for rules whose learning signal is made of the target."""
     rule = getattr(learner, "rule", None)  # BPTT has none
     return {} if rule is None or "target" not in rule.signal.takes else {"target": target}
@@ -87,5 +81,8 @@ def signal_of(learner: Any, target: PyTree) -> Options:
 
 def has_windows(text: str) -> bool:
     """Return whether a rule has windows whose length is not typed."""
-    _, options, _, known = _read(text)
+    from .._learners.rule_choice import NAMES as LEARNERS
+
+    name, options = parse_rule(text)
+    known = inspect.signature(LEARNERS[name].__init__).parameters
     return "window" in known and not {"window", "vjp_method"} & {*options}

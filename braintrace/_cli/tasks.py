@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from .options import UsageError, add_command, hint
@@ -26,7 +26,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("task", nargs="?", help="the task to describe")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: Namespace) -> int:
     from .. import tasks
 
     if given.task is None:

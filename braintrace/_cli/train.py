@@ -8,14 +8,17 @@ import importlib.util
 import json
 import math
 import re
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import devices
 from .options import OPTIONS, SPEC, UsageError, add_command, add_options
 from .rules import DIAL, has_windows, learner_of, signal_of
 
 if TYPE_CHECKING:
+    import optax
+
     from .._learners.stateful import ETraceAlgorithm
     from .._train.result import FitResult
     from .._types import Function, Mesh, Options, PyTree
@@ -83,12 +86,12 @@ def add_to(commands: Commands) -> None:
     devices.add_arguments(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: Namespace) -> int:
     with devices.mesh_of(given) as mesh:
         return _run(given, mesh)
 
 
-def _run(given: argparse.Namespace, mesh: Mesh | None) -> int:
+def _run(given: Namespace, mesh: Mesh | None) -> int:
     from .._train.lock import locked
     from .models import find, time_step
     from .nets import make_net
@@ -224,7 +227,7 @@ def _write(
     print(f"results are in {out}: open {out / 'report.html'}")
 
 
-def _settings(given: argparse.Namespace) -> tuple[Options, Path, bool]:
+def _settings(given: Namespace) -> tuple[Options, Path, bool]:
     """Return the settings (typed, else of the resumed run, else default), the folder, whether to resume."""
     typed = {k: v for k, v in vars(given).items() if k in DEFAULTS}
     if "set" in typed:
@@ -264,9 +267,7 @@ def _stored(out: Path) -> Options:
     check_folder(out)
     file = out / "config.json"
     if not file.exists():
-        raise UsageError(
-            f"--resume: there is no run in {out} to continue. Without --resume a new one starts there."
-        )
+        raise UsageError(f"--resume: there is no run in {out}. Without --resume, a new one starts there.")
     try:
         stored = {**DEFAULTS, "window": 0, **json.loads(file.read_text())}
         if unknown := stored.keys() - DEFAULTS.keys():
@@ -318,7 +319,7 @@ def make_task(settings: Options) -> Task:
         raise UsageError(f"--set: {error}") from error
 
 
-def task_option(text: str) -> tuple[str, Any]:
+def task_option(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set takes NAME=VALUE, such as delay=20, not {text!r}.")
@@ -328,7 +329,7 @@ def task_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def make_optimizer(settings: Options) -> Any:
+def make_optimizer(settings: Options) -> optax.GradientTransformation:
     from .._train.optimizers import optimizer_by_name
 
     try:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import brainstate
 import brainunit as u
 import jax
 import jax.numpy as jnp
 
 from .._rules.es_d_rtrl import as_decay
-from .._types import Array, Key, PyTree, Value
+from .._types import Array, ArrayLike, Key, PyTree, Value
 
 
 class _Average(brainstate.ShortTermState):
-    """A state that is set back to zeros."""
+    """A running sum, `value <- decay value + gain x`, which is reset to zeros."""
 
-    def __init__(self, init_value: PyTree) -> None:
+    def __init__(self, init_value: ArrayLike, decay: float, gain: float) -> None:
         value = jnp.asarray(init_value)
         super().__init__(value)
-        self._shape, self._dtype = value.shape, value.dtype
+        self._shape, self._dtype, self._decay, self._gain = value.shape, value.dtype, decay, gain
 
-    def reset_state(self, batch_size: int | None = None, **_: Any) -> None:
+    def update(self, x: ArrayLike) -> Array:
+        """Take one step; the new value."""
+        self.value: Array = self._decay * self.value + self._gain * x
+        return self.value
+
+    def reset_state(self, batch_size: int | None = None, **_: object) -> None:
         """Set to zero; `batch_size` sets the size of the first axis."""
         shape = self._shape if batch_size is None else (batch_size, *self._shape[1:])
         self.value = jnp.zeros(shape, self._dtype)
@@ -37,16 +40,11 @@ class PresynapticTrace(_Average):
     [1.5 1.5]
     """
 
-    def __init__(self, init_value: PyTree, leak: float) -> None:
+    def __init__(self, init_value: ArrayLike, leak: float) -> None:
         if not 0 < leak < 1:
             raise ValueError(f"`leak` is between 0 and 1, not {leak!r}.")
-        super().__init__(init_value)
+        super().__init__(init_value, leak, 1.0)
         self.leak = leak
-
-    def update(self, x: PyTree) -> PyTree:
-        """Take one step; the new sum."""
-        self.value = self.leak * self.value + x
-        return self.value
 
 
 class KappaFilter(_Average):
@@ -59,16 +57,11 @@ class KappaFilter(_Average):
     [0.75 0.75]
     """
 
-    def __init__(self, init_value: PyTree, kappa: float) -> None:
+    def __init__(self, init_value: ArrayLike, kappa: float) -> None:
         if not 0 <= kappa < 1:
             raise ValueError(f"`kappa` is at least 0 and less than 1, not {kappa!r}.")
-        super().__init__(init_value)
+        super().__init__(init_value, kappa, 1 - kappa)
         self.kappa = kappa
-
-    def update(self, x: PyTree) -> PyTree:
-        """Take one step; the new average."""
-        self.value = (1 - self.kappa) * x + self.kappa * self.value
-        return self.value
 
 
 class FixedRandomFeedback:

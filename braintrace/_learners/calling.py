@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import brainunit as u
@@ -122,7 +122,7 @@ def calling(learner: ETraceAlgorithm, function: Function) -> Iterator[None]:
 def calling_model(learner: ETraceAlgorithm) -> AbstractContextManager[None]:
     """Have `learner(...)` call its model, without traces."""
 
-    def update(*args: PyTree, **kwargs: Any) -> PyTree:
+    def update(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _, args, kwargs = split_call(learner, args, kwargs)
         return call_model(learner.model, *args, **kwargs)
 
@@ -133,7 +133,7 @@ def called_with(learner: ETraceAlgorithm, step_fn: Function, slices: PyTree) -> 
     """The arguments that `step_fn(*slices)` calls the learner with; no state is changed."""
     seen: list[tuple[tuple[PyTree, ...], Options]] = []
 
-    def stop(*args: PyTree, **kwargs: Any) -> None:
+    def stop(*args: PyTree, **kwargs: PyTree) -> None:
         seen.append((args, kwargs))
         raise _CalledError
 
@@ -151,7 +151,7 @@ class _CalledError(Exception):
     """The learner was called."""
 
 
-def call_model(model: brainstate.nn.Module, *args: PyTree, **kwargs: Any) -> PyTree:
+def call_model(model: brainstate.nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Call a model with the arguments of a learner: those of one step, or of a window of steps."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_data)
 
@@ -165,6 +165,6 @@ def call_model(model: brainstate.nn.Module, *args: PyTree, **kwargs: Any) -> PyT
     return brainstate.transform.for_loop(step, *windows) if windows else step()
 
 
-def is_data(arg: Any) -> bool:
+def is_data(arg: object) -> bool:
     """Whether an argument is `SingleStepData` or `MultiStepData`."""
     return isinstance(arg, SingleStepData)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import brainstate
 import jax
@@ -16,14 +15,15 @@ from .._online.request import check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
 from .._report.plan import bytes_of
 from .._train.batches import size_of
-from .._train.compare_rules import Problem, compare_rules
+from .._train.compare_rules import Problem, Train, compare_rules
 from .._train.comparison import Comparison
 from .._train.engine import sequence_of, with_aux
-from .._types import ArrayLike, Function, PyTree
+from .._types import ArrayLike, Function, PyTree, RuleLike
 from .learner import Learner
 from .online import learner_of
-from .rule_choice import RuleChoice, read_rules
+from .rule_choice import RuleChoice, Rules, read_rules
 
+Functional = tuple[Learner, PyTree, PyTree]  # with its parameters and carry
 RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
 
 
@@ -32,9 +32,9 @@ def compare(
     xs: PyTree,
     ys: PyTree,
     step_fn: Function,
-    rules: Any = None,
+    rules: Rules | None = None,
     *,
-    train: Any = None,
+    train: Train = None,
     mask: ArrayLike | None = None,
     chunk_size: int | None = None,
     batched: bool = True,
@@ -84,9 +84,7 @@ def compare(
     return _compare(problem, rules, train, memory_budget, progress)
 
 
-def _with_loss(
-    model: brainstate.nn.Module, step_fn: Function, sequence: Sequence
-) -> tuple[Learner, PyTree, PyTree]:
+def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequence) -> Functional:
     """A learner whose step is `step_fn`, with the loss as its output; its parameters and carry."""
     if not callable(step_fn):
         raise TypeError(
@@ -101,7 +99,7 @@ def _with_loss(
     calls: list[None] = []
     wrong: list[Exception] = []
 
-    def called(*args: PyTree, **kwargs: Any) -> PyTree:
+    def called(*args: PyTree, **kwargs: PyTree) -> PyTree:
         calls.append(None)
         return model(*args, **kwargs)
 
@@ -126,8 +124,8 @@ def compare_learner(
     params: PyTree,
     carry: PyTree,
     *sequences: PyTree,
-    rules: Any = None,
-    train: Any = None,
+    rules: Rules | None = None,
+    train: Train = None,
     mask: ArrayLike | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
@@ -160,22 +158,20 @@ def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -
                 vars(node).update(attributes)
 
 
-def _compare(
-    problem: Problem, rules: Any, train: Any, memory_budget: int | None, progress: bool
-) -> Comparison:
+def _compare(problem: Problem, rules: Rules | None, train: Train, most: int | None, bar: bool) -> Comparison:
     """Compare these rules or, if None, rules from cheap to exact; BPTT comes first."""
-    budget = device_memory() if memory_budget is None else memory_budget
+    budget = device_memory() if most is None else most
     choices = default_rules(problem, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
     first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
     ordered = [first, *(c for c in choices if c is not first)]
-    return compare_rules(problem, ordered, train, budget, progress)
+    return compare_rules(problem, ordered, train, budget, bar)
 
 
 def default_rules(problem: Problem, most: int) -> list[RuleChoice]:
     """Rules from cheap to exact; RTRL only if its traces take at most this many bytes."""
     length = problem.sequence.length
     windows = [k for k in (1, 5, 10) if k < length]  # one window over the sequence would be BPTT
-    given: list[Any] = ["es_d_rtrl", "d_rtrl", *(("d_rtrl", {"window": k}) for k in windows)]
+    given: list[RuleLike] = ["es_d_rtrl", "d_rtrl", *(("d_rtrl", {"window": k}) for k in windows)]
     given.append(("d_rtrl", {"window": 5, "rank": 4} if length > 5 else {"rank": 4}))
     try:
         if bytes_of(RuleChoice.of("rtrl").on(problem.learner).trace_shapes.values()) <= most:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 from functools import partial
-from typing import Any
 
 import brainstate
 import jax
@@ -14,7 +14,7 @@ from .. import _meshes
 from .._executor.window import where_rows
 from .._online.sequence import Sequence
 from .._rules.rule import Rule
-from .._types import Array, ArrayLike, Function, PyTree
+from .._types import Array, ArrayLike, Function, Option, PyTree, Value
 from .config import ETraceConfig
 from .dni import DNI
 from .learners import D_RTRL, ES_D_RTRL, UORO
@@ -30,8 +30,8 @@ def compile(
     seed: int | None = None,
     verbose: int = 0,
     vmap: bool = False,
-    **options: Any,
-) -> Any:
+    **options: Option,
+) -> ETraceAlgorithm | ETraceVmap:
     """Initialise the model's states, build a learner and compile it for inputs like the given ones.
 
     Args:
@@ -57,7 +57,9 @@ def compile(
     """
     if isinstance(algorithm, ETraceConfig):
         options["config"] = algorithm
-        algorithm = _learner_of(algorithm)
+        kinds = {"per_param": D_RTRL, "io_factorized": ES_D_RTRL, "random_projection": UORO}
+        bootstrapped = algorithm.learning_signal == "bootstrapped"
+        algorithm = DNI if bootstrapped else kinds[algorithm.trace_factorization]
     elif isinstance(algorithm, str):
         algorithm = learner_named(algorithm)
     elif isinstance(algorithm, Rule):
@@ -73,29 +75,22 @@ def compile(
     if vmap and batch_size is None:
         raise ValueError("With `vmap=True`, give `batch_size`, the number of samples.")
     learner = algorithm(model, **options)
-    seeded = contextlib.nullcontext() if seed is None else brainstate.random.seed_context(seed)
-    with seeded:
-        if not vmap:
-            brainstate.nn.init_all_states(model, batch_size=batch_size)
-            learner.compile_graph(*example_inputs)
-        else:
 
-            def init(*inputs: PyTree) -> None:
-                brainstate.nn.init_all_states(model)
-                learner.compile_graph(*inputs)
+    def init(*inputs: PyTree) -> None:
+        brainstate.nn.init_all_states(model, **({} if vmap else {"batch_size": batch_size}))
+        learner.compile_graph(*inputs)
 
-            mapped = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
-            mapped(*jax.tree.map(_meshes.example_of, example_inputs))
+    with contextlib.nullcontext() if seed is None else brainstate.random.seed_context(seed):
+        if vmap:
+            init = brainstate.transform.vmap_new_states(init, state_tag="new", axis_size=batch_size)
+            example_inputs = jax.tree.map(_meshes.example_of, example_inputs)
+        init(*example_inputs)
     if verbose:
         learner.report.show(verbose)
     return ETraceVmap(learner, vmap_states="new", axis_size=batch_size) if vmap else learner
 
 
-def _learner_of(config: ETraceConfig) -> type[ETraceAlgorithm]:
-    if config.learning_signal == "bootstrapped":
-        return DNI
-    kinds = {"per_param": D_RTRL, "io_factorized": ES_D_RTRL, "random_projection": UORO}
-    return kinds[config.trace_factorization]
+Filter = Hashable | Function | None  # of states, as `brainstate.nn.Module.states` takes them
 
 
 class ETraceVmap(brainstate.nn.Vmap):
@@ -107,18 +102,18 @@ class ETraceVmap(brainstate.nn.Vmap):
     def __init__(
         self,
         module: ETraceAlgorithm,
-        in_axes: Any = 0,
-        out_axes: Any = 0,
-        vmap_states: Any = None,
-        vmap_out_states: Any = None,
-        axis_name: Any = None,
+        in_axes: PyTree = 0,
+        out_axes: PyTree = 0,
+        vmap_states: Filter = None,
+        vmap_out_states: Filter = None,
+        axis_name: Hashable | None = None,
         axis_size: int | None = None,
     ) -> None:
         out_states = vmap_states if vmap_out_states is None else vmap_out_states
         super().__init__(module, in_axes, out_axes, vmap_states, out_states, axis_name, axis_size)
         self.vmap_states = vmap_states
 
-    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
+    def update(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Advance states and traces of every sample by one call."""
         guards = self.module._guards
         # `vmap` hands tracers of one sample to the learner, so states are compared out here
@@ -127,12 +122,12 @@ class ETraceVmap(brainstate.nn.Vmap):
         guards.after_call()
         return out
 
-    def etrace_evolve(self, *sequences: PyTree, step_fn: Function | None = None, **options: Any) -> PyTree:
+    def etrace_evolve(self, *sequences: PyTree, step_fn: Function | None = None, **options: Option) -> PyTree:
         """Advance states and traces of every sample over a sequence; time first, then samples."""
         return self.module.etrace_evolve(*sequences, step_fn=step_fn or self, **options)
 
     def etrace_grad(
-        self, *sequences: PyTree, step_fn: Function, reset: ArrayLike | None = None, **options: Any
+        self, *sequences: PyTree, step_fn: Function, reset: ArrayLike | None = None, **options: Option
     ) -> PyTree:
         """As the learner's own; `step_fn` calls this object."""
         if reset is None:
@@ -154,21 +149,15 @@ class ETraceVmap(brainstate.nn.Vmap):
             )
         states = self.module.states(self.vmap_states)
         before = {k: st.value for k, st in states.items()}, self.module.steps.value
-        reset = brainstate.transform.vmap(
-            self.module.reset_state,
-            in_states=states,
-            out_states=states,
-            axis_size=self.axis_size or batch_size,
-        )
-        reset()
+        size, reset = self.axis_size or batch_size, self.module.reset_state
+        brainstate.transform.vmap(reset, in_states=states, out_states=states, axis_size=size)()
         if rows is not None:
+            choose = partial(where_rows, jnp.asarray(rows))
             for path, state in states.items():
-                state.value = jax.tree.map(
-                    partial(where_rows, jnp.asarray(rows)), state.value, before[0][path]
-                )
+                state.value = jax.tree.map(choose, state.value, before[0][path])
             self.module.steps.value = before[1]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         if name.startswith("_") or "module" not in vars(self):
             raise AttributeError(name)
         return getattr(self.module, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -37,7 +37,7 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.compiled_graph import ETraceGraph
 from .._rules.rule import Rule, TraceRule, Values
-from .._types import Array, PyTree
+from .._types import Array, Option, PyTree
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
@@ -128,7 +128,7 @@ class CompiledStep:
         )
         return self._changed(function=replace(f, params=params, carry=carry, x=x_))
 
-    def _changed(self, **changes: Any) -> CompiledStep:
+    def _changed(self, **changes: Option) -> CompiledStep:
         other = replace(self, **changes, programs=Programs())
         other.__dict__["graph"] = self.graph  # which depends on the function and the marks alone
         return other
@@ -171,23 +171,19 @@ class CompiledStep:
         `signal` has the inputs of the rule's learning signal, `consts` the values that the step closes over.
         With `stepped`, the call is a window: a flag for each leaf of `x`, whether its first axis is time.
         """
-        if self.rule.back_through_time:
-            return *self._evaluate(leaves, x), traces
+        if self.rule.back_through_time:  # the function itself
+            step = self.function.step
+            outs = _meshes.in_auto(
+                _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
+            )
+            num = len(outs) - len(leaves)
+            return list(outs[:num]), list(outs[num:]), traces
         fixed, rest = self.split(leaves)
         consts = list(self.online.info.program.consts.values()) if consts is None else consts
         outs, new, after = bind(self.online, fixed, x, consts, rest, {**traces, **signal}, stepped)
         unchanged, changed = iter(fixed), (a for some in new for a in some)
         states = [next(unchanged if e.is_fixed else changed) for e in self.info.entries for _ in e.invars]
         return outs, states, {k: after[k] for k in traces}
-
-    def _evaluate(self, leaves: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
-        """Take one step of the function itself, without traces."""
-        step = self.function.step
-        outs = _meshes.in_auto(
-            _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
-        )
-        num = len(outs) - len(leaves)
-        return list(outs[:num]), list(outs[num:])
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -245,8 +241,7 @@ class CompiledStep:
     def reset_samples(self, rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
         """States and traces, with the samples flagged in `rows` reset to `start` and to zero."""
 
-        def resetted(rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
-            return jax.tree.map(partial(where_rows, rows), start, old), self.reset_traces(traces, rows)
-
-        found: tuple[PyTree, Values] = _meshes.in_auto_like((old, traces), resetted, rows, start, old, traces)
+        choose = lambda rows, new, old: jax.tree.map(partial(where_rows, rows), new, old)
+        reset = lambda rows, start, old, traces: (choose(rows, start, old), self.reset_traces(traces, rows))
+        found: tuple[PyTree, Values] = _meshes.in_auto_like((old, traces), reset, rows, start, old, traces)
         return found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from .. import _rules as rules
 from .._executor.trace_recursion import Decay, Leak, Own, Recursion
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST
-from .._types import DTypeLike, Key
+from .._types import DTypeLike, Key, Option
 
 _AXES: dict[str, tuple[str, ...]] = {
     "trace_factorization": ("per_param", "io_factorized", "random_projection"),
@@ -42,12 +41,12 @@ class ETraceConfig:
     """
 
     trace_factorization: str = "per_param"
-    temporal_recursion: Any = "jacobian"
+    temporal_recursion: str | tuple[str, str] = "jacobian"
     recurrence_scope: str = "diagonal"
     learning_signal: str = "symmetric"
     trace_filter: str = "none"
     update_schedule: str = "per_step"
-    decay: Any = None
+    decay: float | tuple[float, float] | None = None
     kappa: float | None = None
     sparse_n: int | None = None
     window_size: int | None = None
@@ -83,9 +82,8 @@ class ETraceConfig:
             if one is not None and not 0 <= one < 1:
                 raise ValueError(f"A decay is at least 0 and less than 1, not {one!r}.")
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def _set(self, **values: Option) -> None:
+        vars(self).update(values)  # the dataclass is frozen
 
     def _as_pairs(self) -> None:
         given = self.temporal_recursion
@@ -107,16 +105,14 @@ class ETraceConfig:
         if self.temporal_recursion == "none":
             self._set(decay=0.0)
         if self.temporal_recursion != "jacobian" and self.recurrence_scope != "diagonal":
-            raise ValueError(
-                "`recurrence_scope` other than 'diagonal' is for `temporal_recursion='jacobian'`."
-            )
+            raise ValueError("`recurrence_scope` is 'diagonal' unless `temporal_recursion='jacobian'`.")
 
     @property
     def is_factorized(self) -> bool:
         """Whether averages of two sides are kept."""
         return self.trace_factorization == "io_factorized"
 
-    def replace(self, **changes: Any) -> ETraceConfig:
+    def replace(self, **changes: Option) -> ETraceConfig:
         """A copy with other choices."""
         return dataclasses.replace(self, **changes)
 
@@ -124,11 +120,6 @@ class ETraceConfig:
         self, random_feedback_key: Key | int | None = None, dtype: DTypeLike | None = None, most: int = MOST
     ) -> Rule:
         """The learning rule; `dtype` is that of traces, and `most` the size of a pattern."""
-        signals: dict[str, Callable[[], Signal]] = {
-            "symmetric": lambda: PROPAGATED,
-            "random_feedback": lambda: Feedback(as_key(random_feedback_key)),
-            "modulatory": Modulator,
-        }
         if self.recurrence_scope == "sparse_n" or self.trace_factorization == "random_projection":
             return self._influence(most)
         if self.learning_signal == "bootstrapped":
@@ -136,15 +127,15 @@ class ETraceConfig:
                 "`learning_signal='bootstrapped'` has a net that estimates the losses after a window: take "
                 "`braintrace.DNI(model, synthesizer)`, or `braintrace.compile(model, config, ...)`."
             )
-        signal = signals[self.learning_signal]()
+        signal: Signal = Modulator() if self.learning_signal == "modulatory" else PROPAGATED
+        if self.learning_signal == "random_feedback":
+            signal = Feedback(as_key(random_feedback_key))
         own = Own() if self.recurrence_scope == "coupled" else None
         if self.is_factorized:
             decay: Decay | None = Leak(1.0) if self.temporal_recursion[1] == "scalar_leak" else own
             recursion = None if decay is None else Recursion(decay)
-            return rules.ES_D_RTRL(
-                self.decay, dtype, recursion=recursion, signal=signal, called="ETraceConfig"
-            )
-        decay = own if self.temporal_recursion == "jacobian" else Leak(float(self.decay))
+            return rules.ES_D_RTRL(self.decay, dtype, recursion, signal, "ETraceConfig")
+        decay = own if self.temporal_recursion == "jacobian" else Leak(float(cast(float, self.decay)))
         recursion = None if decay is None and self.kappa is None else Recursion(decay, self.kappa)
         return rules.D_RTRL(dtype, recursion=recursion, signal=signal, called="ETraceConfig")
 

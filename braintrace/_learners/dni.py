@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import brainstate
 import jax
@@ -13,6 +15,7 @@ from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .._types import Array, Function, PyTree
+from .compiled_step import CompiledStep, Leaves
 from .config import ETraceConfig
 from .model_states import leaves_of
 from .options import Choice, OptionsLearner
@@ -36,7 +39,7 @@ class SyntheticGradient(brainstate.nn.Module):
         self.group_shapes = {int(k): tuple(s) for k, s in group_shapes.items()}
         self.weights, self.biases = {}, {}
         for k, shape in self.group_shapes.items():
-            key, width = jax.random.fold_in(jax.random.key(seed), k), _width(shape)
+            key, width = jax.random.fold_in(jax.random.key(seed), k), math.prod(shape[-2:])  # units, states
             self.weights[str(k)] = brainstate.ParamState(scale * jax.random.normal(key, (width, width)))
             self.biases[str(k)] = brainstate.ParamState(jnp.zeros(width))
 
@@ -57,11 +60,6 @@ class SyntheticGradient(brainstate.nn.Module):
             rows = h.reshape(-1, w.shape[0])
             found[k] = (rows @ w + b[None]).reshape(h.shape)
         return found
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    """The input size: the last axis of units times the states; the axes before are samples."""
-    return int(shape[-1] * shape[-2]) if len(shape) > 1 else int(shape[-1])
 
 
 class DNI(OptionsLearner):
@@ -91,7 +89,7 @@ class DNI(OptionsLearner):
         standing = {"synthesizer": net.param_values}
         return Choice(DNIRule(Bootstrapped(net.apply)), config, {"synthesizer": net, "standing": standing})
 
-    def attach_synthesizer(self, synthesizer: Any) -> None:
+    def attach_synthesizer(self, synthesizer: SyntheticGradient) -> None:
         """Use this one from now on: it has `param_values()` and `apply(values, states)`."""
         self.synthesizer = synthesizer
         self.standing["synthesizer"] = synthesizer.param_values
@@ -108,7 +106,7 @@ def train_synthetic_gradient(
     *,
     chunk_size: int = 1,
     loss_fn: Function | None = None,
-    optimizer: Any = None,
+    optimizer: brainstate.optim.Optimizer | None = None,
     lr: float = 1e-2,
     epochs: int = 1,
     reset: bool = True,
@@ -133,34 +131,72 @@ def train_synthetic_gradient(
     Returns:
         The mean squared error of each pass.
     """
-    net = learner.synthesizer
+    net: SyntheticGradient | None = learner.synthesizer
     if net is None:
         raise RuntimeError("The learner has no synthesizer yet: `learner.attach_synthesizer(...)`.")
-    leaves = jax.tree.leaves(inputs)
-    if chunk_size < 1 or len(leaves[0]) % chunk_size:
-        raise ValueError(f"`chunk_size`, {chunk_size}, does not divide the {len(leaves[0])} steps.")
+    steps = len(jax.tree.leaves(inputs)[0])
+    if chunk_size < 1 or steps % chunk_size:
+        raise ValueError(f"`chunk_size`, {chunk_size}, does not divide the {steps} steps.")
     if not learner.is_compiled:
         raise CompilationError("The learner's graph is not compiled yet: call `learner.compile_graph(x)`.")
     compiled = learner._cache.now
+    window = _window(compiled, loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out))))
+
+    @jax.jit
+    @jax.value_and_grad
+    def error_of(values: PyTree, states: Grouped, targets: Grouped) -> Array:
+        found = net.apply(values, states)
+        total = sum((jnp.sum((found[k] - targets[k]) ** 2) for k in found), jnp.zeros(()))
+        return total / sum(found[k].size for k in found)
+
+    def improve(states: Grouped, targets: Grouped) -> float:
+        error, grads = error_of(net.param_values(), states, targets)
+        if optimizer is not None:
+            optimizer.update(grads)
+        else:
+            for k, st in net.states_dict().items():
+                st.value = st.value - lr * grads[k]
+        return float(error)
+
+    history = []
+    for _ in range(epochs):
+        if reset:
+            learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
+        params, rest = compiled.split(leaves_of(compiled))
+        errors = []
+        for i in range(0, steps, chunk_size):
+            xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
+            states, targets, end, rest = window(net.param_values(), params, rest, xs)
+            errors.append(improve(states, targets))
+        errors.append(improve(end, jax.tree.map(jnp.zeros_like, end)))
+        history.append(sum(errors) / len(errors))
+    return history
+
+
+Grouped = dict[int, Array]  # an array for each group of hidden states
+# hidden states at the start of a window, their target, those at its end, and all states
+Window = tuple[Grouped, Grouped, Grouped, PyTree]
+
+
+def _window(compiled: CompiledStep, loss: Function) -> Callable[..., Window]:
+    """A function of the synthesizer's values, parameters, states and inputs of a window."""
     online, executor, info = compiled.online, compiled.online.executor, compiled.online.info
     consts = list(info.program.consts.values())
-    loss = loss_fn or (lambda out: sum(jnp.sum(a**2) for a in jax.tree.leaves(out)))
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
 
-    def hidden_of(leaves: PyTree) -> list[Array]:
+    def hidden_of(leaves: Leaves | dict[int, Array]) -> Leaves:
         return [h.of_leaf(leaves[at[h.leaf]]) for h in info.hidden]
 
-    def grouped(arrays: list[Array]) -> dict[int, Array]:
+    def grouped(arrays: Leaves) -> Grouped:
         by_var = {h.outvar: a for h, a in zip(info.hidden, arrays, strict=True)}
         groups = executor.graph.hidden_groups
         return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
 
     @jax.jit
-    def window(values: PyTree, params: PyTree, rest: PyTree, xs: PyTree) -> PyTree:
-        """The target at the start of a window, and the states after it."""
+    def window(values: PyTree, params: Leaves, rest: list[Leaves], xs: PyTree) -> Window:
         flat, tree = jax.tree.flatten(rest)
 
-        def total(hidden: dict[int, Array]) -> PyTree:
+        def total(hidden: dict[int, Array]) -> tuple[Array, PyTree]:
             now = [hidden.get(i, a) for i, a in enumerate(flat)]
 
             def body(rest: PyTree, x: PyTree) -> PyTree:
@@ -175,42 +211,7 @@ def train_synthetic_gradient(
 
         start = {at[h.leaf]: flat[at[h.leaf]] for h in info.hidden}
         target, after = jax.grad(total, has_aux=True)(start)
-        return grouped(hidden_of(start)), grouped(hidden_of(target)), after
+        end = hidden_of(jax.tree.leaves(after))
+        return grouped(hidden_of(start)), grouped(hidden_of(target)), grouped(end), after
 
-    fit = _fitting(net)
-    history = []
-    for _ in range(epochs):
-        if reset:
-            learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
-        params, rest = compiled.split(leaves_of(compiled))
-        errors = []
-        for i in range(0, len(leaves[0]), chunk_size):
-            xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
-            states, targets, rest = window(net.param_values(), params, rest, xs)
-            errors.append(_improve(net, fit, states, targets, optimizer, lr))
-        end = grouped(hidden_of(jax.tree.leaves(rest)))
-        errors.append(_improve(net, fit, end, jax.tree.map(jnp.zeros_like, end), optimizer, lr))
-        history.append(sum(errors) / len(errors))
-    return history
-
-
-def _fitting(net: Any) -> Function:
-    """A function of a synthesizer's parameters: its mean squared error at some states, and the gradient."""
-
-    def error(values: PyTree, states: PyTree, targets: PyTree) -> PyTree:
-        found = net.apply(values, states)
-        total = sum(jnp.sum((found[k] - targets[k]) ** 2) for k in found)
-        return total / sum(found[k].size for k in found)
-
-    return jax.jit(jax.value_and_grad(error))
-
-
-def _improve(net: Any, fit: Function, states: PyTree, targets: PyTree, optimizer: Any, lr: float) -> float:
-    """Take one step of an optimiser, or of size `lr`; the error before it."""
-    error, grads = fit(net.param_values(), states, targets)
-    if optimizer is not None:
-        optimizer.update(grads)
-    else:
-        for k, st in net.states_dict().items():
-            st.value = st.value - lr * grads[k]
-    return float(error)
+    return window

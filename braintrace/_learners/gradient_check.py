@@ -6,8 +6,6 @@ of zero. For BPTT, a call of the learner is a call of its model.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -71,12 +69,11 @@ def check_gradients(
         return split_loss(out, has_aux, lead, sequence.mask.shape[1:])[0].reshape(sequence.mask.shape[1:])
 
     def online(*arrays: PyTree) -> PyTree:
-        grads = learner.etrace_grad(
-            *arrays, step_fn=step_fn, has_aux=has_aux, chunk_size=chunk_size, **options
-        )
+        how = {"has_aux": has_aux, "chunk_size": chunk_size, **options}
+        grads = learner.etrace_grad(*arrays, step_fn=step_fn, **how)
         return grads[0] if has_aux else grads
 
-    def call(*args: PyTree, **kwargs: Any) -> PyTree:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _, args, kwargs = split_call(learner, args, kwargs)  # without the inputs of the rule's signal
         return exact.update(*args, **kwargs)
 

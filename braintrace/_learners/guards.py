@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import jax
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Hidden = Mapping[str, brainstate.State]  # hidden states by name
 Leaves = list[Array]
-Tracing = weakref.ref[Any]  # to JAX's trace: an `id` may be that of a later one
+Tracing = weakref.ref[object]  # to JAX's trace: an `id` may be that of a later one
 
 
 class Guards:
@@ -70,10 +70,6 @@ class Guards:
             found, masks = by_path(learner.model), masks_of_weights(learner.executor)
             self.weights.compare_masks({show_path(e.path): found.get(e.path, e.state) for e in masks})
 
-    def reset_weights(self) -> None:
-        """Drop the weights seen so far, because the traces were reset."""
-        self.weights = WeightChanges(self.model)
-
 
 class StateChanges:
     """The hidden states after the learner's last step or reset, compared at its next call.
@@ -114,14 +110,14 @@ class StateChanges:
     def _now(self) -> dict[str, Leaves]:
         return {name: jax.tree.leaves(_raw(state)) for name, state in self._hidden.items()}
 
-    def _on_guard(self, context: Any) -> None:
+    def _on_guard(self, context: brainstate.HookContext) -> None:
         now, learner = self._now(), self._learner()
         if not is_traced([context.value, now]):
             if learner is not None and not learner._is_fresh():
                 self._warn(k for k, v in now.items() if any(map(_differ, self._left.get(k, v), v)))
             self._looked = now
 
-    def _on_step(self, context: Any) -> None:
+    def _on_step(self, context: brainstate.HookContext) -> None:
         now = self._now()
         if not is_traced([context.value, now]):
             # a state that is as before may be written after the counter is: unknown
@@ -154,7 +150,7 @@ class StateReads:
         self._watched: dict[str, int] = {}
         self._called_in: Tracing | None = None
         self._paused = False
-        self._assigned: dict[str, list[weakref.ref[Any]]] = {}  # the tracers that each was last given
+        self._assigned: dict[str, list[weakref.ref[Array]]] = {}  # the tracers that each was last given
 
     def watch(self, states: Hidden) -> None:
         """Note reads of these states from now on."""
@@ -187,16 +183,16 @@ class StateReads:
         given = self._assigned.get(name, [])
         return len(given) == len(tracers) and all(r() is t for r, t in zip(given, tracers, strict=True))
 
-    def _reader(self, name: str) -> Callable[[Any], None]:
-        def read(context: Any) -> None:
+    def _reader(self, name: str) -> Callable[[brainstate.HookContext], None]:
+        def read(context: brainstate.HookContext) -> None:
             tracing = None if self._paused else _tracing(context.value)
             if tracing and tracing != self._called_in:  # after a call, reads are of the call's results
                 self._noted[name] = tracing
 
         return read
 
-    def _writer(self, name: str) -> Callable[[Any], None]:
-        def written(context: Any) -> None:
+    def _writer(self, name: str) -> Callable[[brainstate.HookContext], None]:
+        def written(context: brainstate.HookContext) -> None:
             tracers = filter(_compat.is_tracer, jax.tree.leaves(context.value))
             self._assigned[name] = list(map(weakref.ref, tracers))
             if not self._paused:

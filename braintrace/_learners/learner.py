@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from .. import _meshes
-from .._compat import ClosedJaxpr
 from .._compiler.step import Path
 from .._executor.pull_back import is_inexact
 from .._frontends.functions import Function
@@ -20,7 +19,7 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Key, Mesh, PyTree
+from .._types import ArrayLike, Key, Mesh, Option, PyTree
 from .compiled_step import CompiledStep, Leaves
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Learner:
         xs: PyTree,
         *more: PyTree,
         tolerance: float | None = None,
-        **options: Any,
+        **options: Option,
     ) -> GradientCheck:
         """Compare `grad` with back-propagation through time, parameter by parameter, from traces of zero.
 
@@ -122,7 +121,7 @@ class Learner:
         length = Sequence.check((xs, *more), None).length
         return compare_gradients(found, expected, self.report.exactness, length, tolerance)
 
-    def plan(self, length: int = 100, *, mesh: Mesh | None = None, **options: Any) -> Plan:
+    def plan(self, length: int = 100, *, mesh: Mesh | None = None, **options: Option) -> Plan:
         """Estimate the memory and operations of each rule on a sequence of `length` steps; nothing is run.
 
         The options are those of `braintrace.plan`: `rules`, `chunk_sizes`, `memory_budget`, `window`, `rank`,
@@ -139,7 +138,7 @@ class Learner:
         return plan_learner(Learner(compiled, compiled.function.carry.like), request, layout)
 
     def compare(
-        self, loss: Loss, params: PyTree, carry: PyTree, xs: PyTree, *more: PyTree, **options: Any
+        self, loss: Loss, params: PyTree, carry: PyTree, xs: PyTree, *more: PyTree, **options: Option
     ) -> Comparison:
         """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
 
@@ -163,7 +162,7 @@ class Learner:
         return values if key is None else self.rule.seeded(values, key)
 
     def step(
-        self, params: PyTree, carry: PyTree, traces: Values, x: PyTree, **given: Any
+        self, params: PyTree, carry: PyTree, traces: Values, x: PyTree, **given: PyTree
     ) -> tuple[PyTree, Values, PyTree]:
         """Take one step: the new carry, traces and output. Its derivative in `params` is the online gradient.
 
@@ -191,7 +190,7 @@ class Learner:
         chunk_size: int | None = None,
         reduction: str = "mean",
         has_aux: bool = False,
-        **given: Any,
+        **given: PyTree,
     ) -> tuple[PyTree, tuple[PyTree, Values], tuple[PyTree, PyTree]]:
         """The online gradient over a sequence.
 
@@ -237,9 +236,10 @@ class Learner:
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
-        at, initial = self._reset_values(sequence)
+        rows = [] if sequence.reset is None else self._sampled(sequence.reset.shape[1:])
+        at = tuple(self.function.carry_at[i] for i in rows)
         drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
-        total, outs, after = self.compiled.run(drive, leaves, sequence, initial)
+        total, outs, after = self.compiled.run(drive, leaves, sequence, [self.start[i] for i in rows])
         found = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
@@ -321,7 +321,12 @@ class Learner:
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
         closed = _meshes.traced(jax.make_jaxpr(flat), slices, leaves)
-        return self._user_step(closed), out_trees[-1], leaves
+        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
+        carried = [i for i, e in enumerate(entries) if not e.is_fixed]
+        keys = sorted(self.compiled.online.arrays.shapes)
+        at = {k: num + n for n, k in enumerate(keys)}
+        step = UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], at, carried)
+        return step, out_trees[-1], leaves
 
     def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
         """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""
@@ -334,13 +339,6 @@ class Learner:
                 "the step's output `y`; wrap them in `jax.lax.stop_gradient` if constants are meant.",
                 about=self.function,
             )
-
-    def _user_step(self, closed: ClosedJaxpr) -> UserStep:
-        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
-        carried = [i for i, e in enumerate(entries) if not e.is_fixed]
-        keys = sorted(self.compiled.online.arrays.shapes)
-        traces = {k: len(entries) + n for n, k in enumerate(keys)}
-        return UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], traces, carried)
 
     def _after(self, leaves: Leaves) -> tuple[PyTree, Values]:
         """The carry and the traces among all leaves after a sequence."""
@@ -365,10 +363,3 @@ class Learner:
             )
         pairs = enumerate(zip(self.start, self.function.untraced, strict=True))
         return [i for i, (a, untraced) in pairs if not untraced and jnp.shape(a)[:1] == shape]
-
-    def _reset_values(self, sequence: Sequence) -> tuple[tuple[int, ...], Leaves]:
-        """The indices of the leaves that `reset` resets, and the values that they are reset to."""
-        if sequence.reset is None:
-            return (), []
-        at = self._sampled(sequence.reset.shape[1:])
-        return tuple(self.function.carry_at[i] for i in at), [self.start[i] for i in at]

@@ -28,13 +28,15 @@ class D_RTRL(OptionsLearner):
         "snap_max_jacobian_elements * window rank samples basis across mark normalize_matrix_spectrum"
     )
 
+    make_rule = rules.D_RTRL
+    factorization = "per_param"
+    config_of_rule = ETraceConfig()
+
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        o = options
-        rule: rules.Rule = rules.D_RTRL(o.trace_dtype, o.rank, o.samples, o.basis, across=o.across)
-        if o.config is not None and (o.rank or o.across):
+        if options.config is not None and (options.rank or options.across):
             raise ValueError("`rank` and `across` go with the rule of `D_RTRL` itself, without a `config`.")
-        return Choice(cls.configured(o, "per_param") or rule, o.config or ETraceConfig())
+        return super().choose(options)
 
     @property
     def etrace_bwg(self) -> dict[str, EligibilityTrace]:
@@ -56,11 +58,15 @@ class ES_D_RTRL(OptionsLearner):
         "trace_dtype"
     )
 
+    make_rule = rules.ES_D_RTRL
+    factorization = "io_factorized"
+
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        rule = rules.ES_D_RTRL(options.decay_or_rank, options.trace_dtype)
-        config = options.config or ETraceConfig("io_factorized", decay=(rule.inp, rule.out))
-        return Choice(cls.configured(options, "io_factorized") or rule, config)
+        rule = rules.ES_D_RTRL(options.decay_or_rank)
+        config = ETraceConfig("io_factorized", decay=(rule.inp, rule.out))
+        found = super().choose(options)
+        return found if found.config else found._replace(config=config)
 
     @property
     def etrace_xs(self) -> dict[str, EligibilityTrace]:
@@ -83,10 +89,7 @@ class RTRL(OptionsLearner):
     """
 
     takes = "* mark name"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        return Choice(rules.RTRL())
+    make_rule = rules.RTRL
 
 
 class SnAp(OptionsLearner):
@@ -167,10 +170,7 @@ class KF_RTRL(OptionsLearner):
     """
 
     takes = "name vjp_method projection_key projection_eps * window samples mark"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        return Choice(rules.KF_RTRL(options.projection_key, options.projection_eps, options.samples))
+    make_rule = rules.KF_RTRL
 
 
 class BPTT(OptionsLearner):
@@ -185,10 +185,7 @@ class BPTT(OptionsLearner):
     """
 
     takes = "* mark name"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        return Choice(rules.BPTT())
+    make_rule = rules.BPTT
 
 
 ParamDimVjpAlgorithm = D_RTRL

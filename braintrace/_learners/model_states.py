@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import jax
@@ -18,7 +18,7 @@ from .._compiler.module_info import StateEntry
 from .._compiler.step import Path, show_path
 from .._frontends.pure import Pure
 from .._lines import warn_user
-from .._types import Array, PyTree
+from .._types import Array, Option, PyTree
 from .compiled_step import CompiledStep
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def leaves_of(compiled: CompiledStep) -> list[Array]:
 def hidden_of(compiled: CompiledStep) -> dict[str, brainstate.State]:
     """The hidden states of a step, by name."""
     hidden = {id(h.state) for h in compiled.info.hidden}
-    return {
-        show_path(e.path): st for e, st in states_of(compiled) if not e.is_fixed and id(e.state) in hidden
-    }
+    return {show_path(e.path): s for e, s in states_of(compiled) if not e.is_fixed and id(e.state) in hidden}
 
 
 def values_now(model: brainstate.nn.Module) -> dict[Path, PyTree]:
@@ -55,7 +53,7 @@ def values_now(model: brainstate.nn.Module) -> dict[Path, PyTree]:
     return {p: v for p, v in found.items() if not any(map(_compat.is_tracer, jax.tree.leaves(v)))}
 
 
-def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Any) -> set[int]:
+def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Option) -> set[int]:
     """Reset all states: by each module's `reset_state`, or else its `init_state`, or else to `start`.
 
     Returns the `id` of every state that was reset. A short-term state that its module's own `reset_state`
@@ -68,7 +66,7 @@ def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Any
     return done
 
 
-def _reset_by_methods(model: brainstate.nn.Module, **options: Any) -> set[int]:
+def _reset_by_methods(model: brainstate.nn.Module, **options: Option) -> set[int]:
     """Call `reset_state`, or `init_state` of modules without one; the `id` of every state that they set."""
     with brainstate.StateTraceStack() as trace:
         brainstate.nn.reset_all_states(model, **options)
@@ -92,7 +90,7 @@ def _has_own(module: brainstate.nn.Module, method: str) -> bool:
     return getattr(type(module), method) is not getattr(brainstate.nn.Module, method)
 
 
-def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
+def _reset_by_init(module: brainstate.nn.Module, **options: Option) -> None:
     """Give the states of a module the values of those that its `init_state` makes.
 
     The state objects stay the same, because others may hold them.
@@ -112,10 +110,9 @@ def _reset_by_init(module: brainstate.nn.Module, **options: Any) -> None:
 def strengthen(model: brainstate.nn.Module) -> None:
     """Give states types of their own: one that was made of a Python number gets one in the first step only,
     and the second would be another program."""
+    is_weak = lambda a: getattr(a, "weak_type", False)  # a key has no such type
     for state in model.states().values():
-        if any(
-            getattr(a, "weak_type", False) for a in jax.tree.leaves(state.value)
-        ):  # a key has no such type
+        if any(map(is_weak, jax.tree.leaves(state.value))):
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
@@ -155,11 +152,14 @@ def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[
         first = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((now, more.get(id(st))))]
         if first == [(size,)] * (len(first) // 2) + [(size + 1,)] * (len(first) // 2):
             found[tuple(map(str, path))] = values[id(st)]
+    # an inexact array with axes; a counter or a clock has none
+    is_number = lambda a: jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+    has_numbers = lambda tree: any(map(is_number, jax.tree.leaves(tree)))
     missing = [h.path for h in hidden if not any(h.path[: len(p)] == p for p in found)]
     missing += [
         path
         for path, st in ((tuple(map(str, p)), st) for p, st in model.states().items())
-        if id(st) in values and path not in found and path not in missing and _has_numbers(before[id(st)])
+        if id(st) in values and path not in found and path not in missing and has_numbers(before[id(st)])
     ]
     if missing:
         names = ", ".join(f"`{show_path(p)}`" for p in missing)
@@ -171,8 +171,8 @@ def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[
     return found
 
 
-def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
-    """Reset the states of a learner's model; warn of hidden states that nothing resets."""
+def reset_model(learner: ETraceAlgorithm, **options: Option) -> None:
+    """Reset the states of the model, not the traces; warn of hidden states that nothing resets."""
     done = reset(learner.model, learner._start, **options)
     compiled = learner._cache.known
     hidden = {} if compiled is None else hidden_of(compiled)
@@ -189,9 +189,7 @@ def reset_model(learner: ETraceAlgorithm, **options: Any) -> None:
 def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
     """Reset the states and traces of the samples that are flagged in `rows`."""
     if rows.ndim != 1 or rows.dtype != bool:
-        raise ValueError(
-            f"`rows` has a boolean for each sample of the batch, not {rows.dtype}{list(rows.shape)}."
-        )
+        raise ValueError(f"`rows` has a boolean for each sample, not {rows.dtype}{list(rows.shape)}.")
     found = by_path(learner.model)
     start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
     old = {path: found[path].value for path in start}, learner._values()
@@ -200,12 +198,6 @@ def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
         found[path].value = value
     learner._store(traces)
     learner.steps.value = learner.steps.value  # so that `StateChanges` sees the states as set by the learner
-
-
-def _has_numbers(tree: PyTree) -> bool:
-    """Whether a tree has an inexact array with axes; a counter or a clock has none."""
-    leaves = jax.tree.leaves(tree)
-    return any(jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves)
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._types import Function, PyTree
+from .._types import Function, Option, PyTree
 
 if TYPE_CHECKING:
+    from .stateful import ETraceAlgorithm
     from .step_cache import Key, ShapeAndType
 
 Drives = TypeVar("Drives", bound=Function)
@@ -39,7 +40,7 @@ def time_first(drive: Drives) -> Drives:
     """A method over sequences whose error names a batch axis that seems to come before time."""
 
     @functools.wraps(drive)
-    def checked(self: Any, *sequences: PyTree, **options: Any) -> Any:
+    def checked(self: ETraceAlgorithm, *sequences: PyTree, **options: Option) -> PyTree:
         try:
             return drive(self, *sequences, **options)
         except NotCompiledError as e:
@@ -65,11 +66,7 @@ def why_missing(asked: Key, compiled: Collection[Key]) -> str:
     known = [key for key in compiled if key.data == asked.data]
     if known and all(key.static != asked.static for key in known):
         given = [s for s in asked.static[1] if s is not None]
-        how = (
-            f"with other static arguments than {given}"
-            if given
-            else "in another structure, or without a unit"
-        )
+        how = f"with other static arguments than {given}" if given else "in another structure or unit"
         return (
             f"The learner is compiled for inputs of shapes {shapes}, but {how}. Call `learner.compile_graph` "
             "with these arguments."
@@ -78,9 +75,8 @@ def why_missing(asked: Key, compiled: Collection[Key]) -> str:
     other = [s for s in asked.states if all(s not in states for states in seen)]
     if known and other:
         was = {name: dims for states in seen for name, *dims in states}
-        words = ", ".join(
-            f"`{name}` has {_listed(dims)} and had {_listed(was.get(name, []))}" for name, *dims in other
-        )
+        listed = lambda dims: ", ".join(_shapes(dims)) or "none"
+        words = ", ".join(f"`{k}` has {listed(dims)} and had {listed(was.get(k, []))}" for k, *dims in other)
         return (
             f"The learner is compiled for inputs of shapes {shapes}, but with other states: {words}. "
             "Initialise the states as they were (`learner.reset_state(batch_size)`), or call "
@@ -123,7 +119,3 @@ def _mistake(asked: Key, known: Key) -> str | None:
 
 def _shapes(dims: Iterable[ShapeAndType]) -> list[str]:
     return [f"{t}{list(s)}" for s, t in dims]
-
-
-def _listed(dims: Iterable[ShapeAndType]) -> str:
-    return ", ".join(_shapes(dims)) or "none"

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from .._frontends.functions import Function, read_function
 from .._frontends.module_function import read_module, read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.request import WindowSize, check_window
 from .._rules import D_RTRL
-from .._types import Model, Options, PyTree
+from .._types import Model, Options, PyTree, RuleLike
 from .compiled_step import CompiledStep
 from .learner import Learner
 from .rule_choice import RuleChoice
 
 
 def online(
-    step: Callable[..., Any],
+    step: Callable[..., PyTree],
     params: PyTree,
     carry: PyTree,
     x: PyTree,
     *,
-    rule: Any = None,
+    rule: RuleLike = None,
     mark: Mark = "auto",
     window: WindowSize | None = None,
     order: str | None = None,
@@ -76,7 +75,11 @@ def online(
 
 
 def make_learner(
-    function: Function, carry: PyTree, rule: Any = None, mark: Mark = "auto", window: WindowSize | None = None
+    function: Function,
+    carry: PyTree,
+    rule: RuleLike = None,
+    mark: Mark = "auto",
+    window: WindowSize | None = None,
 ) -> Learner:
     """Make a learner of a traced function; samples are reset to `carry`."""
     chosen, its_window = RuleChoice.of(D_RTRL() if rule is None else rule).read()
@@ -89,12 +92,12 @@ def make_learner(
 def learner_of(
     model: Model,
     args: Iterable[PyTree],
-    rule: Any = None,
+    rule: RuleLike = None,
     *,
     kwargs: Options | None = None,
     mark: Mark = "ops",
     window: WindowSize | None = None,
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., PyTree] | None = None,
 ) -> tuple[Learner, PyTree, PyTree]:
     """A `Learner` of a `brainstate` module, with its parameters and carry: dictionaries of values by path.
 

@@ -9,57 +9,46 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import brainstate
 import jax.numpy as jnp
 
 from .. import _rules as rules
 from .._frontends.modules import Mark
-from .._online.request import WindowSize
+from .._online.request import WindowSize, check_choice
 from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
-from .._types import Array, DTypeLike, Key, PyTree
+from .._types import Array, DTypeLike, Key, Model, Option, Options, PyTree
 from .config import ETraceConfig
 from .stateful import ETraceAlgorithm
 from .vjp_method import VjpMethod
 
 Axis = int | Literal["auto"] | None
 Basis = Literal["balanced", "pushed"]
+Decay = float | tuple[float, float]
 REQUIRED = Parameter.empty
 
 
 # the type, default and effect of every option
-OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "window": (
-        WindowSize | None,
-        None,
-        "Back-propagate through windows of this many steps, or 'auto'.",
-    ),
+OPTIONS: dict[str, tuple[object, object, str]] = {
+    "window": (WindowSize | None, None, "Back-propagate through windows of this many steps, or 'auto'."),
     "rank": (int, 0, "Rank of a correction to the diagonal traces, for each sample."),
     "samples": (Axis, "auto", "Axis of the samples in the states; 'auto' finds it, None means one sample."),
-    "basis": (
-        Basis,
-        "balanced",
-        "Basis of the correction: one for all samples, or 'pushed' for each of them.",
-    ),
+    "basis": (Basis, "balanced", "Basis of the correction: one for all samples, or 'pushed' for each."),
     "across": (Literal["layers"] | None, None, "'layers' keeps the influence on the layers above a weight."),
     "mark": (Mark, "ops", "'auto' marks the ops that use a parameter; with 'ops' the model marks them."),
-    "trace_dtype": (
-        DTypeLike | None,
-        None,
-        "Type of the stored traces; that of the computation by default.",
-    ),
+    "trace_dtype": (DTypeLike | None, None, "Type of the stored traces; that of the computation by default."),
     "vjp_method": (VjpMethod | None, None, "'multi-step' for calls with `MultiStepData`; see `window`."),
     "name": (str | None, None, "Name of the module."),
     "config": (ETraceConfig | None, None, "Chooses another rule of the same kind."),
     "random_feedback_key": (Key | int | None, None, "Key of the random feedback matrices."),
     "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
     "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
-    "decay_or_rank": (Any, 0.9, "Decay in [0, 1) or rank `r`, for `(r - 1) / (r + 1)`; or (inputs, states)."),
+    "decay_or_rank": (Decay, 0.9, "Decay in [0, 1), or rank `r` for `(r - 1) / (r + 1)`; or a pair."),
     "feedback": (str, "symmetric", "'symmetric', 'random' or 'adaptive'."),
     "feedback_decay": (float, 0.0, "Decay of adaptive matrices towards the readout."),
     "kappa_filter_decay": (float | None, None, "Decay of the filter; by default that of the readout."),
@@ -74,15 +63,20 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "lambda_pre": (float, REQUIRED, "Decay of the outputs before an input."),
     "alpha_post": (float, 1.0, "Weight of inputs before outputs."),
     "alpha_pre": (float, 1.0, "Weight of outputs before inputs."),
-    "modulator": (Any, None, "Modulator of calls that are given none."),
+    "modulator": (PyTree, None, "Modulator of calls that are given none."),
     "n": (int, 2, "Number of steps that the pattern reaches."),
     "projection_key": (Key | int, 42, "Key of the random signs."),
     "projection_eps": (float, 1e-12, "Added to norms, as in the paper."),
-    "synthesizer": (Any, None, "Estimates the gradient of the losses after a window."),
+    "synthesizer": (object, None, "Estimates the gradient of the losses after a window."),
     "fast_solve": (bool, True, ""),
     "chunked_trace": (bool, True, ""),
-    "control_flow": (Any, None, ""),
+    "control_flow": (object, None, ""),
 }
+
+
+# names of options among the arguments of rules
+_OF_RULES = {"trace_dtype": "dtype", "snap_max_jacobian_elements": "most", "projection_eps": "eps"}
+_OF_RULES |= dict.fromkeys(("random_feedback_key", "projection_key"), "key")
 
 
 class Choice(NamedTuple):
@@ -90,15 +84,20 @@ class Choice(NamedTuple):
 
     rule: Rule
     config: ETraceConfig | None = None
-    attributes: Mapping[str, Any] = {}  # of the learner, in addition to those of all learners
+    attributes: Mapping[str, object] = {}  # of the learner, in addition to those of all learners
 
 
 class OptionsLearner(ETraceAlgorithm):
     """A learner whose class lists its options."""
 
     takes: ClassVar[str]  # names in order; in brackets those without effect, keywords after `*`
-    defaults: ClassVar[Mapping[str, Any]] = {}  # where they differ from those of `OPTIONS`
+    defaults: ClassVar[Options] = {}  # where they differ from those of `OPTIONS`
     example: ClassVar[str] = ""  # options in the docstring's example
+    make_rule: ClassVar[Callable[..., Rule]]
+    factorization: ClassVar[str]  # of a `config`, if that is among the options
+    config_of_rule: ClassVar[ETraceConfig | None] = None
+    keeps: ClassVar[tuple[str, ...]] = ()  # options that are attributes of the learner
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # values of options
 
     def __init_subclass__(cls) -> None:
         if "takes" in vars(cls):
@@ -106,11 +105,8 @@ class OptionsLearner(ETraceAlgorithm):
             cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls)}"
         super().__init_subclass__()
 
-    def __init__(self, model: brainstate.nn.Module, *args: PyTree, **options: Any) -> None:
-        raise NotImplementedError  # each class has its own
-
     @classmethod
-    def read_options(cls, model: Any, *args: PyTree, **options: Any) -> tuple[SimpleNamespace, Choice]:
+    def read_options(cls, model: Model, *args: PyTree, **options: Option) -> tuple[SimpleNamespace, Choice]:
         """The values of all options, checked, and the rule that they choose; the model is not used."""
         try:
             bound = _signature(cls, cls.takes).bind(None, model, *args, **options)
@@ -118,26 +114,31 @@ class OptionsLearner(ETraceAlgorithm):
             raise TypeError(f"{cls.__name__}: {e}.") from None
         bound.apply_defaults()
         given = SimpleNamespace(**bound.arguments)
+        for name, values in cls.choices.items():
+            check_choice(name, getattr(given, name), values)
         if hasattr(given, "trace_dtype"):
             given.trace_dtype = as_trace_dtype(given.trace_dtype)
         choice = cls.choose(given)
         if getattr(given, "normalize_matrix_spectrum", False):
-            choice = choice._replace(rule=normalized(choice.rule))
+            if not isinstance(choice.rule, rules.D_RTRL):
+                raise ValueError("`normalize_matrix_spectrum` is for rules with a trace of every weight.")
+            choice = choice._replace(rule=dataclasses.replace(choice.rule, bound=Normalized()))
         return given, choice
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        """The rule for values of the options."""
-        raise NotImplementedError
-
-    @classmethod
-    def configured(cls, options: SimpleNamespace, factorization: str) -> Rule | None:
-        """The rule of the option `config`, if that is given."""
-        if options.config is None:
-            return None
-        most = getattr(options, "snap_max_jacobian_elements", MOST)
-        config = as_config(options.config, cls, factorization)
-        return config.rule(options.random_feedback_key, options.trace_dtype, most)
+        """The rule for values of the options: that of the option `config`, or else of `make_rule`."""
+        config: ETraceConfig | None = getattr(options, "config", None)
+        if config is not None:
+            most = getattr(options, "snap_max_jacobian_elements", MOST)
+            config = as_config(config, cls, cls.factorization)
+            rule = config.rule(options.random_feedback_key, options.trace_dtype, most)
+        else:
+            known = signature(cls.make_rule).parameters
+            named = {k if k in known else _OF_RULES.get(k, ""): v for k, v in vars(options).items()}
+            rule = cls.make_rule(**{k: v for k, v in named.items() if k in known})
+        attributes = {name: getattr(options, name) for name in cls.keeps}
+        return Choice(rule, config or cls.config_of_rule, attributes)
 
 
 def _as_shown(takes: str) -> str:
@@ -154,14 +155,13 @@ def _as_shown(takes: str) -> str:
 
 def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
     """The signature of the constructor of a class, from a list of options."""
-    kind: Any = Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [Parameter("self", kind), Parameter("model", kind, annotation=brainstate.nn.Module)]
-    for name in takes.replace("(", "").replace(")", "").split():
-        if name == "*":
-            kind = Parameter.KEYWORD_ONLY
-        else:
+    first, last = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    parameters = [Parameter("self", first), Parameter("model", first, annotation=brainstate.nn.Module)]
+    names = takes.replace("(", "").replace(")", "").split()
+    for i, name in enumerate(names):
+        if name != "*":
             annotation, default, _ = OPTIONS[name]
-            default = cls.defaults.get(name, default)
+            default, kind = cls.defaults.get(name, default), last if "*" in names[:i] else first
             parameters.append(Parameter(name, kind, default=default, annotation=annotation))
     return Signature(parameters, return_annotation=None)
 
@@ -169,7 +169,7 @@ def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
 def _constructor(cls: type[OptionsLearner]) -> Callable[..., None]:
     """An `__init__` with the options that the class lists."""
 
-    def __init__(self: OptionsLearner, *args: PyTree, **options: Any) -> None:
+    def __init__(self: OptionsLearner, *args: PyTree, **options: Option) -> None:
         given, choice = type(self).read_options(*args, **options)
         shared = {k: v for k, v in vars(given).items() if k in ("vjp_method", "window", "mark", "name")}
         ETraceAlgorithm.__init__(self, given.model, choice.rule, config=choice.config, **shared)
@@ -203,20 +203,11 @@ def as_trace_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.inexact):
-        raise TypeError(
-            f"`trace_dtype` is a type of floating numbers, such as `jnp.bfloat16`, not {dtype!r}."
-        )
+        raise TypeError(f"`trace_dtype` is a floating type, such as `jnp.bfloat16`, not {dtype!r}.")
     return found
 
 
-def normalized(rule: Any) -> Rule:
-    """The rule with its traces, and the terms that they advance by, scaled down to a size of one."""
-    if not isinstance(rule, rules.D_RTRL):
-        raise ValueError("`normalize_matrix_spectrum` is for rules with a trace of every weight.")
-    return dataclasses.replace(rule, bound=Normalized())
-
-
-def as_config(config: Any, learner: type, factorization: str) -> ETraceConfig:
+def as_config(config: object, learner: type, factorization: str) -> ETraceConfig:
     """A config that a learner can take."""
     if not isinstance(config, ETraceConfig):
         raise TypeError(f"`config` is a `braintrace.ETraceConfig`, not {config!r}.")

@@ -7,26 +7,25 @@ import importlib
 import io
 import pickle
 import sys
-from typing import Any
+from typing import TypeVar
 
 import brainstate
 
-from .._types import Options
+from .._types import Options, Value
 
 # bookkeeping of the process that made the state
 _LOCAL = ("_trace_state", "_source_info", "_hooks_manager", "_level", "_been_writen")
 
 
+M = TypeVar("M", bound=brainstate.nn.Module)
+
+
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Value:
         if isinstance(obj, brainstate.State):
             return _state, _parts(obj)
-        if (
-            isinstance(obj, type)
-            and getattr(sys.modules.get(obj.__module__), obj.__qualname__, None) is not obj
-        ):
-            return _class, _home(obj)
-        return NotImplemented
+        known = lambda cls: getattr(sys.modules.get(cls.__module__), cls.__qualname__, None)
+        return (_class, _home(obj)) if isinstance(obj, type) and known(obj) is not obj else NotImplemented
 
 
 def _home(cls: type) -> tuple[str, str]:
@@ -37,7 +36,7 @@ def _home(cls: type) -> tuple[str, str]:
     raise pickle.PicklingError(f"{cls} is not at the top level of a module, so it cannot be pickled.")
 
 
-def _class(module: str, name: str) -> Any:
+def _class(module: str, name: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 
@@ -57,10 +56,9 @@ def copy_state(state: brainstate.State) -> brainstate.State:
     return _state(*_parts(state))
 
 
-def copy_of(obj: Any, attributes: Options, memo: dict[int, Any]) -> Any:
+def copy_of(obj: M, attributes: Options, memo: dict[int, object]) -> M:
     """A deep copy of a module with these attributes, with copies of its states."""
-    cls: Any = type(obj)
-    new = cls.__new__(cls)
+    new: M = object.__new__(type(obj))
     memo[id(obj)] = new
     for state in obj.states().values():
         memo[id(state)] = copy_state(state)
@@ -69,15 +67,15 @@ def copy_of(obj: Any, attributes: Options, memo: dict[int, Any]) -> Any:
     return new
 
 
-def dumps(obj: Any) -> bytes:
+def dumps(obj: object) -> bytes:
     """`pickle.dumps`, states included."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(obj)
     return buffer.getvalue()
 
 
-def restore(cls: Any, data: bytes) -> Any:
+def restore(cls: type[M], data: bytes) -> M:
     """An object of `cls` with the attributes that `dumps` stored."""
-    obj = cls.__new__(cls)
+    obj: M = object.__new__(cls)
     vars(obj).update(pickle.loads(data))
     return obj

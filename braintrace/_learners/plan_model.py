@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import brainstate
 import jax
@@ -16,7 +15,7 @@ from .. import _rules
 from .._frontends.module_function import read_module
 from .._online.request import WindowSize
 from .._report.plan import Layout, Plan, PlanRequest, plan_learner
-from .._types import Aval, Mesh, Model, PyTree, RuleLike
+from .._types import Mesh, Model, Option, PyTree, RuleLike
 from . import pickling
 from .compiled_step import CompiledStep
 from .learner import Learner
@@ -73,12 +72,17 @@ def plan(
     """
     if isinstance(model, ETraceAlgorithm):
         raise TypeError("`plan` takes the model, not a learner of it: `plan(learner.model, ...)`.")
-    args = jax.tree.map(_struct, x0 if isinstance(x0, tuple) else (x0,))
+    is_struct = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    struct = lambda a: a if is_struct(a) else jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
+    args = jax.tree.map(struct, x0 if isinstance(x0, tuple) else (x0,))
     twin = _abstract_copy(model, batch_size)
     layout = None if mesh is None else Layout.of(mesh)
     if layout is not None:
         args = jax.tree.map(layout.of_input, args)
-        _shard(twin, model, layout)
+        parameters = model.states(brainstate.ParamState)  # they keep the sharding that they have
+        for path, state in twin.states().items():
+            place = layout.of_param if path in parameters else layout.of_state
+            state.value = jax.tree.map(place, parameters[path].value if path in parameters else state.value)
     function = read_module(twin, args)
     learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
@@ -93,7 +97,7 @@ def read_request(
     rules: Iterable[RuleLike] = RULES,
     chunk_sizes: Iterable[int] | None = None,
     memory_budget: int | None = None,
-    **dial: Any,
+    **dial: Option,
 ) -> PlanRequest:
     """Read the rules of a plan, and add D_RTRL with the options `dial` if one of these is set."""
     choices = [RuleChoice.of(given) for given in rules]
@@ -103,19 +107,9 @@ def read_request(
     return PlanRequest(length, choices, chunk_sizes, memory_budget)
 
 
-def _shard(twin: Model, model: Model, layout: Layout) -> None:
-    """Shard the states of an abstract copy; parameters keep the sharding that they have in the model."""
-    given = model.states()
-    for path, state in twin.states().items():
-        if isinstance(state, brainstate.ParamState):
-            state.value = jax.tree.map(layout.of_param, given[path].value)
-        else:
-            state.value = jax.tree.map(layout.of_state, state.value)
-
-
 def _abstract_copy(model: Model, batch_size: int | None) -> Model:
     """Copy a model, with shapes in place of values."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for state in model.states().values():
         memo[id(state)] = pickling.copy_state(state)
         memo.update({id(leaf): leaf for leaf in jax.tree.leaves(state.value)})
@@ -134,9 +128,3 @@ def _abstract_copy(model: Model, batch_size: int | None) -> Model:
     for path, state in twin.states().items():
         state.value = shapes[path]
     return twin
-
-
-def _struct(leaf: Aval) -> Aval:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))

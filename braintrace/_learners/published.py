@@ -6,12 +6,12 @@ Every learner here is approximate unless its report says otherwise.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from .. import _rules as rules
-from .._online.request import check_choice
+from .._types import Options
 from .config import ETraceConfig
 from .options import Choice, OptionsLearner
 
@@ -37,20 +37,14 @@ class EProp(OptionsLearner):
     )
     example = "feedback='random'"
 
+    make_rule = rules.EProp
+
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        o = options
-        rule = rules.EProp(
-            o.feedback,
-            o.kappa_filter_decay,
-            key=o.random_feedback_key,
-            feedback_decay=o.feedback_decay,
-            trace_dtype=o.trace_dtype,
-        )
-        kind = "symmetric" if o.feedback == "symmetric" else "random_feedback"
-        kappa = o.kappa_filter_decay and float(o.kappa_filter_decay)
-        filters: dict[str, Any] = {"trace_filter": "kappa", "kappa": kappa} if kappa else {}
-        return Choice(rule, ETraceConfig(learning_signal=kind, **filters))
+        found, kappa = super().choose(options), options.kappa_filter_decay
+        kind = "symmetric" if options.feedback == "symmetric" else "random_feedback"
+        filters: Options = {"trace_filter": "kappa", "kappa": float(kappa)} if kappa else {}
+        return found._replace(config=ETraceConfig(learning_signal=kind, **filters))
 
 
 class RFLO(OptionsLearner):
@@ -65,12 +59,7 @@ class RFLO(OptionsLearner):
     takes = "leak feedback random_feedback_key * feedback_decay name mark trace_dtype"
     defaults: ClassVar = {"leak": None, "feedback": "random"}
     example = "leak=0.9"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        key, decay = options.random_feedback_key, options.feedback_decay
-        more = {"key": key, "feedback_decay": decay, "trace_dtype": options.trace_dtype}
-        return Choice(rules.RFLO(options.leak, options.feedback, **more))
+    make_rule = rules.RFLO
 
 
 class OSTLRecurrent(OptionsLearner):
@@ -87,11 +76,9 @@ class OSTLRecurrent(OptionsLearner):
         "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config "
         "random_feedback_key snap_max_jacobian_elements * mark normalize_matrix_spectrum"
     )
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        rule = cls.configured(options, "per_param") or rules.OSTLRecurrent(trace_dtype=options.trace_dtype)
-        return Choice(rule, options.config or ETraceConfig(recurrence_scope="coupled"))
+    make_rule = rules.OSTLRecurrent
+    factorization = "per_param"
+    config_of_rule = ETraceConfig(recurrence_scope="coupled")
 
 
 class OSTLFeedforward(OptionsLearner):
@@ -108,11 +95,8 @@ class OSTLFeedforward(OptionsLearner):
         "trace_dtype"
     )
     defaults: ClassVar = {"decay_or_rank": None}
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        rule = rules.OSTLFeedforward(options.decay_or_rank, trace_dtype=options.trace_dtype)
-        return Choice(cls.configured(options, "io_factorized") or rule, options.config)
+    make_rule = rules.OSTLFeedforward
+    factorization = "io_factorized"
 
 
 class OTTT(OptionsLearner):
@@ -127,12 +111,9 @@ class OTTT(OptionsLearner):
     takes = "mode * leak name vjp_method mark trace_dtype"
     defaults: ClassVar = {"mode": "A"}
     example = "leak=0.9"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        check_choice("mode", options.mode, ("A", "O"))
-        rule = rules.OTTT(options.leak, trace_dtype=options.trace_dtype)
-        return Choice(rule, attributes={"mode": options.mode})
+    make_rule = rules.OTTT
+    keeps = ("mode",)
+    choices: ClassVar = {"mode": ("A", "O")}
 
 
 class OTPE(OptionsLearner):
@@ -151,12 +132,8 @@ class OTPE(OptionsLearner):
     takes = "mode * leak name vjp_method trace_clip_abs mark trace_dtype"
     defaults: ClassVar = {"mode": "full"}
     example = "leak=0.9"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        o = options
-        rule = rules.OTPE(o.leak, o.mode, trace_clip_abs=o.trace_clip_abs, trace_dtype=o.trace_dtype)
-        return Choice(rule, attributes={"mode": o.mode})
+    make_rule = rules.OTPE
+    keeps = ("mode",)
 
 
 class OSTTP(OptionsLearner):
@@ -175,15 +152,17 @@ class OSTTP(OptionsLearner):
         "normalize_matrix_spectrum"
     )
     example = "num_targets=2"
+    make_rule = rules.OSTTP
+    keeps = ("target_timing",)
+    choices: ClassVar = {"target_timing": ("per-step", "sequence-end")}
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        o = options
-        check_choice("target_timing", o.target_timing, ("per-step", "sequence-end"))
-        rule = rules.OSTTP(o.B_list, num_targets=o.num_targets, key=o.key, trace_dtype=o.trace_dtype)
-        signal: Any = rule.signal
-        standing = {"target": jnp.zeros(signal.size)} if o.target_timing == "sequence-end" else {}
-        return Choice(rule, attributes={"target_timing": o.target_timing, "standing": standing})
+        found = super().choose(options)
+        signal = found.rule.signal
+        assert isinstance(signal, rules.TargetProjection)
+        standing = {"target": jnp.zeros(signal.size)} if options.target_timing == "sequence-end" else {}
+        return found._replace(attributes={**found.attributes, "standing": standing})
 
 
 class S_TLLR(OptionsLearner):
@@ -199,12 +178,7 @@ class S_TLLR(OptionsLearner):
 
     takes = "lambda_post lambda_pre alpha_post alpha_pre * name vjp_method mark trace_dtype"
     example = "lambda_post=0.5, lambda_pre=0.5"
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        o = options
-        decays, weights = (o.lambda_post, o.lambda_pre), (o.alpha_post, o.alpha_pre)
-        return Choice(rules.S_TLLR(*decays, *weights, trace_dtype=o.trace_dtype))
+    make_rule = rules.S_TLLR
 
 
 class ThreeFactor(OptionsLearner):
@@ -222,9 +196,6 @@ class ThreeFactor(OptionsLearner):
         "name vjp_method modulator (fast_solve) trace_dtype (chunked_trace) (control_flow) "
         "(snap_max_jacobian_elements) * mark"
     )
-
-    @classmethod
-    def choose(cls, options: SimpleNamespace) -> Choice:
-        rule = rules.ThreeFactor(trace_dtype=options.trace_dtype)
-        config = ETraceConfig(learning_signal="modulatory")
-        return Choice(rule, config, {"modulator": options.modulator})
+    make_rule = rules.ThreeFactor
+    keeps = ("modulator",)
+    config_of_rule = ETraceConfig(learning_signal="modulatory")

@@ -6,30 +6,21 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from .._frontends.modules import check_mark
 from .._online.request import WindowSize
 from .._report.tables import title_of
 from .._rules.rule import Rule
+from .._types import Options, RuleLike
 from .dni import DNI
 from .learner import Learner
 from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
 from .options import OptionsLearner
-from .published import (
-    OSTTP,
-    OTPE,
-    OTTT,
-    RFLO,
-    S_TLLR,
-    EProp,
-    OSTLFeedforward,
-    OSTLRecurrent,
-    ThreeFactor,
-)
+from .published import OSTTP, OTPE, OTTT, RFLO, S_TLLR, EProp, OSTLFeedforward, OSTLRecurrent, ThreeFactor
 from .stateful import ETraceAlgorithm
 from .vjp_method import read_method
 
+Rules = Mapping[str, RuleLike] | Iterable[RuleLike] | RuleLike
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,
     "es_d_rtrl": ES_D_RTRL,
@@ -60,10 +51,10 @@ class RuleChoice:
 
     label: str
     source: type[ETraceAlgorithm] | Rule
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
     @staticmethod
-    def of(given: Any, label: str | None = None) -> RuleChoice:
+    def of(given: RuleLike, label: str | None = None) -> RuleChoice:
         """Read a rule that is given in any of the ways above."""
         source, options = given, {}
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
@@ -81,7 +72,7 @@ class RuleChoice:
             )
         return RuleChoice(label or _title(source, options), source, options)
 
-    def with_options(self, **options: Any) -> RuleChoice:
+    def with_options(self, **options: object) -> RuleChoice:
         """Return the rule with further options, and a label for them."""
         return RuleChoice.of((self.source, {**self.options, **options}))
 
@@ -125,7 +116,7 @@ class RuleChoice:
         return learner.with_rule(rule, window)
 
 
-def read_rules(rules: Any) -> list[RuleChoice]:
+def read_rules(rules: Rules) -> list[RuleChoice]:
     """The choices of a list of rules, or of a dictionary by label."""
     if isinstance(rules, Mapping):
         found = [RuleChoice.of(given, str(label)) for label, given in rules.items()]
@@ -136,9 +127,7 @@ def read_rules(rules: Any) -> list[RuleChoice]:
         raise ValueError("There is no rule to compare: `rules` is empty.")
     for i, one in enumerate(found):
         if one.label in [other.label for other in found[:i]]:
-            raise ValueError(
-                f"{one.label} is there twice; give them labels by a dictionary, `rules={{label: rule}}`."
-            )
+            raise ValueError(f"{one.label} is there twice: give labels, `rules={{label: rule}}`.")
     return found
 
 
@@ -152,21 +141,16 @@ def learner_named(name: str, what: str = "algorithm") -> type[ETraceAlgorithm]:
     return known
 
 
-def _title(source: type[ETraceAlgorithm] | Rule, options: Mapping[str, Any]) -> str:
+def _title(source: type[ETraceAlgorithm] | Rule, options: Options) -> str:
     """The label of a rule with options."""
     if isinstance(source, Rule):
-        name, given = type(source).__name__, {**_chosen(source), **options}
+        name, given = type(source).__name__, dict(options)
+        if dataclasses.is_dataclass(source):  # the fields that differ from their defaults
+            usual = {f.name: f.default for f in dataclasses.fields(source) if f.init}
+            given = {k: getattr(source, k) for k, v in usual.items() if getattr(source, k) != v} | given
     else:
         name, given = source.__name__, dict(options)
     method, window, rank, across = (given.pop(k, None) for k in ("vjp_method", "window", "rank", "across"))
     words = title_of(name, window or (1 if method == "multi-step" else None), rank)
     words += f", across {across}" if across else ""
     return ", ".join([words, *(f"{k}={v}" for k, v in given.items())])
-
-
-def _chosen(rule: Any) -> dict[str, Any]:
-    """The fields of a rule that differ from their defaults."""
-    if not dataclasses.is_dataclass(rule):
-        return {}
-    found = {f.name: (getattr(rule, f.name), f.default) for f in dataclasses.fields(rule) if f.init}
-    return {k: v for k, (v, usual) in found.items() if v != usual}

@@ -7,10 +7,10 @@ second call compiles nothing, even with another function of the same jaxpr.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import brainstate
 import jax
@@ -21,13 +21,13 @@ from .._compiler.step import show_path
 from .._diagnostics.step_warnings import warn_of_paths
 from .._executor.pull_back import is_inexact
 from .._frontends.pure import Pure, cut, traced_with
-from .._online.data import MultiStepData, SingleStepData
+from .._online.data import MultiStepData
 from .._online.drive import Drive
 from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
-from .._types import Array, Function, Path, PyTree
-from .calling import called_with
+from .._types import Array, Function, PyTree
+from .calling import called_with, is_data
 from .model_states import by_path, hidden_of, initial_states, leaves_of, strengthen
 from .not_compiled import NotCompiledError
 from .progress import unchanged_on_error
@@ -36,7 +36,8 @@ from .trace_states import is_unchanged
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
 
-Weights = Mapping[Any, brainstate.State]
+K = TypeVar("K", bound=Hashable)
+Weights = Mapping[Hashable, brainstate.State]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +60,8 @@ class TracedStep:
         for state, tree in zip(pure.states, pure.trees, strict=True):
             first[id(state)] = len(names)
             path = paths.get(id(state))
-            name = (
-                f"a {type(state).__name__} outside of the model"
-                if path is None
-                else show_path(map(str, _inner(path)))
-            )
-            names += [name] * tree.num_leaves
+            name = show_path(map(str, path)).removeprefix("model.") if path else ""
+            names += [name or f"a {type(state).__name__} outside of the model"] * tree.num_leaves
         traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
         if learner.traces and not traces:  # nor does it, if it calls another learner
             raise NeverCalledError
@@ -75,7 +72,7 @@ class TracedStep:
             carried += [None if at is None else at + n for n in range(len(e.invars))]
         return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
 
-    def leaves_of(self, states: Weights) -> dict[Any, list[int]]:
+    def leaves_of(self, states: Mapping[K, brainstate.State]) -> dict[K, list[int]]:
         """The leaves of each state, if the step touches it."""
         trees = {id(st): t for st, t in zip(self.pure.states, self.pure.trees, strict=True)}
         return {
@@ -144,17 +141,12 @@ def gradient(task: Task, chunk_size: int | None) -> tuple[PyTree, PyTree, PyTree
     taken = task.learner.steps_at_once(chunk_size)
     if taken is None:
         return _steps(task, task.request.sequence, chunk_size)
-    if taken == 1 and not _calls_with_window(task):
-        return _steps(task, task.request.sequence, 1)
+    if taken == 1:  # `step_fn` need not call the learner with `MultiStepData`
+        slices = jax.tree.map(lambda a: a[0], task.request.sequence.arrays)
+        called = jax.tree.leaves(called_with(task.learner, task.step_fn, slices), is_leaf=is_data)
+        if not any(isinstance(a, MultiStepData) for a in called):
+            return _steps(task, task.request.sequence, 1)
     return _windows(task, taken)
-
-
-def _calls_with_window(task: Task) -> bool:
-    """Whether `step_fn` calls the learner with `MultiStepData`: with one step at once, it need not."""
-    slices = jax.tree.map(lambda a: a[0], task.request.sequence.arrays)
-    called = called_with(task.learner, task.step_fn, slices)
-    is_data = lambda a: isinstance(a, SingleStepData)
-    return any(isinstance(a, MultiStepData) for a in jax.tree.leaves(called, is_leaf=is_data))
 
 
 def _windows(task: Task, size: int) -> tuple[PyTree, PyTree, PyTree]:
@@ -191,7 +183,13 @@ def _steps(
 
     traced = trace(learner, function, sequence)
     at = traced.leaves_of(weights)
-    _refuse_unused(learner, traced, weights)
+    inside = set(map(id, learner.model.states().values()))
+    inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
+    if unused := [k for k, st in weights.items() if id(st) not in {*inside, *traced.first}]:
+        raise ValueError(
+            f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
+            "does not use."
+        )
     leaves = [leaf for values in traced.pure.values() for leaf in values]
     asked = [i for found in at.values() for i in found]
     wanted = tuple(dict.fromkeys(i for i in asked if is_inexact(leaves[i])))
@@ -203,8 +201,6 @@ def _steps(
         reset_traces=learner._cache.now.reset_traces,
     )
     if not lead:
-        inside = set(map(id, learner.model.states().values()))
-        inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
         outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
         warn_of_paths(drive, asked, outside, learner.model)
     compiled = learner._cache.now
@@ -221,12 +217,7 @@ def _steps(
 
 
 def evolve(
-    learner: ETraceAlgorithm,
-    sequence: Sequence,
-    step: Function,
-    chunk_size: int | None,
-    *,
-    alone: bool,
+    learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_size: int | None, *, alone: bool
 ) -> PyTree:
     """The results of all steps; `alone`: a step is a call of the learner and nothing else."""
     taken = learner.steps_at_once(chunk_size)
@@ -305,18 +296,6 @@ def _initial(
     return tuple(reset_leaves), values
 
 
-def _refuse_unused(learner: ETraceAlgorithm, traced: TracedStep, weights: Weights) -> None:
-    """A weight that is neither the model's nor read by a step is a mistake, not a gradient of zero."""
-    known = {*map(id, learner.model.states().values()), *traced.first}
-    known |= {id(e.state) for e in learner.graph.module_info.entries}
-    unused = [k for k, st in weights.items() if id(st) not in known]
-    if unused:
-        raise ValueError(
-            f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
-            "does not use."
-        )
-
-
 def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
     """The sequence as windows of `size` steps, and one window of the remaining steps; with their lengths."""
     count, left = divmod(whole.length, size)
@@ -333,8 +312,3 @@ def _joined(outs: list[PyTree]) -> PyTree:
     """The results of windows, with one time axis."""
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
     return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)
-
-
-def _inner(path: Path) -> Path:
-    """The path in the model, of a path in the learner."""
-    return path[1:] if path[:1] == ("model",) else path

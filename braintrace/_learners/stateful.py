@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Function, Key, Options, PyTree
+from .._types import Array, ArrayLike, Function, Key, Options, PyTree, RuleLike
 from . import pickling
 from .calling import call, called_with, calling_model, split_call
 from .compiled_step import CompiledStep
 from .config import ETraceConfig
-from .guards import Guards
+from .guards import Guards, WeightChanges
 from .learner import Learner
 from .model_states import hidden_of, leaves_of, reset_model, reset_rows, strengthen, values_now
 from .not_compiled import time_first
@@ -108,11 +108,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._cache = StepCache(model, rule, mark, self._window)
         self._inputs: list[PyTree] = []  # shapes of the inputs compiled for, and their shardings
         self._traced_states: list[int] = []  # the `id` of the model's states when the traces were made
-        self._zeros: dict[str, weakref.ref[Any]] = {}  # the initial traces
+        self._zeros: dict[str, weakref.ref[Array]] = {}  # the initial traces
         self._is_tracing = False  # a user's step is being traced
         self._guards = Guards(model)
 
-    def __pretty_repr_item__(self, name: str, value: Any) -> Any:
+    def __pretty_repr_item__(self, name: str, value: object) -> tuple[str, object] | None:
         return None if name.startswith("_") else (name, value)
 
     def _attributes(self) -> Options:
@@ -120,10 +120,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         own = {"_inputs": [], "_zeros": {}, "_is_tracing": False, "_guards": Guards(self.model)}
         return {**vars(self), **own}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Function, tuple[type, bytes]]:
         return pickling.restore, (type(self), pickling.dumps(self._attributes()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> ETraceAlgorithm:
         return pickling.copy_of(self, self._attributes(), memo)
 
     # -- compiling ---------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """Steps of a window; None for single steps."""
         return self.window if self.vjp_method == "multi-step" else None
 
-    def compile_graph(self, *args: PyTree, **kwargs: Any) -> None:
+    def compile_graph(self, *args: PyTree, **kwargs: PyTree) -> None:
         """Trace the model for arguments of these shapes; free if that was done before."""
         args, kwargs = one_step(args, split_call(self, (), kwargs)[2])
         strengthen(self.model)
@@ -146,10 +146,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._traced_states = states
         self.init_etrace_state()
         self._guards.before_call(self, keep=True)
-
-    def is_set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> bool:
-        """Whether the step in use is that for these arguments and the current states."""
-        return self._cache.key(args, kwargs) == self._cache.current
 
     def set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
         """Use the step that was compiled for these arguments and the current states."""
@@ -167,7 +163,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
         An option that is None stays as it is. If other traces are needed, they start from zero.
         """
-        rule: Any = self.rule
+        rule: RuleLike = self.rule
         if rule.any_window:
             raise ValueError(
                 f"{type(self).__name__} has neither `window` nor `rank`, which are for traces of weights: "
@@ -240,7 +236,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     # -- states ------------------------------------------------------------------------------------
 
     @property
-    def param_states(self) -> Any:
+    def param_states(self) -> PyTree:
         """The model's parameters, by path."""
         return self.model.states(brainstate.ParamState)
 
@@ -276,6 +272,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.standing["modulator"] = value
 
     get_etrace_of = traces_of
+    reset_model = reset_model
 
     def init_etrace_state(self) -> None:
         """Set the traces and the step counter to zero, in the shapes of the compiled graph."""
@@ -296,7 +293,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
                 self.traces[key].value = value
             else:
                 self.traces[key] = EligibilityTrace(value)
-        self._guards.reset_weights()
+        self._guards.weights = WeightChanges(self.model)  # whose traces were reset
 
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
@@ -325,10 +322,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         if self._cache.current is not None:
             self.init_etrace_state()
 
-    def reset_model(self, **options: Any) -> None:
-        """Reset the model's states, not the traces; warn of hidden states that nothing resets."""
-        reset_model(self, **options)
-
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}
 
@@ -343,7 +336,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
 
     # -- calls and sequences -----------------------------------------------------------------------
 
-    def update(self, *args: PyTree, **kwargs: Any) -> PyTree:
+    def update(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Advance the model and its traces; the derivative of the result is the online gradient.
 
         A bare array, or `SingleStepData`, is one step; `MultiStepData` is a window of steps.
@@ -398,9 +391,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         """
         self._begin_sequence(chunk_size, keep_traces)
         with reporting(progress) as report:
-            sequence = Sequence.check(
-                sequences, mask, reset, report and (lambda done, total, _: report(done, total))
-            )
+            sequence = Sequence.check(sequences, mask, reset, report and (lambda *now: report(*now[:2])))
             request = Request(sequence, has_aux, reduction, loss_output, return_value)
             weights = check_weights(self, self.param_states if weights is None else weights)
             self._guards.compare_masks(self)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from .. import _compat, _meshes
 from .._compiler import CompilationError
+from .._compiler.step import show_path
 from .._frontends.module_function import read_module
 from .._frontends.modules import Mark, traced_again
 from .._online.arguments import as_shape, split_static
@@ -95,9 +96,7 @@ class StepCache:
     def now(self) -> CompiledStep:
         """The step in use."""
         if self.current is None:
-            raise CompilationError(
-                "The learner's graph is not compiled yet: call `learner.compile_graph(x)` first."
-            )
+            raise CompilationError("The graph is not compiled yet: call `learner.compile_graph(x)` first.")
         return self[self.current]
 
     @property
@@ -172,18 +171,15 @@ def have_same_traces(old: CompiledStep, new: CompiledStep) -> bool:
     shapes = [{k: v.shape for k, v in step.online.arrays.shapes.items()} for step in (old, new)]
     if shapes[0] != shapes[1] or not isinstance(old.rule, TraceRule):
         return shapes[0] == shapes[1]
-    slots = [{t.key: t for t in step.executor.slots} for step in (old, new)]
-    return slots[0].keys() == slots[1].keys() and all(
-        t.means_the_same_as(slots[1][key]) for key, t in slots[0].items()
-    )
+    before, after = ({t.key: t for t in step.executor.slots} for step in (old, new))
+    same = lambda key: before[key].means_the_same_as(after[key])
+    return before.keys() == after.keys() and all(map(same, before))
 
 
 def _states_of(model: brainstate.nn.Module) -> tuple[PyTree, ...]:
     """The name of each state of a model, and the shapes and types of its arrays."""
-    return tuple(
-        (".".join(map(str, path)), *map(_shape, jax.tree.leaves(st.value)))
-        for path, st in model.states().items()
-    )
+    states = model.states().items()
+    return tuple((show_path(path), *map(_shape, jax.tree.leaves(st.value))) for path, st in states)
 
 
 def _shape(leaf: Array) -> ShapeAndType:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import numpy as np
 
 from .. import _compat
 from .._compiler.step import show_path
-from .._types import Array, Path, PyTree
+from .._types import Array, DTypeLike, NumPyArray, Path, Value
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -30,16 +30,15 @@ class StepCounter(brainstate.ShortTermState):
 
     __hash__ = brainstate.State.__hash__
 
-    def __eq__(self, other: Any) -> Any:
-        if isinstance(other, brainstate.State):  # as in `state in states`
-            return self is other
-        return self.value == other
+    def __eq__(self, other: object) -> Value:
+        # as in `state in states`
+        return self is other if isinstance(other, brainstate.State) else self.value == other
 
     def __int__(self) -> int:
         return int(self.value)
 
-    def __array__(self, *args: PyTree, **kwargs: Any) -> Any:
-        return np.asarray(self.value, *args, **kwargs)
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NumPyArray:
+        return np.asarray(self.value, dtype)
 
 
 def is_unchanged(before: Array, after: Array) -> bool:
@@ -56,18 +55,15 @@ def traces_of(learner: ETraceAlgorithm, weight: brainstate.State | Path | str) -
         (path,) = found
     else:
         path = tuple(weight) if isinstance(weight, tuple | list) else tuple(str(weight).split("."))
+    prefix = lambda slot: f"{slot.relation.site.index}:{'.'.join(slot.relation.weight_path)}:"
+    belongs = lambda key, slot: key == slot.key or key.startswith(prefix(slot))
     chosen = {
         key: st.value
         for key, st in learner.traces.items()
-        if any(_belongs(key, t) for t in learner.executor.slots if path in t.relation.param_paths)
+        if any(belongs(key, t) for t in learner.executor.slots if path in t.relation.param_paths)
     }
     if not chosen:
         known = f"; known: {', '.join(map(show_path, learner.report.etrace_weights))}"
         reasons = {p: f": {why}" for p, why in learner.report.excluded_weights.items()}
         raise ValueError(f"The parameter `{show_path(path)}` has no trace{reasons.get(path, known)}.")
     return chosen
-
-
-def _belongs(key: str, trace: Any) -> bool:
-    path = ".".join(trace.relation.weight_path)
-    return key == trace.key or key.startswith(f"{trace.relation.site.index}:{path}:")

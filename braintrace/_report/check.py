@@ -102,17 +102,9 @@ class GradientCheck(Tabled):
 
     @property
     def table(self) -> Table:
-        rows = [
-            (
-                show_path(p.path),
-                f"{p.relative_error:.1e}",
-                f"{p.cosine:.4f}",
-                f"{p.norm:.2e}",
-                _CAUSES[p.cause],
-            )
-            for p in self.parameters
-        ]
-        rows.append(("all", f"{self.relative_error:.1e}", f"{self.cosine:.4f}", "", ""))
+        numbers = lambda c: (f"{c.relative_error:.1e}", f"{c.cosine:.4f}")
+        rows = [(show_path(p.path), *numbers(p), f"{p.norm:.2e}", _CAUSES[p.cause]) for p in self.parameters]
+        rows.append(("all", *numbers(self), "", ""))
         return Table(
             f"{self.rule} against BPTT over {self.length} steps",
             ("parameter", "relative error", "cosine", "norm", "difference"),

@@ -29,12 +29,6 @@ class Sent:
             mine.update({kind: times * n for kind, n in more.items()})
 
 
-@dataclass
-class _Computation:
-    sent: Sent = field(default_factory=Sent)
-    called: list[tuple[str, int]] = field(default_factory=list)  # and how often
-
-
 def bytes_sent(text: str) -> int:
     """Return the bytes that a device receives from collectives, in one run of a compiled program."""
     return sum(collectives(text).bytes.values())
@@ -42,13 +36,15 @@ def bytes_sent(text: str) -> int:
 
 def collectives(text: str) -> Sent:
     """Return the collectives of one run of a compiled program."""
-    found: dict[str, _Computation] = {}
-    entry, now = "", _Computation()
+    found: dict[str, Sent] = {}
+    called: dict[str, list[tuple[str, int]]] = {"": []}  # and how often
+    entry = name = ""
     for line in text.splitlines():
         begun = _BEGIN.match(line)
         if begun:
-            now = found[begun["name"]] = _Computation()
-            entry = begun["name"] if line.startswith("ENTRY") else entry
+            name = begun["name"]
+            found[name], called[name] = Sent(), []
+            entry = name if line.startswith("ENTRY") else entry
             continue
         sends = _COLLECTIVE.search(line)
         if sends:
@@ -56,17 +52,15 @@ def collectives(text: str) -> Sent:
             if sends["start"] and (sends["kind"] != "all-reduce" or shape.startswith("((")):
                 shape = _elements(shape)[1]  # the operands come first
             size = sum(map(_bytes, _ARRAY.finditer(shape)))
-            now.sent.add(Sent(Counter({sends["kind"]: 1}), Counter({sends["kind"]: size})), 1)
+            found[name].add(Sent(Counter({sends["kind"]: 1}), Counter({sends["kind"]: size})), 1)
         turns = _TURNS.search(line)
         names = [*_CALLED.findall(line), *re.findall(r"[\w.\-]+", ",".join(_BRANCHES.findall(line)))]
-        now.called += [(name, int(turns[1]) if turns else 1) for name in names]
+        called[name] += [(other, int(turns[1]) if turns else 1) for other in names]
 
     @cache
     def total(name: str) -> Sent:
-        one = found.get(name, _Computation())
-        result = Sent()
-        result.add(one.sent, 1)
-        for inner, times in one.called:
+        result = found.get(name, Sent())
+        for inner, times in called.get(name, []):
             result.add(total(inner), times)
         return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from .. import _compat
 from .._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from .._compiler.primitives import ARITHMETIC, CUMULATIVE, REDUCTIONS, WINDOWS, named
 from .._ops.primitive import ETPPrimitive
-from .._types import Aval
+from .._types import Aval, Value
 
 Source: TypeAlias = object  # identifies a value: equal for values computed from the same sources
+Sources: TypeAlias = list[Source]
 
 
 def count_flops(closed: ClosedJaxpr) -> float:
@@ -40,13 +41,11 @@ class _Flat:
         self.known: dict[object, list[Source]] = {}
         self.made: list[tuple[list[Source], list[Source], JaxprEqn]] = []  # outputs, inputs, equation
 
-    def inline(
-        self, jaxpr: Jaxpr, consts: list[Source], args: list[Source], apart: JaxprEqn | None
-    ) -> list[Source]:
+    def inline(self, jaxpr: Jaxpr, consts: Sources, args: Sources, apart: JaxprEqn | None) -> Sources:
         """The outputs of a jaxpr; subexpressions inside the rematerialised call `apart` are its own."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-        def read(atom: Any) -> Source:
+        def read(atom: Value) -> Source:
             return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -93,7 +92,7 @@ _KEEPS_ZERO = named("broadcast_in_dim convert_element_type")
 _SUMS = named("add add_jaxvals")
 
 
-def _constant(value: Any) -> Source:
+def _constant(value: Value) -> Source:
     """A name for a constant, the same for equal numbers."""
     number = np.ndim(value) == 0 and not _compat.is_tracer(value)
     dtype = getattr(value, "dtype", float)
@@ -107,9 +106,7 @@ def _is_zero(value: Source) -> bool:
 
 
 def _key(param: object) -> object:
-    return (
-        id(param) if isinstance(param, _compat.ClosedJaxpr | _compat.Jaxpr) or callable(param) else str(param)
-    )
+    return id(param) if isinstance(param, ClosedJaxpr | Jaxpr) or callable(param) else str(param)
 
 
 def _cost(eqn: JaxprEqn) -> float:

@@ -109,9 +109,7 @@ class Plan(Tabled):
             axes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
             what += f"; on each of {math.prod(self.mesh.values())} devices ({axes})"
             columns[1], columns[6:] = "at once", ["flops", "sent per step", "per chunk"]
-            notes.append(
-                "Bytes stored and received are those of one device. Flops are those of all, per step."
-            )
+            notes.append("Bytes stored and received are those of one device; flops are those of all.")
         parameters, states = show_bytes(self.parameter_bytes), show_bytes(self.state_bytes)
         title = f"{what}; parameters {parameters}, states {states}"
         if not all(map(self.fits, self.rows)):
@@ -192,7 +190,7 @@ class Layout:
             return self._put(a, given.spec)
         return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
-    def _put(self, a: Aval, names: Iterable[Any]) -> Aval:
+    def _put(self, a: Aval, names: Iterable[object]) -> Aval:
         """Shard a shape over axes of the mesh; array axes that these do not divide are not sharded."""
         ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
         spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
@@ -218,7 +216,11 @@ def _row(learner: Learner, length: int, choice: RuleChoice, size: int, window: i
 
     def gradient(params: PyTree, carry: PyTree, xs: PyTree, traces: PyTree) -> PyTree:
         params, carry, xs = function.rebuild(params, carry, xs)
-        return learner.grad(_loss, params, carry, traces, xs, chunk_size=None if window else size)
+        return learner.grad(loss, params, carry, traces, xs, chunk_size=None if window else size)
+
+    def loss(y: PyTree) -> Array:
+        outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
+        return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
 
     with warnings.catch_warnings(action="ignore"):
         traces = learner.trace_shapes
@@ -244,17 +246,11 @@ def _row(learner: Learner, length: int, choice: RuleChoice, size: int, window: i
     )
 
 
-def _loss(y: PyTree) -> Array:
-    outs = [o for o in jax.tree.leaves(y) if jnp.issubdtype(o.dtype, jnp.inexact)]
-    return sum((jnp.mean(jnp.square(jnp.abs(o))) for o in outs), start=jnp.zeros(()))
-
-
+Choice = tuple[PlanRow | None, str]  # and the reason
 _ABOUT = 1.1  # more operations than this are not worth the memory that they save
 
 
-def _recommend(
-    rows: list[PlanRow], length: int, budget: int, always: int, devices: int
-) -> tuple[PlanRow | None, str]:
+def _recommend(rows: list[PlanRow], length: int, budget: int, always: int, devices: int) -> Choice:
     """Choose a row and explain why: exact before approximate, then least memory at about the fewest flops.
 
     `always` is the size of parameters and states in bytes, which every rule needs.

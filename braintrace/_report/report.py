@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pathlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from .._diagnostics.records import CompilationRecord, DiagnosticKind, Diagnostic
 from .._diagnostics.step_warnings import unused_parameters
 from .._diagnostics.verdict import Exactness
 from .._rules.rank import axis_of_samples
+from .markup import write
 from .tables import number
 
 if TYPE_CHECKING:
@@ -216,7 +216,5 @@ _WIDE = 160
 
 def _write(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
-        file = pathlib.Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        write(path, text)
     return text

@@ -33,9 +33,7 @@ class Table:
                 [name, *(c.replace(" ", "\n") if i < broken else c for c in rest)]
                 for i, (name, *rest) in enumerate(rows)
             ]
-            widths = [
-                max(len(t) for c in column for t in c.split("\n")) for column in zip(*cells, strict=True)
-            ]
+            widths = [max(map(len, "\n".join(column).split("\n"))) for column in zip(*cells, strict=True)]
             left = width - sum(w + 2 for w in widths[1:])
             if left >= (LEAST if broken else widths[0]):
                 break
@@ -115,3 +113,11 @@ def number(count: int, noun: str) -> str:
     '2 groups'
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def shorten(text: str, length: int) -> str:
+    """
+    >>> shorten("a.long.path.to.weight", 14)
+    '…ath.to.weight'
+    """
+    return text if len(text) <= length else "…" + text[len(text) - length + 1 :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 
 from .._types import ArrayLike, PyTree
 
-Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+# batches `(xs, ys)`, `(xs, ys, mask)` or `(xs, ys, mask, reset)`, or a function of the epoch
+Batches = Iterable[PyTree] | Callable[[int], Iterable[PyTree]]
 
 
 class Batch(NamedTuple):
@@ -20,7 +21,7 @@ class Batch(NamedTuple):
     xs: PyTree
     ys: PyTree
     mask: ArrayLike
-    reset: Any = None
+    reset: ArrayLike | None = None
 
 
 def read(batches: Batches, epoch: int, batched: bool = True) -> Iterator[Batch]:
@@ -39,7 +40,7 @@ def read(batches: Batches, epoch: int, batched: bool = True) -> Iterator[Batch]:
     return (check_batch(batch, batched) for batch in given)
 
 
-def check_batch(batch: Any, batched: bool = True) -> Batch:
+def check_batch(batch: PyTree, batched: bool = True) -> Batch:
     """Return a batch with its mask, which is one for each step by default."""
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3, 4):
         found = f"a {type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch)
@@ -58,9 +59,9 @@ def check_batch(batch: Any, batched: bool = True) -> Batch:
     return Batch(xs, ys, mask, reset)
 
 
-def _check_reset(reset: Any, shape: tuple[int, ...]) -> None:
+def _check_reset(reset: ArrayLike, shape: tuple[int, ...]) -> None:
     """Raise an error for reset flags of another shape or type."""
-    flags = reset if hasattr(reset, "dtype") else np.asarray(reset)
+    flags = reset if isinstance(reset, jax.Array) else np.asarray(reset)
     if flags.shape != shape or flags.dtype != bool:
         axes = "(time, batch)" if len(shape) == 2 else "(time,)"
         raise ValueError(

@@ -6,12 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .._report.markup import Markup, svg, tag
+from .._report.markup import Markup, svg, tag, write
+from .._types import Options
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK = "#475569"
 Point = tuple[float, float]
+Marks = dict[float, str]  # labels by their place in pixels
+Area = tuple[float, float, float, float]  # left, top, right and bottom of the axes of a panel
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Drawing:
     width: float
     height: float
     elements: list[Markup] = field(default_factory=list)
-    plots: list[Callable[[Any], Any]] = field(default_factory=list)  # functions of matplotlib axes
+    plots: list[Callable[[Axes], object]] = field(default_factory=list)  # functions of matplotlib axes
 
     def line(
         self,
@@ -38,7 +44,7 @@ class Drawing:
         dashes = "5 4" if dashed else None
         self.elements.append(tag("polyline", points=shown, fill="none", **stroke, stroke_dasharray=dashes))
         x, y = zip(*points, strict=True) if points else ((), ())
-        style = {"color": color or INK, "linewidth": width, "alpha": opacity}
+        style: Options = {"color": color or INK, "linewidth": width, "alpha": opacity}
         self.plots.append(lambda axes: axes.plot(x, y, "--" if dashed else "-", **style))
 
     def circle(self, x: float, y: float, r: float, color: str, fill: bool = True, title: str = "") -> None:
@@ -46,7 +52,7 @@ class Drawing:
         face = color if fill else "none"
         style = {"fill": face, "stroke": color, "stroke_width": 1.4}
         self.elements.append(tag("circle", tag("title", title), cx=f"{x:.1f}", cy=f"{y:.1f}", r=r, **style))
-        marker = {"markersize": 2 * r, "markerfacecolor": face, "markeredgecolor": color}
+        marker: Options = {"markersize": 2 * r, "markerfacecolor": face, "markeredgecolor": color}
         self.plots.append(lambda axes: axes.plot([x], [y], "o", **marker))
 
     def text(
@@ -67,12 +73,9 @@ class Drawing:
         self.elements.append(tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **style))
         side = {"start": "left", "middle": "center", "end": "right"}[anchor]
         turn = {"rotation": 90 if turned else 0, "rotation_mode": "anchor"}
-        font = {
-            "fontsize": size * 0.92,
-            "fontweight": "bold" if bold else "normal",
-        }  # matplotlib's font is wider
+        font = {"fontsize": size * 0.92, "fontweight": "bold" if bold else "normal"}  # wider than in SVG
         plain = words.replace("$", r"\$")
-        more = {"ha": side, "va": "baseline", "color": color or INK, **turn, **font}
+        more: Options = {"ha": side, "va": "baseline", "color": color or INK, **turn, **font}
         self.plots.append(lambda axes: axes.text(x, y, plain, **more))
 
     def to_svg(self, *, in_page: bool = False) -> Markup:
@@ -81,10 +84,11 @@ class Drawing:
         font = {"font_family": "system-ui, sans-serif", "font_size": 11, "color": None if in_page else INK}
         return svg(self.label, self.width, self.height, *back, *self.elements, **font)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write a file; its suffix is the format."""
+        path = Path(path)
         if path.suffix == ".svg":
-            path.write_text(f"{self.to_svg()}\n", encoding="utf-8")
+            write(path, f"{self.to_svg()}\n")
             return
         try:
             from matplotlib.figure import Figure
@@ -92,6 +96,7 @@ class Drawing:
             raise ImportError(
                 f"To write {path.name} install matplotlib (`pip install 'braintrace[plot]'`), or an .svg."
             ) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure = Figure(figsize=(self.width / 72, self.height / 72))  # a point is a pixel
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))
@@ -99,6 +104,18 @@ class Drawing:
         for plot in self.plots:
             plot(axes)
         figure.savefig(path, dpi=150)
+
+
+def draw_axes(drawing: Drawing, area: Area, title: str, below: str, x: Marks, y: Marks) -> None:
+    """Draw the title and the scales of a panel: labels below, and lines across."""
+    left, top, right, bottom = area
+    drawing.text(left, top - 16, title, size=14, bold=True)
+    for at, words in y.items():
+        drawing.line([(left, at), (right, at)], opacity=0.15)
+        drawing.text(left - 8, at + 4, words, anchor="end")
+    for at, words in x.items():
+        drawing.text(at, bottom + 17, words, anchor="middle")
+    drawing.text((left + right) / 2, bottom + 34, below, anchor="middle")
 
 
 def scale(first: float, last: float, low: float, high: float) -> Callable[[float], float]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import brainstate
 import jax
@@ -16,12 +16,13 @@ from jax.experimental import multihost_utils
 
 from .._lines import warn_user
 from .._rules.projection import BASIS
-from .._types import Options, PyTree
+from .._types import Array, Aval, Options, PyTree
 from .engine import Engine
 from .lock import locked
 from .sharding import Layout
 
-Arrays = dict[str, dict[str, PyTree]]  # of each state, by name: its leaves
+Saved = dict[str, PyTree]  # the leaves of a state, by number
+Arrays = dict[str, Saved]  # by the name of the state
 Notes = Options  # values of JSON
 KEPT = 3  # checkpoints
 # the notes that a run cannot continue without
@@ -84,7 +85,7 @@ class Checkpoints:
             loaded = self._manager.restore(number, args=self._ocp.args.Composite(arrays=arrays))
         return loaded["arrays"]  # type: ignore[no-any-return]
 
-    def _how(self, saved: Any, like: PyTree) -> Any:
+    def _how(self, saved: Aval, like: PyTree) -> object:
         """Return how to read an array: sharded as `like` is, else onto one device."""
         if _is_sharded(like) and tuple(saved.shape) == like.shape:
             return self._ocp.ArrayRestoreArgs(sharding=like.sharding)
@@ -158,23 +159,16 @@ def restore(engine: Engine, arrays: Arrays, where: Path) -> None:
     if engine.reset:  # a run with another rank chooses its projection again
         shapes = {name: [np.shape(a) for a in jax.tree.leaves(st.value)] for name, st in targets.items()}
         saved = {name: [np.shape(a) for a in found.values()] for name, found in arrays.items()}
-        other = {n for n in {*shapes, *saved} if _is_projection(n) and shapes.get(n) != saved.get(n)}
+        names = (f"state.traces.{BASIS}", "state.traces.balance ")
+        other = {n for n in {*shapes, *saved} if n.startswith(names) and shapes.get(n) != saved.get(n)}
         targets = {name: st for name, st in targets.items() if name not in other}
         arrays = {name: found for name, found in arrays.items() if name not in other}
     if unknown := sorted(arrays.keys() - targets.keys()):
-        raise ValueError(
-            f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`, this one has not."
-        )
-    new = {
-        name: _restored(st.value, arrays.get(name, {}), name, where, engine.layout)
-        for name, st in targets.items()
-    }
+        raise ValueError(f"The checkpoint {where} is of another model or run: it has `{unknown[0]}`.")
+    restored = lambda name, value: _restored(value, arrays.get(name, {}), name, where, engine.layout)
+    new = {name: restored(name, st.value) for name, st in targets.items()}
     for name, state in targets.items():
         state.value = new[name]
-
-
-def _is_projection(name: str) -> bool:
-    return name == f"state.traces.{BASIS}" or name.startswith("state.traces.balance ")
 
 
 def _states(engine: Engine) -> dict[str, brainstate.State]:
@@ -192,7 +186,7 @@ def _states(engine: Engine) -> dict[str, brainstate.State]:
     }
 
 
-def _saved(value: PyTree) -> dict[str, PyTree]:
+def _saved(value: PyTree) -> Saved:
     """Return the leaves of a value, with the data of random keys."""
     leaves = jax.tree.leaves(value)
     raw = [jax.random.key_data(a) if _is_key(a) else a for a in leaves]
@@ -200,9 +194,7 @@ def _saved(value: PyTree) -> dict[str, PyTree]:
     return {str(i): a if _is_sharded(a) else np.asarray(a) for i, a in enumerate(raw)}
 
 
-def _restored(
-    value: PyTree, saved: dict[str, PyTree], name: str, where: Path, layout: Layout | None
-) -> PyTree:
+def _restored(value: PyTree, saved: Saved, name: str, where: Path, layout: Layout | None) -> PyTree:
     """Return the saved values with the structure and sharding of `value`."""
     leaves, tree = jax.tree.flatten(value)
     found = [saved[str(i)] for i in range(len(saved))]
@@ -221,11 +213,11 @@ def _restored(
     return jax.tree.unflatten(tree, new)
 
 
-def _is_sharded(array: Any) -> bool:
+def _is_sharded(array: object) -> TypeGuard[Array]:
     return isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
 
 
-def _is_key(array: Any) -> bool:
+def _is_key(array: PyTree) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 

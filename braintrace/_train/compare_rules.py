@@ -22,10 +22,11 @@ from .._compiler.step import show_path
 from .._executor.pull_back import is_inexact
 from .._lines import raising_line
 from .._online.sequence import Sequence
-from .._report.check import Gradients, compare_gradients, flatten, round_off, zeros
+from .._report import check as checks
+from .._report.check import Gradients, compare_gradients, round_off
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
-from .._types import Array, Function, PyTree
+from .._types import Array, Function, Key, Options, PyTree
 from .batches import Batches, read
 from .comparison import Agreement, Compared, Comparison
 from .engine import with_aux
@@ -33,6 +34,8 @@ from .optimizers import optimizer_by_name
 from .progress_bar import Stages
 
 if TYPE_CHECKING:
+    import optax
+
     from .._learners.learner import Learner
     from .._learners.rule_choice import RuleChoice
 
@@ -40,12 +43,17 @@ RUNS, SECONDS = 5, 1.0  # a program runs RUNS times, unless that takes longer th
 LEARNING_RATE, CLIP = 5e-3, 1.0
 
 
+Leaves = list[Array]
+Gradient = Callable[..., tuple[Leaves, Leaves, Array]]  # gradients, the carry after, and losses
+Train = int | Options | None  # the argument `train` of `compare`
+
+
 @dataclass(frozen=True)
 class Training:
     """How the learning curves are made."""
 
     updates: int
-    optimizer: Any
+    optimizer: optax.GradientTransformation
     batches: Batches | None = None  # by default the data of the comparison, repeated
 
 
@@ -59,28 +67,22 @@ class Problem:
     carry: PyTree
     sequence: Sequence  # its arrays are the arguments of `grad` after the traces
     chunk_size: int | None
-    arguments: Callable[[Any, Any], tuple[Any, ...]]  # of `grad`, from the xs and ys of a training batch
+    arguments: Callable[[PyTree, PyTree], tuple[PyTree, ...]]  # of `grad`, from those of a batch
 
     @property
-    def leaves(self) -> tuple[list[Any], list[Any]]:
+    def leaves(self) -> tuple[list[Array], list[Array]]:
         """The leaves of parameters and carry: arguments of a compiled function."""
-        return self.learner.function.params.leaves(self.params), self.learner.function.carry.leaves(
-            self.carry
-        )
+        function = self.learner.function
+        return function.params.leaves(self.params), function.carry.leaves(self.carry)
 
-    @property
-    def weights(self) -> list[int]:
-        """The positions of inexact arrays among the leaves of the parameters."""
-        return [i for i, leaf in enumerate(self.leaves[0]) if is_inexact(leaf)]
-
-    def gradient(self, learner: Learner, chunk_size: int | None) -> Callable[..., tuple[Any, Any, Any]]:
+    def gradient(self, learner: Learner, chunk_size: int | None) -> Gradient:
         """Return a function from leaves and data to gradients, the carry after, and losses."""
         params_tree, carry_tree = learner.function.params, learner.function.carry
         takes_target = "target" in learner.rule.signal.takes
 
         def gradient(
-            params: PyTree, carry: PyTree, arrays: PyTree, mask: Array, key: Any = None
-        ) -> tuple[PyTree, PyTree, PyTree]:
+            params: Leaves, carry: Leaves, arrays: PyTree, mask: Array, key: Key | int | None = None
+        ) -> tuple[Leaves, Leaves, Array]:
             params, carry = params_tree.rebuild(params), carry_tree.rebuild(carry)
             traces = learner.init(params, carry, key=key)
             signal = {"target": jax.tree.leaves(arrays)[-1]} if takes_target else {}
@@ -99,7 +101,7 @@ class Problem:
 
         return gradient
 
-    def batches(self, training: Training) -> Iterator[tuple[Any, Any]]:
+    def batches(self, training: Training) -> Iterator[tuple[PyTree, Array]]:
         """Yield the arguments of `grad` and the mask of each update."""
         if training.batches is None:
             yield from repeat((self.sequence.arrays, self.sequence.mask), training.updates)
@@ -110,14 +112,14 @@ class Problem:
 
 
 def compare_rules(
-    problem: Problem, choices: list[RuleChoice], train: Any, budget: int, progress: bool
+    problem: Problem, choices: list[RuleChoice], train: Train, budget: int, progress: bool
 ) -> Comparison:
     """Measure rule after rule; the first is BPTT, which gives the exact gradient."""
     training = read_training(train)
     rows: list[Compared] = []
     truth: Gradients = {}
-    with Stages(choices, progress) as stages:
-        for choice in stages:
+    with Stages([choice.label for choice in choices], progress) as stages:
+        for choice, _ in zip(choices, stages, strict=True):
             try:
                 row, found = _measure(problem, choice, truth, training, budget)
             except Exception as error:
@@ -128,9 +130,8 @@ def compare_rules(
                 truth = truth or found
             rows.append(row)
     device = jax.devices()[0].device_kind
-    return Comparison(
-        problem.sequence.length, device, rows, training.updates if training else None, zeros(truth)
-    )
+    updates = training.updates if training else None
+    return Comparison(problem.sequence.length, device, rows, updates, checks.zeros(truth))
 
 
 def _measure(
@@ -146,8 +147,12 @@ def _measure(
     program: Any = jax.jit(lambda *given: gradient(*given)[0]).lower(*given).compile()
     compiled = time.perf_counter()
     found = learner.function.by_parameter(jax.block_until_ready(program(*given)))
-    seconds = _best_time(lambda: program(*given))
-    if not all(np.isfinite(flatten(g)).all() for g in found.values()):
+    times: list[float] = []
+    while not times or (len(times) < RUNS and sum(times) < SECONDS):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*given))
+        times.append(time.perf_counter() - start)
+    if not all(np.isfinite(checks.flatten(g)).all() for g in found.values()):
         raise FloatingPointError("its gradient is not finite")
     tolerance = round_off([found, learner.trace_shapes])
     length, exactness = problem.sequence.length, learner.report.exactness
@@ -159,7 +164,7 @@ def _measure(
         exact=check.equal,
         gradient=_agreement(check),
         parameters={show_path(p.path): _agreement(p) for p in check.parameters},
-        step_seconds=seconds / length,
+        step_seconds=min(times) / length,
         compile_seconds=compiled - began,
         trace_bytes=needed,
         activation_bytes=int(program.memory_analysis().temp_size_in_bytes),
@@ -169,15 +174,18 @@ def _measure(
     return row, found
 
 
-def _train(problem: Problem, gradient: Any, training: Training) -> tuple[list[float], bool]:
+def _train(problem: Problem, gradient: Gradient, training: Training) -> tuple[list[float], bool]:
     """Train one rule; return the loss of each update, and whether it diverged."""
-    (params, start), positions = problem.leaves, problem.weights
+    params, start = problem.leaves
+    positions = [i for i, leaf in enumerate(params) if is_inexact(leaf)]
     untraced, optimizer = problem.learner.function.untraced, training.optimizer
     weights, carry = [params[i] for i in positions], start
     state = optimizer.init(weights)
 
     @jax.jit
-    def update(weights: PyTree, carry: PyTree, state: Any, arrays: PyTree, mask: Array, key: Any) -> PyTree:
+    def update(
+        weights: Leaves, carry: Leaves, state: PyTree, arrays: PyTree, mask: Array, key: int
+    ) -> tuple[Leaves, Leaves, PyTree, Array]:
         now = list(params)
         for i, w in zip(positions, weights, strict=True):
             now[i] = w
@@ -198,18 +206,9 @@ def _train(problem: Problem, gradient: Any, training: Training) -> tuple[list[fl
     return found, False
 
 
-def _agreement(check: Any) -> Agreement:
+def _agreement(check: checks.GradientCheck | checks.ParameterCheck) -> Agreement:
     finite = lambda value: value if math.isfinite(value) else None
     return Agreement(check.cosine, finite(check.norm_ratio), finite(check.relative_error))
-
-
-def _best_time(function: Callable[[], Any]) -> float:
-    times: list[float] = []
-    while not times or (len(times) < RUNS and sum(times) < SECONDS):
-        began = time.perf_counter()
-        jax.block_until_ready(function())
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def _first_line(error: Exception) -> str:
@@ -219,11 +218,11 @@ def _first_line(error: Exception) -> str:
     return f"{name}{words[0] if words else 'it failed'}{f' ({line})' if line else ''}"
 
 
-def read_training(train: Any) -> Training | None:
+def read_training(train: Train) -> Training | None:
     """Return the training that the argument `train` of `compare` asks for."""
     if train is None:
         return None
-    given = dict(train) if isinstance(train, Mapping) else {"updates": train}
+    given: Options = dict(train) if isinstance(train, Mapping) else {"updates": train}
     known = ("updates", "optimizer", "learning_rate", "batches")
     odd = [k for k in given if k not in known]
     updates = given.get("updates")

@@ -6,12 +6,12 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .._report.check import about_zeros
 from .._report.tables import Table, show_bytes
+from .._types import Options
 
 GOOD = 0.95  # the cosine to the exact gradient that counts as good enough
 LEARNED = 0.98  # the share of the best run's decrease of the loss that counts as good enough
@@ -114,7 +114,7 @@ class Comparison:
 
     # -- as data -----------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Options:
         """Return everything as plain data for JSON."""
         best = self.recommended
         found = {**asdict(self), "recommended": best and best.rule, "recommendation": self.recommendation}
@@ -126,16 +126,15 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Comparison:
+    def from_dict(data: Options) -> Comparison:
         """Return the comparison that `to_dict` was called on."""
         rows = []
         for row in data["rows"]:
             agreement = row["gradient"] and Agreement(**row["gradient"])
             parameters = {k: Agreement(**v) for k, v in row["parameters"].items()}
             losses = row["losses"] and [math.nan if x is None else x for x in row["losses"]]
-            rows.append(
-                Compared(**{**row, "gradient": agreement, "parameters": parameters, "losses": losses})
-            )
+            made = {"gradient": agreement, "parameters": parameters, "losses": losses}
+            rows.append(Compared(**{**row, **made}))
         more = {k: data[k] for k in ("updates", "zero", "random")}
         return Comparison(data["length"], data["device"], rows, **more)
 
@@ -203,14 +202,13 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), the data (.json) or the picture (.svg; with matplotlib .png, .pdf, ...)."""
-        from .._report.markup import tag
+        from .._report.markup import tag, write
         from .comparison_picture import draw
         from .report_page import card, write_page
 
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
-            path.write_text(self.to_json(), encoding="utf-8")
+            write(path, self.to_json())
         elif path.suffix == ".html":
             parts = [card(draw(self).to_svg()), tag("h2", "Costs"), card(self.table.to_html())]
             parts += [tag("h2", "Parameters"), card(self.by_parameter.to_html())]

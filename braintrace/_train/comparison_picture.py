@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .._report.tables import show_bytes
-from .canvas import Drawing, Point, scale
+from .canvas import Area, Drawing, Point, draw_axes, scale
 from .comparison import GOOD, Compared, Comparison, show_seconds
 from .curves import COLORS, Line, draw_panel, smooth
 
@@ -35,7 +35,11 @@ def draw(found: Comparison) -> Drawing:
     for i, (name, cost, shown, places) in enumerate(costs):
         _frontier(drawing, i * PANEL, numbered, best, name, cost, shown, places)
     if found.updates:
-        _curves(drawing, 2 * PANEL, numbered)
+        losses = {i: np.array(row.losses) for i, row in numbered if row.losses}
+        high = np.nanquantile(np.concatenate([*losses.values(), np.zeros(1)]), 0.99)  # cuts off divergence
+        curves = {i: smooth(np.arange(1, len(v) + 1), np.minimum(v, high)) for i, v in losses.items()}
+        lines = [Line("", i - 1, x, y) for i, (x, y) in curves.items()]
+        draw_panel(drawing, (2 * PANEL, 0, 3 * PANEL, HEIGHT), lines, "loss", "updates")
     _legend(drawing, panels * PANEL + 8, numbered, best)
     return drawing
 
@@ -50,33 +54,28 @@ def _frontier(
     shown: Callable[[float], str],
     places: Sequence[float],
 ) -> None:
-    errors = {i: _error(row) for i, row in numbered}
+    errors = {i: FLOOR if row.exact else max(FLOOR, 1 - row.cosine) for i, row in numbered}
     costs = {i: cost(row) for i, row in numbered}
     low, high = 0.75 * min(costs.values()), 1.35 * max(costs.values())
     worst = max(1.0, 1.3 * max(errors.values()))
-    px = scale(at + LEFT, at + PANEL - RIGHT, math.log(low), math.log(high))
-    py = scale(HEIGHT - BOTTOM - 12, TOP, math.log(FLOOR), math.log(worst))
+    left, right, bottom = at + LEFT, at + PANEL - RIGHT, HEIGHT - BOTTOM
+    px = scale(left, right, math.log(low), math.log(high))
+    py = scale(bottom - 12, TOP, math.log(FLOOR), math.log(worst))
     x = lambda value: px(math.log(value))
     y = lambda value: py(math.log(max(value, FLOOR)))
-    _frame(drawing, at, f"error against {name}", name)
-    drawing.text(
-        at + 12, (TOP + HEIGHT - BOTTOM) / 2, "1 - cosine to the exact gradient", anchor="middle", turned=True
-    )
-    for error in (1.0, 0.1, 0.01, 0.001, FLOOR):
-        _across(drawing, at, y(error), "exact" if error == FLOOR else f"{error:g}")
-    for place in _spaced([p for p in places if low <= p <= high], x, 52) or [math.sqrt(low * high)]:
-        drawing.text(x(place), HEIGHT - BOTTOM + 16, shown(place), anchor="middle")
+    marks: dict[float, str] = {}
+    for place in [p for p in places if low <= p <= high] or [math.sqrt(low * high)]:
+        if not marks or x(place) - max(marks) >= 52:  # far enough apart for labels
+            marks[x(place)] = shown(place)
+    levels = {y(error): "exact" if error == FLOOR else f"{error:g}" for error in (1, 0.1, 0.01, 0.001, FLOOR)}
+    draw_axes(drawing, (left, TOP, right, bottom), f"error against {name}", name, marks, levels)
+    middle = (TOP + bottom) / 2
+    drawing.text(at + 12, middle, "1 - cosine to the exact gradient", anchor="middle", turned=True)
     level = y(1 - GOOD)
-    drawing.line([(at + LEFT, level), (at + PANEL - RIGHT, level)], opacity=0.6, dashed=True)
-    right = at + PANEL - RIGHT
+    drawing.line([(left, level), (right, level)], opacity=0.6, dashed=True)
     near = any(x(costs[i]) > right - 90 and abs(y(errors[i]) - level) < 30 for i in costs)
-    drawing.text(
-        at + LEFT + 2 if near else right,
-        level - 4,
-        f"cosine {GOOD}",
-        anchor="start" if near else "end",
-        size=10,
-    )
+    where, anchor = (left + 2, "start") if near else (right, "end")
+    drawing.text(where, level - 4, f"cosine {GOOD}", anchor=anchor, size=10)
     edge: list[Point] = []
     for i in sorted(costs, key=lambda i: (costs[i], errors[i])):  # a staircase, from the cheapest
         if not edge or y(errors[i]) > edge[-1][1]:
@@ -90,8 +89,7 @@ def _frontier(
         drawing.circle(*points[i], 4.5, _color(i), title=title)
         if row is best:
             drawing.circle(*points[i], 8, _color(i), fill=False)
-    box = (at + LEFT, TOP, at + PANEL, HEIGHT - BOTTOM + 2)
-    for i, (lx, ly) in place_labels(points, box).items():
+    for i, (lx, ly) in place_labels(points, (left, TOP, at + PANEL, bottom + 2)).items():
         away = math.hypot(lx - points[i][0], ly - points[i][1])
         if away > 18:  # connect the point with its number
             a, b = points[i]
@@ -99,7 +97,7 @@ def _frontier(
         drawing.text(lx, ly + 4, str(i), anchor="middle", color=_color(i), bold=True)
 
 
-def place_labels(points: dict[int, Point], box: tuple[float, float, float, float]) -> dict[int, Point]:
+def place_labels(points: dict[int, Point], box: Area) -> dict[int, Point]:
     """Return the centre of a label for each point, which overlaps neither points nor other labels."""
     left, top, right, bottom = box
     placed: dict[int, Point] = {}
@@ -121,14 +119,6 @@ def place_labels(points: dict[int, Point], box: tuple[float, float, float, float
     return placed
 
 
-def _curves(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]]) -> None:
-    losses = {i: np.array(row.losses) for i, row in numbered if row.losses}
-    high = np.nanquantile(np.concatenate([*losses.values(), np.zeros(1)]), 0.99)  # cuts off runs that diverge
-    curves = {i: smooth(np.arange(1, len(v) + 1), np.minimum(v, high)) for i, v in losses.items()}
-    lines = [Line("", i - 1, x, y) for i, (x, y) in curves.items()]
-    draw_panel(drawing, (at, 0, PANEL, HEIGHT), lines, "loss", "updates")
-
-
 def _legend(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]], best: Compared | None) -> None:
     for n, (i, row) in enumerate(numbered):
         y = TOP + 12 + n * LINE
@@ -141,29 +131,5 @@ def _legend(drawing: Drawing, at: float, numbered: list[tuple[int, Compared]], b
         drawing.text(at + 19, TOP + 12 + len(numbered) * LINE, "ring: recommended", size=10)
 
 
-def _frame(drawing: Drawing, at: float, title: str, below: str) -> None:
-    drawing.text(at + LEFT, 22, title, size=13, bold=True, color="#1e293b")
-    drawing.text(at + (LEFT + PANEL - RIGHT) / 2, HEIGHT - BOTTOM + 34, below, anchor="middle")
-    drawing.line([(at + LEFT, HEIGHT - BOTTOM + 2), (at + PANEL - RIGHT, HEIGHT - BOTTOM + 2)], opacity=0.6)
-
-
-def _across(drawing: Drawing, at: float, y: float, words: str) -> None:
-    drawing.line([(at + LEFT, y), (at + PANEL - RIGHT, y)], opacity=0.15)
-    drawing.text(at + LEFT - 6, y + 4, words, anchor="end")
-
-
-def _error(row: Compared) -> float:
-    return FLOOR if row.exact else max(FLOOR, 1 - row.cosine)
-
-
 def _color(number: int) -> str:
     return COLORS[(number - 1) % len(COLORS)]
-
-
-def _spaced(places: list[float], x: Callable[[float], float], apart: float) -> list[float]:
-    """Return places that are far enough apart for their labels."""
-    kept: list[float] = []
-    for place in places:
-        if not kept or x(place) - x(kept[-1]) >= apart:
-            kept.append(place)
-    return kept

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from .._types import PyTree
-from .canvas import Drawing, scale, ticks
+from .._types import NumPyArray
+from .canvas import Area, Drawing, draw_axes, scale, ticks
 from .result import COUNTS, FitResult
 
 COLORS = (
@@ -23,7 +22,6 @@ TERMINAL_COLORS = ("blue", "red", "green", "magenta", "yellow", "white")
 POINTS = 300  # the most points of a line
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 16, 34, 40
 Runs = Mapping[str, FitResult]
-Area = tuple[float, float, float, float]  # left, top, width and height of a panel
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,9 @@ class Line:
 
     name: str
     number: int  # of the run
-    x: PyTree
-    y: PyTree
-    raw: tuple[Any, Any] | None = None  # the batches, drawn behind the curve
+    x: NumPyArray
+    y: NumPyArray
+    raw: tuple[NumPyArray, NumPyArray] | None = None  # the batches, drawn behind the curve
 
     @property
     def color(self) -> str:
@@ -68,8 +66,6 @@ def save_curves(runs: Runs, path: str | Path, targets: Mapping[str, float] | Non
         path: The file; its suffix is the format: SVG, or with matplotlib PNG, PDF and so on.
         targets: Values to mark, by metric.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(runs, names_of(runs), targets or {}).save(path)
 
 
@@ -78,7 +74,8 @@ def draw_curves(runs: Runs, metrics: Sequence[str], targets: Mapping[str, float]
     drawing = Drawing(f"{', '.join(metrics)} against batches", WIDTH, HEIGHT * len(metrics))
     for i, metric in enumerate(metrics):
         title, lines = metric.replace("_", " "), lines_of(runs, metric)
-        draw_panel(drawing, (0, i * HEIGHT, WIDTH, HEIGHT), lines, title, "batch", targets.get(metric))
+        area = (0, i * HEIGHT, WIDTH, (i + 1) * HEIGHT)
+        draw_panel(drawing, area, lines, title, "batch", targets.get(metric))
     return drawing
 
 
@@ -86,25 +83,19 @@ def draw_panel(
     drawing: Drawing, area: Area, lines: list[Line], title: str, below: str, target: float | None = None
 ) -> None:
     """Draw curves with axes, names and the target."""
-    x0, top, width, height = area
-    left, right, bottom = x0 + LEFT, x0 + width - RIGHT, top + height - BOTTOM
+    left, right, bottom = area[0] + LEFT, area[2] - RIGHT, area[3] - BOTTOM
     drawn = [pair for line in lines for pair in ((line.x, line.y), line.raw) if pair is not None]
     wide = max([1.0, *(float(x.max()) for x, _ in drawn)])
     ys = np.concatenate([*(y for _, y in drawn), [] if target is None else [target]])
     ys = ys[np.isfinite(ys)] if np.isfinite(ys).any() else np.zeros(1)
     marks = ticks(float(ys.min()), float(ys.max()))
     px = scale(left, right, 0, wide)
-    py = scale(bottom, top + TOP, min(float(ys.min()), marks[0]), max(float(ys.max()), marks[-1]))
-    across = lambda y: [(left, py(y)), (right, py(y))]
-    drawing.text(left, top + 18, title, size=14, bold=True)
-    for mark in marks:
-        drawing.line(across(mark), opacity=0.15)
-        drawing.text(left - 8, py(mark) + 4, f"{mark:g}", anchor="end")
-    for mark in ticks(0, wide):
-        drawing.text(px(mark), bottom + 17, f"{mark:g}", anchor="middle")
-    drawing.text((left + right) / 2, bottom + 34, below, anchor="middle")
+    py = scale(bottom, area[1] + TOP, min(float(ys.min()), marks[0]), max(float(ys.max()), marks[-1]))
+    places = {px(mark): f"{mark:g}" for mark in ticks(0, wide)}
+    levels = {py(mark): f"{mark:g}" for mark in marks}
+    draw_axes(drawing, (left, area[1] + TOP, right, bottom), title, below, places, levels)
     if target is not None:
-        drawing.line(across(target), opacity=0.55, dashed=True)
+        drawing.line([(left, py(target)), (right, py(target))], opacity=0.55, dashed=True)
         drawing.text(left + 4, py(target) + 13, f"target {target:g}")
     points = lambda x, y: [(px(a), py(b)) for a, b in zip(x, y, strict=True) if np.isfinite(b)]
     for line in lines:
@@ -118,12 +109,12 @@ def draw_panel(
                 drawing.circle(px(x), py(y), 1.9, line.color, title=f"{line.name} batch {x:g}: {y:.4g}")
         if line.name:
             at -= 7 * len(line.name)
-            drawing.line([(at - 22, top + 14), (at - 6, top + 14)], line.color, 3)
-            drawing.text(at, top + 18, line.name)
+            drawing.line([(at - 22, area[1] + 14), (at - 6, area[1] + 14)], line.color, 3)
+            drawing.text(at, area[1] + 18, line.name)
             at -= 34
 
 
-def smooth(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+def smooth(x: NumPyArray, y: NumPyArray) -> tuple[NumPyArray, NumPyArray]:
     """Return moving averages over a twentieth of the batches."""
     if len(x) < 20:
         return x, y
@@ -132,7 +123,7 @@ def smooth(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
     return _thin(x[width - 1 :], mean)
 
 
-def _thin(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+def _thin(x: NumPyArray, y: NumPyArray) -> tuple[NumPyArray, NumPyArray]:
     keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(int))
     return x[keep], y[keep]
 

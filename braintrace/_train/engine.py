@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import brainstate
 import brainunit as u
@@ -25,19 +25,24 @@ from .._online.parts import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, over_chunks
 from .._report.check import about_zeros, by_name
-from .._types import Array, ArrayLike, Function, Options, PyTree
+from .._types import Array, ArrayLike, Function, NumPyArray, Options, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
 from .sharding import Layout
 from .unlearned import warn_of_unlearned
 
 if TYPE_CHECKING:
+    import optax
+
     from .._learners.stateful import ETraceAlgorithm
 
 Metric = Callable[[PyTree, PyTree, Array], Array]
 Parameters = dict[str, PyTree]
+Flags = Array | None  # of samples that are reset before a step
 Scores = dict[str, PyTree]  # arrays by name
 ZERO_FOR = 3  # batches with a zero gradient before a warning: that of LoRA is zero at the start
-_fitted: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose states were made for a batch of `fit`
+_fitted: weakref.WeakSet[brainstate.nn.Module] = (
+    weakref.WeakSet()
+)  # models whose states were made for a batch of `fit`
 
 
 @dataclass(eq=False)
@@ -46,7 +51,7 @@ class Engine:
 
     learner: ETraceAlgorithm
     step_fn: Function
-    optimizer: Any
+    optimizer: optax.GradientTransformation
     update_every: int | None  # steps; None for once per sequence
     chunk_size: int | None
     metrics: Mapping[str, Metric]
@@ -55,9 +60,7 @@ class Engine:
     layout: Layout | None = None  # of a device mesh
     opt_state: PyTree = field(init=False)
     _shapes: PyTree = None  # of the batch that the states fit
-    _arguments: dict[PyTree, tuple[PyTree, Options]] = field(
-        default_factory=dict
-    )  # those of the learner, by shapes
+    _arguments: dict[PyTree, tuple[PyTree, Options]] = field(default_factory=dict)  # by shapes
     _warned_of_unlearned: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +79,7 @@ class Engine:
         self._shardings = _shardings((self.parameters(), opt_state))
         self._warned_of_whole = False
         self._batches = 0
-        self._zero: Any = np.True_  # the gradients that were zero in all batches
+        self._zero: NumPyArray = np.array(True)  # the gradients that were zero in all batches
         self._train = brainstate.transform.jit(lambda *batch: self._train_batch(*batch, checked=False))
         self._train_checked = brainstate.transform.jit(lambda *batch: self._train_batch(*batch, checked=True))
         self._evaluate = brainstate.transform.jit(self._evaluate_batch)
@@ -96,14 +99,6 @@ class Engine:
         """Return a batch on its devices."""
         return batch if self.layout is None else self.layout.batch(batch, self.batched)
 
-    def _shard_states(self, xs: PyTree) -> None:
-        """Shard the states of the model over the device mesh."""
-        if self.layout is not None:
-            samples = size_of(xs) if self.batched else None
-            for state in (*self.learner.model.states().values(), brainstate.random.DEFAULT):
-                if not isinstance(state, brainstate.ParamState):
-                    state.value = self.layout.states(state.value, samples)
-
     def prepare(self, batch: Batch) -> None:
         """Give the states the shapes of a batch, and compile the learner for it, if they are new."""
         xs, ys = batch.xs, batch.ys
@@ -120,18 +115,23 @@ class Engine:
             _warn_of_batch_first(model, xs)
         _fitted.add(model)
         size = {"batch_size": size_of(xs)} if self.batched else {}
-        if shapes not in self._arguments:
-            self._arguments[shapes] = self._find_arguments(xs, ys)
+        if shapes not in self._arguments:  # those that `step_fn` calls the learner with
+            first = slice(0, self.chunk_size) if self.in_windows else 0
+            slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
+            self._arguments[shapes] = learner._called_with(self.step_fn, slices)
         args, kwargs = self._arguments[shapes]
         with brainstate.environ.context(fit=True):
-            is_set = learner.is_set_for(args, kwargs)
+            is_set = learner._cache.key(args, kwargs) == learner._cache.current
             if not learner.is_compiled:
                 brainstate.nn.init_all_states(model, **size)
             elif not is_set:
                 with brainstate.random.seed_context(0):  # a resumed run draws the same numbers
                     learner.reset_model(**size)
+            if self.layout is not None:
+                for state in (*model.states().values(), brainstate.random.DEFAULT):
+                    if not isinstance(state, brainstate.ParamState):
+                        state.value = self.layout.states(state.value, size.get("batch_size"))
             if not is_set or self.layout is not None:  # or compiled before the arrays were on the mesh
-                self._shard_states(xs)
                 learner.compile_graph(*args, **kwargs)
         if self.layout is not None:
             kept: list[brainstate.State] = [learner.steps, *learner.traces.values()]
@@ -145,12 +145,6 @@ class Engine:
         learner = self.learner
         own = [learner.steps, self.opt_state, *learner.traces.values()]
         return [*own, *learner.hidden_states.values(), *learner.param_states.values()]
-
-    def _find_arguments(self, xs: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the arguments with which `step_fn` calls the learner."""
-        first = slice(0, self.chunk_size) if self.in_windows else 0
-        slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
-        return self.learner._called_with(self.step_fn, slices)
 
     @property
     def in_windows(self) -> bool:
@@ -190,10 +184,11 @@ class Engine:
                 warn_user(about_zeros(zeros))
         return found
 
-    def _train_batch(
-        self, xs: PyTree, ys: PyTree, mask: Array, reset: Array | None, *, checked: bool
-    ) -> Scores:
-        unkept = [(state, state.value) for state in self._unkept_traces()]
+    def _train_batch(self, xs: PyTree, ys: PyTree, mask: Array, reset: Flags, *, checked: bool) -> Scores:
+        unkept = []  # the traces that are zero before and after a batch
+        if self.reset and self.update_every is None:
+            lasting = self.learner._lasting_values()
+            unkept = [(st, st.value) for name, st in self.learner.traces.items() if name not in lasting]
         if self.reset:
             self.learner.reset_state(size_of(xs) if self.batched else None)
         sequence = sequence_of(xs, ys, mask)
@@ -214,17 +209,6 @@ class Engine:
         found = {**self._scores(losses, aux, sequence), "losses": each, "weight": sequence.mask.sum()}
         found["bad"] = bad if checked else ~_all_finite((sums, self.parameters()))
         found["zero"] = jnp.stack([(a == 0).all() for a in jax.tree.leaves(sums)]) & (losses != 0).any()
-        return self._everywhere(found)
-
-    def _unkept_traces(self) -> list[brainstate.State]:
-        """The traces that are zero before and after a batch."""
-        if not self.reset or self.update_every is not None:
-            return []
-        lasting = self.learner._lasting_values()
-        return [state for name, state in self.learner.traces.items() if name not in lasting]
-
-    def _everywhere(self, found: Scores) -> Scores:
-        """Return scores that every process can read."""
         return found if self.layout is None else self.layout.everywhere(found)
 
     def _update(
@@ -245,7 +229,9 @@ class Engine:
                 return_value=True,
                 keep_traces=not self.reset or self.update_every is not None,
             )
-        grads = {".".join(map(str, k)): _descent(g) for k, g in grads.items()}
+        # JAX's gradients of complex parameters are conjugates of directions of ascent
+        ascent = lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g
+        grads = {".".join(map(str, k)): jax.tree.map(ascent, _mantissas(g)) for k, g in grads.items()}
         losses = jnp.where(mask != 0, losses, jnp.zeros_like(losses))
         updates, opt_state = self._optimizer.update(
             grads, self.opt_state.value, params, value=self._mean(losses, mask)
@@ -261,14 +247,13 @@ class Engine:
         if self.layout is not None:
             new, opt_state = self.layout.keep((new, opt_state), self._shardings)
         for name, state in self.named_parameters().items():
-            state.value = _with_units(new[name], state.value)
+            units = jax.tree.structure(state.value)
+            state.value = jax.tree.unflatten(units, jax.tree.leaves(new[name]))
         self.opt_state.value = opt_state
         sums = jax.tree.map(lambda s, g: s + abs(g).astype(s.dtype), sums, grads)
         return sums, (losses, aux, jnp.broadcast_to(bad, (len(losses), bad.size)))
 
-    def _gradient_of_step(
-        self, arrays: PyTree, mask: Array, reset: Array | None
-    ) -> tuple[PyTree, PyTree, PyTree]:
+    def _gradient_of_step(self, arrays: PyTree, mask: Array, reset: Flags) -> tuple[PyTree, PyTree, PyTree]:
         """Return the gradient of a single step, in one pass over each trace."""
         slices = jax.tree.map(lambda a: a[0], arrays)
         if reset is not None:
@@ -328,7 +313,8 @@ class Engine:
                 losses, aux = brainstate.transform.for_loop(run, *sequence.arrays)
         for state, value in kept.values():
             state.value = value
-        return self._everywhere(self._scores(losses, aux, sequence))
+        found = self._scores(losses, aux, sequence)
+        return found if self.layout is None else self.layout.everywhere(found)
 
 
 def with_aux(out: PyTree) -> tuple[PyTree, PyTree]:
@@ -360,22 +346,8 @@ def _shardings(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: getattr(a, "sharding", None), tree)
 
 
-def _is_quantity(value: Any) -> bool:
-    return isinstance(value, u.Quantity)
-
-
 def _mantissas(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda v: v.mantissa if _is_quantity(v) else v, tree, is_leaf=_is_quantity)
-
-
-def _with_units(tree: PyTree, like: PyTree) -> PyTree:
-    leaves = jax.tree.leaves(tree)
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _descent(grads: PyTree) -> PyTree:
-    """Return directions of ascent: JAX's gradients of complex parameters are conjugates of these."""
-    return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, _mantissas(grads))
+    return jax.tree.map(u.get_mantissa, tree, is_leaf=lambda value: isinstance(value, u.Quantity))
 
 
 def _all_finite(tree: PyTree) -> PyTree:

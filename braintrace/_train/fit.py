@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from .._online.request import WindowSize
 from .._types import Function, Mesh
@@ -18,6 +18,8 @@ from .stream import Stream
 from .training_run import Run, Schedule
 
 if TYPE_CHECKING:
+    import optax
+
     from .._learners.stateful import ETraceAlgorithm
 
 
@@ -25,7 +27,7 @@ def fit(
     learner: ETraceAlgorithm,
     batches: Batches | Stream,
     step_fn: Function,
-    optimizer: Any,
+    optimizer: optax.GradientTransformation,
     *,
     epochs: int | None = None,
     max_batches: int | None = None,
@@ -115,9 +117,13 @@ def fit(
     streams = isinstance(batches, Stream)
     if update_every is None:
         update_every = 1 if streams else "sequence"
-    limits = (epochs, max_batches, max_steps, eval_every, checkpoint_every)
-    _check(learner, optimizer, update_every, limits)
-    _check_stream(batches, epochs, max_steps, update_every)
+    _check(learner, optimizer, update_every, [epochs, max_batches, max_steps, eval_every, checkpoint_every])
+    if not streams and max_steps is not None:
+        raise ValueError("`max_steps` is for a `braintrace.Stream`; for sequences pass `max_batches`.")
+    if streams and epochs is not None:
+        raise ValueError("A stream has no epochs; pass `max_steps`.")
+    if streams and update_every == "sequence":
+        raise ValueError("A stream has no end after which to update; `update_every` is a number of steps.")
     if any(option is not None for option in (window, rank, basis, across)):
         learner.take_windows(window, rank, basis, across)
     layout = None if mesh is None else Layout.of(mesh)
@@ -141,7 +147,7 @@ def fit(
         return run.go(resume=resume, metrics_file=metrics_file, progress=progress)
 
 
-def _check(learner: Any, optimizer: Any, update_every: Any, limits: tuple[int | None, ...]) -> None:
+def _check(learner: object, optimizer: object, update_every: int | str, limits: list[int | None]) -> None:
     if not hasattr(type(learner), "compile_graph"):
         raise TypeError(
             f"`fit` trains a learner, such as `braintrace.D_RTRL(model)` or `braintrace.BPTT(model)`, not "
@@ -155,13 +161,3 @@ def _check(learner: Any, optimizer: Any, update_every: Any, limits: tuple[int | 
         raise ValueError(
             "`epochs`, `max_batches`, `max_steps`, `eval_every` and `checkpoint_every` are at least 1."
         )
-
-
-def _check_stream(batches: Any, epochs: int | None, max_steps: int | None, update_every: Any) -> None:
-    if not isinstance(batches, Stream):
-        if max_steps is not None:
-            raise ValueError("`max_steps` is for a `braintrace.Stream`; for sequences pass `max_batches`.")
-    elif epochs is not None:
-        raise ValueError("A stream has no epochs; pass `max_steps`.")
-    elif update_every == "sequence":
-        raise ValueError("A stream has no end after which to update; `update_every` is a number of steps.")

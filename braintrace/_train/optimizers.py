@@ -12,25 +12,29 @@ The adaptive form replaces `z` by `z / sqrt(v + eps)`, where `v` is a running av
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._types import PyTree
+from .._types import Array, ArrayLike, Function, PyTree
 
 if TYPE_CHECKING:
     import optax
 
 
+Rate = float | Callable[[Array], ArrayLike]  # a learning rate, or a schedule of Optax
+
+
 class SecondMoments(NamedTuple):
     """The state of `adaptive_obgd`: the number of updates, and running averages of squared updates."""
 
-    count: Any
+    count: PyTree
     moments: PyTree
 
 
-def obgd(learning_rate: Any = 1.0, kappa: float = 2.0) -> optax.GradientTransformationExtraArgs:
+def obgd(learning_rate: Rate = 1.0, kappa: float = 2.0) -> optax.GradientTransformationExtraArgs:
     """Return overshooting-bounded gradient descent, as an Optax gradient transformation.
 
     The step size shrinks when the update would overshoot: no update is longer than `1 / kappa` in the L1
@@ -58,16 +62,17 @@ def obgd(learning_rate: Any = 1.0, kappa: float = 2.0) -> optax.GradientTransfor
     def init(params: PyTree) -> PyTree:
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
-    def update(traces: PyTree, state: Any, params: PyTree = None, *, error: Any = None, **_: Any) -> PyTree:
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        moves = _bounded_steps(traces, rate, kappa, error)
+    def update(
+        traces: PyTree, state: PyTree, params: PyTree = None, *, error: PyTree = None, **_: object
+    ) -> tuple[PyTree, PyTree]:
+        moves = _bounded_steps(traces, learning_rate, state.count, kappa, error)
         return moves, optax.ScaleByScheduleState(state.count + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def adaptive_obgd(
-    learning_rate: Any = 1.0, kappa: float = 2.0, beta2: float = 0.999, eps: float = 1e-8
+    learning_rate: Rate = 1.0, kappa: float = 2.0, beta2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """Return overshooting-bounded gradient descent with a step size per weight, as in RMSProp.
 
@@ -94,25 +99,26 @@ def adaptive_obgd(
         return SecondMoments(jnp.zeros([], jnp.int32), jax.tree.map(lambda w: jnp.zeros_like(abs(w)), params))
 
     def update(
-        traces: PyTree, state: SecondMoments, params: PyTree = None, *, error: Any = None, **_: Any
-    ) -> PyTree:
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        traces: PyTree, state: SecondMoments, params: PyTree = None, *, error: PyTree = None, **_: object
+    ) -> tuple[PyTree, SecondMoments]:
         count = state.count + 1
-        size = 1.0 if error is None else abs(error)
+        size = 1.0 if error is None else jnp.abs(error)
         average = lambda v, z: beta2 * v + (1 - beta2) * (size * abs(z)) ** 2
         moments = jax.tree.map(average, state.moments, traces)
         scaled = jax.tree.map(lambda z, v: z / jnp.sqrt(v / (1 - beta2**count) + eps), traces, moments)
-        return _bounded_steps(scaled, rate, kappa, error), SecondMoments(count, moments)
+        moves = _bounded_steps(scaled, learning_rate, state.count, kappa, error)
+        return moves, SecondMoments(count, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _bounded_steps(traces: PyTree, learning_rate: Any, kappa: float, error: Any) -> Any:
+def _bounded_steps(traces: PyTree, learning_rate: Rate, count: Array, kappa: float, error: PyTree) -> PyTree:
     """Return steps along `error * traces`, or against `traces` without an error, that do not overshoot."""
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
     norm = sum(jnp.sum(abs(z)) for z in jax.tree.leaves(traces))
     error = -1.0 if error is None else error
-    bound = learning_rate * kappa * jnp.maximum(abs(error), 1) * norm
-    step = learning_rate / jnp.maximum(bound, 1) * error
+    bound = rate * kappa * jnp.maximum(jnp.abs(error), 1) * norm
+    step = rate / jnp.maximum(bound, 1) * error
     return jax.tree.map(lambda z: (step * z).astype(z.dtype), traces)
 
 
@@ -120,7 +126,7 @@ OWN = {"obgd": obgd, "adaptive_obgd": adaptive_obgd}
 SOME = "adam, adamw, sgd, rmsprop and obgd are some"
 
 
-def optimizer_by_name(name: str, learning_rate: float, clip: float) -> Any:
+def optimizer_by_name(name: str, learning_rate: float, clip: float) -> optax.GradientTransformation:
     """Return an optimiser of Optax, or `obgd` or `adaptive_obgd`, after clipping gradients to a global norm.
 
     Args:
@@ -136,7 +142,7 @@ def optimizer_by_name(name: str, learning_rate: float, clip: float) -> Any:
         import optax
     except ImportError as error:
         raise ImportError("Training needs optax and orbax: pip install 'braintrace[train]'.") from error
-    make: Any = OWN.get(name) or getattr(optax, name, None)
+    make: Function | None = OWN.get(name) or getattr(optax, name, None)
     if make is None:
         raise ValueError(f"optax has no optimiser {name!r}; {SOME}.")
     try:

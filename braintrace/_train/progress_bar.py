@@ -6,11 +6,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from .._report.tables import show_bytes
 from .curves import draw_text, lines_of
@@ -24,9 +25,9 @@ BAR = 12 + 1 + 7 + 4  # characters of the bar, the slash, the time, and the gaps
 class _BarWithCurve(Progress):
     """A progress bar with a drawing above it."""
 
-    drawing: Any = None
+    drawing: Text | None = None
 
-    def get_renderables(self) -> Iterator[Any]:
+    def get_renderables(self) -> Iterator[RenderableType]:
         if self.drawing is not None:
             yield self.drawing
         yield self.make_tasks_table(self.tasks)
@@ -79,17 +80,12 @@ class Watch(_Shown):
         self._warm = True
         if self._bar:
             self._bar.update(self._task, completed=row["batch"], now=self._status(row))
-            self._draw_curve()
+            if self._stream is not None and time.monotonic() - self._last_curve >= CURVE_EVERY:
+                self._last_curve = time.monotonic()
+                if lines := lines_of({"": self._stream}, "loss"):
+                    self._bar.drawing = draw_text(lines, "loss")
         elif time.monotonic() - self._last_line > LINE_EVERY:
             self.say(f"{self._place(row)}  {self._status(row)}")
-
-    def _draw_curve(self) -> None:
-        """Draw the curve of a stream's loss above the bar, at most once a second."""
-        if self._bar is None or self._stream is None or time.monotonic() - self._last_curve < CURVE_EVERY:
-            return
-        self._last_curve = time.monotonic()
-        if lines := lines_of({"": self._stream}, "loss"):
-            self._bar.drawing = draw_text(lines, "loss")
 
     def evaluated(self, row: Row) -> None:
         self.say(f"{self._place(row)}  evaluation: {show_scores(row)}  {self._speed()}".rstrip())
@@ -118,21 +114,21 @@ class Watch(_Shown):
 
 
 class Stages(_Shown):
-    """A bar over tasks with a `label`, done one after the other; without a terminal, lines now and then."""
+    """A bar over tasks, done one after the other; without a terminal, lines now and then."""
 
-    def __init__(self, things: Sequence[Any], enabled: bool) -> None:
-        super().__init__(len(things), enabled, "", stderr=True)
-        self.things = things
+    def __init__(self, labels: Sequence[str], enabled: bool) -> None:
+        super().__init__(len(labels), enabled, "", stderr=True)
+        self.labels = labels
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[str]:
         last = time.monotonic()
-        for done, thing in enumerate(self.things):
+        for done, label in enumerate(self.labels):
             if self._bar:
-                self._bar.update(self._task, completed=done, now=thing.label)
+                self._bar.update(self._task, completed=done, now=label)
             elif time.monotonic() - last > LINE_EVERY:
                 last = time.monotonic()
-                self.console.print(f"{done}/{len(self.things)}  {thing.label}", markup=False)
-            yield thing
+                self.console.print(f"{done}/{len(self.labels)}  {label}", markup=False)
+            yield label
 
 
 class StepBar(_Shown):
@@ -156,9 +152,9 @@ def show_scores(row: Row) -> str:
 
 def memory() -> int:
     """Return the peak memory in bytes, of the accelerator or, on a CPU, of the process."""
-    stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    stats: dict[str, int] = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"])
+        return stats["peak_bytes_in_use"]
     if sys.platform == "win32":
         return 0
     import resource

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from importlib import resources
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .._report.markup import Markup, join, tag
+from .._report.markup import Markup, fill, join, tag, write
+from .._report.tables import Tabled
+from .._types import Options
 from .curves import COLORS, Runs, draw_curves, names_of
 from .result import FitResult
 
@@ -38,8 +37,8 @@ def write_report(
     title: str,
     subtitle: str = "",
     target: tuple[str, float, bool] | None = None,
-    memory: Any = None,
-    settings: Mapping[str, Any] | None = None,
+    memory: Tabled | None = None,
+    settings: Options | None = None,
 ) -> Path:
     """Write a page about training runs and their model.
 
@@ -57,10 +56,12 @@ def write_report(
         The path of the file.
     """
     aim = None if target is None else Target(*target)
+    targets = {aim.metric: aim.value} if aim else {}
+    curves = [draw_curves(runs, [metric], targets).to_svg(in_page=True) for metric in names_of(runs)]
     parts = [
         tag("div", *(_card(i, n, r, aim) for i, (n, r) in enumerate(runs.items())), class_="row"),
         tag("h2", "Learning curves"),
-        tag("div", *(_panel(runs, m, aim) for m in names_of(runs)), class_="row"),
+        tag("div", *map(card, curves), class_="row"),
     ]
     if memory is not None:
         parts += [tag("h2", "Memory and work"), card(Markup(memory._repr_html_()))]
@@ -77,12 +78,8 @@ def write_report(
 
 def write_page(path: str | Path, title: str, subtitle: str, parts: list[Markup]) -> Path:
     """Write a page of these parts, and return its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    page = Template(resources.files(__package__).joinpath("report_page.html").read_text(encoding="utf-8"))
-    filled = page.substitute(title=join(title), subtitle=join(subtitle), body=join(*parts))
-    path.write_text(filled, encoding="utf-8")
-    return path
+    texts = {"title": join(title), "subtitle": join(subtitle), "body": join(*parts)}
+    return write(path, fill(Path(__file__).with_name("report_page.html"), **texts))
 
 
 def card(inner: Markup, kind: str = "card") -> Markup:
@@ -96,7 +93,8 @@ def _card(number: int, name: str, run: FitResult, target: Target | None) -> Mark
     said: list[Markup] = []
     if target is not None:
         ok = target.reached(score)
-        reached = _when(run, target)
+        curve = zip(*run.curve(target.metric, evaluation=True), strict=True)
+        reached = next((int(batch) for batch, value in curve if target.reached(float(value))), None)
         when = f" at batch {reached}" if ok and reached else ""
         words = f"target {target.value:g} {'reached' + when if ok else 'not reached'}"
         said = [tag("span", words, class_="good" if ok else "bad"), BREAK]
@@ -107,14 +105,3 @@ def _card(number: int, name: str, run: FitResult, target: Target | None) -> Mark
     shown = [tag("div", name), tag("b", f"{score:.4g}"), " ", soft(metric.replace("_", " ")), BREAK]
     style = f"--color: {COLORS[number % len(COLORS)]}"
     return tag("div", *shown, *said, soft(costs), class_="card run", style=style)
-
-
-def _when(run: FitResult, target: Target) -> int | None:
-    """Return the batch of the first evaluation that reached the target."""
-    x, y = run.curve(target.metric, evaluation=True)
-    return next((int(b) for b, v in zip(x, y, strict=True) if target.reached(float(v))), None)
-
-
-def _panel(runs: Runs, metric: str, target: Target | None) -> Markup:
-    targets = {target.metric: target.value} if target else {}
-    return card(draw_curves(runs, [metric], targets).to_svg(in_page=True))

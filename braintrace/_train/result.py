@@ -6,11 +6,10 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .._types import PyTree
+from .._types import ArrayLike, NumPyArray
 
 Row = dict[str, float]
 COUNTS = ("batch", "epoch", "step")  # columns that are no scores; `step` for streams only
@@ -53,7 +52,7 @@ class FitResult:
         names = [k for k in (rows[0] if rows else ()) if k not in (*COUNTS, "seconds")]
         return {k: float(np.mean([r[k] for r in rows])) for k in names}
 
-    def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[PyTree, PyTree]:
+    def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[NumPyArray, NumPyArray]:
         """Return batch numbers and the values of one metric, of training or of the evaluations."""
         rows = [r for r in (self.evaluations if evaluation else self.history) if name in r]
         return np.array([r["batch"] for r in rows], int), np.array([r[name] for r in rows])
@@ -65,23 +64,20 @@ class FitResult:
         save_curves({"": self}, path)
 
 
-def to_columns(rows: list[Row]) -> dict[str, Any]:
+def to_columns(rows: list[Row]) -> dict[str, NumPyArray]:
     """Return rows as one array for each name, with NaN for missing values."""
     names = dict.fromkeys(k for row in rows for k in row)
     return {k: np.array([row.get(k, math.nan) for row in rows], np.float64) for k in names}
 
 
-def to_rows(columns: dict[str, Any]) -> list[Row]:
+def to_rows(columns: dict[str, ArrayLike]) -> list[Row]:
     """Return the rows that were given to `to_columns`; NaN means a missing value."""
     if not columns:
         return []
     arrays = {k: np.asarray(v) for k, v in columns.items()}
     number = len(next(iter(arrays.values())))
-    return [_row({k: float(a[i]) for k, a in arrays.items() if not np.isnan(a[i])}) for i in range(number)]
-
-
-def _row(values: Row) -> Row:
-    return {k: int(v) if k in COUNTS else v for k, v in values.items()}
+    convert = {k: int if k in COUNTS else float for k in arrays}
+    return [{k: convert[k](a[i]) for k, a in arrays.items() if not np.isnan(a[i])} for i in range(number)]
 
 
 class Log:
@@ -110,7 +106,7 @@ class Log:
             self._file.close()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[Row]:
     """Return the complete lines of a log; the last may be cut off."""
     if not path.exists():
         return []

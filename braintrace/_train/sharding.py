@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._lines import warn_user
-from .._types import PyTree
+from .._types import Array, PyTree
 from .batches import Batch, size_of
 
 MODEL = "model"  # the mesh axis along which the columns of weights are sharded
@@ -31,7 +30,7 @@ class Layout:
     mesh: Mesh
 
     @staticmethod
-    def of(mesh: Any) -> Layout:
+    def of(mesh: Mesh) -> Layout:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"`mesh` is one of `jax.make_mesh`, not {type(mesh)}.")
         if mesh.axis_names[0] == MODEL:
@@ -55,11 +54,6 @@ class Layout:
     def processes(self) -> int:
         return len({d.process_index for d in self.mesh.devices.flat})
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process prints and logs."""
-        return self.processes == 1 or jax.process_index() == 0
-
     # -- arrays ------------------------------------------------------------------------------------
 
     def batch(self, batch: Batch, batched: bool) -> Batch:
@@ -82,7 +76,7 @@ class Layout:
         own: Batch = jax.tree.map(lambda a: pick(a) if np.ndim(a) > 1 else a, batch)
         return own
 
-    def _batch(self, batch: Batch, batched: bool, put: Any) -> Batch:
+    def _batch(self, batch: Batch, batched: bool, put: Callable[[PyTree, P], Array]) -> Batch:
         spec = lambda a: P(None, self.mesh.axis_names[0]) if batched and np.ndim(a) > 1 else P()
         placed: Batch = jax.tree.map(lambda a: a if self._has(a) else put(a, spec(a)), batch)
         return placed
@@ -95,7 +89,7 @@ class Layout:
     def states(self, tree: PyTree, samples: int | None) -> PyTree:
         """Shard states with a batch axis of this size along the first mesh axis, and units along 'model'."""
 
-        def one(a: PyTree) -> Any:
+        def one(a: PyTree) -> PyTree:
             shape = np.shape(a)
             if self._has(a) or samples is None or not shape or shape[0] != samples:
                 return self.as_before(a, a)
@@ -108,7 +102,7 @@ class Layout:
         """Shard an optimiser's state: arrays with the path and shape of a parameter get its sharding."""
         known = [(path, a) for path, a in jax.tree_util.tree_flatten_with_path(parameters)[0]]
 
-        def one(path: Any, a: PyTree) -> Any:
+        def one(path: tuple[object, ...], a: PyTree) -> PyTree:
             for name, p in known:
                 if path[-len(name) :] == name and np.shape(a) == np.shape(p):
                     return self.as_before(a, p)
@@ -116,7 +110,7 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
-    def as_before(self, a: PyTree, before: Any) -> PyTree:
+    def as_before(self, a: PyTree, before: PyTree) -> PyTree:
         """Give an array the sharding of another one, or replicate it if that is not on the mesh."""
         return self._put(a, before.sharding.spec if self._has(before) else P())
 
@@ -197,10 +191,7 @@ class Layout:
         )
         return True
 
-    # -- processes ---------------------------------------------------------------------------------
-
     def any_asks(self, asked: bool) -> bool:
         """Return whether any process asks to stop; all of them must call this."""
-        if self.processes == 1:
-            return asked
-        return bool(np.any(multihost_utils.process_allgather(np.asarray(asked))))
+        everywhere = asked if self.processes == 1 else multihost_utils.process_allgather(np.asarray(asked))
+        return bool(np.any(everywhere))

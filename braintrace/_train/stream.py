@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
-from typing import Any
 
 import jax
 import numpy as np
 
+from .._types import PyTree
 from .batches import Batch, check_batch, steps_of
 
-Steps = Iterable[Any] | Callable[[int], Iterable[Any]]
+Steps = Iterable[PyTree] | Callable[[int], Iterable[PyTree]]
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,15 @@ class Stream:
         """Yield checked blocks from step `start` to step `stop`."""
         skipped = 0 if callable(self.source) else start
         steps = iter(self.source(start) if callable(self.source) else self.source)
-        if self.block is not None:
-            left = None if stop is None else max(0, stop - start)
-            return _stacked(
-                islice(steps, skipped, None if left is None else skipped + left), self.block, batched
-            )
-        return _cut(steps, start - skipped, start, stop, batched)
+        if self.block is None:
+            yield from _cut(steps, start - skipped, start, stop, batched)
+            return
+        steps = islice(steps, skipped, None if stop is None else skipped + max(0, stop - start))
+        while found := list(islice(steps, self.block)):  # the last block may be shorter
+            yield check_batch(_stack(found), batched)
 
 
-def _stacked(steps: Iterator[Any], size: int, batched: bool) -> Iterator[Batch]:
-    """Yield blocks of `size` single steps; the last one may be shorter."""
-    while found := list(islice(steps, size)):
-        yield check_batch(_stack(found), batched)
-
-
-def _stack(steps: list[Any]) -> tuple[Any, ...]:
+def _stack(steps: list[PyTree]) -> tuple[PyTree, ...]:
     lengths = {len(step) if isinstance(step, tuple | list) else None for step in steps}
     if len(lengths) != 1 or not lengths <= {2, 3, 4}:
         raise TypeError(
@@ -87,14 +81,14 @@ def _stack(steps: list[Any]) -> tuple[Any, ...]:
         raise ValueError(f"The steps of a stream differ in their shapes or entries: {error}") from error
 
 
-def _stack_column(column: tuple[Any, ...]) -> Any:
+def _stack_column(column: tuple[PyTree, ...]) -> PyTree:
     """Stack one entry of all steps: arrays, pytrees of arrays, or None."""
     if all(issubclass(kind, np.ndarray | np.generic | float) for kind in set(map(type, column))):
         return np.array(column)  # three times as fast as np.stack
     return jax.tree.map(lambda *leaves: np.array(leaves), *column)
 
 
-def _cut(blocks: Iterator[Any], at: int, start: int, stop: int | None, batched: bool) -> Iterator[Batch]:
+def _cut(blocks: Iterator[PyTree], at: int, start: int, stop: int | None, batched: bool) -> Iterator[Batch]:
     """Yield the part from `start` to `stop` of blocks, the first of which begins at step `at`."""
     for given in blocks:
         block = check_batch(given, batched)

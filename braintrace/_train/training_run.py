@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +75,10 @@ class Run:
     def go(self, *, resume: bool, metrics_file: str | Path | None, progress: bool) -> FitResult:
         """Train until something ends the run, from the newest checkpoint on if `resume`."""
         layout, checkpoints = self.engine.layout, self.checkpoints
-        shows = layout is None or layout.is_first
+        processes = 1 if layout is None else layout.processes
+        shows = processes == 1 or jax.process_index() == 0
         try:
-            with naming_lost_process(layout.processes if layout else 1, checkpoints):
+            with naming_lost_process(processes, checkpoints):
                 self._start(resume)
                 self.log = Log(metrics_file if shows else None, self.batch)
                 live = self.result if self.stream is not None else None
@@ -109,9 +109,8 @@ class Run:
             )
         latest, arrays, notes = self.checkpoints.load_newest(self._go_to)
         where = self.checkpoints.path(latest)
-        self.result = FitResult(
-            to_rows(arrays.pop("history", {})), to_rows(arrays.pop("evaluations", {})), checkpoint=where
-        )
+        history, evaluations = (to_rows(arrays.pop(name, {})) for name in ("history", "evaluations"))
+        self.result = FitResult(history, evaluations, checkpoint=where)
         self.result.reached = notes["reached"] and self.schedule.stop_when is not None
         restore(self.engine, arrays, where)
         self._warn_of_changes(notes.get("settings", {}), where)
@@ -157,12 +156,8 @@ class Run:
 
     def _warn_of_changes(self, before: Options, where: Path) -> None:
         """Warn of settings that differ from those of the checkpoint."""
-        now = self._settings
-        changed = [
-            f"{name} was {before[name]} and is {now[name]}"
-            for name in now
-            if name in before and before[name] != now[name]
-        ]
+        was = {name: (before.get(name, now), now) for name, now in self._settings.items()}
+        changed = [f"{name} was {old} and is {now}" for name, (old, now) in was.items() if old != now]
         if changed:
             warn_user(
                 f"The run continues from {where} with other settings than before: {'; '.join(changed)}. To "
@@ -173,10 +168,7 @@ class Run:
     def _settings(self) -> Options:
         """The settings that change numbers, as values of JSON."""
         engine, learner = self.engine, self.engine.learner
-        found: Options = {
-            "`update_every`": engine.update_every or "sequence",
-            "`reset`": engine.reset,
-        }
+        found: Options = {"`update_every`": engine.update_every or "sequence", "`reset`": engine.reset}
         if engine.in_windows:
             found["the window (`chunk_size`)"] = engine.chunk_size
         found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
@@ -273,9 +265,9 @@ class Run:
             self._save()
 
     def _row(self, scores: Scores) -> Row:
-        counts = {"batch": self.batch, "epoch": self.epoch, **({"step": self.step} if self.stream else {})}
-        first = {"loss": float(scores.pop("loss"))}
-        return {**counts, **first, **{k: float(v) for k, v in scores.items()}, "seconds": self.seconds}
+        row: Row = {"batch": self.batch, "epoch": self.epoch, **({"step": self.step} if self.stream else {})}
+        row |= {"loss": float(scores.pop("loss")), **{k: float(v) for k, v in scores.items()}}
+        return {**row, "seconds": self.seconds}
 
     def _stop_if_diverged(self, losses: PyTree, bad: PyTree, batch: Batch) -> None:
         if bad is None:
@@ -285,13 +277,11 @@ class Run:
             return
         names = np.array(list(self.engine.named_parameters()))
         lost = np.flatnonzero(~np.isfinite(losses))
-        step = int(lost[0]) if len(lost) else int(steps[0])
+        step = int((*lost, *steps)[0])
         parameters = [str(n) for n in names[bad[steps[0]]]]
-        saved = self.result.checkpoint
+        where = self.batch, self.epoch, step
         cause = not_finite(*sequence_of(*batch[:3]).arrays)
-        raise DivergedError(
-            self.batch, self.epoch, step, parameters, float(losses[step]), saved, self.result, cause
-        )
+        raise DivergedError(*where, parameters, float(losses[step]), self.result, cause)
 
     @property
     def _evaluates(self) -> bool:
@@ -351,6 +341,9 @@ class Run:
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
 
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
 class Interrupt:
     """Turns the first Ctrl-C or SIGTERM into a request to stop after the current batch.
 
@@ -360,7 +353,7 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
         self._say = say
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
