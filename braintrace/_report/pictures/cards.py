@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..._compiler.step import Path, show_path
 from ..._types import Aval
+from ..tables import shorten
 from .diagram import Box, Diagram, Edge, show_aval
 
 TITLE, TEXT, SMALL = 12.0, 11.0, 10.0  # sizes of type, in pixels
@@ -166,14 +167,6 @@ def _prefix(box: Box) -> Path:
 def _largest(avals: Sequence[Aval]) -> str:
     """Return the shape of the largest leaf of a parameter, as a short label."""
     return f"[{','.join(map(str, max(avals, key=lambda a: a.size).shape))}]"
-
-
-def shorten(text: str, length: int) -> str:
-    """
-    >>> shorten("a.long.path.to.weight", 14)
-    '…ath.to.weight'
-    """
-    return text if len(text) <= length else "…" + text[len(text) - length + 1 :]
 
 
 def _arrange(card: Card) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from importlib import resources
-from string import Template
+from pathlib import Path as File
 
 from ..._compiler.step import Path, show_path
 from ..._diagnostics.records import DiagnosticLevel
-from ..markup import Markup, join, tag
+from ..markup import Markup, fill, join, tag
 from ..report import CompilationReport
 from ..tables import number, show_bytes
 from .details import details
@@ -32,8 +31,8 @@ def to_html(report: CompilationReport) -> str:
         number(counts["warning"], "warning"),
     ]
     notes = json.dumps(details(diagram, graph)).replace("<", "\\u003c")
-    template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    return template.substitute(
+    return fill(
+        File(__file__).with_name("page.html"),
         title=join(graph.module_info.step.name),
         counts=join(" · ".join(facts)),
         verdict=_verdict(report),
