@@ -317,15 +317,17 @@ class ETraceGraphExecutor:
         deltas: tuple[Arrays, Arrays],
         ys: Ys | None = None,
         at_readings: Sequence[Array] = (),
+        at_sites: Added | None = None,
     ) -> tuple[Arrays, list[Arrays]]:
         """Evaluate the step with perturbations of new and old states: outputs and new states.
 
-        `at_readings` are perturbations of the readings of filtered groups.
+        `at_readings` are perturbations of the readings of filtered groups, and `at_sites` of the outputs of
+        sites, whose weights are held fixed.
         """
         pairs = zip(self.filtered_readings.items(), at_readings, strict=bool(at_readings))
         more = {v: (k, delta) for (v, k), delta in pairs}
         known = self._known(params, args, consts, rest)
-        return differentiable_step(self.graph, known, *deltas, ys or {}, more)
+        return differentiable_step(self.graph, known, *deltas, ys or {}, more, at_sites or {})
 
     @cached_property
     def filtered_readings(self) -> dict[Var, int]:

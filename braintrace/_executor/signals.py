@@ -58,11 +58,13 @@ def differentiable_step(
     old_deltas: Sequence[Array],
     ys: Mapping[int, Taken],
     more: Mapping[Var, tuple[int, Array]],
+    at_sites: Mapping[int, Array],
 ) -> tuple[list[Array], list[list[Array]]]:
     """Evaluate outputs and new leaves of each carried state, with `deltas` added to the hidden states.
 
     `old_deltas` may be empty if no output reads an old state; `ys` are known outputs of sites; `more` holds
-    (group, perturbation) of other variables, added for readers outside of that group.
+    (group, perturbation) of other variables, added for readers outside of that group. `at_sites` holds
+    perturbations of the outputs of sites, in place of the derivatives in their weights.
     """
     info = graph.module_info
     home = worlds(graph.hidden_groups)
@@ -80,11 +82,16 @@ def differentiable_step(
         return home[var], added[var]
 
     def rule(site: Site, world: World) -> AtSite:
-        def at_site(site: Site, taken: Taken | None, operands: list[Array]) -> tuple[Array, None]:
-            if (site.index, world) in traced:
+        def at_site(
+            site: Site, given: tuple[Taken | None, Array | None] | None, operands: list[Array]
+        ) -> tuple[Array, None]:
+            taken, delta = given or (None, None)
+            is_traced = (site.index, world) in traced
+            if is_traced or delta is not None:
                 n = site.num_inputs
                 operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-            return output(site, taken, operands), None
+            y = output(site, taken, operands)
+            return y if is_traced or delta is None else y + delta, None
 
         return at_site
 
@@ -97,7 +104,7 @@ def differentiable_step(
         reads=reads,
         operands=lambda site, world: None if world is None else _INNER,
         before=before,
-        site_ins=ys,
+        site_ins={i: (ys.get(i), at_sites.get(i)) for i in {*ys, *at_sites}},
     )
     states = [list(e.outvars) for e in info.carried]
     targets = [*info.out_atoms, *(a for outs in states for a in outs)]

@@ -37,6 +37,8 @@ class Record:
         None  # dL/dh before each step, of losses that read old states; None if none does
     )
     keep: Any = None  # (time, batch): False where a sample is reset before the step; None without resets
+    # within-step dL/dy by site, if the rule adds the gradient of the weights through it
+    at_sites: dict[int, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> Any:

@@ -43,7 +43,7 @@ class StepCounter(brainstate.ShortTermState):
 
 def is_unchanged(before: Array, after: Array) -> bool:
     """Whether a counter is known to have its old value."""
-    return before is after or (not any(map(_compat.is_tracer, (before, after))) and bool(before == after))
+    return before is after or (not any(map(_compat.is_tracer, (before, after))) and int(before) == int(after))
 
 
 def traces_of(learner: ETraceAlgorithm, weight: brainstate.State | Path | str) -> dict[str, Array]:

@@ -28,7 +28,9 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
         [jnp.zeros((length, *z.shape), z.dtype) for z in some]
         for some in (online.zeros_at_readings(), online.zeros_at_outputs())
     ]
-    deltas = (zeros, zeros if reads_old else [], *more)
+    sites = online.joined_sites if online.trace_rule.joins_within_step(length) else []
+    at_sites = {s.index: jnp.zeros((length, *s.shape), s.output.aval.dtype) for s in sites}
+    deltas = (zeros, zeros if reads_old else [], *more, at_sites)
 
     def losses(some: Leaves, deltas: Any) -> Any:
         def one(now: Any) -> Any:
@@ -39,7 +41,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
 
     some = [given.leaves[i] for i in drive.wanted]
     loss, pull, (outs, (local, slopes, taken)) = jax.vjp(losses, some, deltas, has_aux=True)
-    grads, (dnew, dold, dread, douts) = pull(jnp.ones_like(loss))
+    grads, (dnew, dold, dread, douts, dys) = pull(jnp.ones_like(loss))
     leaves = drive.leaves_now(given, carry.moving)
     params = [leaves[i] for i in step.params or ()]
     consts = step.fixed_consts(given.consts, leaves)
@@ -55,6 +57,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
         signals=signals,
         old_signals=jax.vmap(online.executor.widened)(by_group(dold)) if reads_old else None,
         keep=None if part.reset is None else ~part.reset,
+        at_sites=dys,
     )
     kept, weight_grads = online.chunk(
         params,
@@ -107,13 +110,13 @@ def _differentiable(
     Returns the outputs of the step, and its (local Jacobians, slopes of readings, inputs of the signal).
     """
     step = drive.step
-    new, old, read, at_outs = deltas
+    new, old, read, at_outs, at_sites = deltas
     found: list[Any] = []
 
     def at_call(call: Call, operands: Leaves) -> Leaves:
         params, args, consts, rest, values = call.operands(operands)
         added = (new, old if call.online.executor.reads_old_states else [])
-        outs, after, local = call.online.differentiable(params, args, consts, rest, added, ys, read)
+        outs, after, local = call.online.differentiable(params, args, consts, rest, added, ys, read, at_sites)
         found.append((local.arrays, local.slopes, jax.lax.stop_gradient(call.online.given(values))))
         more = iter(at_outs)
         outs = [o + next(more) if at_outs and is_inexact(o) else o for o in outs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import brainunit as u
@@ -38,16 +39,23 @@ class Request:
 
     def result(self, grads: PyTree, losses: Array, aux: PyTree) -> PyTree:
         """The requested values, from the summed gradients and the losses and aux of all steps."""
-        mask = self.sequence.mask.astype(losses.dtype)
-        counted = masked(losses, mask)
-        total = counted.sum()
-        if self.reduction == "mean":
-            count = mask.sum()
-            scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
-            grads, total = jax.tree.map(lambda v: v * scale.astype(v.dtype), (grads, total))
+        grads, counted, total = _reduced(self.reduction == "mean", self.sequence.mask, losses, grads)
         value = {"per_step": losses, "masked": counted, "scalar": total}[self.loss_output]
         found = (grads, *((value,) if self.return_value else ()), *((aux,) if self.has_aux else ()))
         return found if len(found) > 1 else grads
+
+
+@partial(jax.jit, static_argnums=0)  # eager operations would be a compiled program each
+def _reduced(is_mean: bool, mask: Array, losses: Array, grads: PyTree) -> tuple[PyTree, Array, Array]:
+    """The gradients, masked losses and total loss, divided by the sum of the mask if `is_mean`."""
+    mask = mask.astype(losses.dtype)
+    counted = masked(losses, mask)
+    total = counted.sum()
+    if is_mean:
+        count = mask.sum()
+        scale = 1 / jnp.where(count == 0, jnp.ones_like(count), count)
+        grads, total = jax.tree.map(lambda v: v * scale.astype(v.dtype), (grads, total))
+    return grads, counted, total
 
 
 def split_loss(out: PyTree, has_aux: bool, lead: Shape = (), samples: Shape = ()) -> tuple[Array, PyTree]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ class RuleArrays:
         at, specs = self.executor.sharding, self.specs
         lasting = self.rule.lasting(self.executor)
         zero = _meshes.zero_of(among)
+        shapes = {k: s for k, s in self.shapes.items() if k not in lasting}
+        if at is None and zero is None:
+            return {**dict(zip(shapes, _zeros(tuple(shapes.values())), strict=True)), **lasting}
 
         def zeros(key: str, like: jax.ShapeDtypeStruct) -> Array:
             found = None
@@ -42,7 +45,7 @@ class RuleArrays:
 
         if at is not None:
             lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
-        return {**{k: zeros(k, s) for k, s in self.shapes.items() if k not in lasting}, **lasting}
+        return {**{k: zeros(k, s) for k, s in shapes.items()}, **lasting}
 
     @cached_property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -86,3 +89,9 @@ class RuleArrays:
         if at is None:
             return values
         return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
+
+
+@partial(jax.jit, static_argnums=0)
+def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
+    """Zeros of all shapes; eager `jnp.zeros` would compile a program for each."""
+    return [jnp.zeros(s.shape, s.dtype) for s in shapes]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from .._compat import Literal, identity_primitive
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
+from .._compiler.program import Site
 from .._compiler.slices import needed
 from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
@@ -341,6 +343,15 @@ class RuleStep:
 
     # -- chunks ------------------------------------------------------------------------------------
 
+    @cached_property
+    def joined_sites(self) -> list[Site]:
+        """The sites all of whose weights have traces."""
+        names: dict[int, set[str]] = {}
+        for slot in self.slots:
+            names.setdefault(slot.relation.site.index, set()).add(slot.name)
+        weighted = self.executor.weighted
+        return [w.site for w in weighted if names.get(w.site.index) == set(w.layouts)]
+
     def differentiable(
         self,
         params: Leaves,
@@ -350,11 +361,12 @@ class RuleStep:
         added: Added,
         ys: dict[int, Any],
         read: Leaves,
+        at_sites: dict[int, Any],
     ) -> tuple[Leaves, list[Leaves], Local]:
         """One step with perturbations `added` to its states: outputs, new states, and local Jacobians."""
         rest = jax.lax.stop_gradient(rest)
         local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
-        outs, new = self.executor.signals(params, args, consts, rest, added, ys, read)
+        outs, new = self.executor.signals(params, args, consts, rest, added, ys, read, at_sites)
         return outs, self._watched(new), local
 
     def chunk(

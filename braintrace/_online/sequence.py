@@ -68,7 +68,9 @@ class Sequence:
         length = jnp.shape(jax.tree.leaves(sequences)[0])[0]
         if length == 0:
             raise ValueError("The sequences have no steps.")
-        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
+        dtype = jnp.result_type(float)
+        # NumPy's ones need no compiled program
+        mask = jnp.asarray(np.ones(length, dtype) if mask is None else mask, dtype)
         if mask.shape[:1] != (length,) or mask.ndim > 2:
             raise ValueError(
                 f"The mask must have one number for each of the {length} steps, or one for each step and "

@@ -126,7 +126,9 @@ def chunk_gradient(
         assert q is not None
         assert start is not None
         parts = None if values is None else record.local.parts(slot, values[slot.key])
-        dw = record.local.as_partial_sums(slot, parts, over_time(slot, record, weight, q, parts))
+        # the within-step gradient, once for each weight, joins the product over time
+        within = None if (site, slot.name) in grads else record.at_sites.get(site)
+        dw = record.local.as_partial_sums(slot, parts, over_time(slot, record, weight, q, parts, within))
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
             past = slot.contract(lifted, values[slot.key], parts)
@@ -135,12 +137,20 @@ def chunk_gradient(
     return grads
 
 
-def over_time(slot: Slot, record: Record, weight: Array, signal: States, parts: Parts | None = None) -> Array:
-    """`sum_s x[s] (J[s] signal[s])`; with `parts`, per-device partial sums."""
+def over_time(
+    slot: Slot,
+    record: Record,
+    weight: Array,
+    signal: States,
+    parts: Parts | None = None,
+    within: Array | None = None,
+) -> Array:
+    """`sum_s x[s] (J[s] signal[s] + within[s])`; with `parts`, per-device partial sums."""
     site = slot.relation.site.index
     inputs = record.local.inputs[site]
     J = record.local.J[site, slot.group.index]
     dy = slot.to_y(slot.pair(signal, J, 1), 1)
+    dy = dy if within is None else add_up(promoted(dy, within))
     return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, TIME, parts)
 
 

@@ -208,6 +208,9 @@ class D_RTRL(TraceRule):
         after = chunk_traces(slots, before, record, found, values) if keep else values
         return after, add_all(total, grads)
 
+    def joins_within_step(self, length: int) -> bool:
+        return self.bound is None and length > 1
+
     def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         if self.bound is not None:
             return super().traces_after(slots, values, record)

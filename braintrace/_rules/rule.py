@@ -179,6 +179,10 @@ class TraceRule(Rule):
         values, grads = step_by_step(self, slots, values, record)
         return values, add_all(total, grads)
 
+    def joins_within_step(self, length: int) -> bool:
+        """Whether `chunk` adds the gradients through `Record.at_sites`, for a chunk of this length."""
+        return False
+
     def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
         """The traces after the steps in `record`."""
 

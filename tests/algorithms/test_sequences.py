@@ -181,6 +181,26 @@ def change_of_state(learner):
     return step
 
 
+class Layers(brainstate.nn.Module):
+    """Two LSTM layers: within a step, each weight reaches the loss through its trace and past it."""
+
+    def __init__(self):
+        super().__init__()
+        with brainstate.random.seed_context(0):
+            self.cells = [bt.nn.LSTMCell(m, N) for m in (X, N)]
+
+    def update(self, x):
+        for cell in self.cells:
+            x = cell(x)
+        return x
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_chunks_of_layers_whose_weights_reach_the_loss_in_two_ways(size):
+    truth, found = (gradient(bt.D_RTRL, n, Layers) for n in (1, size))
+    assert agree(truth, found, 1e-11), difference(truth, found)
+
+
 @pytest.mark.parametrize("size", [1, 3, None])
 def test_a_loss_may_read_a_state_before_the_call(size):
     truth = gradient(bt.BPTT, model=Leaky, step=change_of_state)
