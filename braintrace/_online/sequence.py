@@ -23,7 +23,7 @@ Report = Callable[[int, int, Any], None]  # steps done, number of steps, carry
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "mask", "reset"],
-    meta_fields=["length", "progress"],
+    meta_fields=["length", "progress", "has_mask"],
 )
 @dataclass(frozen=True)
 class Sequence:
@@ -34,6 +34,7 @@ class Sequence:
     mask: Any  # (time,), or (time, batch) where a step has a loss for each sample
     reset: Any = None  # (time, batch): the samples that are reset before each step
     progress: Report | None = None
+    has_mask: bool = False  # whether a mask was given; otherwise it is all ones
 
     @staticmethod
     def check(
@@ -63,7 +64,8 @@ class Sequence:
         length = jnp.shape(jax.tree.leaves(sequences)[0])[0]
         if length == 0:
             raise ValueError("The sequences have no steps.")
-        mask = jnp.ones(length) if mask is None else jnp.asarray(mask, jnp.result_type(float))
+        has_mask = mask is not None
+        mask = jnp.asarray(mask, jnp.result_type(float)) if has_mask else jnp.ones(length)
         if mask.shape[:1] != (length,) or mask.ndim > 2:
             raise ValueError(
                 f"The mask must have one number for each of the {length} steps, or one for each step and "
@@ -77,7 +79,7 @@ class Sequence:
                     f"booleans of shape (time, batch), not {reset.dtype}{list(reset.shape)}."
                 )
             reset = reset.astype(bool)
-        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask, reset, progress)
+        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask, reset, progress, has_mask)
 
     @property
     def steps(self) -> tuple[Any, Any, Any]:

@@ -17,6 +17,8 @@ from ..run import agree, difference, every
 
 T, B, N, X = 7, 3, 4, 2
 RULES = [bt.D_RTRL, bt.ES_D_RTRL, bt.RTRL, bt.BPTT]
+FLAGS = np.random.RandomState(5).rand(T, B) < 0.35
+FLAGS[0] = [True, False, True]
 
 
 class Leaky(brainstate.nn.Module):
@@ -378,10 +380,21 @@ def test_a_mask_may_have_a_number_for_each_sample(rule):
         gradient(rule, sequences=(xs, ys), mask=mask)
 
 
-# -- episodes ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("rule", "reset"), [(bt.D_RTRL, None), (bt.ES_D_RTRL, FLAGS)])
+def test_steps_of_weight_zero_add_no_gradient(rule, reset):
+    """Without `mask`, the gradients of all steps are computed, and some are multiplied by zero."""
+    mask = jnp.asarray([0.0, 0, 2, 0, 0, 1, 0])
+    step = lambda weigh: lambda learner: lambda x, y, m: weigh(m) * squared(learner)(x, y)
+    nans = step(lambda m: jnp.where(m == 0, jnp.nan, 1.0))
+    want = gradient(rule, 1, step=step(lambda m: m), sequences=(*data(), mask), reset=reset)
+    assert agree(want, gradient(rule, 1, step=nans, sequences=(*data(), mask), mask=mask, reset=reset), 1e-12)
+    masks = jnp.stack([mask, jnp.ones(T), jnp.zeros(T)])
+    each = jax.vmap(lambda m: gradient(rule, 1, sequences=data(), mask=m, reset=reset))(masks)
+    assert agree(want, jax.tree.map(lambda g: g[0], each), 1e-12)
+    assert not any(g[2].any() for g in jax.tree.leaves(each))
 
-FLAGS = np.random.RandomState(5).rand(T, B) < 0.35
-FLAGS[0] = [True, False, True]
+
+# -- episodes ------------------------------------------------------------------------------------------------
 
 
 def of_episodes(rule, model=Recurrent, **options):
