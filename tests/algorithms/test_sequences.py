@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import braintrace as bt
+from braintrace._executor import trace_math
 
 from ..oracle import windows_of
 from ..run import agree, difference, every
@@ -392,6 +393,16 @@ def test_steps_of_weight_zero_add_no_gradient(rule, reset):
     each = jax.vmap(lambda m: gradient(rule, 1, sequences=data(), mask=m, reset=reset))(masks)
     assert agree(want, jax.tree.map(lambda g: g[0], each), 1e-12)
     assert not any(g[2].any() for g in jax.tree.leaves(each))
+
+
+def test_factors_of_large_traces_are_stored_unchanged(monkeypatch):
+    values = jnp.asarray([0.0, -0.0, 1e-40, -3.7, 1e30, jnp.inf, -jnp.inf, jnp.nan])
+    found = jax.jit(lambda a: trace_math.stored(a, 2**20, [a[::-1], jnp.ones(0)]))(values)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(values))
+    np.testing.assert_array_equal(found, values)
+    want = gradient(bt.D_RTRL, None)
+    monkeypatch.setattr(trace_math, "_STORED", 0)
+    assert agree(want, gradient(bt.D_RTRL, 1), 1e-12)
 
 
 # -- episodes ------------------------------------------------------------------------------------------------
