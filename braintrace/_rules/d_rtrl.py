@@ -19,7 +19,7 @@ from .._compiler.graph import ETraceGraph
 from .._compiler.leaky_readouts import with_filters
 from .._compiler.states_with_memory import remembering
 from .._executor.executor import Local
-from .._executor.filtered_inputs import with_filtered_inputs
+from .._executor.filtered_inputs import with_columns, with_filtered_inputs
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
 from .._executor.sharding import full_sum
 from .._executor.slots import Slot
@@ -108,7 +108,7 @@ class D_RTRL(TraceRule):
             graph = remembering(graph)
         # a bound and corrections act on traces of each weight
         plain = self.recursion is None and self.bound is None and self.correction is None
-        return with_filtered_inputs(graph) if plain else graph
+        return with_columns(with_filtered_inputs(graph)) if plain else graph
 
     @property
     def one_pass(self) -> bool:

@@ -405,6 +405,16 @@ def test_factors_of_large_traces_are_stored_unchanged(monkeypatch):
     assert agree(want, gradient(bt.D_RTRL, 1), 1e-12)
 
 
+def test_an_output_gate_has_no_trace(monkeypatch):
+    model = lambda: brainstate.random.seed(0) or lstm()
+    each = lambda: [gradient(bt.D_RTRL, size, model, reset=FLAGS) for size in (1, 3)]
+    found, traces = each(), learner_of(bt.D_RTRL, model).etrace_states
+    assert {st.value.shape[-1] for st in traces.values()} == {3 * N}  # of four gates
+    monkeypatch.setattr("braintrace._rules.d_rtrl.with_columns", lambda graph: graph)
+    for a, b in zip(found, each(), strict=True):
+        assert agree(a, b, 1e-12)
+
+
 # -- episodes ------------------------------------------------------------------------------------------------
 
 
