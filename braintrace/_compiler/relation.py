@@ -64,6 +64,8 @@ class HiddenParamOpRelation:
     varying: tuple[str, ...] = ()
     # axis labels along which a trace is uniform, by weight and group, if the rule stores it without them
     uniform: Mapping[tuple[str, int], Labels] = field(default_factory=dict)
+    # start and stop of the last axis of a weight that a trace covers, by weight and group, if not all of it
+    columns: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         names = [

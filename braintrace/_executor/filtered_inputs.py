@@ -13,14 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._compiler.graph import TraceGraph
 from .._compiler.positions import positions_of
 from .._compiler.program import Var, read_program, struct
+from .._compiler.reach import Reach
 from .._compiler.uniform_axes import UniformAxes
 from .._ops.axis_labels import Labels
 from .executor import ETraceGraphExecutor, Leaves
-from .slots import Slot
+from .slots import Slot, find_slots
 
 
 def with_filtered_inputs(graph: TraceGraph) -> TraceGraph:
@@ -34,6 +36,35 @@ def with_filtered_inputs(graph: TraceGraph) -> TraceGraph:
             replace(r, uniform=found.get(r.site.index, {})) for r in relations
         )
     )
+
+
+def with_columns(graph: TraceGraph) -> TraceGraph:
+    """The graph with relations that name the columns of their weights that reach a group.
+
+    Those of an LSTM's output gate reach no state with memory.
+    """
+    relations, positions = graph.hidden_param_op_relations, positions_of(graph.module_info.program)
+    sites = {}
+    for group in graph.hidden_groups:
+        others = set(graph.other_outvars(group))
+        starts = {h.outvar: Reach.at(h.positions) for h in group.hidden}
+        sites[group.index] = positions.reaches(starts, others.__contains__)[1]
+    found: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
+    for slot in find_slots(relations):
+        site, layout, label = slot.relation.site.index, slot.layout, next(reversed(slot.layout.w), None)
+        reach = sites[slot.group.index].get(site)
+        if slot.positions.on_hidden or layout.y_is_viewed or slot.uniform or reach is None:
+            continue
+        if label in layout.y and label not in (layout.x or ()) and not reach.is_empty:
+            reaching = np.moveaxis(reach.highest >= 0, layout.y.index(label), -1)
+            columns = np.flatnonzero(reaching.any(tuple(range(reaching.ndim - 1))))
+            start, stop = int(columns[0]), int(columns[-1]) + 1
+            if stop - start < reaching.shape[-1]:
+                found.setdefault(site, {})[slot.name, slot.group.index] = start, stop
+    if not found:
+        return graph
+    each = (replace(r, columns=found.get(r.site.index, {})) for r in relations)
+    return graph._replace(hidden_param_op_relations=type(relations)(each))
 
 
 def _find_uniform(graph: TraceGraph) -> dict[int, dict[tuple[str, int], Labels]]:

@@ -53,7 +53,7 @@ def fits(slot: Slot, value: Array, at: Sharding | None = None) -> bool:
     The sharding of the trace must be known.
     """
     w, x = slot.layout.w, slot.layout.x
-    if slot.uniform or (mesh_of(value) is not None and at is None):
+    if slot.uniform or slot.columns or (mesh_of(value) is not None and at is None):
         return False
     ways = (
         1 if mesh_of(value) is None or at is None else max(1, at.ways(at.of_trace(slot)[-1], value.shape[-1]))

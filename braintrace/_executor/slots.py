@@ -41,6 +41,8 @@ class Slot:
     group: HiddenGroup
     positions: PositionMap
     uniform: Labels = ()  # axes of the weight along which the trace is the same, which it therefore lacks
+    # start and stop of the weight's last axis that the trace covers; None for all, the others have no trace
+    columns: tuple[int, int] | None = None
 
     @property
     def key(self) -> str:
@@ -136,11 +138,26 @@ class Slot:
         return tuple(a for a in labels if a not in self.uniform)
 
     def narrow(self, q: Array, labels: Labels, lead: int) -> Array:
-        """Drop the uniform axes of an array that has `lead` axes in front of those in `labels`."""
+        """Drop uniform axes and uncovered columns; `labels` are those of the axes after the first `lead`."""
+        q = self.covered(q, labels, lead)
         for axis, label in reversed(list(enumerate(labels))):
             if label in self.uniform:
                 q = jax.lax.index_in_dim(q, 0, lead + axis, keepdims=False)
         return q
+
+    def covered(self, q: Array, labels: Labels, lead: int) -> Array:
+        """The columns that the trace covers; `labels` are those of the axes after the first `lead`."""
+        if self.columns is None:
+            return q
+        return jax.lax.slice_in_dim(q, *self.columns, axis=lead + labels.index(self.layout.w[-1]))
+
+    def uncovered(self, dw: Array) -> Array:
+        """A gradient of the covered columns, with zeros for the others."""
+        if self.columns is None:
+            return dw
+        (start, stop), layout = self.columns, self.layout
+        num = self.site_shape[layout.y.index(layout.w[-1])]
+        return jnp.pad(dw, [*[(0, 0)] * (dw.ndim - 1), (start, num - stop)])
 
     @cached_property
     def _map(self) -> NpArray:
@@ -267,6 +284,8 @@ class Slot:
             # one product per state: with the states as an axis, XLA would transpose the whole trace
             result = jnp.stack([product([factor, (one, y)], labels) for one in J])
         sizes = dict(zip(self.layout.w, self.layout.view_w(weight).shape, strict=True))
+        if self.columns is not None:
+            sizes[self.layout.w[-1]] = self.columns[1] - self.columns[0]
         full = tuple(sizes.get(a, n) for a, n in zip(labels, result.shape[1:], strict=True))
         return jnp.broadcast_to(result, (result.shape[0], *full))
 
@@ -302,12 +321,12 @@ class Slot:
         """
         if self.uniform:
             return self._product(g, trace, parts)
-        g, trace = promoted(_align_states(g, self.at, self.labels), trace)
+        g, trace = promoted(_align_states(self.covered(g, self.at, 1), self.at, self.labels), trace)
         if parts is None:
-            return self._contract(g, trace)
+            return self.uncovered(self._contract(g, trace))
         axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
-        return jax.vmap(self._contract, axis)(g, trace)
+        return self.uncovered(jax.vmap(self._contract, axis)(g, trace))
 
     def _product(self, g: Array, trace: Array, parts: Parts | None) -> Array:
         """`sum g trace` of a trace that lacks axes of the weight."""
@@ -428,8 +447,9 @@ def _align_states(q: Array, have: Labels, want: Labels) -> Array:
 def find_slots(relations: Sequence[HiddenParamOpRelation]) -> list[Slot]:
     """A slot for every trace of a graph, in program order."""
     return [
-        Slot(relation, name, group, positions, relation.uniform.get((name, group.index), ()))
+        Slot(relation, name, group, positions, relation.uniform.get(at, ()), relation.columns.get(at))
         for relation in relations
         for name in relation.layouts
         for group, positions in relation.feeds
+        for at in [(name, group.index)]
     ]

@@ -17,6 +17,7 @@ States = Sequence[Array]  # one array per state of a group
 Jacobian = Sequence[States]  # `[new state][old state]`
 
 _WRITTEN_OUT = 64  # terms of a sum up to which it is unrolled
+_STORED = 2**17  # bytes of a trace; for smaller ones, another kernel costs more than it saves
 
 
 def weigh(g: Array, trace: Array) -> Array:
@@ -68,6 +69,24 @@ def times(a: Array, trace: Array) -> Array:
     product = a * trace
     trace = jnp.broadcast_to(trace, product.shape)
     return jax.lax.select(trace == 0, jnp.zeros_like(product), product)
+
+
+def stored(array: Array, size: int, after: Sequence[Array] = ()) -> Array:
+    """The same array, a factor of a trace of `size` bytes, which XLA on a CPU computes once.
+
+    Otherwise it would compute the array again for each element of the trace. XLA moves no division into a
+    loop that repeats it, and removes an `optimization_barrier`. The divisor is one, but XLA cannot tell. It
+    depends on `after`, so that these arrays are computed first.
+    """
+
+    def divided(array: Array, after: Sequence[Array]) -> Array:
+        one = add_up(a.astype(jnp.int32) for a in (array, *(a.real.ravel()[0] for a in after)))
+        return array / jnp.clip(one, 1, 1).astype(array.dtype)
+
+    if size < _STORED or jnp.iscomplexobj(array):
+        return array
+    given = array, [a for a in after if a.size]
+    return jax.lax.platform_dependent(*given, cpu=divided, default=lambda array, _: array)  # type: ignore[no-any-return]
 
 
 def dot(a: States, b: States) -> Array:

@@ -65,7 +65,7 @@ class Drive:
         if self.step.calls:  # else it is BPTT, and all of it can be differentiated
             given, sequence = differentiated_once((given, sequence))
             given = self._adapted(given)
-        run: Any = self._in_turn
+        run: Any = partial(self._in_turn, sequence.has_mask and self._follows_loss)
         start: Any = ()
         if self.windows:
             run = partial(back_through_time if self.step.node is None else in_windows, self)
@@ -155,7 +155,13 @@ class Drive:
 
     # -- step by step ------------------------------------------------------------------------------
 
-    def _in_turn(self, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+    @property
+    def _follows_loss(self) -> bool:
+        """Whether the gradient of a step is zero if its loss has weight zero."""
+        return not any(node.params["call"].online.rule.signal.takes for node in self.step.calls)
+
+    def _in_turn(self, skips: bool, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+        """Run step by step; with `skips`, no gradient is computed of a step whose loss has weight zero."""
         step = self.step
         old = self.old_leaves
 
@@ -183,11 +189,20 @@ class Drive:
                 return weighed(outs[0], mask), (outs, found[len(step.outs) :], taken)
 
             at = [leaves[i] for i in self.wanted], [leaves[i] for i in old]
-            (grads, signals), (outs, moving, taken) = jax.grad(loss, (0, 1), has_aux=True)(*at)
-            if old:  # the loss reads states before the call: traces before the step give this gradient
-                by_leaf = dict(zip(old, signals, strict=True))
-                grads = self.add_params(grads, self._before_call(taken[0], by_leaf))
-            return (add(total, grads), moving), outs
+            value, pull, (outs, moving, taken) = jax.vjp(loss, *at, has_aux=True)
+
+            def add_gradient(total: Leaves) -> Leaves:
+                grads, signals = pull(jnp.ones_like(value))
+                if old:  # the loss reads states before the call: traces before the step give this gradient
+                    by_leaf = dict(zip(old, signals, strict=True))
+                    grads = self.add_params(grads, self._before_call(taken[0], by_leaf))
+                return add(total, grads)
+
+            if skips:
+                total = jax.lax.cond(jnp.any(mask != 0), add_gradient, lambda total: total, total)
+            else:
+                total = add_gradient(total)
+            return (total, moving), outs
 
         # not unrolled on several devices: XLA moves the sum over them out of the loop if it is a single one
         unroll = self.unroll if self.sharding_key is None else 1

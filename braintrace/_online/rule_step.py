@@ -27,7 +27,7 @@ from .._executor.executor import ETraceGraphExecutor, Leaves, Local
 from .._executor.pull_back import is_inexact, pull_back
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
-from .._executor.trace_math import states
+from .._executor.trace_math import states, stored
 from .._executor.window import Record, Signals, Window
 from .._lines import warn_user
 from .._rules.chunk import over_time
@@ -198,6 +198,10 @@ class RuleStep:
             signals = self.joined(
                 after, back, deltas, read, self.inexact_outs(outs), slopes, self.given(after)
             )
+            # traces are contracted last: otherwise XLA copies weights that the pull-back still has to read
+            done = [] if self.executor.sharding else [a for a in (*dparams, *deltas) if a is not None]
+            size = max((v.nbytes for v in after.values()), default=0)
+            signals = {k: stored(g, size, done) for k, g in signals.items()}
             grads = rule.gradient(self.slots, after, signals, local)
             for key, value in self._counted_twice(self.executor.widened(back), local).items():
                 grads[key] = grads[key] - value

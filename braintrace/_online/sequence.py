@@ -25,7 +25,7 @@ Steps = tuple[tuple[PyTree, ...], Array, Array | None]  # arrays, mask and reset
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays", "mask", "reset"],
-    meta_fields=["length", "progress"],
+    meta_fields=["length", "progress", "has_mask"],
 )
 @dataclass(frozen=True)
 class Sequence:
@@ -36,6 +36,7 @@ class Sequence:
     mask: Float[Array, "time ..."]  # with a batch axis if a step has a loss for each sample
     reset: Bool[Array, "time batch"] | None = None  # the samples that are reset before each step
     progress: Report | None = None
+    has_mask: bool = False  # whether a mask was given; otherwise it is all ones
 
     @staticmethod
     def check(
@@ -68,9 +69,9 @@ class Sequence:
         length = jnp.shape(jax.tree.leaves(sequences)[0])[0]
         if length == 0:
             raise ValueError("The sequences have no steps.")
-        dtype = jnp.result_type(float)
+        has_mask, dtype = mask is not None, jnp.result_type(float)
         # NumPy's ones need no compiled program
-        mask = jnp.asarray(np.ones(length, dtype) if mask is None else mask, dtype)
+        mask = jnp.asarray(mask if has_mask else np.ones(length, dtype), dtype)
         if mask.shape[:1] != (length,) or mask.ndim > 2:
             raise ValueError(
                 f"The mask must have one number for each of the {length} steps, or one for each step and "
@@ -84,7 +85,7 @@ class Sequence:
                     f"booleans of shape (time, batch), not {reset.dtype}{list(reset.shape)}."
                 )
             reset = reset.astype(bool)
-        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask, reset, progress)
+        return Sequence(jax.tree.map(jnp.asarray, sequences), length, mask, reset, progress, has_mask)
 
     @property
     def steps(self) -> Steps:

@@ -193,7 +193,7 @@ def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]
     inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]
     carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
     lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
-    return slot.lift(stack(products[1]), [a[0] for a in inputs], 2), lifted
+    return slot.lift_decay(stack(products[1]), [a[0] for a in inputs], 2), lifted
 
 
 def _filtered(slot: Slot, record: Record, weight: Array, before: Array | None) -> Array:

@@ -19,11 +19,11 @@ from .._compiler.graph import TraceGraph
 from .._compiler.leaky_readouts import with_filters
 from .._compiler.states_with_memory import remembering
 from .._executor.executor import Local
-from .._executor.filtered_inputs import with_filtered_inputs
+from .._executor.filtered_inputs import with_columns, with_filtered_inputs
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
 from .._executor.sharding import full_sum
 from .._executor.slots import Slot
-from .._executor.trace_math import add_up, promoted
+from .._executor.trace_math import add_up, promoted, stored
 from .._executor.trace_recursion import Recursion
 from .._executor.window import Record, Signals
 from .bounds import Bound
@@ -108,7 +108,7 @@ class D_RTRL(TraceRule):
             graph = remembering(graph)
         # a bound and corrections act on traces of each weight
         plain = self.recursion is None and self.bound is None and self.correction is None
-        return with_filtered_inputs(graph) if plain else graph
+        return with_columns(with_filtered_inputs(graph)) if plain else graph
 
     @property
     def one_pass(self) -> bool:
@@ -146,8 +146,8 @@ class D_RTRL(TraceRule):
     def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:
         result = {}
         for slot in slots:
-            D, factor, J = _unshared(*local.at(slot))
             old = values[slot.key]
+            D, factor, J = _unshared(*local.at(slot), old.nbytes)
             if (
                 len(old) > 1
                 and D is not None
@@ -257,12 +257,14 @@ class D_RTRL(TraceRule):
         return after, total
 
 
-def _unshared(D: Any, factor: Any, J: Any) -> tuple[Any, Any, Any]:
-    """The operands of one trace, behind a barrier: XLA merges the loops of several, and copies all but one.
+def _unshared(D: Any, factor: Any, J: Any, size: int) -> tuple[Any, Any, Any]:
+    """The operands of one trace of `size` bytes, behind a barrier.
 
+    Without it, XLA merges the loops of several traces, and copies all but one.
     On a GPU inputs are also kept row-major, because XLA would transpose a whole sequence before its loop.
     """
     if D is None or factor is None:
         return D, factor, J
     D, x, J = jax.lax.optimization_barrier((D, factor[0], J))
-    return D, (row_major(x) if on_one_gpu(x) else x, factor[1]), J
+    x = row_major(x) if on_one_gpu(x) else x
+    return stored(D, size), (x, factor[1]), stored(J, size)

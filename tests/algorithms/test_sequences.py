@@ -11,12 +11,15 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import braintrace as bt
+from braintrace._executor import trace_math
 
 from ..oracle import windows_of
 from ..run import agree, difference, every
 
 T, B, N, X = 7, 3, 4, 2
 RULES = [bt.D_RTRL, bt.ES_D_RTRL, bt.RTRL, bt.BPTT]
+FLAGS = np.random.RandomState(5).rand(T, B) < 0.35
+FLAGS[0] = [True, False, True]
 
 
 class Leaky(brainstate.nn.Module):
@@ -398,10 +401,41 @@ def test_a_mask_may_have_a_number_for_each_sample(rule):
         gradient(rule, sequences=(xs, ys), mask=mask)
 
 
-# -- episodes ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("rule", "reset"), [(bt.D_RTRL, None), (bt.ES_D_RTRL, FLAGS)])
+def test_steps_of_weight_zero_add_no_gradient(rule, reset):
+    """Without `mask`, the gradients of all steps are computed, and some are multiplied by zero."""
+    mask = jnp.asarray([0.0, 0, 2, 0, 0, 1, 0])
+    step = lambda weigh: lambda learner: lambda x, y, m: weigh(m) * squared(learner)(x, y)
+    nans = step(lambda m: jnp.where(m == 0, jnp.nan, 1.0))
+    want = gradient(rule, 1, step=step(lambda m: m), sequences=(*data(), mask), reset=reset)
+    assert agree(want, gradient(rule, 1, step=nans, sequences=(*data(), mask), mask=mask, reset=reset), 1e-12)
+    masks = jnp.stack([mask, jnp.ones(T), jnp.zeros(T)])
+    each = jax.vmap(lambda m: gradient(rule, 1, sequences=data(), mask=m, reset=reset))(masks)
+    assert agree(want, jax.tree.map(lambda g: g[0], each), 1e-12)
+    assert not any(g[2].any() for g in jax.tree.leaves(each))
 
-FLAGS = np.random.RandomState(5).rand(T, B) < 0.35
-FLAGS[0] = [True, False, True]
+
+def test_factors_of_large_traces_are_stored_unchanged(monkeypatch):
+    values = jnp.asarray([0.0, -0.0, 1e-40, -3.7, 1e30, jnp.inf, -jnp.inf, jnp.nan])
+    found = jax.jit(lambda a: trace_math.stored(a, 2**20, [a[::-1], jnp.ones(0)]))(values)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(values))
+    np.testing.assert_array_equal(found, values)
+    want = gradient(bt.D_RTRL, None)
+    monkeypatch.setattr(trace_math, "_STORED", 0)
+    assert agree(want, gradient(bt.D_RTRL, 1), 1e-12)
+
+
+def test_an_output_gate_has_no_trace(monkeypatch):
+    model = lambda: brainstate.random.seed(0) or lstm()
+    each = lambda: [gradient(bt.D_RTRL, size, model, reset=FLAGS) for size in (1, 3)]
+    found, traces = each(), learner_of(bt.D_RTRL, model).etrace_states
+    assert {st.value.shape[-1] for st in traces.values()} == {3 * N}  # of four gates
+    monkeypatch.setattr("braintrace._rules.d_rtrl.with_columns", lambda graph: graph)
+    for a, b in zip(found, each(), strict=True):
+        assert agree(a, b, 1e-12)
+
+
+# -- episodes ------------------------------------------------------------------------------------------------
 
 
 def of_episodes(rule, model=Recurrent, **options):
