@@ -103,8 +103,8 @@ def factors_over_time(
     view = jax.vmap(layout.view_y)
     view = jax.vmap(view, (0, None)) if rows else view
     dy, y = view(dy, list(inputs)), (*((ROWS,) if rows else ()), TIME, *layout.y)
-    factor = _factors(layout, inputs, dy.dtype)
-    return [*([] if factor is None else [(factor[0], (TIME, *factor[1]))]), (dy, y)]
+    factor = factor_over_time(layout, inputs, dy.dtype)
+    return [*([] if factor is None else [factor]), (dy, y)]
 
 
 def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
@@ -115,8 +115,8 @@ def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
     return align(_einsum(pairs, have), have, want)
 
 
-def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Labels] | None:
-    """The factor `x` of an op at all steps; None if it is one."""
+def factor_over_time(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array, Labels] | None:
+    """The factor `x` of an op at all steps, in `dtype` if it is not inexact, with its labels; None if one."""
     if layout.x is None:
         return None
     labels: list[Labels] = []  # labels are not arrays, so that `vmap` cannot return them
@@ -126,7 +126,7 @@ def _factors(layout: Layout, inputs: Sequence[Array], dtype: Any) -> tuple[Array
         labels.append(have)
         return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)  # type: ignore[no-any-return]
 
-    return jax.vmap(one)(list(inputs)), labels[0]
+    return jax.vmap(one)(list(inputs)), (TIME, *labels[0])
 
 
 def _einsum(operands: Sequence[tuple[Array, Labels]], out: Labels) -> Array:

@@ -27,7 +27,8 @@ import numpy as np
 from .._executor.executor import Leaves
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import plus
-from .._rules.rule import Values, starts_of
+from .._executor.window import starts_of
+from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
 from .parts import Carry, Given, Part, add, weighed
 
