@@ -23,6 +23,7 @@ from .effective_weights import Effective
 from .executor import ETraceGraphExecutor, Leaves, Local
 from .pull_back import is_inexact
 from .signals import Taken
+from .trace_math import finite
 
 Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
 
@@ -135,11 +136,13 @@ class Window:
 
     # -- the window as a linear map ----------------------------------------------------------------
 
-    def push(self, tangents: Leaves, changes: dict[int, Any] | None = None) -> Leaves:
+    def push(self, tangents: Leaves, changes: dict[int, Any] | None = None) -> tuple[Leaves, Leaves]:
         """Push tangents of the carried leaves from the start of the window to its end, along all paths.
 
         `tangents` have an axis of rows in front; leaves that have no derivative are None. `changes` are
-        tangents of the parameters, by leaf, at every step.
+        tangents of the parameters, by leaf, at every step. Non-finite tangents become zero.
+
+        Returns the tangents at the end, and those before each step, (time, rows, ...).
         """
         nodes = self.executor.info.program.walk()
         only_back = [n for n in nodes if n.primitive is primitives.custom_vjp_call_p]
@@ -154,7 +157,7 @@ class Window:
                 pull = jax.vjp(function, before, [], some)[1]
                 try:
                     transposed = jax.linear_transpose(lambda c: pull(c)[::2], before)
-                    return jax.vmap(lambda t: transposed((t, moved))[0])(tangents), None
+                    after = jax.vmap(lambda t: transposed((t, moved))[0])(tangents)
                 # the error depends on the primitive; that of a `while` is the last
                 except (AssertionError, NotImplementedError, RuntimeError, ValueError) as e:
                     raise NotSupportedError(
@@ -165,12 +168,14 @@ class Window:
                         "Equinox's and diffrax's checkpointed loops have). Write it with linear operations, "
                         "or leave `rank` out: windows go without it, and so do `RTRL`, `SnAp`, `KF_RTRL`."
                     ) from e
-            pushed = lambda t: jax.jvp(lambda b, p: function(b, [], p), (before, some), (t, moved))[1]
-            return jax.vmap(pushed)(tangents), None
+            else:
+                pushed = lambda t: jax.jvp(lambda b, p: function(b, [], p), (before, some), (t, moved))[1]
+                after = jax.vmap(pushed)(tangents)
+            return [finite(a) for a in after], tangents
 
-        given = [t for t in tangents if t is not None]
-        found = iter(self._loop(body, given)[0])
-        return [None if t is None else next(found) for t in tangents]
+        found = self._loop(body, [t for t in tangents if t is not None])
+        each = map(iter, found)
+        return tuple([None if t is None else next(a) for t in tangents] for a in each)  # type: ignore[return-value]
 
     def pull(
         self,

@@ -30,10 +30,10 @@ from .._compiler.step import show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec
+from .._executor.trace_math import finite
 from .._executor.weight_gradients import Weighted, product
 from .._executor.window import Window, where_rows
 from .._ops.axis_labels import Labels, Layout
-from .projection import finite
 from .rank import per_sample
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, signs

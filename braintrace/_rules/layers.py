@@ -24,10 +24,9 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.memory import device_memory
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec, plus
-from .._executor.trace_math import add_up, promoted
+from .._executor.trace_math import add_up, finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
-from .projection import finite
 from .rank import Rest, mixed, per_sample, summed
 
 Values = dict[str, Any]

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import ETraceGraph
@@ -36,11 +35,11 @@ from .._executor.per_sample import Matrix, PerSample, Pulled, Rows, Terms, add_t
 from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
-from .._executor.trace_math import States, add_up, promoted, weigh
+from .._executor.trace_math import States, add_up, finite, promoted, weigh
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Crossing, Record, Signals, Window, starts_of, where_rows
 from .._meshes import mesh_of
-from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, finite, precise_einsum
+from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, precise_einsum
 
 Values = dict[str, Any]
 AffineTerms = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that advance as `P trace + sum_t x[t] d[t]`
@@ -186,44 +185,24 @@ class Rank:
         vectors = per.shard_samples(finite(per.vectors(cotangents, dual=True)))
         return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
 
-    def not_crossing(
-        self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, starts: Sequence[int]
-    ) -> Leaves:
-        """The part `λ - u` of cotangents, by step, which meets the traces; `u` is subtracted at `starts`."""
-        if not starts:
-            return cotangents
-        at = np.array(starts)
-        some = [None if c is None else c[at] for c in cotangents]
-        crossing = jax.vmap(lambda c, i: self.cross(executor, c, pairs, i))(some, jnp.arange(len(starts)))
-        return [None if c is None else c.at[at].add(-u) for c, u in zip(cotangents, crossing, strict=True)]
-
-    def moved(self, state: Any) -> Values:
-        """The basis after a window, if it is pushed along with the samples."""
-        return {BASIS: state} if isinstance(self.basis, Pushed) else {}
-
-    def read(self, executor: ETraceGraphExecutor, values: Values, cotangents: Leaves) -> Any:
-        """The sum of `λᵀ λ` over samples and windows, the first axis of `cotangents`; None if pushed."""
-        per = self.per_sample(executor)
-        return self.basis.read(per, values, jax.vmap(lambda c: finite(per.vectors(c, dual=True)))(cotangents))
-
     def observed(
         self,
         executor: ETraceGraphExecutor,
         values: Values,
         state: Any,
-        read: Any,
+        read: Leaves | None,
         windows: int,
-        pulled: Any = None,
+        pulled: Rows | None = None,
     ) -> Values:
         """The arrays of the projection after the windows of a pass.
 
-        `state` is from `advance_basis` and `read` from `read`. In a stream, whose later losses are unknown,
-        `pulled` are the rows of `S`, pulled back to the start of the only window.
+        `state` is from `advance_basis`, `read` are the cotangents at starts of windows. In a stream, where
+        later losses are unknown, `pulled` are the rows of `S`, pulled back to the start of the only window.
         """
         per = self.per_sample(executor)
-        if isinstance(self.basis, Balanced) and pulled is not None and read is not None:
-            read = read + self.basis.read_later(per, values, pulled)
-        return self.basis.observed(per, values, state, read, windows)
+        vectors = jax.vmap(lambda c: finite(per.vectors(c, dual=True)))
+        at_starts = None if read is None else vectors(read)
+        return self.basis.observed(per, values, state, at_starts, windows, pulled)
 
     def _in_kernel(
         self,

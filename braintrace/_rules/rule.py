@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
@@ -264,6 +263,7 @@ class TraceRule(Rule):
         executor: ETraceGraphExecutor,
         values: Values,
         signals: Leaves,
+        read: Leaves,
         window: Window,
         size: int,
         crossed: tuple[Any, Any] | None,
@@ -274,16 +274,13 @@ class TraceRule(Rule):
         """Past gradients of consecutive windows, and the arrays after the last, from one backward pass.
 
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
-        `signals` are the cotangents of the carried leaves at the start of each window, by step: zero inside a
-        window. `crossed` is what the projection's `advance_basis` returned.
+        `read` are the cotangents of the carried leaves at the starts of windows, and `signals` the parts of
+        them that do not cross, by step: zero inside a window. `crossed` is what the projection's
+        `advance_basis` returned.
         """
         values = self._reset_at_start(executor, values, window)
         first = [None if s is None else s[0] for s in signals]
         starts = starts_of(window.length, size)
-        read = None
-        if self.projection is not None and crossed is not None:
-            read = self.projection.read(executor, values, _at(signals, starts))
-            signals = self.projection.not_crossing(executor, signals, crossed[1], starts[1:])
         found: Leaves = [None] * len(window.params)
         if len(starts) > 1:
             at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
@@ -313,10 +310,6 @@ class TraceRule(Rule):
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~rows)}
         return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
-
-
-def _at(arrays: Leaves, steps: list[int]) -> Leaves:
-    return [None if a is None else a[np.array(steps)] for a in arrays]
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

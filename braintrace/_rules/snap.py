@@ -28,11 +28,10 @@ from .._compiler.links import Array
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec, names_of
-from .._executor.trace_math import promoted
+from .._executor.trace_math import finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
-from .projection import finite
 from .rank import per_sample
 from .rule import Rule, Values
 

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.sharding import Spec
+from .._executor.trace_math import finite
 from .._executor.window import Window
-from .projection import BASIS, finite
+from .projection import BASIS
 from .rank import Rank, named
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, signs
@@ -56,7 +57,7 @@ class UORO(Estimate):
             window = window.without_first_reset
         per = self._kept.per_sample(executor)
         s = per.shard_samples(values[BASIS])
-        pushed = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
+        pushed, _ = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
         pushed = per.shard_samples(finite(jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(pushed)))
         nu = per.shard_samples(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
