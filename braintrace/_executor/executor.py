@@ -317,8 +317,11 @@ class ETraceGraphExecutor:
         terms = {
             (w.site.index, name): self._term(layout, inputs[w.site.index], dys[w.site.index])
             for w in self.weighted
+            if w.site.index in dys
             for name, layout in w.layouts.items()
         }
+        if not terms:
+            return [None] * len(params)
         back = self.pull_weights(params, consts, self.weighted, list(terms))
         return self._pull_partial_sums(back, list(terms.values()))
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .._compat import primitives
 from .._compiler.errors import NotSupportedError
@@ -47,6 +48,8 @@ class Record:
         None  # dL/dh before each step, of losses that read old states; None if none does
     )
     keep: Any = None  # (time, batch): False where a sample is reset before the step; None without resets
+    # cotangents of the outputs of some sites, (time, *y), whose gradients a chunk adds
+    dys: dict[int, Array] = field(default_factory=dict)
 
     @property
     def steps(self) -> Any:

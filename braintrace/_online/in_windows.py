@@ -17,7 +17,7 @@ reaches `enter` as the cotangent of zeros that are carried along with the state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -166,9 +166,6 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
         taken, first, left, whole = jax.lax.optimization_barrier((taken, first, left, whole))
         window = drive.window_of(given, carry.moving, part, taken)
-    found: Leaves = [None] * len(window.params)
-    if dys:
-        found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
     if drive.window:
         signals = read = [s[None] for s in first]
         if windows > 1:
@@ -177,13 +174,13 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
             read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
         signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
         read = boundary.at_leaves(read, (windows,)) if projection else []
-        past, after = step.online.trace_rule.over_windows(
-            executor, values, signals, read, window, drive.window, crossed, fresh=drive.fresh, keep=drive.keep
-        )
+        over_windows = partial(step.online.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
+        found, after = over_windows(executor, values, signals, read, dys, window, drive.window, crossed)
     else:
+        inside = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
         past = rule.past(executor, values, boundary.at_leaves(first), window)
-        after = rule.advance(executor, values, window)
-    total = drive.add_params(add(carry.total, grads), list(map(plus, found, past)))
+        found, after = list(map(plus, inside, past)), rule.advance(executor, values, window)
+    total = drive.add_params(add(carry.total, grads), found)
     moving = drive.with_values(moving, step.online.arrays.constrained({**values, **after}))
     return Carry(total, carry.weight_grads, moving), outs
 

@@ -53,6 +53,8 @@ def chunk_gradient(
 ) -> Gradients:
     """The summed gradients of D-RTRL; `values` is None if the traces before the chunk are zero."""
     grads: Gradients = {}
+    # one product with the inputs for both terms of a weight
+    more = {(i, t.name): dy for t in slots for i, dy in record.dys.items() if i == t.relation.site.index}
     for slot in slots:
         site, k = slot.relation.site.index, slot.group.index
         inputs, weight = record.local.inputs[site], record.local.weights[site][slot.name]
@@ -60,7 +62,8 @@ def chunk_gradient(
         assert q is not None
         assert start is not None
         parts = None if values is None else record.local.parts(slot, values[slot.key])
-        dw = record.local.as_partial_sums(slot, parts, over_time(slot, record, weight, q, parts))
+        now = over_time(slot, record, weight, q, parts, more.pop((site, slot.name), None))
+        dw = record.local.as_partial_sums(slot, parts, now)
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
             past = slot.contract(lifted, values[slot.key], parts)
@@ -69,12 +72,14 @@ def chunk_gradient(
     return grads
 
 
-def over_time(slot: Slot, record: Record, weight: Any, signal: States, parts: Parts | None = None) -> Any:
-    """`sum_s x[s] (J[s] signal[s])`; with `parts`, per-device partial sums."""
+def over_time(
+    slot: Slot, record: Record, weight: Any, signal: States, parts: Parts | None = None, dy: Any = None
+) -> Any:
+    """`sum_s x[s] (J[s] signal[s] + dy[s])`; with `parts`, per-device partial sums."""
     site = slot.relation.site.index
     inputs = record.local.inputs[site]
-    J = record.local.J[site, slot.group.index]
-    dy = slot.to_y(slot.pair(signal, J, 1), 1)
+    instant = slot.to_y(slot.pair(signal, record.local.J[site, slot.group.index], 1), 1)
+    dy = instant if dy is None else add_up(promoted(instant, dy))
     return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, (TIME,), parts)
 
 

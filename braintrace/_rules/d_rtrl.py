@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,8 @@ class D_RTRL(TraceRule):
     called: str = "D_RTRL"
     across: str | None = None
     by_readouts: bool = False
+
+    adds_cotangents: ClassVar[bool] = True
 
     @property
     def follows_chains(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
@@ -118,6 +119,7 @@ class TraceRule(Rule):
     """
 
     any_window: ClassVar[bool] = False
+    adds_cotangents: ClassVar[bool] = False  # whether `chunk` adds the gradients of `Record.dys`
 
     @property
     def correction(self) -> Rank | Layers | None:
@@ -264,6 +266,7 @@ class TraceRule(Rule):
         values: Values,
         signals: Leaves,
         read: Leaves,
+        dys: dict[int, Array],
         window: Window,
         size: int,
         crossed: tuple[Any, Any] | None,
@@ -271,41 +274,49 @@ class TraceRule(Rule):
         fresh: bool,
         keep: bool,
     ) -> tuple[Leaves, Values]:
-        """Past gradients of consecutive windows, and the arrays after the last, from one backward pass.
+        """The gradients of consecutive windows, and the arrays after the last, from one backward pass.
 
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `read` are the cotangents of the carried leaves at the starts of windows, and `signals` the parts of
-        them that do not cross, by step: zero inside a window. `crossed` is what the projection's
-        `advance_basis` returned.
+        them that do not cross, by step: zero inside a window. `dys` are the cotangents of the outputs of
+        sites at every step. `crossed` is what the projection's `advance_basis` returned.
         """
         values = self._reset_at_start(executor, values, window)
         first = [None if s is None else s[0] for s in signals]
         starts = starts_of(window.length, size)
-        found: Leaves = [None] * len(window.params)
+        shared: dict[int, Array] = {}
+        if len(starts) > 1 and self.adds_cotangents and executor.sharding is None:
+            known = {w.site.index: w.layouts for w in executor.weighted}
+            relations = [t.relation for t in executor.slots]
+            both = {r.site.index for r in relations if known.get(r.site.index) == r.layouts}
+            shared = {i: dy for i, dy in dys.items() if i in both}
+        rest = {i: dy for i, dy in dys.items() if i not in shared}
+        found = executor.of_cotangents(window.params, window.first_consts, window.inputs, rest)
+        past: Leaves = [None] * len(window.params)
         if len(starts) > 1:
             at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
-            record = replace(window.record, old_signals=at_groups)
+            record = replace(window.record, old_signals=at_groups, dys=shared)
             zeros = executor.no_gradients(record.local.weights)
             after, grads = self.chunk(executor.slots, values, record, zeros, fresh=fresh, keep=keep)
-            found = executor.to_parameters(window.params, window.first_consts, grads)
+            past = executor.to_parameters(window.params, window.first_consts, grads)
             if not fresh and self.projection is not None:
                 more = self.projection.past(executor, values, first)
-                found = [plus(a, more.get(i)) for i, a in enumerate(found)]
+                past = [plus(a, more.get(i)) for i, a in enumerate(past)]
         else:
             after = self._advanced(executor, values, window) if keep else values
-            found = found if fresh else self.past(executor, values, first, window)
+            past = past if fresh else self.past(executor, values, first, window)
         if self.projection is None or crossed is None:
-            return found, after
+            return list(map(plus, found, past)), after
         pulled = None
         if keep:
             by_kernel = first if len(starts) == 1 else None
-            more, known, pulled = self._with_rank(
+            more, by_leaf, pulled = self._with_rank(
                 executor, values, window, size, crossed, signals=by_kernel, fresh=fresh
             )
-            after, found = {**after, **more}, [known.get(i, a) for i, a in enumerate(found)]
+            after, past = {**after, **more}, [by_leaf.get(i, a) for i, a in enumerate(past)]
         pulled = pulled if len(starts) == 1 and not fresh else None
         later = self.projection.observed(executor, values, crossed[0], read, len(starts), pulled)
-        return found, {**values, **after, **later}
+        return list(map(plus, found, past)), {**values, **after, **later}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~rows)}
