@@ -282,7 +282,7 @@ class Rest:
             before = jnp.zeros((len(g), window.length - 1, *g.shape[1:]), g.dtype)
             g = jnp.concatenate([left[k][:, 1:] if left else before, g[:, None]], 1)
             q[k], more = jax.vmap(partial(_through_traces, window.record.cut_at_resets(), k))(g)
-            at_traces[k] = at_traces[k] + jnp.stack(more, 1)
+            at_traces[k] = at_traces[k] + finite(jnp.stack(more, 1))
         pulled, parts = per.instant(pulled, q, window)
         return Rest(window, start, at_traces, pulled, parts)
 
