@@ -273,8 +273,11 @@ class ETraceGraphExecutor:
         terms = {
             (w.site.index, name): self._term(layout, inputs[w.site.index], dys[w.site.index])
             for w in self.weighted
+            if w.site.index in dys
             for name, layout in w.layouts.items()
         }
+        if not terms:
+            return [None] * len(params)
         back = pull_weights(self.info, params, consts, self.weighted, list(terms))
         return self._pull_partial_sums(back, list(terms.values()))
 
@@ -382,6 +385,12 @@ def masks_of_weights(executor: ETraceGraphExecutor) -> list[StateEntry]:
     """The states other than parameters that effective weights depend on, such as masks."""
     entries = executor.info.fixed
     return [e for e in entries if not e.is_param and not executor.made_of.isdisjoint(e.invars)]
+
+
+def sites_with_traces(executor: ETraceGraphExecutor) -> list[Site]:
+    """The sites all of whose weights have traces."""
+    traced = {t.relation.site.index: t.relation.layouts for t in executor.slots}
+    return [w.site for w in executor.weighted if traced.get(w.site.index) == w.layouts]
 
 
 def _weights_fixed(site: Site, operands: Arrays) -> Arrays:

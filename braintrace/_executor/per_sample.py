@@ -10,7 +10,9 @@ a parameter, its gradient is pulled back once per sample instead.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,21 +36,34 @@ from .matrices import Matrix as Matrix
 from .matrices import find_matrices
 from .sharding import MeshAxes, PartialSums
 from .slots import Slot
-from .trace_math import add_up, promoted, states
+from .trace_math import States, add_up, promoted, states
 from .weight_gradients import (
     ROWS,
+    TIME,
+    factor_over_time,
     over_time,
+    product,
     pull_weights,
     row_axis,
     with_rows,
 )
-from .window import Window, each_step, where_rows
+from .window import Crossing, Signals, Window, each_step, where_rows
 
 Rows = Float[Array, "samples rows n"]  # of state vectors; `n` is the state size
 Vectors = Float[Array, "samples n"]
 # per-sample gradients by leaf index in `params`: (samples, *shape), with a row axis inserted in the shape
 Terms = dict[int, Array]
 RowAxis = Callable[[int], int]  # the position of the row axis among so many axes of a parameter
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Rows of signals at the end of a window, pulled back through it."""
+
+    start: Rows  # at its start
+    left: Leaves  # of several windows: the parts that do not cross, (rows, time, *leaf); empty if one
+    dys: dict[int, Any]  # cotangents of the outputs of sites, (rows, time, *y)
+    terms: Terms  # gradients of the parameters except through these sites
 
 
 class PerSample:
@@ -244,51 +259,66 @@ class PerSample:
         Returns the signals at its start, and the per-sample gradients of the parameters within the window.
         `axis(ndim)` is the position of the row axis in these; `samples_only` shards them along samples only.
         """
-        return self.pull_with_factors(window, rows, (), axis, samples_only=samples_only)[:2]
+        pulled = self.pull_rows(window, rows, axis)
+        if samples_only:  # gather the factors, which are much smaller than their product
+            dys = {
+                w.site.index: self._shard_samples_at(w.site, pulled.dys[w.site.index], 2) for w in self.sites
+            }
+            pulled = replace(pulled, dys=dys)
+        terms = self.weight_terms(window, pulled, axis)
+        terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
+        return pulled.start, terms
 
-    def pull_with_factors(
+    def pull_rows(
         self,
         window: Window,
         rows: Rows,
-        factored: Sequence[int],
         axis: RowAxis = row_axis,
-        *,
-        samples_only: bool = False,
-    ) -> tuple[Rows, Terms, dict[int, tuple[Array, Array]]]:
-        """`pull`, which also returns the gradients of the matrices `factored` as factors of a product.
-
-        These are `x`, (samples, in, time), and `dy`, (samples, rows, time, out), by leaf.
-        """
+        crossing: Crossing | None = None,
+    ) -> Pulled:
+        """Pull rows of signals at the window's end back to its start and to the outputs of sites."""
         window = self.linear.window(window)
         count, each = self.samples.count, rows.shape[1]
-        given = rows
-        if self.others:
-            # The pull-back of a parameter sums over samples. So each sample has rows of its own, which are
-            # zero for all other samples: row (b, r) gives the gradient of sample b alone.
-            given = (jnp.eye(count, dtype=rows.dtype)[:, :, None, None] * rows[:, None]).reshape(
-                count, count * each, -1
-            )
-        start, dys, dparams = self._pulled(window, given, [w.site for w in self.sites], self.others)
-        terms: Terms = {}
-        if self.others:
-            pick = lambda a: a.reshape(count, each, *a.shape[1:])
-            start = jnp.sum(start.reshape(count, count, each, -1), 1)
-            terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
-            dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), dys)
-        inputs = self.inputs(window)
-        if samples_only:  # gather the factors, which are much smaller than their product
-            dys = {w.site.index: self._shard_samples_at(w.site, dys[w.site.index], 2) for w in self.sites}
-        by_leaf = self._to_parameters(window, self.sites, self._weight_terms(inputs, dys, axis), axis)
-        terms = {**terms, **{i: terms[i] + a if i in terms else a for i, a in by_leaf.items()}}
-        terms = {i: self.shard_samples(a) for i, a in terms.items()} if samples_only else terms
-        return start, terms, {i: self.matrices[i].factors(inputs, dys) for i in factored}
+        sites = [w.site for w in self.sites]
+        if not self.others:
+            start, left, dys, _ = self._pulled(window, rows, sites, (), crossing)
+            return Pulled(start, left, dys, {})
+        # The pull-back of a parameter sums over samples. So each sample has rows of its own, which are
+        # zero for all other samples: row (b, r) gives the gradient of sample b alone.
+        own = (jnp.eye(count, dtype=rows.dtype)[:, :, None, None] * rows[:, None]).reshape(
+            count, count * each, -1
+        )
+        start, left, dys, dparams = self._pulled(window, own, sites, self.others, crossing)
+        pick = lambda a: a.reshape(count, each, *a.shape[1:])
+        start = jnp.sum(start.reshape(count, count, each, -1), 1)
+        left, dys = jax.tree.map(lambda a: jnp.sum(pick(a), 0), (left, dys))
+        terms = {i: jnp.moveaxis(pick(d), 1, 1 + axis(d.ndim - 1)) for i, d in dparams.items()}
+        return Pulled(start, left, dys, terms)
+
+    def weight_terms(self, window: Window, pulled: Pulled, axis: RowAxis = row_axis) -> Terms:
+        """The per-sample gradients of the parameters within a window."""
+        found = self._weight_terms(self.inputs(window), pulled.dys, axis)
+        if not found:
+            return pulled.terms
+        by_leaf = self._to_parameters(self.linear.window(window), self.sites, found, axis)
+        return add_terms(pulled.terms, by_leaf)
+
+    def factors(
+        self, window: Window, pulled: Pulled, leaves: Sequence[int]
+    ) -> dict[int, tuple[Array, Array]]:
+        """The gradients of some matrices within a window as factors of a product, by leaf.
+
+        These are `x`, (samples, in, time), and `dy`, (samples, rows, time, out).
+        """
+        inputs = self.inputs(window) if leaves else {}
+        return {i: self.matrices[i].factors(inputs, pulled.dys) for i in leaves}
 
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Rows, dict[int, Array]]:
         """The full Jacobian of a window of one step.
 
         Also d(state after)/dy of each site, (n, *y), where each element of `y` has one sample.
         """
-        start, dys, _ = self._pulled(window, self.unit_rows, [w.site for w in sites], ())
+        start, _, dys, _ = self._pulled(window, self.unit_rows, [w.site for w in sites], ())
         return start, {i: d[:, 0] for i, d in dys.items()}
 
     def back(self, window: Window, rows: Rows) -> Rows:
@@ -296,16 +326,21 @@ class PerSample:
         return self._pulled(window, rows, (), ())[0]
 
     def _pulled(
-        self, window: Window, rows: Rows, sites: Sequence[Site], others: Sequence[int]
-    ) -> tuple[Rows, dict[int, Array], dict[int, Array]]:
+        self,
+        window: Window,
+        rows: Rows,
+        sites: Sequence[Site],
+        others: Sequence[int],
+        crossing: Crossing | None = None,
+    ) -> tuple[Rows, Leaves, dict[int, Array], dict[int, Array]]:
         window = self.linear.window(window)
         if mesh_of(*window.params) is not None:
             # after this step's collectives: CPU devices may match those of concurrent loops wrongly
             rows, _ = jax.lax.optimization_barrier((all_on_mesh((rows, window.params))[0], window.before))
         rows = self.shard_samples(rows)
         cotangents = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
-        pulled, dys, dparams = window.pull(cotangents, sites, others)
-        return jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled), dys, dparams
+        pulled, left, dys, dparams = window.pull(cotangents, sites, others, crossing)
+        return jax.vmap(lambda c: self.vectors(c, dual=True), out_axes=1)(pulled), left, dys, dparams
 
     def inputs(self, window: Window) -> dict[int, list[Array]]:
         """The inputs of the sites at each step of a window."""
@@ -367,29 +402,63 @@ class PerSample:
 
     # -- traces ------------------------------------------------------------------------------------
 
-    def lift(self, rows: Rows, window: Window) -> dict[str, Float[Array, "rows state ..."]]:
-        """Take rows of signals to the axes of each trace, `at`."""
+    def at_groups(self, rows: Rows) -> Signals:
+        """Take rows of signals, (samples, rows, state size), to the groups: (rows, S, *varshape) each."""
         leaves = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
-        signals = jax.vmap(self.executor.at_groups)(leaves)
-        found = {}
-        for slot in self.executor.slots:
-            inputs = window.first.inputs[slot.relation.site.index]
-            found[slot.key] = jax.vmap(lambda q, slot=slot, inputs=inputs: slot.lift(q, inputs, 1))(
-                signals[slot.group.index]
-            )
-        return found
+        return jax.vmap(self.executor.at_groups)(leaves)
 
-    def contract(self, traces: dict[str, Array], rows: Rows, window: Window) -> Terms:
-        """Per-sample gradients `sum g trace`, for rows `g` of signals."""
-        lifted = self.lift(rows, window)
+    def lift(self, signals: Signals, window: Window) -> dict[str, Float[Array, "rows state ..."]]:
+        """Take signals at the groups, with rows in front, to the axes of each trace: (rows, S, *at)."""
+        inputs = window.first.inputs
+        lift = lambda slot: lambda q: slot.lift(q, inputs[slot.relation.site.index], 1)
+        return {t.key: jax.vmap(lift(t))(signals[t.group.index]) for t in self.executor.slots}
+
+    def contract(self, traces: dict[str, Array], signals: Signals, window: Window) -> Terms:
+        """Per-sample gradients `sum g trace`, for signals `g` at the groups, with rows in front."""
+        lifted = self.lift(signals, window)
         found: dict[tuple[int, str], Array] = {}
         for slot in self.executor.slots:
             pair = promoted(lifted[slot.key], traces[slot.key])
-            term = _contract(slot, self._slot_labels[slot.key], *pair)
-            key = (slot.relation.site.index, slot.name)
-            found[key] = found[key] + term if key in found else term
+            _add(found, slot, _contract(slot, self._slot_labels[slot.key], *pair))
+        return self._of_traced(window, found)
+
+    def instant(self, pulled: Pulled, signals: dict[int, States], window: Window) -> tuple[Pulled, Terms]:
+        """Add the gradients of the instant terms `J x` at every step, for signals at the groups.
+
+        The signals of each state are (rows, time, *varshape). They are added to the cotangents of outputs,
+        so that one product with the inputs is enough, unless the trace is on other positions than the output.
+        """
+        dys, found = dict(pulled.dys), dict[tuple[int, str], Array]()
+        same = {w.site.index: w.layouts for w in self.sites}
+        record = window.record.local
+        by_group: dict[tuple[int, int], list[Slot]] = {}
+        for slot in self.executor.slots:
+            by_group.setdefault((slot.relation.site.index, slot.group.index), []).append(slot)
+        for (site, group), slots in by_group.items():
+            pair = lambda q, slot=slots[0], J=record.J[site, group]: slot.pair(q, J, 1)
+            dy = jax.vmap(pair)(list(signals[group]))
+            marked = self.linear.site(slots[0].relation.site)
+            at = None if marked is None else marked.index
+            if at in dys and slots[0].relation.layouts == same[at] and not slots[0].positions.on_hidden:
+                dys[at] = dys[at] + (dy if jnp.iscomplexobj(dys[at]) else dy.real).astype(dys[at].dtype)
+                continue
+            for slot in slots:
+                lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(dy, list(record.inputs[site]))
+                _add(found, slot, self._of_instant(slot, lifted, record.inputs[site]))
+        return replace(pulled, dys=dys), self._of_traced(window, found)
+
+    def _of_instant(self, slot: Slot, dy: Array, inputs: Sequence[Array]) -> Array:
+        """`sum_t x[t] dy[t]` of one trace: samples first, then the axes of the weight with rows."""
+        label = self._slot_labels[slot.key]
+        want = (*(() if label is None else (label,)), *with_rows(slot.layout.w))
+        factor = factor_over_time(slot.layout, inputs, dy.dtype)
+        term = product([*([] if factor is None else [factor]), (dy, (ROWS, TIME, *slot.y))], want)
+        return term[None] if label is None else term
+
+    def _of_traced(self, window: Window, found: dict[tuple[int, str], Array]) -> Terms:
+        """Pull per-sample gradients of the effective weights with traces back to the parameters."""
         relations = self.executor.graph.hidden_param_op_relations
-        return self._to_parameters(window, relations, found)
+        return self._to_parameters(window, relations, found) if found else {}
 
     @cached_property
     def _slot_labels(self) -> dict[str, str | None]:
@@ -429,6 +498,19 @@ def _contract(
     ]
     result = jnp.sum(add_up(terms), axis=tuple(range(len(summed))))
     return result[None] if label is None else result
+
+
+def _add(found: dict[tuple[int, str], Array], slot: Slot, term: Array) -> None:
+    key = (slot.relation.site.index, slot.name)
+    found[key] = found[key] + term if key in found else term
+
+
+def add_terms(*terms: Terms) -> Terms:
+    """The sum of gradients by leaf."""
+    found: Terms = {}
+    for i, a in itertools.chain(*(t.items() for t in terms)):
+        found[i] = add_up(promoted(found[i], a)) if i in found else a
+    return found
 
 
 def real_parts(v: Var) -> int:

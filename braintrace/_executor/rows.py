@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from .._meshes import mesh_of, per_device
 from .per_sample import Matrix
 from .sharding import Sharding, Spec
-from .trace_math import add_up, times
+from .trace_math import times
 from .weight_gradients import ROWS, TIME
 
 _BLOCK = (16, 64)  # what a program holds of each of up to eight rows; of more rows it holds fewer columns
@@ -55,27 +55,19 @@ def kernel_coefficients(
     P: Any = None,
     J: Any = None,
     start: Any = None,
-    end: Any = None,
     signal: Any = None,
 ) -> Coefficients:
     """Return the coefficients of the kernel for one window.
 
-    The trace advances as `E' = P E + sum_t x[t] J[t]`, and `start E - end E'` is added to the rows, where
-    `end` are rows of signals at the window's end, and `start` the same pulled back to its start. `E'` is
-    substituted, so that it is not written first. `P` is (S, S, *at), `J` (S, time, *y), and the signals are
-    (rows, S, *at).
+    The trace advances as `E' = P E + sum_t x[t] J[t]`, and `start E` is added to the rows. `P` is
+    (S, S, *at), `J` (S, time, *y), and the signals `start` and `signal` are (rows, S, *at).
     """
     slot = matrix.slot
     if slot is None:
         return Coefficients(x, d, mix, along)
     P = matrix.by_sample(P, ("new", "old", *slot.at), "new", "old")
     J = matrix.by_sample(J, ("new", TIME, *slot.y), "new", TIME)
-    start, end, signal = (
-        matrix.by_sample(a, (ROWS, "state", *slot.at), ROWS, "state") for a in (start, end, signal)
-    )
-    each = range(P.shape[1])
-    start = start - add_up(end[:, :, s, None] * P[:, None, s] for s in each)
-    d = d - add_up(end[:, :, s, None] * J[:, None, s] for s in each)
+    start, signal = (matrix.by_sample(a, (ROWS, "state", *slot.at), ROWS, "state") for a in (start, signal))
     own, d = jnp.concatenate([start, P], axis=1), jnp.concatenate([d, J], axis=1)
     return Coefficients(x, d, mix, along, own, signal[:, 0])
 

@@ -99,3 +99,9 @@ def promoted(*arrays: Array) -> tuple[Any, ...]:
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(*arrays)
     return tuple(a.astype(dtype) for a in arrays)
+
+
+def finite(a: Any) -> Array:
+    """Replace non-finite slopes by zero: a state at its initial value may have one (a root of zero)."""
+    found: Array = jnp.where(jnp.isfinite(a), a, 0)
+    return found

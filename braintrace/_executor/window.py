@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from .._compat import primitives
 from .._compiler.errors import NotSupportedError
@@ -22,8 +24,17 @@ from .effective_weights import Effective
 from .executor import ETraceGraphExecutor, Leaves, Local
 from .pull_back import is_inexact
 from .signals import Taken
+from .trace_math import finite
 
 Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The part of a cotangent that crosses the start of a window, when several windows are pulled back."""
+
+    starts: Sequence[int]  # the first steps of all windows but the first
+    part: Callable[[Leaves, Any], Leaves]  # of the cotangents of the carried leaves, and a window's index
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +48,8 @@ class Record:
         None  # dL/dh before each step, of losses that read old states; None if none does
     )
     keep: Any = None  # (time, batch): False where a sample is reset before the step; None without resets
-    # within-step dL/dy by site, if the rule adds the gradient of the weights through it
-    at_sites: dict[int, Any] = field(default_factory=dict)
+    # within-step dL/dy by site, (time, *y), if the rule adds the gradient of the weights through it
+    dys: dict[int, Array] = field(default_factory=dict)
 
     @property
     def steps(self) -> Any:
@@ -117,7 +128,10 @@ class Window:
             args, consts, before, ys = step
             return self.executor.local(self.params, args, consts, before, ys).arrays
 
-        inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
+        if self.length == 1:
+            inputs, D, J = jax.tree.map(lambda a: jnp.asarray(a)[None], self.first.arrays)
+        else:
+            inputs, D, J = each_step(one, (self.args, self.consts, self.before, self.ys))
         inputs = {i: self.inputs.get(i, x) for i, x in inputs.items()}
         return Record(
             Local(inputs, self.weights, D, J, sharding=self.executor.sharding), self.length, keep=self.keep
@@ -125,11 +139,13 @@ class Window:
 
     # -- the window as a linear map ----------------------------------------------------------------
 
-    def push(self, tangents: Leaves, changes: dict[int, Any] | None = None) -> Leaves:
+    def push(self, tangents: Leaves, changes: dict[int, Any] | None = None) -> tuple[Leaves, Leaves]:
         """Push tangents of the carried leaves from the start of the window to its end, along all paths.
 
         `tangents` have an axis of rows in front; leaves that have no derivative are None. `changes` are
-        tangents of the parameters, by leaf, at every step.
+        tangents of the parameters, by leaf, at every step. Non-finite tangents become zero.
+
+        Returns the tangents at the end, and those before each step, (time, rows, ...).
         """
         nodes = self.executor.info.program.walk()
         only_back = [n for n in nodes if n.primitive is primitives.custom_vjp_call_p]
@@ -137,14 +153,14 @@ class Window:
         some, moved = [self.params[i] for i in others], list((changes or {}).values())
 
         def body(tangents: Leaves, step: Any) -> Any:
-            keep, *now = step
+            (keep, *now), _ = step
             tangents = _cleared(keep, tangents)
             function, before = self._live_step(now, (), others)
             if only_back:  # no forward mode: transpose the pull-back
                 pull = jax.vjp(function, before, [], some)[1]
                 try:
                     transposed = jax.linear_transpose(lambda c: pull(c)[::2], before)
-                    return jax.vmap(lambda t: transposed((t, moved))[0])(tangents), None
+                    after = jax.vmap(lambda t: transposed((t, moved))[0])(tangents)
                 # the error depends on the primitive; that of a `while` is the last
                 except (AssertionError, NotImplementedError, RuntimeError, ValueError) as e:
                     raise NotSupportedError(
@@ -155,20 +171,29 @@ class Window:
                         "Equinox's and diffrax's checkpointed loops have). Write it with linear operations, "
                         "or leave `rank` out: windows go without it, and so do `RTRL`, `SnAp`, `KF_RTRL`."
                     ) from e
-            pushed = lambda t: jax.jvp(lambda b, p: function(b, [], p), (before, some), (t, moved))[1]
-            return jax.vmap(pushed)(tangents), None
+            else:
+                pushed = lambda t: jax.jvp(lambda b, p: function(b, [], p), (before, some), (t, moved))[1]
+                after = jax.vmap(pushed)(tangents)
+            return [finite(a) for a in after], tangents
 
-        given = [t for t in tangents if t is not None]
-        found = iter(self._loop(body, given)[0])
-        return [None if t is None else next(found) for t in tangents]
+        found = self._loop(body, [t for t in tangents if t is not None])
+        each = map(iter, found)
+        return tuple([None if t is None else next(a) for t in tangents] for a in each)  # type: ignore[return-value]
 
     def pull(
-        self, cotangents: Leaves, sites: Sequence[Site] = (), others: Sequence[int] = ()
-    ) -> tuple[Leaves, dict[int, Any], dict[int, Any]]:
+        self,
+        cotangents: Leaves,
+        sites: Sequence[Site] = (),
+        others: Sequence[int] = (),
+        crossing: Crossing | None = None,
+    ) -> tuple[Leaves, Leaves, dict[int, Any], dict[int, Any]]:
         """Pull rows of cotangents of the carried leaves from the window's end to its start, along all paths.
 
-        Returns the cotangents at the start; those of the outputs of `sites` at every step; and those of the
-        parameters in `others`, by leaf, except through the weights of these sites. All have rows first.
+        If it is several windows, `crossing` says which part of the cotangents goes on at the start of each.
+
+        Returns the cotangents at the start; the parts that do not cross, by step (empty without `crossing`);
+        the cotangents of the outputs of `sites` at every step; and those of the parameters in `others`, by
+        leaf, except through the weights of these sites. All have rows first.
         """
         zeros = [jnp.zeros(s.shape, s.output.aval.dtype) for s in sites]
         zeros, _ = all_on_mesh((zeros, self.params))
@@ -176,21 +201,26 @@ class Window:
 
         def body(carry: Any, step: Any) -> Any:
             cotangents, total = carry
-            keep, *now = step
+            (keep, *now), (is_start, index) = step
             function, before = self._live_step(now, sites, others)
             pull = jax.vjp(function, before, zeros, some)[1]
-            start, dys, found = jax.vmap(pull)(cotangents)
-            return (_cleared(keep, start), jax.tree.map(jnp.add, total, found)), dys
+            start, dys, found = jax.vmap(pull)([c for c in cotangents if c is not None])
+            each = iter(_cleared(keep, start))
+            start, left = [None if c is None else next(each) for c in cotangents], []
+            if crossing is not None:
+                part = jax.vmap(crossing.part, (0, None))(start, index)
+                left = jax.tree.map(lambda c, u: jnp.where(is_start, c - u, 0), start, part)
+                start = jax.tree.map(lambda c, u: jnp.where(is_start, u, c), start, part)
+            return (start, jax.tree.map(jnp.add, total, found)), (left, dys)
 
-        given = [c for c in cotangents if c is not None]
-        none = [jnp.zeros((given[0].shape[0], *p.shape), p.dtype) for p in some]
-        (start, total), dys = self._loop(body, (given, none), reverse=True)
-        found = iter(start)
-        return (
-            [None if c is None else next(found) for c in cotangents],
-            {s.index: jnp.moveaxis(d, 1, 0) for s, d in zip(sites, dys, strict=True)},
-            dict(zip(others, total, strict=True)),
-        )
+        num = jax.tree.leaves(cotangents)[0].shape[0]
+        none = [jnp.zeros((num, *p.shape), p.dtype) for p in some]
+        is_start = np.isin(np.arange(self.length), () if crossing is None else crossing.starts)
+        at = is_start, np.maximum(np.cumsum(is_start) - 1, 0)
+        (start, total), (left, dys) = self._loop(body, (cotangents, none), at, reverse=True)
+        left, dys = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (left, dys))
+        dys_by_site = {s.index: d for s, d in zip(sites, dys, strict=True)}
+        return start, left, dys_by_site, dict(zip(others, total, strict=True))
 
     def _live_step(
         self, step: Any, sites: Sequence[Site] = (), others: Sequence[int] = ()
@@ -213,8 +243,8 @@ class Window:
 
         return function, [leaves[i] for i in live]
 
-    def _loop(self, body: Any, carry: Any, *, reverse: bool = False) -> Any:
-        steps = (self.keep, self.args, self.consts, self.before, self.ys)
+    def _loop(self, body: Any, carry: Any, more: Any = (), *, reverse: bool = False) -> Any:
+        steps = (self.keep, self.args, self.consts, self.before, self.ys), more
         if self.length == 1:  # without a scan, XLA shares values with the step itself
             carry, found = body(carry, self._of_first(steps))
             return carry, jax.tree.map(lambda a: a[None], found)
@@ -255,6 +285,11 @@ def _cleared(keep: Any, rows: Leaves) -> Leaves:
         jax.vmap(lambda r: where_rows(keep, r, jnp.zeros_like(r)))(a) if a.shape[1:2] == keep.shape else a
         for a in rows
     ]
+
+
+def starts_of(length: int, size: int) -> list[int]:
+    """The first step of each window of `size` steps, of which the first may be shorter."""
+    return [0, *range(length % size or size, length, size)]
 
 
 def where_rows(rows: Any, these: Any, others: Any) -> Any:

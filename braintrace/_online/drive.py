@@ -265,7 +265,7 @@ class Drive:
         added: dict[int, Any],
         at_call: AtCall | None = None,
         boundary: Boundary | None = None,
-        at_starts: Leaves = (),  # type: ignore[assignment]
+        at_starts: Any = (),
     ) -> Any:
         """Scan over steps without traces, differentiable along all paths; `boundary` forms windows.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._executor.executor import Leaves, Local
+from .._executor.executor import Leaves, Local, sites_with_traces
 from .._executor.pull_back import is_inexact
 from .._executor.window import Record, each_step
 from .call import Call
@@ -28,7 +28,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
         [jnp.zeros((length, *z.shape), z.dtype) for z in some]
         for some in (online.zeros_at_readings(), online.zeros_at_outputs())
     ]
-    sites = online.joined_sites if online.trace_rule.joins_within_step(length) else []
+    sites = sites_with_traces(online.executor) if online.trace_rule.joins_within_step(length) else []
     at_sites = {s.index: jnp.zeros((length, *s.shape), s.output.aval.dtype) for s in sites}
     deltas = (zeros, zeros if reads_old else [], *more, at_sites)
 
@@ -57,7 +57,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
         signals=signals,
         old_signals=jax.vmap(online.executor.widened)(by_group(dold)) if reads_old else None,
         keep=None if part.reset is None else ~part.reset,
-        at_sites=dys,
+        dys=dys,
     )
     kept, weight_grads = online.chunk(
         params,

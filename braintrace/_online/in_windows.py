@@ -6,9 +6,9 @@ those after it, the projection (`_rules/projection.py`) splits
     λ = u + (λ - u)        u = (λ Tᵀ) S goes on to the window before;  λ - u meets the traces.
 
 `jax.vjp` computes `λ`: the function `enter` is the identity before each step. At the start of a window, its
-backward pass returns `u` for the leaves and `λ` for `at_starts` (zeros, one per step). The first window of a
-part has none before it: its `λ` is the cotangent of the part's first leaves. The rule then turns the
-cotangents `λ` into gradients (`TraceRule.over_windows`).
+backward pass returns `u` for the leaves, and `λ - u` and `λ` for `at_starts` (zeros, one per step). The first
+window of a part has none before it: its `λ` is the cotangent of the part's first leaves. The rule then turns
+these cotangents into gradients (`TraceRule.over_windows`).
 
 The projection at the starts (`pairs`) may depend on the steps, so it is computed after the forward pass. It
 reaches `enter` as the cotangent of zeros that are carried along with the state.
@@ -17,7 +17,7 @@ reaches `enter` as the cotangent of zeros that are carried along with the state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,7 +27,8 @@ import numpy as np
 from .._executor.executor import Leaves
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import plus
-from .._rules.rule import Values, starts_of
+from .._executor.window import starts_of
+from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
 from .parts import Carry, Given, Part, add, weighed
 
@@ -48,7 +49,7 @@ class Boundary:
         """The first steps of all windows."""
         return starts_of(self.length, self.drive.window or self.length)
 
-    def steps(self, at_starts: Leaves) -> tuple[Any, ...]:
+    def steps(self, at_starts: tuple[Leaves, Leaves]) -> tuple[Any, ...]:
         """Per step: `at_starts`, whether a window after the first starts, its index, whether one ends."""
         t = np.arange(self.length)
         is_start, is_end = np.isin(t, self.starts[1:]), np.isin(t + 1, [*self.starts, self.length])
@@ -57,19 +58,21 @@ class Boundary:
     def enter(self, carry: tuple[Leaves, Any], step: Any) -> tuple[Leaves, Any]:
         """The leaves before a step; at the start of a window the projection splits their cotangents."""
         (moving, pairs), (at_starts, is_start, index, _) = carry, step
-        if not at_starts:
+        if not at_starts[0]:
             return carry
 
         @jax.custom_vjp
-        def enter(leaves: Leaves, at_starts: Leaves, pairs: Any, is_start: Any, index: Any) -> Any:
+        def enter(leaves: Leaves, at_starts: Any, pairs: Any, is_start: Any, index: Any) -> Any:
             return leaves, pairs
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             is_start, index = residuals
             found, pairs = cotangents
             through = self._crossing(found, pairs, index)
-            on = [jnp.where(is_start, u, c) for u, c in zip(through, found, strict=True)]
-            return on, [jnp.where(is_start, c, jnp.zeros_like(c)) for c in found], pairs, None, None
+            both = list(zip(found, through, strict=True))
+            on = [jnp.where(is_start, u, c) for c, u in both]
+            left = [jnp.where(is_start, c - u, jnp.zeros_like(c)) for c, u in both]
+            return on, (left, found[: len(at_starts[1])]), pairs, None, None
 
         enter.defvjp(lambda leaves, at_starts, pairs, *at: ((leaves, pairs), at), backward)
         leaves, pairs = enter([moving[n] for n in self.carried], at_starts, pairs, is_start, index)
@@ -147,8 +150,9 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
         return (loss, pairs), (outs, moving, jax.lax.stop_gradient(taken))
 
     some = [now[i] for i in drive.wanted]
-    # zeros whose cotangents are those at the starts of windows, by step
-    at_starts = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if windows > 1 else []
+    # zeros whose cotangents are the parts that do not cross, and those before each step
+    zeros = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if windows > 1 else []
+    at_starts = zeros, zeros if projection else []
     pairs = projection.no_pairs(executor, values, windows) if projection and windows > 1 else ()
     (loss, pairs), pull, (outs, moving, (*taken, _)) = jax.vjp(
         losses, some, start, at_starts, pairs, _nothing_added(drive, length), has_aux=True
@@ -157,25 +161,26 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
     if projection is not None:
         crossed = projection.advance_basis(executor, values, window, drive.window)
         pairs = crossed[1] if windows > 1 else pairs
-    grads, first, at_starts, _, dys = pull((jnp.ones_like(loss), pairs))
+    grads, first, (left, whole), _, dys = pull((jnp.ones_like(loss), pairs))
     if executor.sharding is not None:
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
-        taken, first, at_starts = jax.lax.optimization_barrier((taken, first, at_starts))
+        taken, first, left, whole = jax.lax.optimization_barrier((taken, first, left, whole))
         window = drive.window_of(given, carry.moving, part, taken)
-    found: Leaves = [None] * len(window.params)
-    if dys:
-        found = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
     if drive.window:
-        at_starts = at_starts or [jnp.zeros((length, *a.shape), a.dtype) for a in start]
-        signals = [a.at[0].add(s) for a, s in zip(at_starts, first, strict=True)]
-        signals = boundary.at_leaves(signals, (length,))
-        past, after = step.online.trace_rule.over_windows(
-            executor, values, signals, window, drive.window, crossed, fresh=drive.fresh, keep=drive.keep
-        )
+        signals = read = [s[None] for s in first]
+        if windows > 1:
+            signals = [a.at[0].add(s) for a, s in zip(left, first, strict=True)]
+            others = [a[boundary.starts[1] :: drive.window] for a in whole]
+            read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
+        signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
+        read = boundary.at_leaves(read, (windows,)) if projection else []
+        over_windows = partial(step.online.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
+        found, after = over_windows(executor, values, signals, read, dys, window, drive.window, crossed)
     else:
+        inside = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
         past = rule.past(executor, values, boundary.at_leaves(first), window)
-        after = rule.advance(executor, values, window)
-    total = drive.add_params(add(carry.total, grads), list(map(plus, found, past)))
+        found, after = list(map(plus, inside, past)), rule.advance(executor, values, window)
+    total = drive.add_params(add(carry.total, grads), found)
     moving = drive.with_values(moving, step.online.arrays.constrained({**values, **after}))
     return Carry(total, carry.weight_grads, moving), outs
 

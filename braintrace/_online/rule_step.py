@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 from .._compat import Literal, identity_primitive
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
-from .._compiler.program import Site
 from .._compiler.slices import needed
 from .._compiler.step import Path, show_path, show_paths
 from .._executor.executor import ETraceGraphExecutor, Leaves, Local
@@ -346,15 +344,6 @@ class RuleStep:
         return joined(signal, executor, values, back, at_readings, d_outs, slopes, given)
 
     # -- chunks ------------------------------------------------------------------------------------
-
-    @cached_property
-    def joined_sites(self) -> list[Site]:
-        """The sites all of whose weights have traces."""
-        names: dict[int, set[str]] = {}
-        for slot in self.slots:
-            names.setdefault(slot.relation.site.index, set()).add(slot.name)
-        weighted = self.executor.weighted
-        return [w.site for w in weighted if names.get(w.site.index) == set(w.layouts)]
 
     def differentiable(
         self,

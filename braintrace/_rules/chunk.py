@@ -9,26 +9,22 @@ The inputs, `J`, `D` and signals `g` of each step are recorded, with the same we
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._executor.backward import Backward
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
-from .._executor.trace_math import Jacobian, States, add_up, dot, promoted, stack, states
-from .._executor.weight_gradients import Parts, factor_over_time
+from .._executor.trace_math import Jacobian, States, add_up, promoted, stack
+from .._executor.weight_gradients import TIME, Parts, factor_over_time
 from .._executor.window import Record, unroll
 from .._ops.axis_labels import Labels
 from .._types import PyTree
 from .rule import Gradients, TraceRule, Values, add_to
-
-TIME = ("time",)
-Carry = tuple[Any, Any]  # of a scan: lists of arrays
 
 
 def step_by_step(
@@ -55,65 +51,6 @@ def step_by_step(
     return values, grads
 
 
-@dataclass(frozen=True)
-class Backward:
-    """The result of one reverse scan over a chunk, for one group."""
-
-    q: States | None  # of every step; None if there are no signals
-    start: States | None  # dL/dh of the states before the chunk
-    # `D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`; None if the group has no memory
-    products: tuple[Jacobian, Jacobian] | None
-
-
-def backward(record: Record, group: int, *, products: bool) -> Backward:
-    """Pull the signals of a group back through a chunk; `products` of `D` are for the traces after it."""
-    D = record.local.D[group]
-    if record.signals is None and record.old_signals is None:
-        return Backward(None, None, None if D is None else _products(D))
-    old: Any = None if record.old_signals is None else record.old_signals[group]
-    g = jnp.zeros_like(old) if record.signals is None else record.signals[group]
-    if D is None:
-        if old is None:
-            return Backward(states(g, 1), states(jnp.zeros_like(g[0]), 0), None)
-        later = jnp.concatenate([old[1:], jnp.zeros_like(old[:1])])
-        return Backward(states(g + later, 1), states(old[0], 0), None)
-    num = range(len(D))
-
-    def body(carry: Carry, step: PyTree) -> tuple[Carry, Carry]:
-        (later, product), (g, D, old) = carry, step
-        q = list(map(operator.add, g, later))
-        columns = list(zip(*D, strict=True))
-        back = [dot(column, q) for column in columns]
-        if old is not None:
-            back = list(map(operator.add, back, old))
-        return (back, [[dot(row, column) for column in columns] for row in product]), (q, product)
-
-    steps = _promoted((states(g, 1), D, None if old is None else states(old, 1)))
-    zero = [jnp.zeros_like(one[0]) for one in steps[0]]
-    # without `products`, this stays an empty list and nothing is computed
-    one = [[jnp.full_like(zero[s], s == r) for r in num] for s in num] if products else []
-    (start, total), (q, each) = jax.lax.scan(body, (zero, one), steps, reverse=True, unroll=unroll())
-    return Backward(q, start, (each, total))
-
-
-def _products(D: Jacobian) -> tuple[Jacobian, Jacobian]:
-    """`D[K]..D[s+1]` of every step `s`, and `D[K]..D[1]`."""
-
-    def body(product: Jacobian, D: Jacobian) -> Carry:
-        columns = list(zip(*D, strict=True))
-        return [[dot(row, column) for column in columns] for row in product], product
-
-    D = _promoted(D)
-    one = [[jnp.full_like(d[0], s == r) for r, d in enumerate(row)] for s, row in enumerate(D)]
-    total, each = jax.lax.scan(body, one, D, reverse=True, unroll=unroll())
-    return each, total
-
-
-def _promoted(arrays: PyTree) -> PyTree:
-    leaves, tree = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(tree, promoted(*leaves))
-
-
 def chunk_gradient(
     slots: Sequence[Slot], values: Values | None, record: Record, found: dict[int, Backward]
 ) -> Gradients:
@@ -127,7 +64,7 @@ def chunk_gradient(
         assert start is not None
         parts = None if values is None else record.local.parts(slot, values[slot.key])
         # the within-step gradient, once for each weight, joins the product over time
-        within = None if (site, slot.name) in grads else record.at_sites.get(site)
+        within = None if (site, slot.name) in grads else record.dys.get(site)
         dw = record.local.as_partial_sums(slot, parts, over_time(slot, record, weight, q, parts, within))
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
@@ -151,7 +88,7 @@ def over_time(
     J = record.local.J[site, slot.group.index]
     dy = slot.to_y(slot.pair(signal, J, 1), 1)
     dy = dy if within is None else add_up(promoted(dy, within))
-    return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, TIME, parts)
+    return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, (TIME,), parts)
 
 
 def factors(slot: Slot, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
@@ -180,7 +117,7 @@ def chunk_traces(
             new = _filtered(slot, record, weight, None if values is None else values[slot.key])
         else:
             decay, lifted = affine_terms(slot, record, products)
-            new = slot.instant(factors(slot, inputs), lifted, weight, TIME)
+            new = slot.instant(factors(slot, inputs), lifted, weight, (TIME,))
             if values is not None:
                 new = add_up(promoted(slot.decay(decay, values[slot.key]), new))
         result[slot.key] = new.astype(like[slot.key].dtype)

@@ -18,6 +18,7 @@ from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
 from .._compiler.leaky_readouts import with_filters
 from .._compiler.states_with_memory import remembering
+from .._executor.backward import backward
 from .._executor.executor import Local
 from .._executor.filtered_inputs import with_columns, with_filtered_inputs
 from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
@@ -27,7 +28,7 @@ from .._executor.trace_math import add_up, promoted, stored
 from .._executor.trace_recursion import Recursion
 from .._executor.window import Record, Signals
 from .bounds import Bound
-from .chunk import affine_terms, backward, chunk_gradient, chunk_traces, step_by_step
+from .chunk import affine_terms, chunk_gradient, chunk_traces, step_by_step
 from .layers import Layers
 from .projection import BASES
 from .rank import Rank

@@ -24,8 +24,9 @@ from .._executor.sharding import Sharding, Spec
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, promoted, states, times
 from .._executor.trace_recursion import Recursion
+from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
-from .chunk import TIME, factors
+from .chunk import factors
 from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
@@ -187,7 +188,7 @@ class ES_D_RTRL(TraceRule):
                 factor = None
                 if slot.layout.x is not None:
                     factor = _factors(slot, x[_input_key(slot)], inputs)
-                add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight, TIME))
+                add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight, (TIME,)))
         return {**{k: v[-1] for k, v in counts.items()}, **after}, add_all(total, grads)
 
     def _averages(

@@ -32,11 +32,11 @@ from .._executor.effective_weights import Weighted
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Names, Spec
+from .._executor.trace_math import finite
 from .._executor.weight_gradients import floating_factor, product
 from .._executor.window import Window
 from .._ops.axis_labels import Labels, Layout, align
 from .._types import Array, DTypeLike, Path
-from .projection import finite
 from .rank import per_sample
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs

@@ -24,11 +24,10 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.memory import device_memory, show_bytes
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec, plus
-from .._executor.trace_math import add_up, promoted
+from .._executor.trace_math import add_up, finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window, where_rows
-from .projection import finite
-from .rank import mixed, per_sample, summed
+from .rank import Rest, mixed, per_sample, summed
 
 Values = dict[str, Any]
 
@@ -51,22 +50,21 @@ class Layers:
         _check_memory(values)
         return values
 
-    def advance(self, executor: ETraceGraphExecutor, before: Values, after: Values, window: Window) -> Values:
-        """Advance `Q` over a window, given the rule's arrays before it and the traces after it."""
+    def advance(self, executor: ETraceGraphExecutor, before: Values, window: Window) -> Values:
+        """Advance `Q` over a window, given the rule's arrays before it."""
         per, blocks = self._of(executor)
         values = {}
         for block in blocks:
             rows = jnp.eye(per.state_size, dtype=per.dtype)[block.indices]
             rows = jnp.broadcast_to(rows, (per.samples.count, *rows.shape))
-            start, added = per.pull(window, rows)
-            start = per.shard_samples(finite(start))
-            of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
+            found = Rest.pull(per, window, rows)
+            terms = found.terms(per, before)
             for i, (key, aval) in block.keys.items():
                 axis = 1 + row_axis(aval.ndim)
                 acting = [blocks[n] for n in block.acted_on_by if i in blocks[n].keys]
-                terms = [mixed(start[:, :, b.indices], before[b.keys[i][0]], axis) for b in acting]
-                new = add_up(promoted(*terms, *(found[i] for found in (added, of_old) if i in found)))
-                values[key] = (new - of_new[i] if i in of_new else new).astype(before[key].dtype)
+                each = [mixed(found.start[:, :, b.indices], before[b.keys[i][0]], axis) for b in acting]
+                each += [terms[i]] if i in terms else []
+                values[key] = add_up(promoted(*each)).astype(before[key].dtype)
         return values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:

@@ -28,8 +28,8 @@ from jaxtyping import Array, Float
 
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec
-from .._executor.trace_math import promoted
-from .._executor.window import Window, unroll, where_rows
+from .._executor.trace_math import finite, promoted
+from .._executor.window import Window, starts_of, unroll, where_rows
 
 # A projection has arrays of its own (`start`, `lasting`). Over windows, `advance_basis` computes its
 # state after them and the pairs at their starts; `pair` picks one pair, `observed` returns the new arrays.
@@ -77,7 +77,9 @@ class Pushed:
             if window.keep is not None:
                 basis = where_rows(window.keep[0], basis, jnp.zeros_like(basis))
             basis = per.shard_samples(_or_fixed_basis(basis))
-            after = window.without_first_reset.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis))
+            after, _ = window.without_first_reset.push(
+                jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis)
+            )
             rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
             return per.shard_samples(orthonormal(per.shard_samples(rows))), basis
 
@@ -88,12 +90,9 @@ class Pushed:
         """Zeros of the shape of the pairs at the starts of all but the first of `windows`."""
         return jnp.zeros((windows - 1, *values[BASIS].shape), per.dtype)
 
-    def observed(self, per: PerSample, values: Values, state: Rows, read: Any, windows: int) -> Values:
+    def observed(self, per: PerSample, values: Values, state: Rows, *losses: Any) -> Values:
         """The arrays after windows of a pass; `state` is the basis then."""
         return {BASIS: state}
-
-    def read(self, per: PerSample, values: Values, cotangents: Any) -> None:
-        """None, because the basis does not depend on cotangents."""
 
 
 # -- balanced --------------------------------------------------------------------------------------
@@ -137,8 +136,8 @@ class Balanced:
 
     def advance_basis(
         self, per: PerSample, values: Values, window: Window, size: int
-    ) -> tuple[tuple[Vectors, Covariance], Rows]:
-        """The tangent `P ν` after windows of `size` steps and the sum of its covariances, and the pair.
+    ) -> tuple[tuple[Vectors, Vectors], Rows]:
+        """The tangent `P ν` after windows of `size` steps and at their starts, and the pair.
 
         `P ν` advances by the derivative of the steps along `(P ν, ν)`.
         """
@@ -146,25 +145,13 @@ class Balanced:
         signs = _signs(values[COUNTS][0], [fixed[i] for i in per.acting])
         change = dict(zip(per.acting, signs, strict=True))
 
-        def along(tangent: Vectors, window: Window) -> tuple[Vectors, Vectors]:
-            if window.keep is not None:
-                tangent = where_rows(window.keep[0], tangent, jnp.zeros_like(tangent))
-            leaves = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
-            after = per.linear.window(window.without_first_reset).push(leaves, change)
-            after = [None if a is None else a[0] for a in after]
-            return per.shard_samples(finite(per.vectors(after, dual=False))), tangent
-
-        after, starts = window.in_windows(size, along, per.shard_samples(values[TANGENT]))
-        return (after, self.covariance(per, starts, values[REACH])), values[BASIS]
-
-    def covariance(self, per: PerSample, vectors: Any, like: Covariance) -> Covariance:
-        """`aᵀ a`, with `a` the vectors of all samples and windows as rows."""
-        rows = per.replicated(vectors).reshape(-1, vectors.shape[-1])
-        return _outer(rows, rows, like)
-
-    def read(self, per: PerSample, values: Values, cotangents: Any) -> Covariance:
-        """The sum of `λᵀ λ` over cotangents at window starts."""
-        return self.covariance(per, cotangents, values[READ])
+        tangent = per.shard_samples(values[TANGENT])
+        leaves = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
+        after, before = per.linear.window(window).push(leaves, change)
+        at_starts = jax.tree.map(lambda a: a[np.array(starts_of(window.length, size)), 0], before)
+        starts = jax.vmap(lambda a: per.vectors(a, dual=False))(at_starts)
+        tangent = per.shard_samples(per.vectors(jax.tree.map(lambda a: a[0], after), dual=False))
+        return (tangent, starts), values[BASIS]
 
     def renewed(self, values: Values) -> tuple[Any, Any]:
         """The pair for the next windows, and whether it is a new one for samples that have a past.
@@ -180,34 +167,39 @@ class Balanced:
         return {BASIS: basis, COUNTS: counts}, due & ~all_reset
 
     def observed(
-        self, per: PerSample, values: Values, state: Any, read: Covariance | None, windows: int
+        self, per: PerSample, values: Values, state: Any, read: Any, windows: int, pulled: Rows | None = None
     ) -> Values:
         """The arrays that choose the pair, after windows of a pass.
 
-        `state` is that of `advance_basis`; `read` is the sum of `λᵀ λ` over windows and samples.
+        `state` is that of `advance_basis`; `read` are the `λ` at the starts of windows, if there is a loss;
+        `pulled` are the rows of `S` at the start of the only window, if losses after it are unknown.
         """
-        tangent, reach = state
+        tangent, starts = state
+        rows = {REACH: starts} if read is None else {REACH: starts, READ: read}
+        # both averages at once: they take half as long to compile
+        vectors = jnp.stack([per.replicated(a).reshape(-1, a.shape[-1]) for a in rows.values()])
+        before = jnp.stack([values[k] for k in rows])
+        total = _outer(vectors, vectors, before)
+        if pulled is not None and read is not None:
+            total = total.at[-1].add(self._read_later(per, values, pulled))
         new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
-
-        def averaged(name: str, total: Covariance) -> Covariance:
-            before: Covariance = values[name]
-            after = before + (new * (each * total - before)).astype(before.dtype)
-            return jnp.where(jnp.isfinite(after).all(), after, before)  # an overflow would stay for good
-
+        after = before + (new * (each * total - before)).astype(before.dtype)
+        # an overflow would stay for good
+        after = jnp.where(jnp.isfinite(jnp.sum(after, axis=(1, 2), keepdims=True)), after, before)
         counts = values[COUNTS] + jnp.array([0, windows], jnp.int32)
-        found = {TANGENT: tangent, REACH: averaged(REACH, reach), COUNTS: counts}
-        return found if read is None else {**found, READ: averaged(READ, read)}
+        return {TANGENT: tangent, COUNTS: counts, **dict(zip(rows, after, strict=True))}
 
-    def read_later(self, per: PerSample, values: Values, pulled: Rows) -> Covariance:
+    def _read_later(self, per: PerSample, values: Values, pulled: Rows) -> Covariance:
         """The part of `λᵀλ` that comes from losses after the window, if `O` stays as it is.
 
         `pulled` are the rows of `S`, pulled back to the window's start.
         """
         _, t = values[BASIS]
         inner = precise_einsum("qn,nr->qr", t, _operator(values[READ])(t.T))
-        rows = per.replicated(pulled).reshape(-1, pulled.shape[-1])
-        weighed = precise_einsum("qr,brn->bqn", inner, per.replicated(pulled)).reshape(rows.shape)
-        found = _outer(rows, weighed, values[READ])
+        pulled = per.replicated(pulled)
+        weighed = precise_einsum("qr,brn->bqn", inner, pulled)
+        n = pulled.shape[-1]
+        found = _outer(pulled.reshape(-1, n), weighed.reshape(-1, n), values[READ])
         # an expanding window would let the average grow without bound
         before, now = _trace(values[READ]) * per.samples.count, _trace(found)
         return found * jnp.minimum(1, before / jnp.where(now == 0, 1, now))
@@ -233,14 +225,15 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
     alone, and the inverse in `S` exists.
     """
     n = len(reach)
-    reach, read = _scaled(reach), _scaled(read)
-    mean = _trace(read) / n
+    # scaled, so that products of averages neither overflow nor underflow
+    reached, was_read = _largest(reach), _largest(read)
+    mean = _trace(read) / was_read / n
     least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
     level = jnp.where(mean > 0, least * mean, 1)  # before any loss, `O` is the identity
-    t, by_reach, by_read = basis[1].T, _operator(reach), _operator(read)
-    for _ in range(2):
-        t = _columns(by_reach(by_read(t) + level * t))
-    read_t = by_read(t)
+    by_reach, by_read = _operator(reach), _operator(read)
+    iterated = lambda _, t: _columns(by_reach(by_read(t) / was_read + level * t) / reached)
+    t = jax.lax.fori_loop(0, 2, iterated, basis[1].T)
+    read_t = by_read(t) / was_read
     inner = precise_einsum("nq,nr->qr", t, read_t)
     # the inverse by eigenvalues: `jnp.linalg.solve` takes three times as long to compile
     each, vectors = jnp.linalg.eigh(inner)
@@ -266,12 +259,16 @@ def _test_columns(n: int, size: int) -> Any:
     return np.random.RandomState(1).standard_normal((n, size)).astype(np.float32) / np.sqrt(n)
 
 
-def _outer(a: Float[Array, "k state"], b: Float[Array, "k state"], like: Covariance) -> Covariance:
+def _outer(
+    a: Float[Array, "*pairs k state"],
+    b: Float[Array, "*pairs k state"],
+    like: Float[Array, "*pairs state sketch"],
+) -> Float[Array, "*pairs state sketch"]:
     """`aᵀ b`, or its sketch `aᵀ b Ω` if `like` is one."""
-    n, size = like.shape
+    n, size = like.shape[-2:]
     if size < n:
-        b = precise_einsum("kn,nm->km", b, jnp.asarray(_test_columns(n, size), b.dtype))
-    return precise_einsum("kn,km->nm", a, b).astype(like.dtype)
+        b = precise_einsum("...kn,nm->...km", b, jnp.asarray(_test_columns(n, size), b.dtype))
+    return precise_einsum("...kn,...km->...nm", a, b).astype(like.dtype)
 
 
 def _operator(average: Covariance) -> Callable[[Float[Array, "state rank"]], Float[Array, "state rank"]]:
@@ -290,10 +287,10 @@ def _operator(average: Covariance) -> Callable[[Float[Array, "state rank"]], Flo
     return lambda columns: precise_einsum("nk,kr->nr", factor, precise_einsum("nk,nr->kr", factor, columns))
 
 
-def _scaled(average: Covariance) -> Covariance:
-    """Divide by the largest entry, so that products of averages neither overflow nor underflow."""
+def _largest(average: Covariance) -> Float[Array, ""]:
+    """The largest absolute entry; 1 if all are zero."""
     largest = jnp.max(jnp.abs(average))
-    return average / jnp.where(largest == 0, 1, largest)
+    return jnp.where(largest == 0, 1, largest)
 
 
 def _trace(average: Covariance) -> Any:
@@ -377,10 +374,4 @@ def cross(vectors: Vectors, pair: tuple[Rows, Rows]) -> Vectors:
 def precise_einsum(axes: str, *arrays: Any) -> Array:
     """`jnp.einsum` without tensor cores: the products are small, and bases must stay orthonormal."""
     found: Array = jnp.einsum(axes, *promoted(*arrays), precision="highest")
-    return found
-
-
-def finite(a: Any) -> Array:
-    """Replace non-finite slopes by zero: a state at its initial value may have one (a root of zero)."""
-    found: Array = jnp.where(jnp.isfinite(a), a, 0)
     return found

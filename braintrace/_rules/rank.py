@@ -16,29 +16,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import TraceGraph
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
+from .._executor.backward import backward
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.fused import on_gpu
 from .._executor.marked_step import MarkedStep
-from .._executor.per_sample import Matrix, PerSample
+from .._executor.per_sample import Matrix, PerSample, Pulled, Rows, Terms, add_terms
 from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
-from .._executor.trace_math import add_up, promoted, weigh
+from .._executor.trace_math import States, add_up, finite, promoted, weigh
 from .._executor.weight_gradients import row_axis
-from .._executor.window import Window, where_rows
+from .._executor.window import Crossing, Record, Signals, Window, starts_of, where_rows
 from .._meshes import mesh_of
-from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, finite, precise_einsum
+from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, precise_einsum
 
 Values = dict[str, Any]
 AffineTerms = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that advance as `P trace + sum_t x[t] d[t]`
@@ -112,47 +113,61 @@ class Rank:
     def advance(
         self,
         executor: ETraceGraphExecutor,
-        before: Values,
-        after: Values,
+        values: Values,
         window: Window,
+        size: int,
+        crossed: tuple[Any, Any],
+        *,
         affine_terms: Callable[[Sequence[Slot]], AffineTerms],
-        state: Any,
         signals: Leaves | None = None,
-    ) -> tuple[Values, dict[int, Any], Any]:
-        """Advance `V` over a window, given the traces before and after it, and the state of `advance_basis`.
+        fresh: bool = False,
+    ) -> tuple[Values, dict[int, Any], Rows]:
+        """Advance `V` over windows of `size` steps, given what `advance_basis` returned.
 
-        A kernel advances large arrays together with their traces, and computes the gradient for `signals` at
-        the window's start in the same pass; it needs `affine_terms` of the traces.
+        A kernel advances large arrays over a single window together with their traces, and computes the
+        gradient for `signals` at its start in the same pass; it needs `affine_terms` of the traces. With
+        `fresh`, the traces and `V` are zero before.
 
         Returns:
             The new arrays, the kernel's gradients by leaf, and the rows of `S'` pulled back to the start.
         """
-        per = self.per_sample(executor)
-        new, old = self.basis.pair(self.basis.pairs(per, before))
+        per, (state, pairs) = self.per_sample(executor), crossed
+        new, old = self.basis.pair(self.basis.pairs(per, values))
         if new.ndim == 3:  # pushed
             new = state
         else:
             new, old = (jnp.broadcast_to(a, (per.samples.count, *a.shape)) for a in (new, old))
-        values: Values = {}
-        matrices, specs, affine = self._in_kernel(executor, per, before, window.length, affine_terms)
-        rows, (start, factors) = self._corrected(per, old, before, after, window, list(matrices), new)
-        values.update(rows)
+        starts, crossing = starts_of(window.length, size)[1:], None
+        if starts:
+            crossing = Crossing(starts, lambda c, i: self.cross(executor, c, pairs, i))
+        found = Rest.pull(per, window, new, crossing)
+        carried = precise_einsum("bqn,brn->bqr", found.start, old)
+        matrices: dict[int, Matrix] = {}
+        if not starts and not fresh:
+            matrices, specs, affine = self._in_kernel(executor, per, values, window.length, affine_terms)
+        terms = found.terms(per, None if fresh else values, list(matrices))
+        after: Values = {}
+        for i, (key, aval) in named(per).items():
+            if i not in matrices:
+                each = [] if fresh else [mixed(carried, values[key], 1 + row_axis(aval.ndim))]
+                each += [terms[i]] if i in terms else []
+                new_rows = add_up(promoted(*each)) if each else values[key]
+                after[key] = new_rows.astype(values[key].dtype)
         if not matrices:
-            return values, {}, start
+            return after, {}, found.start
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
-        carried, along = (precise_einsum("b...n,brn->b...r", a, old) for a in (start, signal))
-        lifted = [per.lift(a, window) for a in (start, new, signal[:, None])]
-        grads = {}
+        along = along_rows(signal, old)
+        lifted = [per.lift(a, window) for a in (found.at_traces, per.at_groups(signal[:, None]))]
+        factors, grads = per.factors(window, found.pulled, list(matrices)), {}
         for i, matrix in matrices.items():
             (key, aval), slot = named(per)[i], matrix.slot
-            trace = None if slot is None else before[slot.key]
-            more = () if slot is None else (*affine[slot.key], *(found[slot.key] for found in lifted))
-            x, d = factors[i]
-            how = kernel_coefficients(matrix, x, d, carried, along, *more)
-            values[key], trace, grad = step(before[key], trace, how, executor.sharding, specs[i])
-            values.update({} if slot is None else {slot.key: trace})
+            trace = None if slot is None else values[slot.key]
+            more = () if slot is None else (*affine[slot.key], *(a[slot.key] for a in lifted))
+            how = kernel_coefficients(matrix, *factors[i], carried, along, *more)
+            after[key], trace, grad = step(values[key], trace, how, executor.sharding, specs[i])
+            after.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
-        return values, {} if signals is None else grads, start
+        return after, {} if signals is None else grads, found.start
 
     def advance_basis(
         self, executor: ETraceGraphExecutor, values: Values, window: Window, size: int
@@ -170,44 +185,24 @@ class Rank:
         vectors = per.shard_samples(finite(per.vectors(cotangents, dual=True)))
         return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
 
-    def not_crossing(
-        self, executor: ETraceGraphExecutor, cotangents: Leaves, pairs: Any, starts: Sequence[int]
-    ) -> Leaves:
-        """The part `λ - u` of cotangents, by step, which meets the traces; `u` is subtracted at `starts`."""
-        if not starts:
-            return cotangents
-        at = np.array(starts)
-        some = [None if c is None else c[at] for c in cotangents]
-        crossing = jax.vmap(lambda c, i: self.cross(executor, c, pairs, i))(some, jnp.arange(len(starts)))
-        return [None if c is None else c.at[at].add(-u) for c, u in zip(cotangents, crossing, strict=True)]
-
-    def moved(self, state: Any) -> Values:
-        """The basis after a window, if it is pushed along with the samples."""
-        return {BASIS: state} if isinstance(self.basis, Pushed) else {}
-
-    def read(self, executor: ETraceGraphExecutor, values: Values, cotangents: Leaves) -> Any:
-        """The sum of `λᵀ λ` over samples and windows, the first axis of `cotangents`; None if pushed."""
-        per = self.per_sample(executor)
-        return self.basis.read(per, values, jax.vmap(lambda c: finite(per.vectors(c, dual=True)))(cotangents))
-
     def observed(
         self,
         executor: ETraceGraphExecutor,
         values: Values,
         state: Any,
-        read: Any,
+        read: Leaves | None,
         windows: int,
-        pulled: Any = None,
+        pulled: Rows | None = None,
     ) -> Values:
         """The arrays of the projection after the windows of a pass.
 
-        `state` is from `advance_basis` and `read` from `read`. In a stream, whose later losses are unknown,
-        `pulled` are the rows of `S`, pulled back to the start of the only window.
+        `state` is from `advance_basis`, `read` are the cotangents at starts of windows. In a stream, where
+        later losses are unknown, `pulled` are the rows of `S`, pulled back to the start of the only window.
         """
         per = self.per_sample(executor)
-        if isinstance(self.basis, Balanced) and pulled is not None and read is not None:
-            read = read + self.basis.read_later(per, values, pulled)
-        return self.basis.observed(per, values, state, read, windows)
+        vectors = jax.vmap(lambda c: finite(per.vectors(c, dual=True)))
+        at_starts = None if read is None else vectors(read)
+        return self.basis.observed(per, values, state, at_starts, windows, pulled)
 
     def _in_kernel(
         self,
@@ -240,33 +235,6 @@ class Rank:
         known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in affine}
         return known, {i: specs.get(i, ()) for i in known}, affine
 
-    def _corrected(
-        self,
-        per: PerSample,
-        old: Any,
-        before: Values,
-        after: Values,
-        window: Window,
-        factored: Sequence[int],
-        rows: Any,
-    ) -> tuple[Values, Any]:
-        """`rows (H (E + Tᵀ V) + A - E')`, with `T` = `old`.
-
-        Also returns `rows H`, and for the matrices in `factored` the factors of `rows A`.
-        """
-        start, added, factors = per.pull_with_factors(window, rows, factored)
-        start = per.shard_samples(finite(start))
-        carried = precise_einsum("bqn,brn->bqr", start, old)
-        of_old, of_new = per.contract(before, start, window), per.contract(after, rows, window)
-        values = {}
-        for i, (key, aval) in named(per).items():
-            if i not in factored:
-                terms = [mixed(carried, before[key], 1 + row_axis(aval.ndim))]
-                terms += [found[i] for found in (added, of_old) if i in found]
-                new = add_up(promoted(*terms))
-                values[key] = (new - of_new[i] if i in of_new else new).astype(before[key].dtype)
-        return values, (start, factors)
-
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Any]:
         """The gradients `<signal, Tᵀ V>` of signals at the carried states, by leaf of the parameters."""
         per = self.per_sample(executor)
@@ -286,6 +254,52 @@ class Rank:
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
         return per_sample(executor, self.samples, traces=self.corrects_traces)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Rows `S` pulled back through windows: `S (H E + A - E')`, with `E`, `E'` the traces before and after.
+
+    `E'` is not computed: with `D` and `J` the local Jacobians, `-S E'` is pulled back through the diagonal.
+    """
+
+    window: Window
+    start: Rows  # `S H`
+    at_traces: Signals  # the rows that meet `E`, at the groups
+    pulled: Pulled  # the rows at the outputs of sites
+    parts: Terms  # the terms that are on no output of a site
+
+    @staticmethod
+    def pull(per: PerSample, window: Window, rows: Rows, crossing: Crossing | None = None) -> Rest:
+        """`crossing` says which rows go on at the start of each window, if there are several."""
+        pulled = per.pull_rows(window, rows, crossing=crossing)
+        start = per.shard_samples(finite(pulled.start))
+        left = {}
+        if crossing is not None:
+            left = jax.vmap(jax.vmap(per.executor.at_groups))(jax.tree.map(finite, pulled.left))
+        q, at_traces = {}, per.at_groups(start)
+        for k, g in per.at_groups(-rows).items():
+            before = jnp.zeros((len(g), window.length - 1, *g.shape[1:]), g.dtype)
+            g = jnp.concatenate([left[k][:, 1:] if left else before, g[:, None]], 1)
+            q[k], more = jax.vmap(partial(_through_traces, window.record.cut_at_resets(), k))(g)
+            at_traces[k] = at_traces[k] + finite(jnp.stack(more, 1))
+        pulled, parts = per.instant(pulled, q, window)
+        return Rest(window, start, at_traces, pulled, parts)
+
+    def terms(self, per: PerSample, traces: Values | None, excluded: Sequence[int] = ()) -> Terms:
+        """The sum, by leaf of the parameters; `traces` before the windows are None if they are zero."""
+        found = [per.weight_terms(self.window, self.pulled), self.parts]
+        if traces is not None:
+            found.append(per.contract(traces, self.at_traces, self.window))
+        return add_terms(*({i: a for i, a in f.items() if i not in excluded} for f in found))
+
+
+def _through_traces(record: Record, group: int, signals: Any) -> tuple[States, States]:
+    """Signals after each step, pulled back through the local Jacobians: at every step, and at the start."""
+    found = backward(replace(record, signals={group: signals}), group, products=False)
+    assert found.q is not None
+    assert found.start is not None
+    return found.q, found.start
 
 
 def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True) -> PerSample:

@@ -10,21 +10,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jaxtyping import Array
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local
+from .._executor.executor import ETraceGraphExecutor, Leaves, Local, sites_with_traces
 from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
-from .._executor.window import Record, Signals, Window
+from .._executor.window import Record, Signals, Window, starts_of
 from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal
@@ -180,7 +179,7 @@ class TraceRule(Rule):
         return values, add_all(total, grads)
 
     def joins_within_step(self, length: int) -> bool:
-        """Whether `chunk` adds the gradients through `Record.at_sites`, for a chunk of this length."""
+        """Whether `chunk` adds the gradients through `Record.dys`, for a chunk of this length."""
         return False
 
     def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
@@ -220,36 +219,34 @@ class TraceRule(Rule):
         return values if self.projection is None else self.projection.begin(executor, values, fresh=fresh)
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        values = self._reset_at_start(executor, values, window)
+        after = self._advanced(executor, values, window)
+        if isinstance(self.correction, Layers):
+            return {**after, **self.correction.advance(executor, values, window)}
         if self.projection is None:
-            return self._all_advanced(executor, values, None, window)[0]
-        state, _ = self.projection.advance_basis(executor, values, window, window.length)
-        after = self._all_advanced(executor, values, None, window, state)[0]
-        return {**after, **self.projection.observed(executor, values, state, None, 1)}
+            return after
+        crossed = self.projection.advance_basis(executor, values, window, window.length)
+        more, _, _ = self._with_rank(executor, values, window, window.length, crossed)
+        return {**values, **after, **more, **self.projection.observed(executor, values, crossed[0], None, 1)}
 
-    def _all_advanced(
+    def _with_rank(
         self,
         executor: ETraceGraphExecutor,
         values: Values,
-        signals: Leaves | None,
         window: Window,
-        state: Any = None,
-    ) -> tuple[Values, dict[int, Any], Any]:
-        """The arrays after a window, except those of the projection, whose state after it is `state`.
-
-        Also returns the gradients of signals at the window's start that come with them, and the rows of the
-        projection, pulled back to the window's start.
-        """
-        if self.correction is None:
-            return self._advanced(executor, values, window), {}, None
-        if window.keep is not None:  # samples that are reset at its start have no past
-            values = self.forget(executor, values, ~window.keep[0])
-            window = window.without_first_reset
-        after = self._advanced(executor, values, window)
-        if not isinstance(self.correction, Rank):
-            return {**after, **self.correction.advance(executor, values, after, window)}, {}, None
+        size: int,
+        crossed: Any,
+        **options: Any,
+    ) -> Any:
+        assert self.projection is not None
         terms = lambda slots: self.affine_terms(slots, window.record)
-        more, known, pulled = self.correction.advance(executor, values, after, window, terms, state, signals)
-        return {**values, **after, **more}, known, pulled
+        return self.projection.advance(executor, values, window, size, crossed, affine_terms=terms, **options)
+
+    def _reset_at_start(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+        """Reset the samples that are reset at the first step, whose corrections have no past."""
+        if self.correction is None or window.keep is None:
+            return values
+        return self.forget(executor, values, ~window.keep[0])
 
     def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:
@@ -271,6 +268,8 @@ class TraceRule(Rule):
         executor: ETraceGraphExecutor,
         values: Values,
         signals: Leaves,
+        read: Leaves,
+        dys: dict[int, Array],
         window: Window,
         size: int,
         crossed: tuple[Any, Any] | None,
@@ -278,62 +277,50 @@ class TraceRule(Rule):
         fresh: bool,
         keep: bool,
     ) -> tuple[Leaves, Values]:
-        """Past gradients of consecutive windows, and the arrays after the last, from one backward pass.
+        """The gradients of consecutive windows, and the arrays after the last, from one backward pass.
 
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
-        `signals` are the cotangents of the carried leaves at the start of each window, by step: zero inside a
-        window. `crossed` is what the projection's `advance_basis` returned.
+        `read` are the cotangents of the carried leaves at the starts of windows, and `signals` the parts of
+        them that do not cross, by step: zero inside a window. `dys` are the cotangents of the outputs of
+        sites at every step. `crossed` is what the projection's `advance_basis` returned.
         """
+        values = self._reset_at_start(executor, values, window)
         first = [None if s is None else s[0] for s in signals]
         starts = starts_of(window.length, size)
-        state = read = None
-        if self.projection is not None and crossed is not None:
-            state, pairs = crossed
-            read = self.projection.read(executor, values, _at(signals, starts))
-            signals = self.projection.not_crossing(executor, signals, pairs, starts[1:])
-        if keep and not fresh and len(starts) == 1:  # one pass over all arrays
-            after, known, pulled = self._all_advanced(executor, values, first, window, state)
-            found = self.past(executor, values, first, window)
-            found = [known.get(i, a) for i, a in enumerate(found)]
-            if self.projection is None:
-                return found, after
-            return found, {**after, **self.projection.observed(executor, values, state, read, 1, pulled)}
-        at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
-        record = replace(window.record, old_signals=at_groups)
-        zeros = executor.no_gradients(record.local.weights)
-        after, grads = self.chunk(
-            executor.slots, values, record, zeros, fresh=fresh, keep=keep and self.projection is None
-        )
-        found = executor.to_parameters(window.params, window.first_consts, grads)
-        if self.projection is None:
-            return found, after
-        if not fresh:
-            more = self.projection.past(executor, values, first)
-            found = [plus(a, more.get(i)) for i, a in enumerate(found)]
-        after = window.in_windows(size, partial(self._next_window, executor), values)[0] if keep else values
-        return found, {**after, **self.projection.observed(executor, values, state, read, len(starts))}
-
-    def _next_window(
-        self, executor: ETraceGraphExecutor, values: Values, window: Window
-    ) -> tuple[Values, tuple[()]]:
-        """The traces, `V` and basis after one more window."""
-        assert self.projection is not None
-        state = self.projection.advance_basis(executor, values, window, window.length)[0]
-        after = self._all_advanced(executor, values, None, window, state)[0]
-        return {**after, **self.projection.moved(state)}, ()
+        shared: dict[int, Array] = {}
+        if len(starts) > 1 and self.joins_within_step(window.length) and executor.sharding is None:
+            shared = {s.index: dys[s.index] for s in sites_with_traces(executor) if s.index in dys}
+        rest = {i: dy for i, dy in dys.items() if i not in shared}
+        found = executor.of_cotangents(window.params, window.first_consts, window.inputs, rest)
+        past: Leaves = [None] * len(window.params)
+        if len(starts) > 1:
+            at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
+            record = replace(window.record, old_signals=at_groups, dys=shared)
+            zeros = executor.no_gradients(record.local.weights)
+            after, grads = self.chunk(executor.slots, values, record, zeros, fresh=fresh, keep=keep)
+            past = executor.to_parameters(window.params, window.first_consts, grads)
+            if not fresh and self.projection is not None:
+                more = self.projection.past(executor, values, first)
+                past = [plus(a, more.get(i)) for i, a in enumerate(past)]
+        else:
+            after = self._advanced(executor, values, window) if keep else values
+            past = past if fresh else self.past(executor, values, first, window)
+        if self.projection is None or crossed is None:
+            return list(map(plus, found, past)), after
+        pulled = None
+        if keep:
+            by_kernel = first if len(starts) == 1 else None
+            more, by_leaf, pulled = self._with_rank(
+                executor, values, window, size, crossed, signals=by_kernel, fresh=fresh
+            )
+            after, past = {**after, **more}, [by_leaf.get(i, a) for i, a in enumerate(past)]
+        pulled = pulled if len(starts) == 1 and not fresh else None
+        later = self.projection.observed(executor, values, crossed[0], read, len(starts), pulled)
+        return list(map(plus, found, past)), {**values, **after, **later}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~rows)}
         return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
-
-
-def starts_of(length: int, size: int) -> list[int]:
-    """The first step of each window of `size` steps, of which the first may be shorter."""
-    return [0, *range(length % size or size, length, size)]
-
-
-def _at(arrays: Leaves, steps: list[int]) -> Leaves:
-    return [None if a is None else a[np.array(steps)] for a in arrays]
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

@@ -31,12 +31,11 @@ from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.jacobian import earlier
 from .._executor.per_sample import PerSample, real_parts
 from .._executor.sharding import Spec, names_of
-from .._executor.trace_math import promoted
+from .._executor.trace_math import finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window
 from .._meshes import mesh_of, per_device
 from .._types import Array, NumPyArray
-from .projection import finite
 from .rank import per_sample
 from .rule import Rule, Values
 

@@ -24,8 +24,9 @@ from jaxtyping import Array, Bool
 
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.sharding import Spec
+from .._executor.trace_math import finite
 from .._executor.window import Window
-from .projection import BASIS, finite
+from .projection import BASIS
 from .rank import Rank, named
 from .rule import Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
@@ -55,7 +56,7 @@ class UORO(Estimate):
             window = window.without_first_reset
         per = self._kept.per_sample(executor)
         s = per.shard_samples(values[BASIS])
-        after_push = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
+        after_push, _ = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
         rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after_push)
         pushed = per.shard_samples(finite(rows))
         nu = per.shard_samples(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))

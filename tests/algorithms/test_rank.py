@@ -206,6 +206,59 @@ def test_a_batch_and_its_episodes_are_sequences_of_their_own(window):
         np.testing.assert_allclose(learner.traces[key].value, state.value, atol=1e-10)
 
 
+def traces_of(learner: Any) -> dict[str, Any]:
+    """Traces, `V`, basis and tangents; the averages of a balanced pair depend on how passes are cut."""
+    averages = ("balance reach", "balance read", "balance counts")
+    return {k: st for k, st in learner.traces.items() if k not in averages}
+
+
+@pytest.mark.parametrize("basis", ["balanced", "pushed"])
+@pytest.mark.parametrize("fresh", every(2, [True, False]))
+def test_one_pass_leaves_the_traces_that_a_pass_for_each_window_leaves(basis, fresh):
+    (xs, ys), found = data(5), []
+    flags = np.eye(5, 2, -1, dtype=bool)  # at the start of the second window, and in the midst of it
+    for chunk_size in (None, 1):
+        learner = gru(window=2, basis=basis)  # the first has one step
+        etrace_grad = partial(learner.etrace_grad, step_fn=squared(learner), chunk_size=chunk_size)
+        if not fresh:
+            etrace_grad(ys[..., :X], ys)
+            for key, value in found[0].items() if found else ():
+                learner.traces[key].value = value  # with the same averages
+            found = found or [{k: st.value for k, st in learner.traces.items()}]
+
+        def run(xs: Any, ys: Any, learner: Any = learner, etrace_grad: Any = etrace_grad) -> Any:
+            if fresh:
+                learner.reset_state(B)
+            return etrace_grad(xs, ys, reset=flags)
+
+        grads = brainstate.transform.jit(run)(xs, ys)
+        found.append({**grads, **{k: st.value for k, st in traces_of(learner).items()}})
+    assert agree(*found[-2:], 1e-10), difference(*found[-2:])
+
+
+@pytest.mark.parametrize("name", some(16, [n for n in CASES if n not in WITH_WHILE]))
+def test_one_pass_of_any_model_leaves_the_same_traces(name):
+    case, rank, found = CASES[name], 2, []
+    window, basis = [(2, "balanced"), (3, "pushed"), (1, "balanced"), (2, "pushed")][digest(name) % 4]
+    xs = sequence(case, 5)
+    options = {"window": window, "rank": rank, "basis": basis, **TOGETHER.get(name, {})}
+
+    def prepare(learner: Any) -> None:
+        rng = np.random.RandomState(0)
+        for _, state in sorted(traces_of(learner).items()):
+            parts = 1 + 1j if jnp.iscomplexobj(state.value) else 1
+            state.value = jnp.asarray(parts * rng.randn(*state.value.shape), state.value.dtype)
+        if basis == "balanced":
+            samples = per_sample(learner.executor, learner.rule.samples).samples
+            set_pair(random_pair(samples.state_size, rank), learner)
+
+    for chunk_size in (None, 1):
+        learner = braintrace.D_RTRL(case.build(), **options)
+        grads = in_one_pass(learner, xs, prepare, chunk_size=chunk_size)
+        found.append({**grads, **{k: st.value for k, st in traces_of(learner).items()}})
+    assert agree(*found, 1e-9), difference(*found)
+
+
 @pytest.mark.slow
 def test_episodes_within_windows():
     xs, ys = data()
@@ -444,7 +497,8 @@ def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, optio
                 net, braintrace.D_RTRL, xs[0, :, :inputs], batch_size=B, rank=RANK, window=window, **options
             )
             step = squared(learner)
-            grads = learner.etrace_grad(xs[..., :inputs], ys, step_fn=step, reduction="sum", reset=reset)
+            cut = {"chunk_size": window, "reset": reset}  # a pass for each window
+            grads = learner.etrace_grad(xs[..., :inputs], ys, step_fn=step, reduction="sum", **cut)
             results.append({**grads, **{k: st.value for k, st in learner.traces.items()}})
     narrow = "trace_dtype" in options
     assert taken
