@@ -49,8 +49,8 @@ def is_unchanged(before: Array, after: Array) -> bool:
 def traces_of(learner: ETraceAlgorithm, weight: brainstate.State | Path | str) -> dict[str, Array]:
     """The traces of one parameter, given as its state or its path.
 
-    A trace does not store what is known without it: axes along which it is uniform have length one or are left
-    out, and columns of the weight that reach no state with memory (an LSTM's output gate) are left out.
+    Axes along which a trace is uniform, and columns of the weight that reach no state with memory (an LSTM's
+    output gate), are left out.
     """
     if isinstance(weight, brainstate.State):
         found = [e.path for e in learner.graph.module_info.params if e.state is weight]
