@@ -198,7 +198,7 @@ class RuleStep:
             )
             # traces are contracted last: otherwise XLA copies weights that the pull-back still has to read
             done = [] if self.executor.sharding else [a for a in (*dparams, *deltas) if a is not None]
-            size = max((v.nbytes for v in after.values()), default=0)
+            size = max((v.nbytes for v in after.values() if isinstance(v, jax.Array)), default=0)
             signals = {k: stored(g, size, done) for k, g in signals.items()}
             grads = rule.gradient(self.slots, after, signals, local)
             for key, value in self._counted_twice(self.executor.widened(back), local).items():
