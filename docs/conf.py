@@ -120,6 +120,7 @@ ARRAY_LIKE = "Array ndarray bool number bool int float complex Quantity"
 SIZE = r"int Sequence\[int\] integer Sequence\[~?(?:\w+\.)*integer\]"
 SHORTER = {
     r"<[^<>]*>": "...",
+    r"(?<![\w.])Learner\b": "~braintrace.Learner",  # not the one of `braintrace.nnx`
     r"Union\[jax[^\]]*Quantity\]": "ArrayLike",
     " \\| ".join(rf"~?(?:\w+\.)*{t}" for t in ARRAY_LIKE.split()): "ArrayLike",
     " \\| ".join(rf"~?(?:\w+\.)*{t}" for t in SIZE.split()): "int | Sequence[int]",
