@@ -87,7 +87,7 @@ class ETraceGraphExecutor:
         self.graph, self.info = graph, graph.module_info
         self.recursion = recursion
         self.wants_slopes = reads or bool(recursion and recursion.kappa is not None)
-        self.per_sample: dict[Hashable, Any] = {}  # cache of `PerSample`, by its options
+        self.per_sample: dict[Hashable, Any] = {}  # caches of `PerSample`, and of `Layers`' blocks
         self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
         self.sharding: Sharding | None = None  # the partition specs of the step, if any
 

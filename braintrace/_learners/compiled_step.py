@@ -130,7 +130,9 @@ class CompiledStep:
 
     def _changed(self, **changes: Option) -> CompiledStep:
         other = replace(self, **changes, programs=Programs())
-        other.__dict__["graph"] = self.graph  # which depends on the function and the marks alone
+        # fills the `cached_property`, so that the copy does not analyse the step, and warn, again: the graph
+        # depends on the function and the marks alone
+        other.__dict__["graph"] = self.graph
         return other
 
     # -- one step ----------------------------------------------------------------------------------

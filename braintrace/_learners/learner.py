@@ -206,8 +206,9 @@ class Learner:
             reset: Flags of shape (time, batch). A sample whose flag is set is reset before that step, to the
                 carry that the learner was made with.
             window: Steps of a window, if another than the learner's.
-            chunk_size: Steps that are taken at once; by default as many as memory allows. Changes speed and
-                memory, not the numbers.
+            chunk_size: Steps taken at once; by default as many as memory allows. The gradient is the same up
+                to rounding, with two exceptions: with `window='auto'` it is the window size, and with a
+                balanced `rank` the averages that choose the next pair are taken per chunk.
             reduction: 'mean' divides by the sum of the mask, 'sum' does not.
             has_aux: Whether `loss` returns a pair.
             **given: Sequences of the inputs of the rule's learning signal (`modulator=`), weighted by `mask`.
@@ -215,7 +216,8 @@ class Learner:
         Returns:
             The gradients, in the structure of `params` with None for leaves that are not inexact arrays; the
             pair (carry, traces) after the sequence; the pair (losses, aux) of all steps. Losses are values:
-            no derivative goes through them.
+            no derivative goes through them. They are of shape (time,), or (time, batch) with such a mask,
+            before the mask and the reduction.
         """
         check_chunk_size(chunk_size)
         check_window(window)
@@ -307,7 +309,7 @@ class Learner:
         self.compiled.shard_like(states, [_meshes.shape_of(a, 1) for a in x])
         num = len(states)
         tree = jax.tree.structure(traces)
-        out_trees: list[jax.tree_util.PyTreeDef] = []
+        out_trees: list[jax.tree_util.PyTreeDef] = []  # known while tracing only; the last trace counts
 
         def flat(slices: PyTree, leaves: Leaves) -> Leaves:
             x, *more, given = slices

@@ -254,7 +254,7 @@ class Drive:
                 total[at] = total[at] + full_sum(grad).astype(total[at].dtype)
         return total
 
-    # -- full Jacobian -----------------------------------------------------------------------------
+    # -- steps without traces, differentiable along all paths -----------------------------------------
 
     def scan_steps(
         self,

@@ -54,7 +54,7 @@ def _run(
 ) -> PyTree:
     """Call the function; for arrays with explicit sharding, the results have the specs of `drive.specs`."""
     leaves, tree = jax.tree.flatten((given, sequence))
-    out_trees: list[jax.tree_util.PyTreeDef] = []
+    out_trees: list[jax.tree_util.PyTreeDef] = []  # known while tracing only; the last trace counts
 
     def flat(*leaves: Array) -> Leaves:
         found, out_tree = jax.tree.flatten(function(drive, *jax.tree.unflatten(tree, leaves)))

@@ -24,10 +24,11 @@ class Request:
     """The checked arguments of a gradient over a sequence."""
 
     sequence: Sequence
-    has_aux: bool
-    reduction: str
+    has_aux: bool  # whether the loss function returns a pair
+    reduction: str  # 'mean' divides gradients and total loss by the sum of the mask, 'sum' does not
+    # losses: as the function returns them ('per_step'), times the mask ('masked'), or reduced ('scalar')
     loss_output: str = "per_step"
-    return_value: bool = False
+    return_value: bool = False  # whether the result has the losses, after the gradients
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, ("mean", "sum"))

@@ -1,10 +1,11 @@
 """D-RTRL over a chunk of `K` steps: equal to step by step, but each trace is read and written once.
 
-The inputs, `J`, `D` and signals `g` of each step are recorded, with the same weights for all. Then, with
-`q[s] = g[s] + D[s+1]^T q[s+1]`,
+The inputs, `J`, `D` and signals of each step are recorded, with the same weights for all: `g[s]` on the
+states after step `s`, `old[s]` on those before it (of losses that read these, or at the start of a window).
+Then, with `q[s] = g[s] + D[s+1]^T q[s+1] + old[s+1]`,
 
-    gradient  = <D[1]^T q[1], trace[0]> + sum_s x[s] (J[s] q[s])
-    trace[K]  = D[K]..D[1] trace[0]     + sum_s x[s] (D[K]..D[s+1] J[s])
+    gradient  = <D[1]^T q[1] + old[1], trace[0]> + sum_s x[s] (J[s] q[s])
+    trace[K]  = D[K]..D[1] trace[0]              + sum_s x[s] (D[K]..D[s+1] J[s])
 """
 
 from __future__ import annotations

@@ -1,8 +1,26 @@
 """Learning rules: frozen values with pure functions over a dictionary of arrays, the rule's state.
 
-Steps, windows and chunks are written once for all rules, in terms of four methods: `start` (the initial
-arrays), `advance` (the arrays after a window of steps), `past` (the gradient for a signal at the window's
-start) and `forget` (the arrays with some samples reset).
+Steps, windows and chunks are written once for all rules, in terms of four methods of `Rule`. A `TraceRule`
+implements these by functions of its traces alone, which a user's own rule defines:
+
+| `Rule` | `TraceRule` | returns |
+|---|---|---|
+| `start` | `init` | the initial arrays |
+| `advance` | `update` | the arrays after a window of steps; after one step |
+| `past` | `gradient` | the gradient for a signal at the window's start; at the traces |
+| `forget` | `reset` | the arrays with some samples reset |
+
+The other methods have defaults. Sequences: `begin`, `any_window`, `one_pass`, `projection`, `windows`,
+`unroll`, `fuses`, and of traces `chunk`, `joins_within_step`, `traces_after`, `affine_terms`, `correction`.
+Arrays that a reset keeps, and random streams: `lasting`, `seeded`. Devices: `specs`, `trace_specs`,
+`gradient_by_device`. The graph and the report: `seen`, `kind`.
+
+Terms of all rules:
+
+- *site*: one use of a marked operation in a step; *relation*: a site and the groups that it feeds;
+- *effective weight*: the array that the operation multiplies by, computed from parameters;
+- *group*: hidden states that are coupled unit by unit;
+- *slot*: one weight of a site and one group, which have one trace.
 """
 
 from __future__ import annotations
@@ -294,6 +312,9 @@ class TraceRule(Rule):
         found = executor.of_cotangents(window.params, window.first_consts, window.inputs, rest)
         past: Leaves = [None] * len(window.params)
         if len(starts) > 1:
+            # `signals` are `λ - u` at the starts of windows (in_windows.py): signals on the states *before*
+            # these steps, and zero inside windows, whose own losses the backward pass has handled. With them
+            # as `old_signals` only, `chunk` contracts them with the traces there, and advances the traces.
             at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
             record = replace(window.record, old_signals=at_groups, dys=shared)
             zeros = executor.no_gradients(record.local.weights)
@@ -309,6 +330,8 @@ class TraceRule(Rule):
             return list(map(plus, found, past)), after
         pulled = None
         if keep:
+            # a single window: traces, V and (in the kernel) the gradient in one pass over the arrays; with
+            # several, the cotangents inside the part cross backwards, and the gradient is known already
             by_kernel = first if len(starts) == 1 else None
             more, by_leaf, pulled = self._with_rank(
                 executor, values, window, size, crossed, signals=by_kernel, fresh=fresh
