@@ -137,8 +137,8 @@ def _warn_of_assigned(step: UserStep, about: object) -> None:
         return  # whoever sets the traces as well knows what they do
     before = [a for leaves in rest for a in leaves]
     later = [a for leaves in new for a in leaves]
-    carried = [v for e in step.online.info.carried for v in e.invars]
-    hidden = {h.leaf for h in step.online.info.hidden}
+    carried = [v for e in step.rule_step.info.carried for v in e.invars]
+    hidden = {h.leaf for h in step.rule_step.info.hidden}
     assigned = [
         i
         for v, i, a, b in zip(carried, step.carried, before, later, strict=True)
@@ -146,8 +146,8 @@ def _warn_of_assigned(step: UserStep, about: object) -> None:
     ]
     names = [step.names[i] for i in assigned]
     leaves = {step.leaves[i] for i in range(len(step.leaves)) if i not in step.moving}
-    of_masks = {v: e for e in masks_of_weights(step.online.executor) for v in e.invars}
-    inputs = [v for e in step.online.info.fixed for v in e.invars]
+    of_masks = {v: e for e in masks_of_weights(step.rule_step.executor) for v in e.invars}
+    inputs = [v for e in step.rule_step.info.fixed for v in e.invars]
     names += [
         show_path(of_masks[v].path)
         for v, a in zip(inputs, fixed, strict=True)
@@ -209,8 +209,8 @@ def _fed(step: UserStep, leaves: Sequence[int]) -> list[int]:
 
 def _forgotten(step: UserStep) -> list[int]:
     """The states without a trace through which parameters of earlier steps affect the loss."""
-    info = step.online.info
-    if not isinstance(step.online.rule, TraceRule):
+    info = step.rule_step.info
+    if not isinstance(step.rule_step.rule, TraceRule):
         return []
     hidden = {h.leaf for h in info.hidden}
     sources = [*hidden, *(v for e in info.params for v in e.invars)]
@@ -233,7 +233,7 @@ def _depend(program: Program, sources: list[Var]) -> Container[Var]:
 
 def _without_trace(step: UserStep) -> set[int | None]:
     """The hidden states whose trace is not of their whole memory: without a group, or with a filter."""
-    traced = {v for g in step.online.executor.graph.hidden_groups for v in g.hidden_invars}
-    filtered = {h.path[:-1] for h in step.online.info.hidden if h.coefficients}
-    hidden = zip(step.online.info.hidden, step.hidden, strict=True)
+    traced = {v for g in step.rule_step.executor.graph.hidden_groups for v in g.hidden_invars}
+    filtered = {h.path[:-1] for h in step.rule_step.info.hidden if h.coefficients}
+    hidden = zip(step.rule_step.info.hidden, step.hidden, strict=True)
     return {i for h, i in hidden if h.invar not in traced or h.path in filtered}

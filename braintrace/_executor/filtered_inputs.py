@@ -75,8 +75,8 @@ def _find_uniform(graph: TraceGraph) -> dict[int, dict[tuple[str, int], Labels]]
         return {}
     parts = [info.fixed_invars, info.arg_invars, list(info.program.consts), [e.invars for e in info.carried]]
 
-    def jacobians(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> list[Any]:
-        local = executor.local(params, args, consts, rest, None)
+    def jacobians(params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]) -> list[Any]:
+        local = executor.local(params, args, consts, carried, None)
         return [local.at(t)[::2] for t in slots]
 
     closed, shapes = jax.make_jaxpr(jacobians, return_shape=True)(*jax.tree.map(struct, parts))

@@ -55,7 +55,7 @@ class Sharding:
         slots: Sequence[Slot],
         params: Sequence[Array],
         args: Sequence[Array],
-        rest: PyTree,
+        carried: PyTree,
         before: Sharding | None,
     ) -> Sharding | None:
         """The sharding of a step with these inputs; None if all of them are on one device.
@@ -64,7 +64,7 @@ class Sharding:
         """
         fixed = info.fixed_invars
         variables = [*fixed, *info.arg_invars, *info.carried_invars]
-        arrays = [*params, *args, *jax.tree.leaves(rest)]
+        arrays = [*params, *args, *jax.tree.leaves(carried)]
         set_now = _meshes.mesh_of(*filter(_compat.is_tracer, arrays))
         if before is not None and set_now is not None and not _alike(set_now, before.mesh):
             before = None

@@ -28,7 +28,7 @@ from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.samples import counting
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
-from .trace_math import States, add_up, promoted, states, times, weigh
+from .trace_math import States, add_up, contract_states, promoted, states, times
 from .weight_gradients import PARTS, Parts, floating_factor, product
 
 
@@ -342,7 +342,7 @@ class Slot:
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
-        return weigh(g, trace)
+        return contract_states(g, trace)
 
     def label_along(self, numbers: NpArray, count: int) -> str | None:
         """The label of the trace axis along which numbers at the hidden positions count from 1 to `count`."""

@@ -81,14 +81,14 @@ class CompiledStep:
         return self.graph.module_info
 
     @property
-    def in_windows(self) -> bool:
+    def uses_windows(self) -> bool:
         """Whether gradients are back-propagated through windows."""
-        return self.rule.windows or self.window is not None
+        return self.rule.always_windows or self.window is not None
 
     @property
     def rule_kind(self) -> RuleKind:
         """The properties of the rule that decide whether its gradient is exact."""
-        return self.rule.kind(self.in_windows)
+        return self.rule.kind(self.uses_windows)
 
     @property
     def report(self) -> CompilationReport:
@@ -100,20 +100,20 @@ class CompiledStep:
     @cached_property
     def executor(self) -> ETraceGraphExecutor:
         """Evaluates steps of the graph as the rule sees it: `Rule.seen` may add filter states to it."""
-        return ETraceGraphExecutor(self.rule.seen(self.graph, self.in_windows))
+        return ETraceGraphExecutor(self.rule.seen(self.graph, self.uses_windows))
 
     @cached_property
-    def online(self) -> RuleStep:
+    def rule_step(self) -> RuleStep:
         """Steps and windows whose derivative is the online gradient of the rule."""
         with _meshes.no_types():
             if isinstance(self.rule, TraceRule):
                 check_own_ops(find_slots(self.graph.hidden_param_op_relations))
             warn_of_options(self.graph, self.rule_kind)
             unseen = find_unseen(self.graph, self.rule_kind)
-            online = RuleStep(self.executor, self.rule, windows=self.in_windows, unseen=unseen)
-        fixed, rest = self.split(self.function.like)
-        online.executor.shard_like(fixed, self.function.x.like, rest)
-        return online
+            rule_step = RuleStep(self.executor, self.rule, windows=self.uses_windows, unseen=unseen)
+        fixed, carried = self.split(self.function.like)
+        rule_step.executor.shard_like(fixed, self.function.x.like, carried)
+        return rule_step
 
     def with_rule(self, rule: Rule, window: WindowSize | None) -> CompiledStep:
         """A copy with the same graph and another rule."""
@@ -141,23 +141,23 @@ class CompiledStep:
         """The leaves that a step does not change, and those of each state that it does."""
         items = iter(leaves)
         fixed: Leaves = []
-        rest: list[Leaves] = []
+        carried: list[Leaves] = []
         for entry in self.info.entries:
             some = [next(items) for _ in entry.invars]
-            fixed.extend(some) if entry.is_fixed else rest.append(some)
-        return fixed, rest
+            fixed.extend(some) if entry.is_fixed else carried.append(some)
+        return fixed, carried
 
     def shard_like(self, leaves: Leaves, x: list[PyTree]) -> None:
         """Shard the rule's arrays as the leaves of states and inputs are."""
-        fixed, rest = self.split(leaves)
-        self.online.executor.shard_like(fixed, x, rest)
+        fixed, carried = self.split(leaves)
+        self.rule_step.executor.shard_like(fixed, x, carried)
 
     def initial_traces(self, leaves: Leaves, x: list[PyTree]) -> Values:
         """The traces before the first step."""
         if self.rule.back_through_time:
             return {}
         self.shard_like(leaves, x)
-        return self.online.arrays.initial(leaves)
+        return self.rule_step.arrays.initial(leaves)
 
     def __call__(
         self,
@@ -180,9 +180,9 @@ class CompiledStep:
             )
             num = len(outs) - len(leaves)
             return list(outs[:num]), list(outs[num:]), traces
-        fixed, rest = self.split(leaves)
-        consts = list(self.online.info.program.consts.values()) if consts is None else consts
-        outs, new, after = bind(self.online, fixed, x, consts, rest, {**traces, **signal}, stepped)
+        fixed, carried = self.split(leaves)
+        consts = list(self.rule_step.info.program.consts.values()) if consts is None else consts
+        outs, new, after = bind(self.rule_step, fixed, x, consts, carried, {**traces, **signal}, stepped)
         unchanged, changed = iter(fixed), (a for some in new for a in some)
         states = [next(unchanged if e.is_fixed else changed) for e in self.info.entries for _ in e.invars]
         return outs, states, {k: after[k] for k in traces}
@@ -203,7 +203,7 @@ class CompiledStep:
     ) -> Drive:
         """Choose how to run a user's step over a sequence; for the arguments see `choose`."""
         return choose(
-            self.online,
+            self.rule_step,
             step,
             sequence,
             values=traces,
@@ -233,12 +233,12 @@ class CompiledStep:
         """The traces, with those of the samples flagged in `rows` set to zero."""
         if self.rule.back_through_time:
             return traces
-        if any(traces[k].shape != v.shape for k, v in self.online.arrays.shapes.items()):
+        if any(traces[k].shape != v.shape for k, v in self.rule_step.arrays.shapes.items()):
             raise NotSupportedError(
                 "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
                 "samples by the object that `braintrace.compile(..., vmap=True)` returns."
             )
-        return {**traces, **self.rule.forget(self.online.executor, traces, rows)}
+        return {**traces, **self.rule.forget(self.rule_step.executor, traces, rows)}
 
     def reset_samples(self, rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
         """States and traces, with the samples flagged in `rows` reset to `start` and to zero."""

@@ -80,7 +80,7 @@ class Learner:
     @property
     def trace_shapes(self) -> Values:
         """Shape, type and sharding of each array that the rule stores from step to step."""
-        return self.compiled.online.arrays.sharded_shapes
+        return self.compiled.rule_step.arrays.sharded_shapes
 
     def check(
         self,
@@ -221,7 +221,7 @@ class Learner:
         """
         check_chunk_size(chunk_size)
         check_window(window)
-        if window is not None and not self.compiled.in_windows:
+        if window is not None and not self.compiled.uses_windows:
             raise ValueError(
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
@@ -231,14 +231,14 @@ class Learner:
         sequence = Sequence.check((xs, *more, moving), mask, reset)
         request = Request(sequence, has_aux, reduction, return_value=True)
 
-        def returned(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
+        def loss_and_aux(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
             return request.split(loss(y, *slices))
 
-        step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
+        step, out_tree, leaves = self._traced_step(loss_and_aux, params, carry, traces, sequence, fixed)
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
-        rows = [] if sequence.reset is None else self._sampled(sequence.reset.shape[1:])
+        rows = [] if sequence.reset is None else self._leaves_with_batch_axis(sequence.reset.shape[1:])
         at = tuple(self.function.carry_at[i] for i in rows)
         drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
         total, outs, after = self.compiled.run(drive, leaves, sequence, [self.start[i] for i in rows])
@@ -255,7 +255,7 @@ class Learner:
         """Advance over a sequence without a loss: the new carry, the traces, and the outputs of all steps."""
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
-        step, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
+        step, out_tree, leaves = self._traced_step(lambda y, _: y, params, carry, traces, sequence, {})
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size)
         outs, after = self.compiled.run(drive, leaves, sequence, evolve=True)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
@@ -266,11 +266,11 @@ class Learner:
         `rows`, a boolean for each sample of the batch, restricts the reset to the samples flagged.
         """
         if rows is None:
-            lasting = self.compiled.online.arrays.lasting
+            lasting = self.compiled.rule_step.arrays.lasting
             zeros = {k: v if k in lasting else jnp.zeros_like(v) for k, v in traces.items()}
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
-        now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
+        now, at = self.function.carry.leaves(carry), self._leaves_with_batch_axis(rows.shape)
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
         found, traces = self.compiled.reset_samples(rows, start, old, traces)
@@ -296,10 +296,16 @@ class Learner:
             )
         return found
 
-    def _trace(
-        self, returned: Loss, params: PyTree, carry: PyTree, traces: Values, sequence: Sequence, fixed: Values
+    def _traced_step(
+        self,
+        loss_and_aux: Loss,
+        params: PyTree,
+        carry: PyTree,
+        traces: Values,
+        sequence: Sequence,
+        fixed: Values,
     ) -> tuple[UserStep, jax.tree_util.PyTreeDef, Leaves]:
-        """Trace one step and `returned(y, slices)` of its output, the loss and aux.
+        """Trace one step and `loss_and_aux(y, slices)` of its output, the loss and aux.
 
         Returns the traced step, the structure of (loss, aux), and the leaves of params, carry and traces.
         """
@@ -317,15 +323,15 @@ class Learner:
             x = self.function.x.same(x)
             outs, after, values = self.compiled(leaves[:num], values, x, {**given, **fixed})
             y = jax.tree.unflatten(self.function.step.out_tree, outs)
-            found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
+            found, out_tree = jax.tree.flatten(loss_and_aux(y, tuple(more)))
             out_trees.append(out_tree)
             return [*found, *after, *jax.tree.leaves(values)]
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
         closed = _meshes.traced(jax.make_jaxpr(flat), slices, leaves)
-        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
+        entries = [e for e in self.compiled.rule_step.info.entries for _ in e.invars]
         carried = [i for i, e in enumerate(entries) if not e.is_fixed]
-        keys = sorted(self.compiled.online.arrays.shapes)
+        keys = sorted(self.compiled.rule_step.arrays.shapes)
         at = {k: num + n for n, k in enumerate(keys)}
         step = UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], at, carried)
         return step, out_trees[-1], leaves
@@ -344,14 +350,14 @@ class Learner:
 
     def _after(self, leaves: Leaves) -> tuple[PyTree, Values]:
         """The carry and the traces among all leaves after a sequence."""
-        keys = sorted(self.compiled.online.arrays.shapes)
+        keys = sorted(self.compiled.rule_step.arrays.shapes)
         values = dict(zip(keys, leaves[len(leaves) - len(keys) :], strict=True))
         return self.function.carry_of(leaves), values
 
-    def _sampled(self, shape: tuple[int, ...]) -> list[int]:
+    def _leaves_with_batch_axis(self, shape: tuple[int, ...]) -> list[int]:
         """The indices of the carry leaves with a batch axis in front; raises if a hidden state has none."""
-        hidden = {h.leaf for h in self.compiled.online.info.hidden}
-        variables = [(e, v) for e in self.compiled.online.info.entries for v in e.invars]
+        hidden = {h.leaf for h in self.compiled.rule_step.info.hidden}
+        variables = [(e, v) for e in self.compiled.rule_step.info.entries for v in e.invars]
         odd = [
             ".".join(variables[at][0].path)
             for at, a in zip(self.function.carry_at, self.start, strict=True)

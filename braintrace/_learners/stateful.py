@@ -179,10 +179,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window
         self._chunk_is_window = self._chunk_is_window and window is None
-        self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
+        self.vjp_method = "multi-step" if window is not None or rule.always_windows else self.vjp_method
         changed = before != (self.rule, self.vjp_method)
         if changed and self.is_compiled:
-            warn_of_options(self.graph, self.rule.kind(rule.windows or self._window is not None))
+            warn_of_options(self.graph, self.rule.kind(rule.always_windows or self._window is not None))
         self._change_rule(rule, reset=changed)
 
     def _change_rule(self, rule: Rule, *, reset: bool) -> None:
@@ -298,7 +298,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
         compiled = self._cache.now
-        lasting = [] if compiled.rule.back_through_time else compiled.online.arrays.lasting
+        lasting = [] if compiled.rule.back_through_time else compiled.rule_step.arrays.lasting
         return {k: self.traces[k].value for k in lasting if k in self.traces}
 
     def _is_fresh(self) -> bool:

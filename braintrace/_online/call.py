@@ -23,9 +23,9 @@ from .rule_step import RuleStep
 class Call:
     """The parameter of `call_p`: the functions of a rule on a model, and the structure of the operands."""
 
-    online: RuleStep
+    rule_step: RuleStep
     stepped: tuple[bool, ...] | None  # for a window: which arguments have a leading time axis
-    tree: Any  # structure of (params, args, consts, rest, values)
+    tree: Any  # structure of (params, args, consts, carried, values)
     maps: tuple[tuple[bool, ...], ...] = ()  # operands that each `vmap` maps, outermost first
 
     def operands(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, list[Leaves], Values]:
@@ -34,7 +34,7 @@ class Call:
 
     def masked(self, leaves: Leaves, mask: Any) -> Leaves:
         """The operands, with the inputs of the learning signal weighted by the mask of the loss."""
-        signal = self.online.rule.signal
+        signal = self.rule_step.rule.signal
         if not signal.takes:
             return leaves
         *others, values = self.operands(leaves)
@@ -54,20 +54,20 @@ class Call:
             flags, inner = self.maps[0], replace(self, maps=self.maps[1:])
             one = [_meshes.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
             return [None if s is None else (None, *s) for s in inner.specs(one)]
-        params, args, consts, rest, values = self.operands(list(leaves))
-        kept = {k: _meshes.spec_of(v) or self.online.arrays.specs.get(k) for k, v in values.items()}
+        params, args, consts, carried, values = self.operands(list(leaves))
+        kept = {k: _meshes.spec_of(v) or self.rule_step.arrays.specs.get(k) for k, v in values.items()}
         lead = [] if self.stepped is None else [None]
         if self.stepped is not None:
             args = [_meshes.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
 
-        def step(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Leaves:
-            outs, new, *_ = self.online.executor.forward(params, args, consts, rest)
+        def step(params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]) -> Leaves:
+            outs, new, *_ = self.rule_step.executor.forward(params, args, consts, carried)
             return [*outs, *jax.tree.leaves(new)]
 
-        flat, tree = jax.tree.flatten((params, args, consts, rest))
+        flat, tree = jax.tree.flatten((params, args, consts, carried))
         found = _meshes.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
-        num = len(self.online.info.out_atoms)
-        found = self.online.result_specs if found is None else found
+        num = len(self.rule_step.info.out_atoms)
+        found = self.rule_step.result_specs if found is None else found
         outs = [s if s is None else (*lead, *s) for s in found[:num]]
         return [*outs, *found[num:], *(kept[k] for k in sorted(kept))]
 
@@ -75,14 +75,14 @@ class Call:
         if self.maps:
             axes = tuple(0 if flag else None for flag in self.maps[0])
             return jax.vmap(replace(self, maps=self.maps[1:]), axes)(*leaves)
-        params, args, consts, rest, values = self.operands(list(leaves))
-        return jax.tree.leaves(self.online.call(params, args, consts, rest, values, self.stepped))
+        params, args, consts, carried, values = self.operands(list(leaves))
+        return jax.tree.leaves(self.rule_step.call(params, args, consts, carried, values, self.stepped))
 
     def results(self, leaves: Leaves) -> tuple[Leaves, list[Leaves], Values]:
         """Unflatten the results: outputs, carried states and the rule's arrays."""
-        _, _, _, rest, values = self.operands([None] * self.tree.num_leaves)
-        outs = [0] * len(self.online.info.out_atoms)
-        some = jax.tree.structure((outs, *jax.tree.map(lambda _: 0, (rest, values), is_leaf=_is_none)))
+        _, _, _, carried, values = self.operands([None] * self.tree.num_leaves)
+        outs = [0] * len(self.rule_step.info.out_atoms)
+        some = jax.tree.structure((outs, *jax.tree.map(lambda _: 0, (carried, values), is_leaf=_is_none)))
         return jax.tree.unflatten(some, leaves)  # type: ignore[no-any-return]
 
 
@@ -102,18 +102,18 @@ def refuse_varying(leaves: Leaves) -> None:
 
 
 def bind(
-    online: RuleStep,
+    rule_step: RuleStep,
     params: Leaves,
     args: Leaves,
     consts: Leaves,
-    rest: list[Leaves],
+    carried: list[Leaves],
     values: Values,
     stepped: tuple[bool, ...] | None = None,
 ) -> tuple[Leaves, list[Leaves], Values]:
     """Bind `call_p`; returns the outputs, the carried states and the rule's arrays."""
-    leaves, tree = jax.tree.flatten((params, args, consts, rest, values))
+    leaves, tree = jax.tree.flatten((params, args, consts, carried, values))
     refuse_varying(leaves)
-    call = Call(online, stepped, tree)
+    call = Call(rule_step, stepped, tree)
     return call.results(call_p.bind(*leaves, call=call))
 
 
@@ -133,13 +133,13 @@ def _shapes(*avals: Any, call: Call) -> list[Any]:
             for a, flag in zip(avals, flags, strict=True)
         ]
         return [jax.core.ShapedArray((size, *a.shape), a.dtype) for a in _shapes(*one, call=inner)]
-    _, args, _, rest, values = call.operands(list(avals))
+    _, args, _, carried, values = call.operands(list(avals))
     stepped = call.stepped
     lead = () if stepped is None else next(a.shape[:1] for a, s in zip(args, stepped, strict=True) if s)
-    outs = [(*lead, *a.aval.shape) for a in call.online.info.out_atoms]
-    types = [a.aval.dtype for a in call.online.info.out_atoms]
+    outs = [(*lead, *a.aval.shape) for a in call.rule_step.info.out_atoms]
+    types = [a.aval.dtype for a in call.rule_step.info.out_atoms]
     shaped = [jax.core.ShapedArray(s, t) for s, t in zip(outs, types, strict=True)]
-    return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((rest, values)))]
+    return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((carried, values)))]
 
 
 def _refuse_forward_mode(*args: Any, **kwargs: Any) -> NoReturn:

@@ -22,7 +22,7 @@ def memory_budget() -> int:
 
 
 def choose(
-    online: RuleStep,
+    rule_step: RuleStep,
     step: UserStep,
     sequence: Sequence,
     *,
@@ -39,14 +39,14 @@ def choose(
     `budget` the bytes for the records of a chunk. `fresh` says that the traces are zero before the sequence,
     `keep` that they are needed after it.
     """
-    if online.rule.back_through_time:
+    if rule_step.rule.back_through_time:
         return Drive(step, size=sequence.length, windows=True, checkpoint_every=chunk_size)
-    why = step.why_in_turn()
-    in_turn = Drive(step, size=sequence.pace, unroll=online.rule.unroll)
-    if online.windows:
-        any_window = online.rule.any_window
+    why = step.why_step_by_step()
+    in_turn = Drive(step, size=sequence.pace, unroll=rule_step.rule.unroll)
+    if rule_step.uses_windows:
+        any_window = rule_step.rule.any_window
         if window == "auto":
-            window = chunk_size or auto_window(online, sequence.length, budget)
+            window = chunk_size or auto_window(rule_step, sequence.length, budget)
         size = (chunk_size or _ANY_WINDOW) if any_window else window
         if why is not None and size > 1 and not any_window:
             raise NotSupportedError(
@@ -55,29 +55,29 @@ def choose(
             )
         if why is not None:
             return in_turn
-        if any_window or not online.rule.one_pass:
+        if any_window or not rule_step.rule.one_pass:
             return Drive(step, size=min(size, sequence.length), windows=True)
         total, most = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
         if chunk_size is None:
-            most = even_chunks(total, min(most, budget // max(1, size * online.record_bytes())))
+            most = even_chunks(total, min(most, budget // max(1, size * rule_step.record_bytes())))
         several = min(most * size, sequence.length)
         last = several == sequence.length
         return Drive(
             step, size=several, window=size, windows=True, keep=keep or not last, fresh=last and fresh
         )
-    size = int(min(chunk_size or _best_chunk(online, sequence, budget), sequence.length))
-    alone = size == 1 and not online.rule.fuses(values)
+    size = int(min(chunk_size or _best_chunk(rule_step, sequence, budget), sequence.length))
+    alone = size == 1 and not rule_step.rule.prefers_fused(values)
     if why is not None or (alone and not step.reads_old_states):
         return in_turn
     last = size == sequence.length
     return Drive(step, size=size, chunked=True, keep=keep or not last, fresh=last and fresh)
 
 
-def auto_window(online: RuleStep, length: int, budget: int) -> int:
+def auto_window(rule_step: RuleStep, length: int, budget: int) -> int:
     """The longest window whose activations fit into `budget` bytes."""
-    return even_chunks(length, budget // max(1, online.record_bytes()))
+    return even_chunks(length, budget // max(1, rule_step.record_bytes()))
 
 
-def _best_chunk(online: RuleStep, sequence: Sequence, budget: int) -> int:
+def _best_chunk(rule_step: RuleStep, sequence: Sequence, budget: int) -> int:
     """The size of about equal chunks whose records fit into `budget` bytes."""
-    return even_chunks(sequence.length, min(sequence.pace, budget // max(1, online.record_bytes())))
+    return even_chunks(sequence.length, min(sequence.pace, budget // max(1, rule_step.record_bytes())))

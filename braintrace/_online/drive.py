@@ -32,7 +32,7 @@ from .._rules.rule import Values
 from .call import Call
 from .in_chunks import in_chunks
 from .in_windows import Boundary, back_through_time, in_windows
-from .parts import Carry, Given, Part, add, finite_targets, weighed
+from .parts import Carry, Given, Part, add, finite_targets, masked_sum
 from .rule_step import differentiated_once
 from .sequence import Sequence, over_chunks
 from .user_step import AtCall, UserStep, as_it_is
@@ -65,7 +65,7 @@ class Drive:
         if self.step.calls:  # else it is BPTT, and all of it can be differentiated
             given, sequence = differentiated_once((given, sequence))
             given = self._adapted(given)
-        run: Any = partial(self._in_turn, sequence.has_mask and self._follows_loss)
+        run: Any = partial(self._step_by_step, sequence.has_mask and self._follows_loss)
         start: Any = ()
         if self.windows:
             run = partial(back_through_time if self.step.node is None else in_windows, self)
@@ -90,9 +90,9 @@ class Drive:
         step = self.step
         if step.node is None or not self.windows:
             return given
-        online, leaves = step.online, list(given.leaves)
+        rule_step, leaves = step.rule_step, list(given.leaves)
         values = {k: leaves[i] for k, i in step.traces.items()}
-        after = online.rule.begin(online.executor, values, fresh=self.fresh)
+        after = rule_step.rule.begin(rule_step.executor, values, fresh=self.fresh)
         for k, i in step.traces.items():
             leaves[i] = after[k]
         return replace(given, leaves=leaves)
@@ -100,7 +100,7 @@ class Drive:
     @property
     def sharding_key(self) -> Any:
         """A hashable key of the sharding of the step's arrays, or None if it is unset."""
-        at = None if self.step.node is None else self.step.online.executor.sharding
+        at = None if self.step.node is None else self.step.rule_step.executor.sharding
         return None if at is None else at.key
 
     def specs(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves, Leaves]:
@@ -122,7 +122,7 @@ class Drive:
         step = self.step
         if step.node is None:
             return leaves
-        found = step.online.arrays.constrained({k: leaves[i] for k, i in step.traces.items()})
+        found = step.rule_step.arrays.constrained({k: leaves[i] for k, i in step.traces.items()})
         number = {i: found[k] for k, i in step.traces.items()}
         return [number.get(i, a) for i, a in enumerate(leaves)]
 
@@ -132,7 +132,7 @@ class Drive:
         if step.node is None or step.params is None:
             return total
         at = dict(zip(self.wanted, total, strict=True))
-        found = step.online.executor.like_params([at.get(i) for i in step.params])
+        found = step.rule_step.executor.like_params([at.get(i) for i in step.params])
         at.update({i: g for i, g in zip(step.params, found, strict=True) if g is not None})
         return [at[i] for i in self.wanted]
 
@@ -158,9 +158,9 @@ class Drive:
     @property
     def _follows_loss(self) -> bool:
         """Whether the gradient of a step is zero if its loss has weight zero."""
-        return not any(node.params["call"].online.rule.signal.takes for node in self.step.calls)
+        return not any(node.params["call"].rule_step.rule.signal.takes for node in self.step.calls)
 
-    def _in_turn(self, skips: bool, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+    def _step_by_step(self, skips: bool, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
         """Run step by step; with `skips`, no gradient is computed of a step whose loss has weight zero."""
         step = self.step
         old = self.old_leaves
@@ -186,7 +186,7 @@ class Drive:
                 targets = [*step.outs, *(step.new[i] for i in step.moving)]
                 found = step.run(given.consts, slices, live, targets, at_call)
                 outs = found[: len(step.outs)]
-                return weighed(outs[0], mask), (outs, found[len(step.outs) :], taken)
+                return masked_sum(outs[0], mask), (outs, found[len(step.outs) :], taken)
 
             at = [leaves[i] for i in self.wanted], [leaves[i] for i in old]
             value, pull, (outs, moving, taken) = jax.vjp(loss, *at, has_aux=True)
@@ -217,7 +217,7 @@ class Drive:
         Empty if the rule's signal is not back-propagated, because it then has no value at these leaves.
         """
         step = self.step
-        if step.node is None or step.params is None or not step.online.asks_old:
+        if step.node is None or step.params is None or not step.rule_step.has_signals_at_old_states:
             return []
         return [
             i
@@ -227,16 +227,16 @@ class Drive:
 
     def _before_call(self, taken: Any, signals: dict[int, Any]) -> Leaves:
         """The gradients of the parameters through the states before a step, for signals there."""
-        params, args, consts, rest, values = taken
-        executor = self.step.online.executor
-        ys = executor.outputs(params, args, consts, rest)[2]
-        first = jax.tree.map(lambda a: jnp.asarray(a)[None], (args, consts, rest, ys))
+        params, args, consts, carried, values = taken
+        executor = self.step.rule_step.executor
+        ys = executor.outputs(params, args, consts, carried)[2]
+        first = jax.tree.map(lambda a: jnp.asarray(a)[None], (args, consts, carried, ys))
         return self._past(Window(executor, 1, params, *first), values, signals)
 
     def no_weight_grads(self, given: Given) -> Any:
         """Zeros for the gradients of effective weights, by site and name."""
         params = [given.leaves[i] for i in self.step.params or ()]
-        executor = self.step.online.executor
+        executor = self.step.rule_step.executor
         weights = executor.weights(params, self.step.fixed_consts(given.consts, given.leaves))
         return executor.no_gradients(weights)
 
@@ -244,7 +244,7 @@ class Drive:
         """Add gradients of effective weights, pulled back to the parameters."""
         params = [given.leaves[i] for i in self.step.params or ()]
         consts = self.step.fixed_consts(given.consts, given.leaves)
-        return self.add_params(total, self.step.online.executor.to_parameters(params, consts, found))
+        return self.add_params(total, self.step.rule_step.executor.to_parameters(params, consts, found))
 
     def add_params(self, total: Leaves, found: Leaves) -> Leaves:
         total = list(total)
@@ -262,7 +262,7 @@ class Drive:
         some: Leaves | None,
         carry: tuple[Leaves, Any],
         part: Part,
-        added: dict[int, Any],
+        at_sites: dict[int, Any],
         at_call: AtCall | None = None,
         boundary: Boundary | None = None,
         at_starts: Any = (),
@@ -275,13 +275,15 @@ class Drive:
         step = self.step
 
         def body(carry: Any, now: Any) -> Any:
-            slices, reset, added, at = now
+            slices, reset, at_sites, at = now
             found: list[Any] = [()]
 
             def outputs_only(call: Call, operands: Leaves) -> Leaves:
-                params, args, consts, rest, values = call.operands(operands)
-                outs, new, ys, inputs = call.online.executor.outputs(params, args, consts, rest, added)
-                found.append((args, consts, rest, ys, inputs, call.online.given(values)))
+                params, args, consts, carried, values = call.operands(operands)
+                outs, new, ys, inputs = call.rule_step.executor.outputs(
+                    params, args, consts, carried, at_sites
+                )
+                found.append((args, consts, carried, ys, inputs, call.rule_step.signal_inputs(values)))
                 return [*outs, *jax.tree.leaves((new, values))]
 
             moving, pairs = carry if boundary is None else boundary.enter(carry, at)
@@ -293,11 +295,11 @@ class Drive:
             return (moving, pairs), (results[: len(step.outs)], taken, later)
 
         def several(carry: Any, arrays: Any, mask: Any, reset: Any) -> Any:
-            slices, added, at = arrays
-            return jax.lax.scan(body, carry, (slices, reset, added, at))
+            slices, at_sites, at = arrays
+            return jax.lax.scan(body, carry, (slices, reset, at_sites, at))
 
         length = len(part.mask)
-        arrays = part.slices, added, () if boundary is None else boundary.steps(at_starts)
+        arrays = part.slices, at_sites, () if boundary is None else boundary.steps(at_starts)
         if self.checkpoint_every is None or self.checkpoint_every >= length:
             return several(carry, arrays, part.mask, part.reset)
         sequence = Sequence(arrays, length, part.mask, part.reset)
@@ -308,17 +310,17 @@ class Drive:
         params = [leaves[i] for i in self.step.params or ()]
         keep = None if part.reset is None else ~part.reset
         args, consts, before, ys, inputs = taken
-        executor = self.step.online.executor
+        executor = self.step.rule_step.executor
         return Window(executor, len(part.mask), params, args, consts, before, ys, keep, inputs)
 
     def _past(self, window: Window, values: Values, signals: dict[int, Any]) -> Leaves:
         """The gradients of the parameters through the states at a window's start, for signals there."""
-        online = self.step.online
-        return online.rule.past(online.executor, values, self.at_carried(signals), window)
+        rule_step = self.step.rule_step
+        return rule_step.rule.past(rule_step.executor, values, self.at_carried(signals), window)
 
     def at_carried(self, signals: dict[int, Any], lead: tuple[int, ...] = ()) -> Leaves:
         """Signals by leaf index, as a list over all carried leaves, with zeros for the others."""
-        avals = [v.aval for e in self.step.online.info.carried for v in e.invars]
+        avals = [v.aval for e in self.step.rule_step.info.carried for v in e.invars]
         return [
             signals[i] if i in signals else jnp.zeros((*lead, *a.shape), a.dtype) if is_inexact(a) else None
             for i, a in zip(self.step.carried, avals, strict=True)
@@ -334,14 +336,14 @@ class Drive:
     def evolve(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         """The outputs of every step and the leaves after the last, without a gradient."""
         if not (self.chunked or self.windows) or self.step.node is None:
-            return self._evolve_in_turn(given, sequence)
+            return self._evolve_step_by_step(given, sequence)
 
         # if it is differentiated, single steps are taken, whose derivative is the online gradient
         evolve = jax.custom_vjp(self._evolve_together)
-        evolve.defvjp(lambda *args: jax.vjp(self._evolve_in_turn, *args), lambda pull, cts: pull(cts))
+        evolve.defvjp(lambda *args: jax.vjp(self._evolve_step_by_step, *args), lambda pull, cts: pull(cts))
         return evolve(given, sequence)
 
-    def _evolve_in_turn(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
+    def _evolve_step_by_step(self, given: Given, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: Any, mask: Any, reset: Any) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
             (moving, _), (outs, *_) = self.scan_steps(given, None, (moving, ()), now, {}, as_it_is)
@@ -356,8 +358,8 @@ class Drive:
             (after, _), (outs, (*taken, _), _) = self.scan_steps(given, None, (moving, ()), now, {})
             values = {k: self.leaves_now(given, moving)[i] for k, i in self.step.traces.items()}
             window = self.window_of(given, moving, now, taken)
-            advance = lambda values, window: ({**values, **self.step.online.advance(values, window)}, ())
-            values, _ = window.in_windows(self.window or window.length, advance, values)
+            advance = lambda values, window: ({**values, **self.step.rule_step.advance(values, window)}, ())
+            values, _ = window.scan_windows(self.window or window.length, advance, values)
             return self.with_values(after, values), outs
 
         start = given.moving(self.step)

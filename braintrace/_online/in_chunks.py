@@ -11,7 +11,7 @@ from .._executor.executor import Leaves, Local, sites_with_traces
 from .._executor.pull_back import is_inexact
 from .._executor.window import Record, each_step
 from .call import Call
-from .parts import Carry, Given, Part, add, weighed
+from .parts import Carry, Given, Part, add, masked_sum
 
 if TYPE_CHECKING:
     from .drive import Drive
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
     """Record the steps of a chunk, then contract and advance each trace once."""
-    step, online = drive.step, drive.step.online
+    step, rule_step = drive.step, drive.step.rule_step
     length = len(part.mask)
     before, ys, moving = _forward(drive, given, carry.moving, part)
-    reads_old = (online.executor.reads_old_states or step.reads_old_states) and online.asks_old
-    zeros = [jnp.zeros((length, *d.shape), d.dtype) for d in online.executor.zero_deltas()]
+    reads_old = (
+        rule_step.executor.reads_old_states or step.reads_old_states
+    ) and rule_step.has_signals_at_old_states
+    zeros = [jnp.zeros((length, *d.shape), d.dtype) for d in rule_step.executor.zero_deltas()]
     more = [
         [jnp.zeros((length, *z.shape), z.dtype) for z in some]
-        for some in (online.zeros_at_readings(), online.zeros_at_outputs())
+        for some in (rule_step.zeros_at_readings(), rule_step.zeros_at_outputs())
     ]
-    sites = sites_with_traces(online.executor) if online.trace_rule.joins_within_step(length) else []
+    sites = sites_with_traces(rule_step.executor) if rule_step.trace_rule.joins_within_step(length) else []
     at_sites = {s.index: jnp.zeros((length, *s.shape), s.output.aval.dtype) for s in sites}
     deltas = (zeros, zeros if reads_old else [], *more, at_sites)
 
@@ -37,7 +39,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
             return _differentiable(drive, given, some, *now)
 
         outs, local = each_step(one, (deltas, ys, before, part.slices))
-        return weighed(outs[0], part.mask), (outs, local)
+        return masked_sum(outs[0], part.mask), (outs, local)
 
     some = [given.leaves[i] for i in drive.wanted]
     loss, pull, (outs, (local, slopes, taken)) = jax.vjp(losses, some, deltas, has_aux=True)
@@ -46,20 +48,22 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
     params = [leaves[i] for i in step.params or ()]
     consts = step.fixed_consts(given.consts, leaves)
     values = {k: leaves[i] for k, i in step.traces.items()}
-    values = online.rule.signal.prepared(online.executor, params, consts, values)
-    by_group = jax.vmap(online.executor.group_signals)
+    values = rule_step.rule.signal.prepared(rule_step.executor, params, consts, values)
+    by_group = jax.vmap(rule_step.executor.group_signals)
     back = by_group(dnew)
-    taken = jax.vmap(online.rule.signal.masked)(taken, part.mask) if taken else taken
-    signals = jax.vmap(lambda *each: online.joined(values, *each))(back, dnew, dread, douts, slopes, taken)
+    taken = jax.vmap(rule_step.rule.signal.masked)(taken, part.mask) if taken else taken
+    signals = jax.vmap(lambda *each: rule_step.signals_of_step(values, *each))(
+        back, dnew, dread, douts, slopes, taken
+    )
     record = Record(
         Local(local[0], {}, *local[1:]),
         length,
         signals=signals,
-        old_signals=jax.vmap(online.executor.widened)(by_group(dold)) if reads_old else None,
+        old_signals=jax.vmap(rule_step.executor.widened)(by_group(dold)) if reads_old else None,
         keep=None if part.reset is None else ~part.reset,
         dys=dys,
     )
-    kept, weight_grads = online.chunk(
+    kept, weight_grads = rule_step.chunk(
         params,
         consts,
         values,
@@ -67,7 +71,7 @@ def in_chunks(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Car
         record,
         fresh=drive.fresh,
         keep=drive.keep,
-        back=jax.vmap(online.executor.widened)(back),
+        back=jax.vmap(rule_step.executor.widened)(back),
     )
     values = {**values, **kept}
     number = {i: k for k, i in step.traces.items()}
@@ -88,8 +92,8 @@ def _forward(drive: Drive, given: Given, moving: Leaves, part: Part) -> tuple[An
         found: list[Any] = []
 
         def at_call(call: Call, operands: Leaves) -> Leaves:
-            params, args, consts, rest, values = call.operands(operands)
-            outs, new, ys, _ = call.online.executor.outputs(params, args, consts, rest)
+            params, args, consts, carried, values = call.operands(operands)
+            outs, new, ys, _ = call.rule_step.executor.outputs(params, args, consts, carried)
             found.append(ys)
             return [*outs, *jax.tree.leaves((new, values))]
 
@@ -114,10 +118,14 @@ def _differentiable(
     found: list[Any] = []
 
     def at_call(call: Call, operands: Leaves) -> Leaves:
-        params, args, consts, rest, values = call.operands(operands)
-        added = (new, old if call.online.executor.reads_old_states else [])
-        outs, after, local = call.online.differentiable(params, args, consts, rest, added, ys, read, at_sites)
-        found.append((local.arrays, local.slopes, jax.lax.stop_gradient(call.online.given(values))))
+        params, args, consts, carried, values = call.operands(operands)
+        state_deltas = (new, old if call.rule_step.executor.reads_old_states else [])
+        outs, after, local = call.rule_step.differentiable(
+            params, args, consts, carried, state_deltas, ys, read, at_sites
+        )
+        found.append(
+            (local.arrays, local.slopes, jax.lax.stop_gradient(call.rule_step.signal_inputs(values)))
+        )
         more = iter(at_outs)
         outs = [o + next(more) if at_outs and is_inexact(o) else o for o in outs]
         return [*outs, *jax.tree.leaves((after, values))]
@@ -126,7 +134,7 @@ def _differentiable(
     moved = list(
         leaves
     )  # old states as the loss reads them; the call reads `leaves` and adds the deltas itself
-    for i, h, delta in zip(step.hidden, step.online.info.hidden, old, strict=bool(old)):
+    for i, h, delta in zip(step.hidden, step.rule_step.info.hidden, old, strict=bool(old)):
         if i is not None:
             moved[i] = moved[i] + h.in_leaf(delta)
     targets = [*step.outs, *step.node.outputs[:1]]  # type: ignore[union-attr]

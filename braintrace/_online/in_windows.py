@@ -30,7 +30,7 @@ from .._executor.sharding import plus
 from .._executor.window import starts_of
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
-from .parts import Carry, Given, Part, add, weighed
+from .parts import Carry, Given, Part, add, masked_sum
 
 if TYPE_CHECKING:
     from .drive import Drive
@@ -83,11 +83,11 @@ class Boundary:
 
     def _crossing(self, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
         """The part `u` of cotangents at a window's start; zero for rules without a projection."""
-        online, step = self.drive.step.online, self.drive.step
-        projection = online.rule.projection
+        rule_step, step = self.drive.step.rule_step, self.drive.step
+        projection = rule_step.rule.projection
         if projection is None:
             return [jnp.zeros_like(c) for c in cotangents]
-        found = projection.cross(online.executor, self.at_leaves(cotangents), pairs, index)
+        found = projection.cross(rule_step.executor, self.at_leaves(cotangents), pairs, index)
         return [found[step.carried.index(step.moving[n])] for n in self.carried]
 
     def at_leaves(self, cotangents: Leaves, lead: tuple[int, ...] = ()) -> Leaves:
@@ -98,12 +98,12 @@ class Boundary:
 
     def later(self, moving: Leaves, given_to: Values, step: Any) -> Any:
         """At a window's end, `<s, h>` with `s` the signal's estimate of dL/dh of later losses; () if none."""
-        online, at = self.drive.step.online, dict(zip(self.drive.step.moving, moving, strict=True))
-        if online.rule.signal == PROPAGATED or any(i not in at for i in self.drive.step.hidden):
+        rule_step, at = self.drive.step.rule_step, dict(zip(self.drive.step.moving, moving, strict=True))
+        if rule_step.rule.signal == PROPAGATED or any(i not in at for i in self.drive.step.hidden):
             return ()
-        pairs = zip(online.info.hidden, self.drive.step.hidden, strict=True)
+        pairs = zip(rule_step.info.hidden, self.drive.step.hidden, strict=True)
         hidden = [h.of_leaf(at[i]) for h, i in pairs if i is not None]
-        found = online.rule.signal.at_end(online.executor, given_to, hidden)
+        found = rule_step.rule.signal.at_end(rule_step.executor, given_to, hidden)
         if found is None:
             return ()
         total = sum(jnp.sum(h * s).real.astype(float) for h, s in zip(hidden, found, strict=True))
@@ -115,7 +115,7 @@ def back_through_time(drive: Drive, given: Given, carry: Carry, part: Part) -> t
 
     def losses(some: Leaves) -> Any:
         (moving, _), (outs, *_) = drive.scan_steps(given, some, (carry.moving, ()), part, {})
-        return weighed(outs[0], part.mask), (outs, moving)
+        return masked_sum(outs[0], part.mask), (outs, moving)
 
     now = drive.leaves_now(given, carry.moving)
     grads, (outs, moving) = jax.grad(losses, has_aux=True)([now[i] for i in drive.wanted])
@@ -129,7 +129,7 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
     to the window before it; the traces account for the rest.
     """
     step, length = drive.step, len(part.mask)
-    rule, executor = step.online.rule, step.online.executor
+    rule, executor = step.rule_step.rule, step.rule_step.executor
     carried = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
     start = [carry.moving[n] for n in carried]
     now = drive.leaves_now(given, carry.moving)
@@ -138,14 +138,14 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
     windows = len(boundary.starts)
     projection = rule.projection if drive.window else None
 
-    def losses(some: Leaves, start: Leaves, at_starts: Leaves, pairs: Any, added: dict[int, Any]) -> Any:
+    def losses(some: Leaves, start: Leaves, at_starts: Leaves, pairs: Any, at_sites: dict[int, Any]) -> Any:
         moving = list(carry.moving)
         for n, leaf in zip(carried, start, strict=True):
             moving[n] = leaf
         (moving, pairs), (outs, taken, later) = drive.scan_steps(
-            given, some, (moving, pairs), part, added, boundary=boundary, at_starts=at_starts
+            given, some, (moving, pairs), part, at_sites, boundary=boundary, at_starts=at_starts
         )
-        loss = weighed(outs[0], part.mask)
+        loss = masked_sum(outs[0], part.mask)
         loss = sum((jnp.sum(a).astype(loss.dtype) for a in jax.tree.leaves(later)), loss)
         return (loss, pairs), (outs, moving, jax.lax.stop_gradient(taken))
 
@@ -155,7 +155,7 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
     at_starts = zeros, zeros if projection else []
     pairs = projection.no_pairs(executor, values, windows) if projection and windows > 1 else ()
     (loss, pairs), pull, (outs, moving, (*taken, _)) = jax.vjp(
-        losses, some, start, at_starts, pairs, _nothing_added(drive, length), has_aux=True
+        losses, some, start, at_starts, pairs, _zero_site_deltas(drive, length), has_aux=True
     )
     window, crossed = drive.window_of(given, carry.moving, part, taken), None
     if projection is not None:
@@ -174,18 +174,18 @@ def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Ca
             read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
         signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
         read = boundary.at_leaves(read, (windows,)) if projection else []
-        over_windows = partial(step.online.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
+        over_windows = partial(step.rule_step.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
         found, after = over_windows(executor, values, signals, read, dys, window, drive.window, crossed)
     else:
         inside = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
         past = rule.past(executor, values, boundary.at_leaves(first), window)
         found, after = list(map(plus, inside, past)), rule.advance(executor, values, window)
     total = drive.add_params(add(carry.total, grads), found)
-    moving = drive.with_values(moving, step.online.arrays.constrained({**values, **after}))
+    moving = drive.with_values(moving, step.rule_step.arrays.constrained({**values, **after}))
     return Carry(total, carry.weight_grads, moving), outs
 
 
-def _nothing_added(drive: Drive, length: int) -> dict[int, Any]:
+def _zero_site_deltas(drive: Drive, length: int) -> dict[int, Any]:
     """Zeros to add to the outputs of sites at every step; their cotangents give the weight gradients.
 
     Each weight gradient is then one product over time. The derivative of a `scan` would add a full-size
@@ -193,5 +193,5 @@ def _nothing_added(drive: Drive, length: int) -> dict[int, Any]:
     """
     if drive.step.params is None:
         return {}
-    sites = [w.site for w in drive.step.online.executor.weighted]
+    sites = [w.site for w in drive.step.rule_step.executor.weighted]
     return {s.index: jnp.zeros((length, *s.shape), s.output.aval.dtype) for s in sites}

@@ -63,7 +63,7 @@ def masked(losses: Any, mask: Any) -> Any:
     return jnp.where(mask == 0, jnp.zeros_like(losses), losses * mask)
 
 
-def weighed(losses: Any, mask: Any) -> Any:
+def masked_sum(losses: Any, mask: Any) -> Any:
     return jnp.sum(masked(losses, mask))
 
 

@@ -30,10 +30,10 @@ from .._executor.window import Record, Signals, Window
 from .._lines import warn_user
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
-from .._rules.signal import PROPAGATED, joined
+from .._rules.signal import PROPAGATED, learning_signals
 from .rule_arrays import RuleArrays
 
-Added = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
+StateDeltas = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
 
 
 class RuleStep:
@@ -54,10 +54,10 @@ class RuleStep:
         unseen: Mapping[Path, Sequence[Path]] | None = None,
     ) -> None:
         self.unseen = unseen or {}
-        reads = rule.signal.is_broadcast
-        if rule.recursion is not None or reads:
-            executor = ETraceGraphExecutor(executor.graph, rule.recursion, reads=reads)
-        self.executor, self.rule, self.windows = executor, rule, windows
+        with_slopes = rule.signal.is_broadcast
+        if rule.recursion is not None or with_slopes:
+            executor = ETraceGraphExecutor(executor.graph, rule.recursion, with_slopes=with_slopes)
+        self.executor, self.rule, self.uses_windows = executor, rule, windows
         self.info, self.arrays = executor.info, RuleArrays(executor, rule)
         if windows and rule.recursion is not None and rule.recursion.kappa is not None:
             raise NotSupportedError(
@@ -66,7 +66,7 @@ class RuleStep:
                 "which only traces of states answer. Take single steps (`vjp_method='single-step'`, no "
                 "`window`), or a rule without a filter: `EProp` with `kappa_filter_decay=0`, `D_RTRL`."
             )
-        if windows and not rule.signal.in_windows:
+        if windows and not rule.signal.has_windows:
             raise NotSupportedError(
                 f"{self._called} has no windows: inside of one, losses are back-propagated to the weights "
                 f"themselves, so that {rule.signal.words} would be the signal of what came before only. "
@@ -76,7 +76,7 @@ class RuleStep:
 
     @property
     def _called(self) -> str:
-        return self.rule.kind(self.windows).name
+        return self.rule.kind(self.uses_windows).name
 
     @property
     def slots(self) -> list[Slot]:
@@ -112,7 +112,7 @@ class RuleStep:
         params: Leaves,
         args: Leaves,
         consts: Leaves,
-        rest: list[Leaves],
+        carried: list[Leaves],
         values: Values,
         stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
@@ -120,10 +120,10 @@ class RuleStep:
 
         The derivative is the online gradient.
         """
-        if self.windows or stepped is not None:
-            outs, new, after = self._window(params, args, consts, rest, values, stepped)
+        if self.uses_windows or stepped is not None:
+            outs, new, after = self._window(params, args, consts, carried, values, stepped)
         else:
-            outs, new, after = self._step(params, args, consts, rest, values)
+            outs, new, after = self._step(params, args, consts, carried, values)
         return outs, self._watched(new), {**values, **after}  # a rule returns only the arrays that it changed
 
     def _watched(self, new: list[Leaves]) -> list[Leaves]:
@@ -153,29 +153,29 @@ class RuleStep:
         return [[watched(path_of[v])(a) if v in path_of else a for v, a in one] for one in each]
 
     def _step(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
+        self, params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
     ) -> tuple[Leaves, list[Leaves], Values]:
         rule = self.trace_rule
 
-        def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, new, env, operands = self.executor.forward(params, args, consts, rest)
+        def advance(params: Any, args: Any, consts: Any, carried: Any, values: Any) -> Any:
+            outs, new, env, operands = self.executor.forward(params, args, consts, carried)
             local = self.executor.jacobians(env, operands)
             values = rule.signal.prepared(self.executor, params, consts, values)
             after = self.arrays.constrained({**values, **rule.update(self.slots, values, local)})
             return outs, new, after, local
 
         @jax.custom_vjp
-        def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            return advance(params, args, consts, rest, values)[:3]
+        def step(params: Any, args: Any, consts: Any, carried: Any, values: Any) -> Any:
+            return advance(params, args, consts, carried, values)[:3]
 
         def forward(*operands: Any) -> Any:
-            params, args, consts, rest, values = differentiated_once(operands)
-            outs, new, after, local = advance(params, args, consts, rest, values)
+            params, args, consts, carried, values = differentiated_once(operands)
+            outs, new, after, local = advance(params, args, consts, carried, values)
 
             def differentiable(
                 params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves, read: Leaves
             ) -> Leaves:
-                outs, after = self.executor.signals(params, args, consts, rest, (new, old), None, read)
+                outs, after = self.executor.signals(params, args, consts, carried, (new, old), None, read)
                 return [*outs, *_flat(after)]
 
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
@@ -184,7 +184,7 @@ class RuleStep:
             # residuals: `J` is needed only for traces that do not cover every path (`_counted_twice`)
             partial = not all(t.positions.complete for t in self.slots)
             kept = (local.inputs, local.weights, local.J if partial else {}, local.slopes)
-            before = values if self.executor.reads_old_states and self.asks_old else None
+            before = values if self.executor.reads_old_states and self.has_signals_at_old_states else None
             return (outs, new, after), (pull, before, after, kept, params, consts)
 
         def backward(residuals: Any, cotangents: Any) -> Any:
@@ -193,8 +193,8 @@ class RuleStep:
             dparams, dargs, dconsts, deltas, old_deltas, read = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
             back = self.executor.group_signals(deltas)
-            signals = self.joined(
-                after, back, deltas, read, self.inexact_outs(outs), slopes, self.given(after)
+            signals = self.signals_of_step(
+                after, back, deltas, read, self.inexact_outs(outs), slopes, self.signal_inputs(after)
             )
             # traces are contracted last: otherwise XLA copies weights that the pull-back still has to read
             done = [] if self.executor.sharding else [a for a in (*dparams, *deltas) if a is not None]
@@ -211,34 +211,34 @@ class RuleStep:
             return self.executor.like_params(dparams), dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
-        return step(params, args, consts, rest, values)  # type: ignore[no-any-return]
+        return step(params, args, consts, carried, values)  # type: ignore[no-any-return]
 
     def _window(
         self,
         params: Leaves,
         args: Leaves,
         consts: Leaves,
-        rest: list[Leaves],
+        carried: list[Leaves],
         values: Values,
         stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
         """Run a window. Its derivative is back-propagation through it plus the rule's `past` at its start."""
         length = 1 if stepped is None else next(len(a) for a, s in zip(args, stepped, strict=True) if s)
 
-        def run(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Any:
+        def run(params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]) -> Any:
             """The outputs, the new states, and the states before and the sites of every step."""
             if stepped is None:
-                outs, new, ys, _ = self.executor.outputs(params, args, consts, rest)
-                return outs, new, jax.tree.map(lambda a: a[None], (rest, ys))
+                outs, new, ys, _ = self.executor.outputs(params, args, consts, carried)
+                return outs, new, jax.tree.map(lambda a: a[None], (carried, ys))
 
-            def body(rest: list[Leaves], slices: Leaves) -> Any:
+            def body(carried: list[Leaves], slices: Leaves) -> Any:
                 now = iter(slices)
                 one = [next(now) if s else a for a, s in zip(args, stepped, strict=True)]
-                outs, new, ys, _ = self.executor.outputs(params, one, consts, rest)
-                return new, (outs, (rest, ys))
+                outs, new, ys, _ = self.executor.outputs(params, one, consts, carried)
+                return new, (outs, (carried, ys))
 
             moving = [a for a, s in zip(args, stepped, strict=True) if s]
-            new, (outs, taken) = jax.lax.scan(body, rest, moving)
+            new, (outs, taken) = jax.lax.scan(body, carried, moving)
             return outs, new, taken
 
         def window(params: Leaves, args: Leaves, consts: Leaves, taken: Any) -> Window:
@@ -247,23 +247,25 @@ class RuleStep:
             return Window(self.executor, length, params, args, [_repeated(c, length) for c in consts], *taken)
 
         @jax.custom_vjp
-        def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, new, taken = run(params, args, consts, rest)
+        def call(params: Any, args: Any, consts: Any, carried: Any, values: Any) -> Any:
+            outs, new, taken = run(params, args, consts, carried)
             values = self.rule.begin(self.executor, values, fresh=False)
             return outs, new, {**values, **self.advance(values, window(params, args, consts, taken))}
 
         def forward(*operands: Any) -> Any:
-            params, args, consts, rest, values = differentiated_once(operands)
+            params, args, consts, carried, values = differentiated_once(operands)
             values = self.rule.begin(self.executor, values, fresh=False)
 
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
-                outs, new, taken = run(params, args, consts, _like(flat, rest))
+                outs, new, taken = run(params, args, consts, _like(flat, carried))
                 return [*outs, *_flat(new)], jax.lax.stop_gradient(taken)
 
-            results, pull, taken = pull_back(differentiable, params, args, consts, _flat(rest), has_aux=True)
+            results, pull, taken = pull_back(
+                differentiable, params, args, consts, _flat(carried), has_aux=True
+            )
             steps = window(params, args, consts, taken)
             num = len(self.info.out_atoms)
-            new = _like(results[num:], rest)
+            new = _like(results[num:], carried)
             # the backward pass needs the first step only
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
             after = {**values, **self.advance(values, steps)}
@@ -281,19 +283,19 @@ class RuleStep:
             return self.executor.like_params(_add(dparams, past)), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
-        return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
+        return call(params, args, consts, carried, values)  # type: ignore[no-any-return]
 
     # -- signals -----------------------------------------------------------------------------------
 
     @property
-    def asks_old(self) -> bool:
+    def has_signals_at_old_states(self) -> bool:
         """Whether traces give the gradient of a loss that reads a state before the step.
 
         They do for back-propagated signals only: no other signal has a value at those states.
         """
         return self.rule.signal == PROPAGATED
 
-    def given(self, values: Values) -> Values:
+    def signal_inputs(self, values: Values) -> Values:
         """The inputs of the learning signal (targets, modulators), which come with the rule's arrays."""
         return {k: values[k] for k in self.rule.signal.takes if k in values}
 
@@ -302,7 +304,7 @@ class RuleStep:
         at = {v: i for i, v in enumerate(a for e in self.info.carried for a in e.invars)}
         flat, hidden = _flat(new), self.info.hidden
         now = [h.of_leaf(flat[at[h.leaf]]) for h in hidden]
-        found = self.rule.signal.at_end(self.executor, self.given(values), now)
+        found = self.rule.signal.at_end(self.executor, self.signal_inputs(values), now)
         if found is None:
             return None
         by_leaf: dict[int, Any] = {}
@@ -323,7 +325,7 @@ class RuleStep:
         atoms = self.inexact_outs(list(self.info.out_atoms)) if self.rule.signal.reads_outputs else []
         return [jnp.zeros(a.aval.shape, a.aval.dtype) for a in atoms]
 
-    def joined(
+    def signals_of_step(
         self,
         values: Values,
         back: Signals,
@@ -341,7 +343,7 @@ class RuleStep:
         if signal == PROPAGATED and not executor.filters:
             return back
         at_readings = executor.signals_at_readings(deltas, read)
-        return joined(signal, executor, values, back, at_readings, d_outs, slopes, given)
+        return learning_signals(signal, executor, values, back, at_readings, d_outs, slopes, given)
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -350,16 +352,16 @@ class RuleStep:
         params: Leaves,
         args: Leaves,
         consts: Leaves,
-        rest: list[Leaves],
-        added: Added,
+        carried: list[Leaves],
+        deltas: StateDeltas,
         ys: dict[int, Any],
         read: Leaves,
         at_sites: dict[int, Any],
     ) -> tuple[Leaves, list[Leaves], Local]:
-        """One step with perturbations `added` to its states: outputs, new states, and local Jacobians."""
-        rest = jax.lax.stop_gradient(rest)
-        local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
-        outs, new = self.executor.signals(params, args, consts, rest, added, ys, read, at_sites)
+        """One step with perturbations `deltas` to its states: outputs, new states, and local Jacobians."""
+        carried = jax.lax.stop_gradient(carried)
+        local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), carried, ys)
+        outs, new = self.executor.signals(params, args, consts, carried, deltas, ys, read, at_sites)
         return outs, self._watched(new), local
 
     def chunk(

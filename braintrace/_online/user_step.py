@@ -99,8 +99,8 @@ class UserStep:
         return self.node.params["call"]  # type: ignore[no-any-return]
 
     @property
-    def online(self) -> RuleStep:
-        return self.call.online
+    def rule_step(self) -> RuleStep:
+        return self.call.rule_step
 
     @cached_property
     def operands(self) -> tuple[Any, Any, Any, Any, Any]:
@@ -120,7 +120,7 @@ class UserStep:
         """The variables that may differ from step to step."""
         return dependents(self.program, [*self.slices, *(self.leaves[i] for i in self.moving)])
 
-    def why_in_turn(self) -> str | None:
+    def why_step_by_step(self) -> str | None:
         """The reason why steps have to run one by one; None if they can run in chunks or windows."""
         if self.node is None:
             return "the learner is not called just once, outside of control flow and transformations"
@@ -139,15 +139,15 @@ class UserStep:
             return "a step reads a trace"
         if any(self.new[i] is not after[k] for k, i in self.traces.items()):
             return "a step writes a trace"
-        if any(a in self._varying for a in variables(self.online.consts_of_weights(consts))):
+        if any(a in self._varying for a in variables(self.rule_step.consts_of_weights(consts))):
             return "a weight may change from step to step"
         return None
 
     @cached_property
     def hidden(self) -> list[int | None]:
         """The leaf index of each hidden state; None if the step does not use it."""
-        at = dict(zip((v for e in self.online.info.carried for v in e.invars), self.carried, strict=True))
-        return [at.get(h.leaf) for h in self.online.info.hidden]
+        at = dict(zip((v for e in self.rule_step.info.carried for v in e.invars), self.carried, strict=True))
+        return [at.get(h.leaf) for h in self.rule_step.info.hidden]
 
     @cached_property
     def _behind_loss(self) -> dict[Var, bool]:

@@ -32,7 +32,7 @@ from .chunk import affine_terms, chunk_gradient, chunk_traces, step_by_step
 from .layers import Layers
 from .projection import BASES
 from .rank import Rank
-from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .rule import Flags, Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 _LARGE = 2**27  # bytes; for smaller traces, kernel launches dominate the time of a step on a GPU
@@ -131,7 +131,7 @@ class D_RTRL(TraceRule):
             **kind_of(self),
         )
 
-    def fuses(self, values: Values) -> bool:
+    def prefers_fused(self, values: Values) -> bool:
         """Whether the fused kernel is faster, which makes one pass over each trace: if these are large."""
         return self.bound is None and bytes_on_gpu(values.values()) >= _LARGE
 
@@ -153,7 +153,7 @@ class D_RTRL(TraceRule):
                 len(old) > 1
                 and D is not None
                 and fits(slot, old, local.sharding)
-                and self.fuses({slot.key: old})
+                and self.prefers_fused({slot.key: old})
             ):
                 assert factor is not None
                 none = jnp.zeros(old.shape[-2:], jnp.float32)
@@ -226,7 +226,7 @@ class D_RTRL(TraceRule):
         each = {t.key: (t, found[t.group.index]) for t in slots}
         return {k: affine_terms(t, record, p) for k, (t, p) in each.items() if p is not None}
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         return {t.key: t.where(keep, values[t.key]) for t in slots}
 
     def _one_step(

@@ -27,7 +27,7 @@ from .._executor.trace_recursion import Recursion
 from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
 from .chunk import factors
-from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .rule import Flags, Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 
@@ -141,7 +141,7 @@ class ES_D_RTRL(TraceRule):
         shape = (*count.shape[:lead], 1, *count.shape[lead:])
         return scale.reshape(*shape, *[1] * (ndim - len(shape))).astype(dtype)
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         result: Values = {}
         for slot in slots:
             count = values[_count_key(slot)]

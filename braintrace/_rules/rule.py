@@ -10,10 +10,10 @@ implements these by functions of its traces alone, which a user's own rule defin
 | `past` | `gradient` | the gradient for a signal at the window's start; at the traces |
 | `forget` | `reset` | the arrays with some samples reset |
 
-The other methods have defaults. Sequences: `begin`, `any_window`, `one_pass`, `projection`, `windows`,
-`unroll`, `fuses`, and of traces `chunk`, `joins_within_step`, `traces_after`, `affine_terms`, `correction`.
-Arrays that a reset keeps, and random streams: `lasting`, `seeded`. Devices: `specs`, `trace_specs`,
-`gradient_by_device`. The graph and the report: `seen`, `kind`.
+The other methods have defaults. Sequences: `begin`, `any_window`, `one_pass`, `projection`,
+`always_windows`, `unroll`, `prefers_fused`, and of traces `chunk`, `joins_within_step`, `traces_after`,
+`affine_terms`, `correction`. Arrays that a reset keeps, and random streams: `lasting`, `seeded`. Devices:
+`specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
 
 Terms of all rules:
 
@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
@@ -48,6 +48,7 @@ from .signal import PROPAGATED, Signal
 
 Values = dict[str, Any]  # the arrays of a rule, by stable names
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
+Flags = Bool[Array, " samples"]  # one for each sample of the batch
 
 
 class Rule(ABC):
@@ -86,8 +87,8 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        """The arrays with the samples reset that `rows`, a boolean for each sample, flags."""
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        """The arrays with the samples reset that `is_reset`, a boolean for each sample, flags."""
 
     @property
     def one_pass(self) -> bool:
@@ -111,7 +112,7 @@ class Rule(ABC):
         return graph
 
     @property
-    def windows(self) -> bool:
+    def always_windows(self) -> bool:
         """Whether signals are taken at the start of a window, along all paths."""
         return True
 
@@ -124,8 +125,8 @@ class Rule(ABC):
         """The `unroll` of the scan over single steps."""
         return 1
 
-    def fuses(self, values: Values) -> bool:
-        """Whether a chunk of one step is faster than a step by itself."""
+    def prefers_fused(self, values: Values) -> bool:
+        """Whether a chunk of one step, one fused pass over each trace, is faster than a step by itself."""
         return False
 
 
@@ -144,7 +145,7 @@ class TraceRule(Rule):
         return None
 
     @property
-    def windows(self) -> bool:
+    def always_windows(self) -> bool:
         return self.correction is not None
 
     @abstractmethod
@@ -165,7 +166,7 @@ class TraceRule(Rule):
         """`gradient`, as per-device partial sums (`PartialSums`) where the batch is sharded."""
         return self.gradient(slots, values, signals, local)
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         """The arrays with the samples reset for which `keep`, (batch,), is False."""
         raise NotSupportedError(
             f"The rule {type(self).__name__} cannot reset single samples of a batch. Add a method "
@@ -341,9 +342,13 @@ class TraceRule(Rule):
         later = self.projection.observed(executor, values, crossed[0], read, len(starts), pulled)
         return list(map(plus, found, past)), {**values, **after, **later}
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        kept = {**values, **self.reset(executor.slots, values, ~rows)}
-        return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        kept = {**values, **self.reset(executor.slots, values, ~is_reset)}
+        return (
+            kept
+            if self.correction is None
+            else {**kept, **self.correction.forget(executor, values, is_reset)}
+        )
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

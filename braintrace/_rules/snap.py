@@ -37,7 +37,7 @@ from .._executor.window import Window
 from .._meshes import mesh_of, per_device
 from .._types import Array, NumPyArray
 from .rank import per_sample
-from .rule import Rule, Values
+from .rule import Flags, Rule, Values
 
 DType = np.dtype[Any]
 Influence = Float[Array, "samples sets state param"]
@@ -145,7 +145,7 @@ class SnAp(Rule):
             }
             return after, ()
 
-        return window.in_windows(1, step, values)[0] if values else values
+        return window.scan_windows(1, step, values)[0] if values else values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
@@ -154,8 +154,8 @@ class SnAp(Rule):
         found = pattern.gradients({b.key: jnp.sum(summed(b), axis=0) for b in pattern.blocks})
         return [found.get(i) for i in range(len(window.params))]
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
-        return self._pattern(executor).per.reset(values, rows)
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        return self._pattern(executor).per.reset(values, is_reset)
 
 
 _READABLE = 2**32  # largest pattern that is computed: one bit per entry

@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-from jaxtyping import Array, Bool
 
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.sharding import Spec
@@ -28,7 +27,7 @@ from .._executor.trace_math import finite
 from .._executor.window import Window
 from .projection import BASIS
 from .rank import Rank, named
-from .rule import Values
+from .rule import Flags, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
@@ -79,5 +78,5 @@ class UORO(Estimate):
     def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
         return self._kept.specs(executor)
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
-        return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        return {**self._kept.forget(executor, values, is_reset), COUNT: values[COUNT]}
