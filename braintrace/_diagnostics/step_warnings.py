@@ -33,7 +33,8 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     warn_of_no_effect(_unused(step.program, results, params), about)
     if not step.calls:
         return
-    before = "before the window" if drive.windows else "in earlier steps"
+    in_windows = drive.mode == "windows"
+    before = "before the window" if in_windows else "in earlier steps"
     if step.node is not None:
         _warn_of_assigned(step, about)
     # a weight that a step updates is a new one for the next step, not a state
@@ -42,7 +43,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if reached:
         warn(
             f"{_names(step, reached)} act through a state that the step carries on, but are not the model's: "
-            f"their gradient is that within {'a window' if drive.windows else 'the step'} only. Make them "
+            f"their gradient is that within {'a window' if in_windows else 'the step'} only. Make them "
             "part of the model that the learner is given, or train them by BPTT.",
         )
     lost = _lost(step, carried, weights)
@@ -61,7 +62,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if used and not fed:  # else by way of them, too
         warn(
             f"`step_fn` makes an argument of the model with {_names(step, used)}: what that does to states "
-            f"is in the gradient of {'its window' if drive.windows else 'the same step'} only. Do it in the "
+            f"is in the gradient of {'its window' if in_windows else 'the same step'} only. Do it in the "
             "model's `update`, or train by BPTT.",
         )
     forgotten = _forgotten(step) if step.node is not None else []
@@ -71,10 +72,10 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
             f"trace: what parameters did to it {before} is not in the gradient. Make it a `ShortTermState`, "
             "or train by `RTRL`.",
         )
-    if drive.windows:
+    if in_windows:
         return
     read = [i for i in step.carried if i is not None and i in step.read_otherwise]
-    if read and not drive.chunked and not drive.old_leaves:
+    if read and drive.mode != "chunks" and not drive.old_leaves:
         warn(
             "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
             "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "

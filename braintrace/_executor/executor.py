@@ -19,6 +19,7 @@ from .._compiler.program import Site, Var, zeros
 from .._compiler.slices import behind, needed
 from .._ops.axis_labels import Labels, Layout
 from .._types import Array
+from .._types import Leaves as Leaves
 from .effective_weights import Effective, Weighted, effective_weights, known_params, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
@@ -29,7 +30,6 @@ from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
 from .weight_gradients import PARTS, Parts, factors_over_time, find_weighted, product, pull_weights
 
-Leaves = list[Any]  # arrays; in gradients None or partial sums, too
 Arrays = list[Array]
 Signals = dict[int, Float[Array, "state ..."]]  # dL/dh by group, at its positions
 Ys = Mapping[int, KnownOutput]  # outputs of sites from an earlier evaluation of the step, by site

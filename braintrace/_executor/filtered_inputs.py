@@ -21,7 +21,8 @@ from .._compiler.program import Var, read_program, struct
 from .._compiler.reach import Reach
 from .._compiler.uniform_axes import UniformAxes
 from .._ops.axis_labels import Labels
-from .executor import ETraceGraphExecutor, Leaves
+from .._types import Leaves
+from .executor import ETraceGraphExecutor
 from .slots import Slot, find_slots
 
 

@@ -29,7 +29,7 @@ from .._frontends.modules import Mark
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
-from .._online.parts import Given
+from .._online.parts import Start
 from .._online.programs import Programs
 from .._online.request import WindowSize
 from .._online.rule_step import RuleStep
@@ -37,12 +37,11 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.compiled_graph import ETraceGraph
 from .._rules.rule import Rule, TraceRule, Values
-from .._types import Array, Option, PyTree
+from .._types import Array, Leaves, Option, PyTree
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
 
-Leaves = list[Array]
 Shape = Callable[[Array], Array]
 
 
@@ -224,8 +223,8 @@ class CompiledStep:
         evolve: bool = False,
     ) -> PyTree:
         """Run a drive over a sequence, compiled and cached; `initial` are the values of reset samples."""
-        given = Given(list(drive.step.program.consts.values()), leaves, list(initial))
-        return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, given, sequence)
+        start = Start(list(drive.step.program.consts.values()), leaves, list(initial))
+        return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, start, sequence)
 
     # -- resets ------------------------------------------------------------------------------------
 

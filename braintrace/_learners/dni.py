@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
-from .._types import Array, Function, PyTree
-from .compiled_step import CompiledStep, Leaves
+from .._types import Array, Function, Leaves, PyTree
+from .compiled_step import CompiledStep
 from .config import ETraceConfig
 from .model_states import leaves_of
 from .options import Choice, OptionsLearner

@@ -19,8 +19,8 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Key, Mesh, Option, PyTree
-from .compiled_step import CompiledStep, Leaves
+from .._types import ArrayLike, Key, Leaves, Mesh, Option, PyTree
+from .compiled_step import CompiledStep
 
 if TYPE_CHECKING:
     from .._report.check import GradientCheck

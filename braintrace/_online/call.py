@@ -14,9 +14,11 @@ import jax
 
 from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
-from .._executor.executor import Leaves
 from .._rules.rule import Values
+from .._types import Leaves
 from .rule_step import RuleStep
+
+Operands = tuple[Leaves, Leaves, Leaves, list[Leaves], Values]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Call:
     tree: Any  # structure of (params, args, consts, carried, values)
     maps: tuple[tuple[bool, ...], ...] = ()  # operands that each `vmap` maps, outermost first
 
-    def operands(self, leaves: Leaves) -> tuple[Leaves, Leaves, Leaves, list[Leaves], Values]:
+    def operands(self, leaves: Leaves) -> Operands:
         """Unflatten the operands: parameters, arguments, constants, carried states and the rule's arrays."""
         return jax.tree.unflatten(self.tree, leaves)  # type: ignore[no-any-return]
 

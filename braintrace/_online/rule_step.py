@@ -21,7 +21,7 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
 from .._compiler.step import Path, show_path, show_paths
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local
+from .._executor.executor import ETraceGraphExecutor, Local
 from .._executor.pull_back import is_inexact, pull_back
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
@@ -31,6 +31,7 @@ from .._lines import warn_user
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, learning_signals
+from .._types import Leaves
 from .rule_arrays import RuleArrays
 
 StateDeltas = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states

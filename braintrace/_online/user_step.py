@@ -19,7 +19,8 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.evaluation import read
 from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
-from .._executor.executor import Leaves
+from .._rules.rule import Values
+from .._types import Leaves
 from .call import Call, call_p
 from .rule_step import RuleStep
 
@@ -42,11 +43,11 @@ class UserStep:
     # the index of each of the model's carried leaves; None if the step does not use it
     carried: tuple[int | None, ...]
     has_effects: bool
-    closed: Any  # the jaxpr of the step
+    closed: _compat.ClosedJaxpr  # the jaxpr of the step
 
     @staticmethod
     def read(
-        closed: Any,
+        closed: _compat.ClosedJaxpr,
         names: Sequence[str],
         traces: dict[str, int],
         carried: Sequence[int | None],
@@ -79,6 +80,15 @@ class UserStep:
     def moving(self) -> list[int]:
         """The indices of the leaves that a step changes."""
         return [i for i, (old, new) in enumerate(zip(self.leaves, self.new, strict=True)) if old is not new]
+
+    def traces_in(self, leaves: Leaves) -> Values:
+        """The rule's arrays among all leaves, by name."""
+        return {k: leaves[i] for k, i in self.traces.items()}
+
+    def with_traces(self, leaves: Leaves, values: Values) -> Leaves:
+        """All leaves, with new values of the rule's arrays."""
+        by_leaf = {i: values[k] for k, i in self.traces.items()}
+        return [by_leaf.get(i, a) for i, a in enumerate(leaves)]
 
     @cached_property
     def calls(self) -> list[Node]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._compiler.exactness import RuleKind
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.window import Window
+from .._types import Leaves
 from .rule import Flags, Rule, Values
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .._compiler.exactness import RuleKind
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.window import Window
+from .._types import Leaves
 from .rule import Flags, Rule, Values
 from .signal import PROPAGATED, Signal
 

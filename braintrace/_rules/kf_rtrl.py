@@ -29,14 +29,14 @@ from .._compiler.find_relations import SiteWeights
 from .._compiler.provenance import provenance
 from .._compiler.step import show_path, show_paths
 from .._executor.effective_weights import Weighted
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Names, Spec
 from .._executor.trace_math import finite
 from .._executor.weight_gradients import floating_factor, product
 from .._executor.window import Window
 from .._ops.axis_labels import Labels, Layout, align
-from .._types import Array, DTypeLike, Path
+from .._types import Array, DTypeLike, Leaves, Path
 from .rank import per_sample
 from .rule import Flags, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs

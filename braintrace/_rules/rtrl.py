@@ -21,7 +21,7 @@ from .._compiler.exactness import RuleKind
 from .._compiler.program import Var
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.marked_step import MarkedStep
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec
@@ -29,7 +29,7 @@ from .._executor.trace_math import promoted
 from .._executor.weight_gradients import in_front
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
-from .._types import Array, Aval
+from .._types import Array, Aval, Leaves
 from .rule import Flags, Rule, Values
 
 Rows = Float[Array, "samples rows n"]

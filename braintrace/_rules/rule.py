@@ -37,11 +37,12 @@ from jaxtyping import Array, Bool
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local, sites_with_traces
+from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
 from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import Record, Signals, Window, starts_of
+from .._types import Leaves
 from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal

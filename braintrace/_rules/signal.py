@@ -23,13 +23,13 @@ from .._compiler.program import Atom, Var, zeros
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import values_of
 from .._executor.effective_weights import known_params
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.group_readings import find_readings
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._executor.trace_math import States
 from .._executor.window import Signals
-from .._types import Array, ArrayLike, Aval, DTypeLike, Options, PyTree, Shape
+from .._types import Array, ArrayLike, Aval, DTypeLike, Leaves, Options, PyTree, Shape
 
 Values = dict[str, Array]
 Matrix = Float[Array, "entries units"]

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.influence_pattern import Reached, find_reached
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.jacobian import earlier
 from .._executor.per_sample import PerSample, real_parts
 from .._executor.sharding import Spec, names_of
@@ -35,7 +35,7 @@ from .._executor.trace_math import finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window
 from .._meshes import mesh_of, per_device
-from .._types import Array, NumPyArray
+from .._types import Array, Leaves, NumPyArray
 from .rank import per_sample
 from .rule import Flags, Rule, Values
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 import jax
 
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.sharding import Spec
 from .._executor.trace_math import finite
 from .._executor.window import Window
+from .._types import Leaves
 from .projection import BASIS
 from .rank import Rank, named
 from .rule import Flags, Values
