@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
+from .._meshes import Spec
 from .._rules.rule import Values
-from .._types import Leaves
+from .._types import Array, Aval, Leaves, PyTree
 from .rule_step import RuleStep
 
 Operands = tuple[Leaves, Leaves, Leaves, list[Leaves], Values]
@@ -27,14 +28,14 @@ class Call:
 
     rule_step: RuleStep
     stepped: tuple[bool, ...] | None  # for a window: which arguments have a leading time axis
-    tree: Any  # structure of (params, args, consts, carried, values)
+    tree: jax.tree_util.PyTreeDef  # structure of (params, args, consts, carried, values)
     maps: tuple[tuple[bool, ...], ...] = ()  # operands that each `vmap` maps, outermost first
 
     def operands(self, leaves: Leaves) -> Operands:
         """Unflatten the operands: parameters, arguments, constants, carried states and the rule's arrays."""
         return jax.tree.unflatten(self.tree, leaves)  # type: ignore[no-any-return]
 
-    def masked(self, leaves: Leaves, mask: Any) -> Leaves:
+    def masked(self, leaves: Leaves, mask: Array) -> Leaves:
         """The operands, with the inputs of the learning signal weighted by the mask of the loss."""
         signal = self.rule_step.rule.signal
         if not signal.takes:
@@ -46,11 +47,11 @@ class Call:
         """This call under one more `vmap`, over the first axis of the flagged operands."""
         return replace(self, maps=(tuple(flags), *self.maps))
 
-    def __call__(self, *leaves: Any) -> Leaves:
+    def __call__(self, *leaves: Array) -> Leaves:
         """Compute the call; for arrays with explicit sharding, the results have the specs of `specs`."""
         return _meshes.in_auto(self._compute, leaves, lambda: self.specs(leaves))
 
-    def specs(self, leaves: Sequence[Any]) -> list[Any]:
+    def specs(self, leaves: Sequence[Aval]) -> list[Spec | None]:
         """The partition specs of the results, from operands or their types."""
         if self.maps:
             flags, inner = self.maps[0], replace(self, maps=self.maps[1:])
@@ -58,7 +59,7 @@ class Call:
             return [None if s is None else (None, *s) for s in inner.specs(one)]
         params, args, consts, carried, values = self.operands(list(leaves))
         kept = {k: _meshes.spec_of(v) or self.rule_step.arrays.specs.get(k) for k, v in values.items()}
-        lead = [] if self.stepped is None else [None]
+        lead: Spec = () if self.stepped is None else (None,)
         if self.stepped is not None:
             args = [_meshes.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
 
@@ -70,10 +71,10 @@ class Call:
         found = _meshes.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
         num = len(self.rule_step.info.out_atoms)
         found = self.rule_step.result_specs if found is None else found
-        outs = [s if s is None else (*lead, *s) for s in found[:num]]
+        outs: list[Spec | None] = [s if s is None else (*lead, *s) for s in found[:num]]
         return [*outs, *found[num:], *(kept[k] for k in sorted(kept))]
 
-    def _compute(self, *leaves: Any) -> Leaves:
+    def _compute(self, *leaves: Array) -> Leaves:
         if self.maps:
             axes = tuple(0 if flag else None for flag in self.maps[0])
             return jax.vmap(replace(self, maps=self.maps[1:]), axes)(*leaves)
@@ -88,7 +89,7 @@ class Call:
         return jax.tree.unflatten(some, leaves)  # type: ignore[no-any-return]
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None
 
 
@@ -119,14 +120,14 @@ def bind(
     return call.results(call_p.bind(*leaves, call=call))
 
 
-def _types(*avals: Any, call: Call) -> list[Any]:
+def _types(*avals: Aval, call: Call) -> list[Aval]:
     shapes, mesh = _shapes(*avals, call=call), next(filter(None, map(_compat.explicit_mesh_of, avals)), None)
     if mesh is None:
         return shapes
     return [_meshes.sharded_aval(a, mesh, s) for a, s in zip(shapes, call.specs(avals), strict=True)]
 
 
-def _shapes(*avals: Any, call: Call) -> list[Any]:
+def _shapes(*avals: Aval, call: Call) -> list[Aval]:
     if call.maps:
         flags, inner = call.maps[0], replace(call, maps=call.maps[1:])
         size = next(a.shape[0] for a, flag in zip(avals, flags, strict=True) if flag)
@@ -144,7 +145,7 @@ def _shapes(*avals: Any, call: Call) -> list[Any]:
     return [*shaped, *(jax.core.ShapedArray(a.shape, a.dtype) for a in jax.tree.leaves((carried, values)))]
 
 
-def _refuse_forward_mode(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_forward_mode(*args: PyTree, **kwargs: PyTree) -> NoReturn:
     raise NotSupportedError(
         "A learner's step has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): its "
         "derivative is the online gradient, which is defined by its pull-back. Use `jax.grad` or `jax.vjp`; "

@@ -9,32 +9,37 @@ traces get no gradient: the losses of several calls add up, and nothing is count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._compat import Literal, identity_primitive
+from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
-from .._compiler.step import Path, show_path, show_paths
+from .._compiler.step import Path
 from .._executor.executor import ETraceGraphExecutor, Local
 from .._executor.pull_back import is_inexact, pull_back
 from .._executor.sharding import full_sum, plus
+from .._executor.signals import KnownOutput
 from .._executor.slots import Slot
-from .._executor.trace_math import states, stored
+from .._executor.trace_math import States, states, stored
 from .._executor.window import Record, Signals, Window
-from .._lines import warn_user
+from .._meshes import Spec
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, learning_signals
-from .._types import Leaves
+from .._types import Array, Aval, Leaves, PyTree
+from .differentiated_once import differentiated_once
 from .rule_arrays import RuleArrays
+from .unseen_states import watched
 
 StateDeltas = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
+StatesAndSites = tuple[
+    list[Leaves], dict[int, KnownOutput]
+]  # the carried states before each step, outputs of sites
 
 
 class RuleStep:
@@ -89,7 +94,7 @@ class RuleStep:
         return self.rule
 
     @property
-    def result_specs(self) -> list[Any]:
+    def result_specs(self) -> list[Spec | None]:
         """The partition specs of outputs and new carried leaves whose types do not have explicit sharding."""
         at, info = self.executor.sharding, self.info
         olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
@@ -125,40 +130,17 @@ class RuleStep:
             outs, new, after = self._window(params, args, consts, carried, values, stepped)
         else:
             outs, new, after = self._step(params, args, consts, carried, values)
-        return outs, self._watched(new), {**values, **after}  # a rule returns only the arrays that it changed
-
-    def _watched(self, new: list[Leaves]) -> list[Leaves]:
-        """New states that warn when a loss is differentiated at one that is `unseen`."""
-        path_of = {h.leaf: h.path for h in self.info.hidden if h.path in self.unseen}
-
-        def watched(path: Path) -> Callable[[Any], Any]:
-            def backward(_: None, d: Any) -> tuple[Any]:
-                if not isinstance(d, jax.custom_derivatives.SymbolicZero):
-                    warn_user(
-                        f"A derivative is asked for at `{show_path(path)}`, on which no output depends. If "
-                        f"the loss reads it, the gradient of {show_paths(self.unseen[path])} by "
-                        f"{self._called} is approximate, whatever the report says of a loss of the outputs. "
-                        "Return the state as an output for a report that covers it, or train by `RTRL`.",
-                        about=self.info.model,
-                    )
-                return (d,)
-
-            same = jax.custom_vjp(lambda x: x)
-            same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
-            return same
-
-        if not path_of:
-            return new
-        pairs = zip(self.info.carried, new, strict=True)
-        each = [list(zip(e.invars, leaves, strict=True)) for e, leaves in pairs]
-        return [[watched(path_of[v])(a) if v in path_of else a for v, a in one] for one in each]
+        new = watched(self.info, new, self.unseen, self._called)
+        return outs, new, {**values, **after}  # a rule returns only the arrays that it changed
 
     def _step(
         self, params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
     ) -> tuple[Leaves, list[Leaves], Values]:
         rule = self.trace_rule
 
-        def advance(params: Any, args: Any, consts: Any, carried: Any, values: Any) -> Any:
+        def advance(
+            params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
+        ) -> tuple[Leaves, list[Leaves], Values, Local]:
             outs, new, env, operands = self.executor.forward(params, args, consts, carried)
             local = self.executor.jacobians(env, operands)
             values = rule.signal.prepared(self.executor, params, consts, values)
@@ -166,10 +148,10 @@ class RuleStep:
             return outs, new, after, local
 
         @jax.custom_vjp
-        def step(params: Any, args: Any, consts: Any, carried: Any, values: Any) -> Any:
-            return advance(params, args, consts, carried, values)[:3]
+        def step(*operands: PyTree) -> tuple[Leaves, list[Leaves], Values]:
+            return advance(*operands)[:3]
 
-        def forward(*operands: Any) -> Any:
+        def forward(*operands: PyTree) -> tuple[PyTree, PyTree]:
             params, args, consts, carried, values = differentiated_once(operands)
             outs, new, after, local = advance(params, args, consts, carried, values)
 
@@ -188,7 +170,7 @@ class RuleStep:
             before = values if self.executor.reads_old_states and self.has_signals_at_old_states else None
             return (outs, new, after), (pull, before, after, kept, params, consts)
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
+        def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
             pull, before, after, (inputs, weights, J, slopes), params, consts = residuals
             outs, new, _ = cotangents
             dparams, dargs, dconsts, deltas, old_deltas, read = pull([*outs, *_flat(new)])
@@ -212,7 +194,7 @@ class RuleStep:
             return self.executor.like_params(dparams), dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
-        return step(params, args, consts, carried, values)  # type: ignore[no-any-return]
+        return step(params, args, consts, carried, values)
 
     def _window(
         self,
@@ -226,45 +208,51 @@ class RuleStep:
         """Run a window. Its derivative is back-propagation through it plus the rule's `past` at its start."""
         length = 1 if stepped is None else next(len(a) for a, s in zip(args, stepped, strict=True) if s)
 
-        def run(params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]) -> Any:
+        def run(
+            params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]
+        ) -> tuple[Leaves, list[Leaves], StatesAndSites]:
             """The outputs, the new states, and the states before and the sites of every step."""
             if stepped is None:
                 outs, new, ys, _ = self.executor.outputs(params, args, consts, carried)
                 return outs, new, jax.tree.map(lambda a: a[None], (carried, ys))
 
-            def body(carried: list[Leaves], slices: Leaves) -> Any:
+            def body(carried: list[Leaves], slices: Leaves) -> tuple[list[Leaves], PyTree]:
                 now = iter(slices)
                 one = [next(now) if s else a for a, s in zip(args, stepped, strict=True)]
                 outs, new, ys, _ = self.executor.outputs(params, one, consts, carried)
                 return new, (outs, (carried, ys))
 
-            moving = [a for a, s in zip(args, stepped, strict=True) if s]
-            new, (outs, taken) = jax.lax.scan(body, carried, moving)
-            return outs, new, taken
+            by_step = [a for a, s in zip(args, stepped, strict=True) if s]
+            new, (outs, visited) = jax.lax.scan(body, carried, by_step)
+            return outs, new, visited
 
-        def window(params: Leaves, args: Leaves, consts: Leaves, taken: Any) -> Window:
+        def window(params: Leaves, args: Leaves, consts: Leaves, visited: StatesAndSites) -> Window:
             flags = stepped or [False] * len(args)
             args = [a if s else _repeated(a, length) for a, s in zip(args, flags, strict=True)]
-            return Window(self.executor, length, params, args, [_repeated(c, length) for c in consts], *taken)
+            return Window(
+                self.executor, length, params, args, [_repeated(c, length) for c in consts], *visited
+            )
 
         @jax.custom_vjp
-        def call(params: Any, args: Any, consts: Any, carried: Any, values: Any) -> Any:
-            outs, new, taken = run(params, args, consts, carried)
+        def call(
+            params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
+        ) -> tuple[Leaves, list[Leaves], Values]:
+            outs, new, visited = run(params, args, consts, carried)
             values = self.rule.begin(self.executor, values, fresh=False)
-            return outs, new, {**values, **self.advance(values, window(params, args, consts, taken))}
+            return outs, new, {**values, **self.advance(values, window(params, args, consts, visited))}
 
-        def forward(*operands: Any) -> Any:
+        def forward(*operands: PyTree) -> tuple[PyTree, PyTree]:
             params, args, consts, carried, values = differentiated_once(operands)
             values = self.rule.begin(self.executor, values, fresh=False)
 
-            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
-                outs, new, taken = run(params, args, consts, _like(flat, carried))
-                return [*outs, *_flat(new)], jax.lax.stop_gradient(taken)
+            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> PyTree:
+                outs, new, visited = run(params, args, consts, _like(flat, carried))
+                return [*outs, *_flat(new)], jax.lax.stop_gradient(visited)
 
-            results, pull, taken = pull_back(
+            results, pull, visited = pull_back(
                 differentiable, params, args, consts, _flat(carried), has_aux=True
             )
-            steps = window(params, args, consts, taken)
+            steps = window(params, args, consts, visited)
             num = len(self.info.out_atoms)
             new = _like(results[num:], carried)
             # the backward pass needs the first step only
@@ -273,7 +261,7 @@ class RuleStep:
             estimated = self.at_end(values, new)
             return (results[:num], new, after), (pull, values, params, first, estimated)
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
+        def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
             pull, values, params, first, estimated = residuals
             outs, new, _ = cotangents
             flat = _flat(new)
@@ -284,7 +272,7 @@ class RuleStep:
             return self.executor.like_params(_add(dparams, past)), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
-        return call(params, args, consts, carried, values)  # type: ignore[no-any-return]
+        return call(params, args, consts, carried, values)
 
     # -- signals -----------------------------------------------------------------------------------
 
@@ -308,7 +296,7 @@ class RuleStep:
         found = self.rule.signal.at_end(self.executor, self.signal_inputs(values), now)
         if found is None:
             return None
-        by_leaf: dict[int, Any] = {}
+        by_leaf: dict[int, Array] = {}
         for h, a in zip(hidden, found, strict=True):
             i = at[h.leaf]
             by_leaf[i] = h.in_leaf(a) + by_leaf[i] if i in by_leaf else h.in_leaf(a)
@@ -333,7 +321,7 @@ class RuleStep:
         deltas: Leaves,
         read: Leaves,
         d_outs: Leaves,
-        slopes: Any,
+        slopes: Mapping[int, Sequence[States]],
         given: Values,
     ) -> Signals:
         """The learning signal of each group of a step, (S, *varshape), with filter states.
@@ -355,15 +343,15 @@ class RuleStep:
         consts: Leaves,
         carried: list[Leaves],
         deltas: StateDeltas,
-        ys: dict[int, Any],
+        ys: dict[int, KnownOutput],
         read: Leaves,
-        at_sites: dict[int, Any],
+        at_sites: dict[int, Array],
     ) -> tuple[Leaves, list[Leaves], Local]:
         """One step with perturbations `deltas` to its states: outputs, new states, and local Jacobians."""
         carried = jax.lax.stop_gradient(carried)
         local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), carried, ys)
         outs, new = self.executor.signals(params, args, consts, carried, deltas, ys, read, at_sites)
-        return outs, self._watched(new), local
+        return outs, watched(self.info, new, self.unseen, self._called), local
 
     def chunk(
         self,
@@ -439,24 +427,6 @@ class RuleStep:
         return grads
 
 
-def differentiated_once(values: Any) -> Any:
-    """The identity on the operands of an online gradient, which raises if the gradient is differentiated."""
-    return jax.tree.map(lambda a: _once_p.bind(a) if is_inexact(a) else a, values)
-
-
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotSupportedError(
-        "The online gradient of a step, or what `grad` or `etrace_grad` returned, is differentiated again, "
-        "as `jax.hessian` and meta-gradients do. It has no derivative: traces hold first derivatives of what "
-        "parameters did in earlier steps, and no second ones. Use back-propagation through time "
-        "(`braintrace.BPTT`, `rule=braintrace.rules.BPTT()`); or, where no second derivative is meant, cut "
-        "the path with `jax.lax.stop_gradient`."
-    )
-
-
-_once_p = identity_primitive("differentiated_once", _refuse)
-
-
 def _flat(lists: list[Leaves]) -> Leaves:
     return [x for xs in lists for x in xs]
 
@@ -470,9 +440,9 @@ def _add(a: Leaves, b: Leaves) -> Leaves:
     return [full_sum(plus(x, y)) for x, y in zip(a, b, strict=True)]
 
 
-def _repeated(x: Any, length: int) -> Any:
+def _repeated(x: Array, length: int) -> Array:
     return jnp.broadcast_to(jnp.asarray(x)[None], (length, *jnp.shape(x)))
 
 
-def _bytes(aval: Any) -> int:
+def _bytes(aval: Aval) -> int:
     return int(aval.size * aval.dtype.itemsize)

@@ -134,7 +134,7 @@ def over_chunks(
     begin = left if rest_first else 0
     progress = sequence.progress
     if progress is not None and not is_traced((carry, sequence.steps)):
-        return _one_by_one(run, carry, sequence, size, progress, begin)
+        return _call_by_call(run, carry, sequence, size, progress, begin)
 
     def report(done: ArrayLike) -> None:
         if progress is not None:
@@ -152,8 +152,8 @@ def over_chunks(
     elif count > 1:
         # slice, where XLA would copy the whole sequence to reshape it: with a remainder, or for single steps
         by_slice = left > 0 or size == 1
-        steps = sequence.part(begin, begin + count * size) if left else sequence.steps
-        parts = () if by_slice else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
+        in_parts = lambda a: a.reshape(count, size, *a.shape[1:])
+        parts = () if by_slice else jax.tree.map(in_parts, sequence.steps)
 
         def one(carry: PyTree, given: tuple[Array, Steps | tuple[()]]) -> tuple[PyTree, PyTree]:
             number, now = given
@@ -173,7 +173,7 @@ def over_chunks(
     return carry, _joined(outs)
 
 
-def _one_by_one(
+def _call_by_call(
     run: Callable[..., tuple[PyTree, PyTree]],
     carry: PyTree,
     sequence: Sequence,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,8 @@ from .._compiler.evaluation import read
 from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
 from .._rules.rule import Values
-from .._types import Leaves
-from .call import Call, call_p
+from .._types import Array, Leaves
+from .call import Call, Operands, call_p
 from .rule_step import RuleStep
 
 AtCall = Callable[[Call, Leaves], Leaves]
@@ -113,7 +112,7 @@ class UserStep:
         return self.call.rule_step
 
     @cached_property
-    def operands(self) -> tuple[Any, Any, Any, Any, Any]:
+    def operands(self) -> Operands:
         """The parameters, arguments, constants, carried states and traces that the call takes."""
         assert self.node is not None
         return self.call.operands(list(self.node.inputs))
@@ -163,7 +162,7 @@ class UserStep:
     def _behind_loss(self) -> dict[Var, bool]:
         """The variables that the loss depends on, without paths through the carried states of a call."""
 
-        def transfer(node: Node, given: list[bool | None]) -> Any:
+        def transfer(node: Node, given: list[bool | None]) -> list[bool | None] | bool:
             if node.primitive is not call_p:
                 return True
             *others, _, _ = node.params["call"].operands(range(len(node.inputs)))
@@ -179,7 +178,7 @@ class UserStep:
         return {i for i, v in enumerate(self.leaves) if v in self._behind_loss}
 
     @property
-    def closed_over(self) -> list[Any]:
+    def closed_over(self) -> Leaves:
         """The values that the step closes over and that the derivative of its loss depends on."""
         return [value for v, value in self.program.consts.items() if v in self._behind_loss]
 
@@ -214,7 +213,7 @@ class UserStep:
 
         `for_call` are the leaves that the call reads instead of `leaves`.
         """
-        env: dict[Var, Any] = dict(zip(self.program.consts, consts, strict=True))
+        env: dict[Var, Array] = dict(zip(self.program.consts, consts, strict=True))
         env.update(zip(self.slices, slices, strict=True))
         seen = {**env, **dict(zip(self.leaves, leaves if for_call is None else for_call, strict=True))}
         env.update(zip(self.leaves, leaves, strict=True))

@@ -42,7 +42,7 @@ from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import Record, Signals, Window, starts_of
-from .._types import Leaves
+from .._types import Leaves, PyTree
 from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal
@@ -93,7 +93,7 @@ class Rule(ABC):
 
     @property
     def one_pass(self) -> bool:
-        """Whether the windows of a sequence can be one backward pass, by `over_windows`."""
+        """Whether several windows can be one backward pass, as for a `TraceRule` linear in the steps."""
         return False
 
     @property
@@ -245,9 +245,9 @@ class TraceRule(Rule):
             return {**after, **self.correction.advance(executor, values, window)}
         if self.projection is None:
             return after
-        crossed = self.projection.advance_basis(executor, values, window, window.length)
-        more, _, _ = self._with_rank(executor, values, window, window.length, crossed)
-        return {**values, **after, **more, **self.projection.observed(executor, values, crossed[0], None, 1)}
+        basis = self.projection.advance_basis(executor, values, window, window.length)
+        more, _, _ = self._with_rank(executor, values, window, window.length, basis)
+        return {**values, **after, **more, **self.projection.observed(executor, values, basis[0], None, 1)}
 
     def _with_rank(
         self,
@@ -255,12 +255,12 @@ class TraceRule(Rule):
         values: Values,
         window: Window,
         size: int,
-        crossed: Any,
+        basis: tuple[PyTree, PyTree],
         **options: Any,
     ) -> Any:
         assert self.projection is not None
         terms = lambda slots: self.affine_terms(slots, window.record)
-        return self.projection.advance(executor, values, window, size, crossed, affine_terms=terms, **options)
+        return self.projection.advance(executor, values, window, size, basis, affine_terms=terms, **options)
 
     def _reset_at_start(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """Reset the samples that are reset at the first step, whose corrections have no past."""
@@ -292,7 +292,7 @@ class TraceRule(Rule):
         dys: dict[int, Array],
         window: Window,
         size: int,
-        crossed: tuple[Any, Any] | None,
+        basis: tuple[PyTree, PyTree] | None,
         *,
         fresh: bool,
         keep: bool,
@@ -302,7 +302,8 @@ class TraceRule(Rule):
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `read` are the cotangents of the carried leaves at the starts of windows, and `signals` the parts of
         them that do not cross, by step: zero inside a window. `dys` are the cotangents of the outputs of
-        sites at every step. `crossed` is what the projection's `advance_basis` returned.
+        sites at every step. `basis` is what the projection's `advance_basis` returned: its state after the
+        windows, and its pairs at their starts.
         """
         values = self._reset_at_start(executor, values, window)
         first = [None if s is None else s[0] for s in signals]
@@ -328,7 +329,7 @@ class TraceRule(Rule):
         else:
             after = self._advanced(executor, values, window) if keep else values
             past = past if fresh else self.past(executor, values, first, window)
-        if self.projection is None or crossed is None:
+        if self.projection is None or basis is None:
             return list(map(plus, found, past)), after
         pulled = None
         if keep:
@@ -336,11 +337,11 @@ class TraceRule(Rule):
             # several, the cotangents inside the part cross backwards, and the gradient is known already
             by_kernel = first if len(starts) == 1 else None
             more, by_leaf, pulled = self._with_rank(
-                executor, values, window, size, crossed, signals=by_kernel, fresh=fresh
+                executor, values, window, size, basis, signals=by_kernel, fresh=fresh
             )
             after, past = {**after, **more}, [by_leaf.get(i, a) for i, a in enumerate(past)]
         pulled = pulled if len(starts) == 1 and not fresh else None
-        later = self.projection.observed(executor, values, crossed[0], read, len(starts), pulled)
+        later = self.projection.observed(executor, values, basis[0], read, len(starts), pulled)
         return list(map(plus, found, past)), {**values, **after, **later}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
