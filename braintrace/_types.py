@@ -6,6 +6,7 @@
 | `ArrayLike`, `DTypeLike` | arguments that JAX converts: numbers, NumPy arrays; types by name |
 | `PyTree` | parameters, carries, inputs, outputs, gradients: containers of arrays of any structure |
 | `Leaves` | the leaves of a pytree in order: arrays; in gradients also None or per-device partial sums |
+| `Values` | arrays by stable names: the state of a learning rule, which learners call its traces |
 | `Aval` | a shape and a type: of a variable of a jaxpr, or a `jax.ShapeDtypeStruct` |
 | `NumPyArray` | `np.ndarray` |
 | `Value` | an array or a quantity of `brainunit`, such as a voltage in mV |
@@ -42,6 +43,7 @@ Array: TypeAlias = jax.Array
 Key: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
+Values: TypeAlias = dict[str, Array]
 Aval: TypeAlias = Any
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 Value: TypeAlias = Any

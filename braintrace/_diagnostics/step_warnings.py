@@ -133,7 +133,7 @@ def _names(step: UserStep, leaves: Iterable[int]) -> str:
 def _warn_of_assigned(step: UserStep, about: object) -> None:
     assert step.node is not None
     fixed, _, _, rest, values = step.operands
-    _, new, after = step.call.results(list(step.node.outputs))
+    _, new, after = step.results
     if any(values[k] is not step.leaves[i] or step.new[i] is not after[k] for k, i in step.traces.items()):
         return  # whoever sets the traces as well knows what they do
     before = [a for leaves in rest for a in leaves]

@@ -342,6 +342,7 @@ class ETraceGraphExecutor:
         `at_readings` are perturbations of the readings of filtered groups, and `at_sites` of the outputs of
         sites, whose weights are held fixed.
         """
+        # `strict` if there are any: all readings are perturbed, or none
         pairs = zip(self.filtered_readings.items(), at_readings, strict=bool(at_readings))
         more = {v: (k, delta) for (v, k), delta in pairs}
         known = self._known(params, args, consts, carried)

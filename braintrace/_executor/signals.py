@@ -70,6 +70,7 @@ def differentiable_step(
     home = worlds(graph.hidden_groups)
     traced = traced_at(graph)
     added = {h.outvar: d for h, d in zip(info.hidden, deltas, strict=True)}
+    # `strict` if there are any: all old states are perturbed, or none
     added_before = {h.invar: d for h, d in zip(info.hidden, old_deltas, strict=bool(old_deltas))}
 
     def reads(var: Var, world: World) -> tuple[World, Array | None]:

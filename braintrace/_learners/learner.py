@@ -19,7 +19,7 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Key, Leaves, Mesh, Option, PyTree
+from .._types import ArrayLike, Aval, Key, Leaves, Mesh, Option, PyTree
 from .compiled_step import CompiledStep
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Learner:
         return replace(self, start=self.function.carry.leaves(carry))
 
     @property
-    def trace_shapes(self) -> Values:
+    def trace_shapes(self) -> dict[str, Aval]:
         """Shape, type and sharding of each array that the rule stores from step to step."""
         return self.compiled.rule_step.arrays.sharded_shapes
 

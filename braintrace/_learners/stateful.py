@@ -101,7 +101,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         # as in 0.2.x, where the size of a chunk is the window
         self._chunk_is_window = vjp_method == "multi-step" and window is None
         self.memory_budget = memory_budget()
-        self.standing: Values = {}  # inputs of the rule's signal, for calls that are given none
+        self.standing: Options = {}  # inputs of the rule's signal, for calls that are given none
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = StepCounter(jnp.zeros((), jnp.int32))
         self._start = values_now(model)  # a reset falls back on these

@@ -13,7 +13,7 @@ from .._executor.executor import ETraceGraphExecutor
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._rules.rule import Rule, Values
-from .._types import Array
+from .._types import Array, Aval
 
 
 class RuleArrays:
@@ -76,7 +76,7 @@ class RuleArrays:
         }
 
     @property
-    def sharded_shapes(self) -> Values:
+    def sharded_shapes(self) -> dict[str, Aval]:
         """The shape, type and sharding of each array."""
         at, specs = self.executor.sharding, self.specs
         if at is None:

@@ -19,8 +19,8 @@ from .._compiler.evaluation import read
 from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
 from .._rules.rule import Values
-from .._types import Array, Leaves
-from .call import Call, Operands, call_p
+from .._types import Array, Leaves, PyTree
+from .call import Call, call_p
 from .rule_step import RuleStep
 
 AtCall = Callable[[Call, Leaves], Leaves]
@@ -112,10 +112,18 @@ class UserStep:
         return self.call.rule_step
 
     @cached_property
-    def operands(self) -> Operands:
+    def operands(self) -> tuple[list[Atom], list[Atom], list[Atom], list[list[Atom]], dict[str, Atom]]:
         """The parameters, arguments, constants, carried states and traces that the call takes."""
         assert self.node is not None
-        return self.call.operands(list(self.node.inputs))
+        found: PyTree = self.call.operands(list(self.node.inputs))
+        return found  # type: ignore[no-any-return]
+
+    @cached_property
+    def results(self) -> tuple[list[Atom], list[list[Atom]], dict[str, Atom]]:
+        """The outputs, carried states and traces that the call returns."""
+        assert self.node is not None
+        found: PyTree = self.call.results(list(self.node.outputs))
+        return found  # type: ignore[no-any-return]
 
     @cached_property
     def params(self) -> list[int] | None:
@@ -142,7 +150,7 @@ class UserStep:
             return "a step writes a trace"
         readers = [n for n in self.program.nodes if n is not self.node]
         mine = {self.leaves[i] for i in self.traces.values()}
-        _, _, after = self.call.results(list(self.node.outputs))
+        _, _, after = self.results
         mine.update(v for v in after.values() if isinstance(v, Var))
         if any(a in mine for a in variables([*(a for n in readers for a in n.inputs), *self.outs])):
             return "a step reads a trace"
@@ -185,8 +193,7 @@ class UserStep:
     @cached_property
     def read_after(self) -> set[int | None]:
         """Indices of the carried leaves whose values after the call the loss depends on."""
-        assert self.node is not None
-        new = [a for leaves in self.call.results(list(self.node.outputs))[1] for a in leaves]
+        new = [a for leaves in self.results[1] for a in leaves]
         return {i for i, a in zip(self.carried, new, strict=True) if a in self._behind_loss}
 
     @cached_property

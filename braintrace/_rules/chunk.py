@@ -129,8 +129,8 @@ def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]
     """`P = D[K]..D[1]`, (S, S, *at), and `d[s] = D[K]..D[s+1] J[s]`, (S, time, *y), of one trace."""
     site = slot.relation.site.index
     inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]
-    carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
-    lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
+    decayed_J = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
+    lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(decayed_J, list(inputs))
     return slot.lift_decay(stack(products[1]), [a[0] for a in inputs], 2), lifted
 
 

@@ -149,6 +149,7 @@ class D_RTRL(TraceRule):
         for slot in slots:
             old = values[slot.key]
             D, factor, J = _unshared(*local.at(slot), old.nbytes)
+            # with one state, XLA makes one pass by itself (see `fused`)
             if (
                 len(old) > 1
                 and D is not None
@@ -156,9 +157,8 @@ class D_RTRL(TraceRule):
                 and self.prefers_fused({slot.key: old})
             ):
                 assert factor is not None
-                none = jnp.zeros(old.shape[-2:], jnp.float32)
-                nothing = jnp.zeros_like(D[0])
-                result[slot.key], _ = step(slot, old, D, factor, J, nothing, none, local.sharding)
+                no_total, no_signal = jnp.zeros(old.shape[-2:], jnp.float32), jnp.zeros_like(D[0])
+                result[slot.key], _ = step(slot, old, D, factor, J, no_signal, no_total, local.sharding)
                 continue
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
@@ -182,7 +182,8 @@ class D_RTRL(TraceRule):
         for slot in slots:
             site = slot.relation.site.index
             g = slot.lift(signals[slot.group.index], local.inputs[site], 1)
-            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))  # as in `_unshared`
+            # a barrier for each weight, so that XLA does not merge the contractions of several traces
+            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))
             parts = local.parts(slot, values[slot.key])
             add_to(grads, slot, local.as_partial_sums(slot, parts, slot.contract(g, values[slot.key], parts)))
         return grads

@@ -27,7 +27,7 @@ from .._executor.trace_recursion import Recursion
 from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
 from .chunk import factors
-from .rule import Flags, Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .rule import Flags, Gradients, Shapes, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 
@@ -84,7 +84,7 @@ class ES_D_RTRL(TraceRule):
             values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             found[_count_key(slot)] = at.of_group(slot.group)[:1]

@@ -38,7 +38,7 @@ from .._executor.window import Window
 from .._ops.axis_labels import Labels, Layout, align
 from .._types import Array, DTypeLike, Leaves, Path
 from .rank import per_sample
-from .rule import Flags, Values
+from .rule import Flags, Shapes, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
@@ -82,7 +82,7 @@ class KF_RTRL(Estimate):
             values[use.key("A")] = jnp.zeros_like(use.by_sample(y))
         return values
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs: samples as the states', inputs and outputs of an op as its weight's labels."""
         found: dict[str, Spec] = {}
         for use in self._uses(executor):

@@ -25,7 +25,7 @@ from .._executor.trace_recursion import Recursion
 from .._executor.window import Signals
 from .._types import DTypeLike
 from .es_d_rtrl import factor_of, input_of
-from .rule import Flags, Gradients, TraceRule, Values, add_to, kind_of
+from .rule import Flags, Gradients, Shapes, TraceRule, Values, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 
@@ -68,7 +68,7 @@ class Presynaptic(TraceRule):
                 values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             key, samples = _key(slot), at.of_group(slot.group)[:1]

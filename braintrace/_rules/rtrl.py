@@ -30,7 +30,7 @@ from .._executor.weight_gradients import in_front
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
 from .._types import Array, Aval, Leaves
-from .rule import Flags, Rule, Values
+from .rule import Flags, Rule, Shapes, Values
 
 Rows = Float[Array, "samples rows n"]
 
@@ -51,7 +51,7 @@ class RTRL(Rule):
                 for name, aval in _names(per).values()
             }
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs: samples as the states', parameters as these."""
         per, at = _per_sample(executor), executor.sharding
         assert at is not None

@@ -26,7 +26,7 @@ Terms of all rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,13 +42,14 @@ from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import Record, Signals, Window, starts_of
-from .._types import Leaves, PyTree
+from .._types import Aval, Leaves, PyTree
+from .._types import Values as Values
 from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal
 
-Values = dict[str, Any]  # the arrays of a rule, by stable names
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
+Shapes = Mapping[str, Aval]  # the shapes and types of arrays, by stable names
 Flags = Bool[Array, " samples"]  # one for each sample of the batch
 
 
@@ -101,7 +102,7 @@ class Rule(ABC):
         """The projection of the cotangents that cross a window's start; None if none crosses."""
         return None
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs of the rule's arrays, of these shapes, given `executor.sharding`.
 
         XLA chooses the sharding of arrays without a spec.
@@ -174,7 +175,7 @@ class TraceRule(Rule):
             "`reset(slots, values, keep)` to it, or reset all samples (`learner.reset_state()`)."
         )
 
-    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs of traces, by axis label; XLA chooses the sharding of other arrays."""
         by_labels = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
         return {k: spec for k, spec in by_labels.items() if len(spec) == len(shapes[k].shape)}
@@ -225,7 +226,7 @@ class TraceRule(Rule):
         values = self.init(executor.slots, executor.example_local())
         return values if self.correction is None else {**values, **self.correction.start(executor)}
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         at = executor.sharding
         assert at is not None
         found = self.trace_specs(executor.slots, at, shapes)

@@ -29,9 +29,8 @@ from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._executor.trace_math import States
 from .._executor.window import Signals
-from .._types import Array, ArrayLike, Aval, DTypeLike, Leaves, Options, PyTree, Shape
+from .._types import Array, ArrayLike, Aval, DTypeLike, Leaves, Options, PyTree, Shape, Values
 
-Values = dict[str, Array]
 Matrix = Float[Array, "entries units"]
 Key = tuple[int, ...]
 

@@ -37,7 +37,7 @@ from .._executor.window import Window
 from .._meshes import mesh_of, per_device
 from .._types import Array, Leaves, NumPyArray
 from .rank import per_sample
-from .rule import Flags, Rule, Values
+from .rule import Flags, Rule, Shapes, Values
 
 DType = np.dtype[Any]
 Influence = Float[Array, "samples sets state param"]
@@ -98,7 +98,7 @@ class SnAp(Rule):
         count = pattern.per.samples.count
         return {b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), b.dtype) for b in pattern.blocks}
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs: samples as the states', and sets, or elements in them, as the parameters."""
         pattern, at = self._pattern(executor), executor.sharding
         assert at is not None

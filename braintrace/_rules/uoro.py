@@ -28,7 +28,7 @@ from .._executor.window import Window
 from .._types import Leaves
 from .projection import BASIS
 from .rank import Rank, named
-from .rule import Flags, Values
+from .rule import Flags, Shapes, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
@@ -76,7 +76,7 @@ class UORO(Estimate):
         found = self._kept.past(executor, values, signals)
         return [found.get(i) for i in range(len(window.params))]
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         return self._kept.specs(executor)
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
