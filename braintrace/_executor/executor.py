@@ -28,7 +28,7 @@ from .signals import KnownOutput, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import PARTS, Parts, factors_over_time, find_weighted, product, pull_weights
+from .weight_gradients import PARTS, DeviceSplit, factors_over_time, find_weighted, product, pull_weights
 
 Arrays = list[Array]
 Signals = dict[int, Float[Array, "state ..."]]  # dL/dh by group, at its positions
@@ -42,8 +42,9 @@ class Local:
 
     inputs: dict[int, Arrays]  # the operands of each site that are not weights
     weights: Effective
-    D: dict[int, Jacobian | None]  # by group; None if the group has no memory
-    J: dict[tuple[int, int], States]  # by (site, group)
+    # in a `Record`, all arrays but the weights have time in front
+    D: dict[int, Jacobian | None]  # `D[group][new][old]`: (*varshape); None if the group has no memory
+    J: dict[tuple[int, int], States]  # `J[site, group][state]`: shape of y, or (*varshape) if `on_hidden`
     # derivatives of each group's readings, if requested
     slopes: dict[int, list[States]] = field(default_factory=dict)
     sharding: Sharding | None = None  # the partition specs of the step, if any
@@ -63,12 +64,12 @@ class Local:
             slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )
 
-    def parts(self, slot: Slot, trace: Array) -> Parts | None:
+    def parts(self, slot: Slot, trace: Array) -> DeviceSplit | None:
         """How the batch axis of a trace is split over devices; None if it is not sharded."""
         at = self.sharding
         return None if at is None else at.parts(slot.layout, slot.labels, trace.shape[1:])
 
-    def as_partial_sums(self, slot: Slot, parts: Parts | None, dw: Array) -> Gradient:
+    def as_partial_sums(self, slot: Slot, parts: DeviceSplit | None, dw: Array) -> Gradient:
         """A gradient summed over each part of the batch, as per-device partial sums."""
         if self.sharding is None or parts is None:
             return dw

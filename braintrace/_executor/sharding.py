@@ -27,7 +27,7 @@ from .._ops.axis_labels import Labels, Layout
 from .._types import Array, Aval, DTypeLike, Mesh, PyTree, Shape
 from .slots import Slot
 from .trace_math import add_up, promoted
-from .weight_gradients import Parts
+from .weight_gradients import DeviceSplit
 
 AnyMesh = Mesh | jax.sharding.AbstractMesh
 MeshAxes = str | tuple[str, ...] | None  # that shard one array axis
@@ -201,13 +201,13 @@ class Sharding:
         found = {spec[0] for spec in self._groups.values() if spec and spec[0] is not None}
         return found.pop() if len(found) == 1 else None
 
-    def parts(self, layout: Layout, labels: Labels, shape: Shape) -> Parts | None:
+    def parts(self, layout: Layout, labels: Labels, shape: Shape) -> DeviceSplit | None:
         """How the batch axis of an array with these labels is split over devices; None if it is not."""
         samples = next((a for a in layout.y if a not in layout.w), None)
         if self.batch is None or samples not in labels:
             return None
         ways = self.ways(self.batch, shape[labels.index(samples)])
-        return Parts(samples, ways) if ways > 1 else None
+        return DeviceSplit(samples, ways) if ways > 1 else None
 
     def of_leaf(self, number: int) -> Spec | None:
         """The spec of a parameter leaf, by its index."""

@@ -30,7 +30,7 @@ from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .take_at import take_at
 from .trace_math import States, add_up, contract_states, promoted, states, times
-from .weight_gradients import PARTS, Parts, floating_factor, merge_leading_axes, product
+from .weight_gradients import PARTS, DeviceSplit, floating_factor, merge_leading_axes, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +205,7 @@ class Slot:
         inputs: Sequence[Array],
         weight: Array,
         over: Labels = (),
-        parts: Parts | None = None,
+        parts: DeviceSplit | None = None,
     ) -> Array:
         """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
 
@@ -314,7 +314,7 @@ class Slot:
         )
 
     def contract(
-        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: Parts | None = None
+        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: DeviceSplit | None = None
     ) -> Array:
         """`sum g trace`, with the axes of the weight; `g` is (S, *at).
 
@@ -329,7 +329,7 @@ class Slot:
         g, trace = (parts.split(a, axis) for a in (g, trace))
         return self.uncovered(jax.vmap(self._contract, axis)(g, trace))
 
-    def _product(self, g: Array, trace: Array, parts: Parts | None) -> Array:
+    def _product(self, g: Array, trace: Array, parts: DeviceSplit | None) -> Array:
         """`sum g trace` of a trace that lacks axes of the weight."""
         pairs, w = [(g, ("states", *self.at)), (trace, ("states", *self.labels))], self.layout.w
         if parts is not None:

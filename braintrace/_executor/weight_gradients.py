@@ -45,7 +45,7 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DeviceSplit:
     """A batch axis split over devices, so that sums over it are per-device partial sums."""
 
     label: str

@@ -226,9 +226,9 @@ class Learner:
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        found = jax.tree.map(jnp.asarray, self._signal_inputs(given))
-        moving, fixed = (found, {}) if self.rule.signal.moves else ({}, found)
-        sequence = Sequence.check((xs, *more, moving), mask, reset)
+        signal_inputs = jax.tree.map(jnp.asarray, self._signal_inputs(given))
+        by_step, fixed = (signal_inputs, {}) if self.rule.signal.moves else ({}, signal_inputs)
+        sequence = Sequence.check((xs, *more, by_step), mask, reset)
         request = Request(sequence, has_aux, reduction, return_value=True)
 
         def loss_and_aux(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
@@ -242,8 +242,8 @@ class Learner:
         at = tuple(self.function.carry_at[i] for i in rows)
         drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
         total, outs, after = self.compiled.run(drive, leaves, sequence, [self.start[i] for i in rows])
-        found = dict(zip(wanted, total, strict=True))
-        grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
+        by_leaf = dict(zip(wanted, total, strict=True))
+        grads = self.function.params.with_none([by_leaf.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
         grads = request.result(grads, losses, None)[0]
         return grads, self._after(after), (losses, aux)

@@ -35,7 +35,7 @@ from .differentiated_once import differentiated_once
 from .in_chunks import in_chunks
 from .in_windows import Boundary, Edge, back_through_time, in_windows
 from .parts import Carry, Part, Recorded, Start, add, finite_targets, masked_sum
-from .sequence import Sequence, over_chunks
+from .sequence import Sequence, scan_parts
 from .user_step import AtCall, UserStep, as_it_is
 
 
@@ -81,7 +81,7 @@ class Drive:
 
         # windows: the remainder comes first, so that a loss at the end of the sequence has a full window
         rest_first = self.mode == "windows"
-        carry, outs = over_chunks(part, carry, sequence, self.part_length, rest_first=rest_first)
+        carry, outs = scan_parts(part, carry, sequence, self.part_length, rest_first=rest_first)
         total = carry.total
         if self.mode == "chunks":
             total = self.add_weight_grads(start, total, carry.weight_grads)
@@ -308,7 +308,7 @@ class Drive:
         if self.checkpoint_every is None or self.checkpoint_every >= length:
             return several(carry, arrays, part.mask, part.reset)
         sequence = Sequence(arrays, length, part.mask, part.reset)
-        return over_chunks(jax.checkpoint(several), carry, sequence, self.checkpoint_every)
+        return scan_parts(jax.checkpoint(several), carry, sequence, self.checkpoint_every)
 
     def window_of(self, start: Start, moving: Leaves, part: Part, recorded: Recorded) -> Window:
         """The recorded steps of a part, which began with these moving leaves."""
@@ -350,7 +350,7 @@ class Drive:
             (moving, _), (outs, *_) = self.scan_steps(start, None, (moving, ()), now, {}, as_it_is)
             return moving, outs
 
-        moving, outs = over_chunks(part, start.moving(self.step), sequence, sequence.length)
+        moving, outs = scan_parts(part, start.moving(self.step), sequence, sequence.length)
         return outs, self.with_trace_sharding(self.leaves_now(start, moving))
 
     def _evolve_together(self, start: Start, sequence: Sequence) -> tuple[Leaves, Leaves]:
@@ -366,7 +366,7 @@ class Drive:
             return self.with_values(after, values), outs
 
         rest_first, moving = self.mode == "windows", start.moving(step)
-        moving, outs = over_chunks(part, moving, sequence, self.part_length, rest_first=rest_first)
+        moving, outs = scan_parts(part, moving, sequence, self.part_length, rest_first=rest_first)
         return outs, self.with_trace_sharding(self.leaves_now(start, moving))
 
 

@@ -1,4 +1,4 @@
-"""Checked sequences, and a loop over chunks of them."""
+"""Checked sequences, and a loop over parts of them: chunks, windows or checkpointed segments."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def even_chunks(length: int, most: int) -> int:
     return math.ceil(length / math.ceil(length / max(1, most)))
 
 
-def over_chunks(
+def scan_parts(
     run: Callable[..., tuple[PyTree, PyTree]],
     carry: PyTree,
     sequence: Sequence,
@@ -125,9 +125,9 @@ def over_chunks(
     *,
     rest_first: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Run `carry, outs = run(carry, arrays, mask, reset)` over chunks of `size` steps of a sequence.
+    """Run `carry, outs = run(carry, arrays, mask, reset)` over parts of `size` steps of a sequence.
 
-    The remainder is a shorter chunk, the last one or, with `rest_first`, the first. Outputs have a leading
+    The remainder is a shorter part, the last one or, with `rest_first`, the first. Outputs have a leading
     time axis. `scan` is `jax.lax.scan` or a replacement that also carries states.
     """
     count, left = divmod(sequence.length, size)
@@ -181,7 +181,7 @@ def _call_by_call(
     progress: Report,
     begin: int,
 ) -> tuple[PyTree, PyTree]:
-    """`over_chunks` outside of `jit`: one compiled call per chunk, so that it can be interrupted."""
+    """`scan_parts` outside of `jit`: one compiled call per part, so that it can be interrupted."""
     compiled = jax.jit(run)
     outs = []
     starts = [*([0] if begin else []), *range(begin, sequence.length, size)]

@@ -21,7 +21,7 @@ from .._executor.backward import Backward
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, promoted, stack
-from .._executor.weight_gradients import TIME, Parts, factor_over_time
+from .._executor.weight_gradients import TIME, DeviceSplit, factor_over_time
 from .._executor.window import Record, unroll
 from .._ops.axis_labels import Labels
 from .._types import PyTree
@@ -80,7 +80,7 @@ def over_time(
     record: Record,
     weight: Array,
     signal: States,
-    parts: Parts | None = None,
+    parts: DeviceSplit | None = None,
     within: Array | None = None,
 ) -> Array:
     """`sum_s x[s] (J[s] signal[s] + within[s])`; with `parts`, per-device partial sums."""

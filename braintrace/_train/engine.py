@@ -23,7 +23,7 @@ from .._diagnostics.step_warnings import frozen_parameters
 from .._lines import warn_user
 from .._online.parts import finite_targets
 from .._online.request import split_loss
-from .._online.sequence import Sequence, over_chunks
+from .._online.sequence import Sequence, scan_parts
 from .._report.check import about_zeros, by_name
 from .._types import Array, ArrayLike, Function, NumPyArray, Options, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
@@ -199,7 +199,7 @@ class Engine:
         real = lambda p: np.promote_types(abs(p).dtype, np.float32)
         sums = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), real(p)), self.parameters())
         update = partial(self._update, checked=checked)
-        sums, (losses, aux, bad) = over_chunks(update, sums, sequence, size, brainstate.transform.scan)
+        sums, (losses, aux, bad) = scan_parts(update, sums, sequence, size, brainstate.transform.scan)
         if self.layout is not None:  # XLA chooses a sharding for zeros and for the results of a loop
             for state in self._carried():
                 state.value = self.layout.keep(state.value, self._kept[id(state)])
@@ -307,7 +307,7 @@ class Engine:
             if self.uses_windows:
                 run = lambda c, arrays, mask, _: (c, checked(self._step(*arrays), len(mask)))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan
-                _, (losses, aux) = over_chunks(run, (), sequence, size, scan)
+                _, (losses, aux) = scan_parts(run, (), sequence, size, scan)
             else:
                 run = lambda *slices: checked(self._step(*slices))
                 losses, aux = brainstate.transform.for_loop(run, *sequence.arrays)
