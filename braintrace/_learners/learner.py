@@ -229,7 +229,7 @@ class Learner:
         signal_inputs = jax.tree.map(jnp.asarray, self._signal_inputs(given))
         by_step, fixed = (signal_inputs, {}) if self.rule.signal.moves else ({}, signal_inputs)
         sequence = Sequence.check((xs, *more, by_step), mask, reset)
-        request = Request(sequence, has_aux, reduction, return_value=True)
+        request = Request(sequence, has_aux, reduction)
 
         def loss_and_aux(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
             return request.split(loss(y, *slices))
@@ -245,8 +245,7 @@ class Learner:
         by_leaf = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([by_leaf.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
-        grads = request.result(grads, losses, None)[0]
-        return grads, self._after(after), (losses, aux)
+        return request.scaled(grads, losses), self._after(after), (losses, aux)
 
     @_meshes.no_types()
     def evolve(

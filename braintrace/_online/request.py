@@ -45,6 +45,10 @@ class Request:
         found = (grads, *((value,) if self.return_value else ()), *((aux,) if self.has_aux else ()))
         return found if len(found) > 1 else grads
 
+    def scaled(self, grads: PyTree, losses: Array) -> PyTree:
+        """The summed gradients, divided by the sum of the mask if the reduction is 'mean'."""
+        return _reduced(self.reduction == "mean", self.sequence.mask, losses, grads)[0]
+
 
 @partial(jax.jit, static_argnums=0)  # eager operations would be a compiled program each
 def _reduced(is_mean: bool, mask: Array, losses: Array, grads: PyTree) -> tuple[PyTree, Array, Array]:

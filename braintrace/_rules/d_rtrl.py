@@ -112,7 +112,7 @@ class D_RTRL(TraceRule):
         return with_columns(with_filtered_inputs(graph)) if plain else graph
 
     @property
-    def one_pass(self) -> bool:
+    def several_windows_per_pass(self) -> bool:
         return self.bound is None and self.across is None
 
     @property

@@ -64,7 +64,7 @@ class ES_D_RTRL(TraceRule):
         return RuleKind(self.called, averages=(self.inp, self.out), windows=windows, **kind_of(self))
 
     @property
-    def one_pass(self) -> bool:
+    def several_windows_per_pass(self) -> bool:
         return True
 
     @property

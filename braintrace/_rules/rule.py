@@ -10,7 +10,7 @@ implements these by functions of its traces alone, which a user's own rule defin
 | `past` | `gradient` | the gradient for a signal at the window's start; at the traces |
 | `forget` | `reset` | the arrays with some samples reset |
 
-The other methods have defaults. Sequences: `begin`, `any_window`, `one_pass`, `projection`,
+The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `projection`,
 `always_windows`, `unroll`, `prefers_fused`, and of traces `chunk`, `joins_within_step`, `traces_after`,
 `affine_terms`, `correction`. Arrays that a reset keeps, and random streams: `lasting`, `seeded`. Devices:
 `specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
@@ -93,7 +93,7 @@ class Rule(ABC):
         """The arrays with the samples reset that `is_reset`, a boolean for each sample, flags."""
 
     @property
-    def one_pass(self) -> bool:
+    def several_windows_per_pass(self) -> bool:
         """Whether several windows can be one backward pass, as for a `TraceRule` linear in the steps."""
         return False
 
@@ -241,16 +241,21 @@ class TraceRule(Rule):
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         values = self._reset_at_start(executor, values, window)
-        after = self._advanced(executor, values, window)
+        after = self._advance_traces(executor, values, window)
         if isinstance(self.correction, Layers):
             return {**after, **self.correction.advance(executor, values, window)}
         if self.projection is None:
             return after
         basis = self.projection.advance_basis(executor, values, window, window.length)
-        more, _, _ = self._with_rank(executor, values, window, window.length, basis)
-        return {**values, **after, **more, **self.projection.observed(executor, values, basis[0], None, 1)}
+        low_rank, _, _ = self._advance_projection(executor, values, window, window.length, basis)
+        return {
+            **values,
+            **after,
+            **low_rank,
+            **self.projection.observed(executor, values, basis[0], None, 1),
+        }
 
-    def _with_rank(
+    def _advance_projection(
         self,
         executor: ETraceGraphExecutor,
         values: Values,
@@ -258,7 +263,8 @@ class TraceRule(Rule):
         size: int,
         basis: tuple[PyTree, PyTree],
         **options: Any,
-    ) -> Any:
+    ) -> tuple[Values, dict[int, Array], Array]:
+        """The new arrays of the projection, the kernel's gradients by leaf, and the rows pulled back."""
         assert self.projection is not None
         terms = lambda slots: self.affine_terms(slots, window.record)
         return self.projection.advance(executor, values, window, size, basis, affine_terms=terms, **options)
@@ -269,7 +275,7 @@ class TraceRule(Rule):
             return values
         return self.forget(executor, values, ~window.keep[0])
 
-    def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+    def _advance_traces(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:
             values = values if window.keep is None else self.reset(executor.slots, values, window.keep[0])
             return self.update(executor.slots, values, window.first)
@@ -328,7 +334,7 @@ class TraceRule(Rule):
                 more = self.projection.past(executor, values, first)
                 past = [plus(a, more.get(i)) for i, a in enumerate(past)]
         else:
-            after = self._advanced(executor, values, window) if keep else values
+            after = self._advance_traces(executor, values, window) if keep else values
             past = past if fresh else self.past(executor, values, first, window)
         if self.projection is None or basis is None:
             return list(map(plus, found, past)), after
@@ -337,21 +343,19 @@ class TraceRule(Rule):
             # a single window: traces, V and (in the kernel) the gradient in one pass over the arrays; with
             # several, the cotangents inside the part cross backwards, and the gradient is known already
             by_kernel = first if len(starts) == 1 else None
-            more, by_leaf, pulled = self._with_rank(
+            low_rank, kernel_grads, pulled = self._advance_projection(
                 executor, values, window, size, basis, signals=by_kernel, fresh=fresh
             )
-            after, past = {**after, **more}, [by_leaf.get(i, a) for i, a in enumerate(past)]
+            after, past = {**after, **low_rank}, [kernel_grads.get(i, a) for i, a in enumerate(past)]
         pulled = pulled if len(starts) == 1 and not fresh else None
         later = self.projection.observed(executor, values, basis[0], read, len(starts), pulled)
         return list(map(plus, found, past)), {**values, **after, **later}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~is_reset)}
-        return (
-            kept
-            if self.correction is None
-            else {**kept, **self.correction.forget(executor, values, is_reset)}
-        )
+        if self.correction is None:
+            return kept
+        return {**kept, **self.correction.forget(executor, values, is_reset)}
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:
