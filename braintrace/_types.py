@@ -5,6 +5,8 @@
 | `Array` | `jax.Array`; with a shape where it helps: `Float[Array, "batch state"]` of `jaxtyping` |
 | `ArrayLike`, `DTypeLike` | arguments that JAX converts: numbers, NumPy arrays; types by name |
 | `PyTree` | parameters, carries, inputs, outputs, gradients: containers of arrays of any structure |
+| `Leaves` | the leaves of a pytree in order: arrays; in gradients also None or per-device partial sums |
+| `Values` | arrays by stable names: the state of a learning rule, which learners call its traces |
 | `Aval` | a shape and a type: of a variable of a jaxpr, or a `jax.ShapeDtypeStruct` |
 | `NumPyArray` | `np.ndarray` |
 | `Value` | an array or a quantity of `brainunit`, such as a voltage in mV |
@@ -40,6 +42,8 @@ from jax.typing import DTypeLike as DTypeLike
 Array: TypeAlias = jax.Array
 Key: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
+Leaves: TypeAlias = list[Any]
+Values: TypeAlias = dict[str, Array]
 Aval: TypeAlias = Any
 NumPyArray: TypeAlias = np.ndarray[Any, Any]
 Value: TypeAlias = Any

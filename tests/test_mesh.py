@@ -453,7 +453,7 @@ def test_each_device_runs_the_kernel_on_its_part(size, kind, monkeypatch):
     found = []
     with jax.enable_x64(False):
         for fuses in (False, True):
-            monkeypatch.setattr(d_rtrl.D_RTRL, "fuses", lambda *_, fuses=fuses: fuses)
+            monkeypatch.setattr(d_rtrl.D_RTRL, "prefers_fused", lambda *_, fuses=fuses: fuses)
             monkeypatch.setattr(rank, "on_gpu", lambda fuses=fuses: fuses)
             given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
             params, carry, xs, ys = given

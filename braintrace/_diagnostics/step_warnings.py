@@ -33,7 +33,8 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     warn_of_no_effect(_unused(step.program, results, params), about)
     if not step.calls:
         return
-    before = "before the window" if drive.windows else "in earlier steps"
+    in_windows = drive.mode == "windows"
+    before = "before the window" if in_windows else "in earlier steps"
     if step.node is not None:
         _warn_of_assigned(step, about)
     # a weight that a step updates is a new one for the next step, not a state
@@ -42,7 +43,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if reached:
         warn(
             f"{_names(step, reached)} act through a state that the step carries on, but are not the model's: "
-            f"their gradient is that within {'a window' if drive.windows else 'the step'} only. Make them "
+            f"their gradient is that within {'a window' if in_windows else 'the step'} only. Make them "
             "part of the model that the learner is given, or train them by BPTT.",
         )
     lost = _lost(step, carried, weights)
@@ -61,7 +62,7 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
     if used and not fed:  # else by way of them, too
         warn(
             f"`step_fn` makes an argument of the model with {_names(step, used)}: what that does to states "
-            f"is in the gradient of {'its window' if drive.windows else 'the same step'} only. Do it in the "
+            f"is in the gradient of {'its window' if in_windows else 'the same step'} only. Do it in the "
             "model's `update`, or train by BPTT.",
         )
     forgotten = _forgotten(step) if step.node is not None else []
@@ -71,10 +72,10 @@ def warn_of_paths(drive: Drive, weights: Sequence[int], outside: Sequence[int], 
             f"trace: what parameters did to it {before} is not in the gradient. Make it a `ShortTermState`, "
             "or train by `RTRL`.",
         )
-    if drive.windows:
+    if in_windows:
         return
     read = [i for i in step.carried if i is not None and i in step.read_otherwise]
-    if read and not drive.chunked and not drive.old_leaves:
+    if read and drive.mode != "chunks" and not drive.old_leaves:
         warn(
             "`step_fn` reads a hidden state before it calls the learner, and not just once or inside of a "
             "transformation: what parameters did to that state in earlier steps is not in the gradient. Call "
@@ -132,13 +133,13 @@ def _names(step: UserStep, leaves: Iterable[int]) -> str:
 def _warn_of_assigned(step: UserStep, about: object) -> None:
     assert step.node is not None
     fixed, _, _, rest, values = step.operands
-    _, new, after = step.call.results(list(step.node.outputs))
+    _, new, after = step.results
     if any(values[k] is not step.leaves[i] or step.new[i] is not after[k] for k, i in step.traces.items()):
         return  # whoever sets the traces as well knows what they do
     before = [a for leaves in rest for a in leaves]
     later = [a for leaves in new for a in leaves]
-    carried = [v for e in step.online.info.carried for v in e.invars]
-    hidden = {h.leaf for h in step.online.info.hidden}
+    carried = [v for e in step.rule_step.info.carried for v in e.invars]
+    hidden = {h.leaf for h in step.rule_step.info.hidden}
     assigned = [
         i
         for v, i, a, b in zip(carried, step.carried, before, later, strict=True)
@@ -146,8 +147,8 @@ def _warn_of_assigned(step: UserStep, about: object) -> None:
     ]
     names = [step.names[i] for i in assigned]
     leaves = {step.leaves[i] for i in range(len(step.leaves)) if i not in step.moving}
-    of_masks = {v: e for e in masks_of_weights(step.online.executor) for v in e.invars}
-    inputs = [v for e in step.online.info.fixed for v in e.invars]
+    of_masks = {v: e for e in masks_of_weights(step.rule_step.executor) for v in e.invars}
+    inputs = [v for e in step.rule_step.info.fixed for v in e.invars]
     names += [
         show_path(of_masks[v].path)
         for v, a in zip(inputs, fixed, strict=True)
@@ -209,8 +210,8 @@ def _fed(step: UserStep, leaves: Sequence[int]) -> list[int]:
 
 def _forgotten(step: UserStep) -> list[int]:
     """The states without a trace through which parameters of earlier steps affect the loss."""
-    info = step.online.info
-    if not isinstance(step.online.rule, TraceRule):
+    info = step.rule_step.info
+    if not isinstance(step.rule_step.rule, TraceRule):
         return []
     hidden = {h.leaf for h in info.hidden}
     sources = [*hidden, *(v for e in info.params for v in e.invars)]
@@ -233,7 +234,7 @@ def _depend(program: Program, sources: list[Var]) -> Container[Var]:
 
 def _without_trace(step: UserStep) -> set[int | None]:
     """The hidden states whose trace is not of their whole memory: without a group, or with a filter."""
-    traced = {v for g in step.online.executor.graph.hidden_groups for v in g.hidden_invars}
-    filtered = {h.path[:-1] for h in step.online.info.hidden if h.coefficients}
-    hidden = zip(step.online.info.hidden, step.hidden, strict=True)
+    traced = {v for g in step.rule_step.executor.graph.hidden_groups for v in g.hidden_invars}
+    filtered = {h.path[:-1] for h in step.rule_step.info.hidden if h.coefficients}
+    hidden = zip(step.rule_step.info.hidden, step.hidden, strict=True)
     return {i for h, i in hidden if h.invar not in traced or h.path in filtered}

@@ -19,21 +19,21 @@ from .._compiler.program import Site, Var, zeros
 from .._compiler.slices import behind, needed
 from .._ops.axis_labels import Labels, Layout
 from .._types import Array
+from .._types import Leaves as Leaves
 from .effective_weights import Effective, Weighted, effective_weights, known_params, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
 from .sharding import Gradient, PartialSums, Sharding, full_sum
-from .signals import Taken, differentiable_step, output, reads_old_states
+from .signals import KnownOutput, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import PARTS, Parts, factors_over_time, find_weighted, product, pull_weights
+from .weight_gradients import PARTS, DeviceSplit, factors_over_time, find_weighted, product, pull_weights
 
-Leaves = list[Any]  # arrays; in gradients None or partial sums, too
 Arrays = list[Array]
 Signals = dict[int, Float[Array, "state ..."]]  # dL/dh by group, at its positions
-Ys = Mapping[int, Taken]  # outputs of sites from an earlier evaluation of the step, by site
-Added = Mapping[int, Array]  # perturbations of the outputs of sites, by site
+Ys = Mapping[int, KnownOutput]  # outputs of sites from an earlier evaluation of the step, by site
+SiteDeltas = Mapping[int, Array]  # perturbations of the outputs of sites, by site
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,9 @@ class Local:
 
     inputs: dict[int, Arrays]  # the operands of each site that are not weights
     weights: Effective
-    D: dict[int, Jacobian | None]  # by group; None if the group has no memory
-    J: dict[tuple[int, int], States]  # by (site, group)
+    # in a `Record`, all arrays but the weights have time in front
+    D: dict[int, Jacobian | None]  # `D[group][new][old]`: (*varshape); None if the group has no memory
+    J: dict[tuple[int, int], States]  # `J[site, group][state]`: shape of y, or (*varshape) if `on_hidden`
     # derivatives of each group's readings, if requested
     slopes: dict[int, list[States]] = field(default_factory=dict)
     sharding: Sharding | None = None  # the partition specs of the step, if any
@@ -63,12 +64,12 @@ class Local:
             slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )
 
-    def parts(self, slot: Slot, trace: Array) -> Parts | None:
+    def parts(self, slot: Slot, trace: Array) -> DeviceSplit | None:
         """How the batch axis of a trace is split over devices; None if it is not sharded."""
         at = self.sharding
         return None if at is None else at.parts(slot.layout, slot.labels, trace.shape[1:])
 
-    def as_partial_sums(self, slot: Slot, parts: Parts | None, dw: Array) -> Gradient:
+    def as_partial_sums(self, slot: Slot, parts: DeviceSplit | None, dw: Array) -> Gradient:
         """A gradient summed over each part of the batch, as per-device partial sums."""
         if self.sharding is None or parts is None:
             return dw
@@ -80,20 +81,22 @@ class ETraceGraphExecutor:
     """The pure functions of one compiled graph, over flat lists of arrays in the order of its program.
 
     The inputs of a step are `params` (leaves of parameters and of other states that no step writes), `args`,
-    `consts` (the constants that the model closes over) and `rest` (the leaves of each carried state).
+    `consts` (the constants that the model closes over) and `carried` (the leaves of each carried state).
     """
 
-    def __init__(self, graph: TraceGraph, recursion: Recursion | None = None, *, reads: bool = False) -> None:
+    def __init__(
+        self, graph: TraceGraph, recursion: Recursion | None = None, *, with_slopes: bool = False
+    ) -> None:
         self.graph, self.info = graph, graph.module_info
         self.recursion = recursion
-        self.wants_slopes = reads or bool(recursion and recursion.kappa is not None)
-        self.per_sample: dict[Hashable, Any] = {}  # cache of `PerSample`, by its options
+        self.wants_slopes = with_slopes or bool(recursion and recursion.kappa is not None)
+        self.per_sample: dict[Hashable, Any] = {}  # caches of `PerSample`, and of `Layers`' blocks
         self.planned: dict[str, Any] = {}  # cache of plans that other modules compute for this executor
         self.sharding: Sharding | None = None  # the partition specs of the step, if any
 
-    def shard_like(self, params: Arrays, args: Arrays, rest: list[Arrays]) -> None:
+    def shard_like(self, params: Arrays, args: Arrays, carried: list[Arrays]) -> None:
         """Shard all arrays from now on as the given inputs of a step are sharded."""
-        self.sharding = Sharding.find(self.info, self.slots, params, args, rest, self.sharding)
+        self.sharding = Sharding.find(self.info, self.slots, params, args, carried, self.sharding)
 
     def like_params(self, grads: Leaves) -> Leaves:
         """Shard gradients as their parameters."""
@@ -126,10 +129,10 @@ class ETraceGraphExecutor:
         """The number of filtered readings of each group."""
         return {} if self.recursion is None else self.recursion.filters(self)
 
-    def _known(self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays]) -> dict[Var, Array]:
+    def _known(self, params: Arrays, args: Arrays, consts: Arrays, carried: list[Arrays]) -> dict[Var, Array]:
         known = known_params(self.info, params, consts)
         known.update(zip(self.info.arg_invars, args, strict=True))
-        for entry, leaves in zip(self.info.carried, rest, strict=True):
+        for entry, leaves in zip(self.info.carried, carried, strict=True):
             known.update(zip(entry.invars, leaves, strict=True))
         return known
 
@@ -138,24 +141,30 @@ class ETraceGraphExecutor:
         return outs, [[read(env, a) for a in e.outvars] for e in self.info.carried]
 
     def forward(
-        self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], ys: Ys | None = None
+        self, params: Arrays, args: Arrays, consts: Arrays, carried: list[Arrays], ys: Ys | None = None
     ) -> tuple[Arrays, list[Arrays], dict[Var, Array], dict[int, Arrays]]:
         """Evaluate a step: outputs, new states, the value of every variable, and the operands of each site.
 
         `ys` are known outputs of sites, which are not computed again.
         """
 
-        def at_site(site: Site, taken: Taken | None, operands: Arrays) -> tuple[Array, Arrays]:
-            x = self._sent(site, operands) if taken is None else taken.x
+        def at_site(site: Site, known_output: KnownOutput | None, operands: Arrays) -> tuple[Array, Arrays]:
+            x = self._sent(site, operands) if known_output is None else known_output.x
             operands = operands if x is None else [x, *operands[1:]]
-            return output(site, taken, operands), operands
+            return output(site, known_output, operands), operands
 
-        known, program = self._known(params, args, consts, rest), self.info.program
+        known, program = self._known(params, args, consts, carried), self.info.program
         _, operands, env = run(program, [known[v] for v in program.inputs], at_site, ys, consts=known)
         return *self._results(env), env, operands
 
     def perturbed(
-        self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], ys: Ys, added: Added
+        self,
+        params: Arrays,
+        args: Arrays,
+        consts: Arrays,
+        carried: list[Arrays],
+        ys: Ys,
+        at_sites: SiteDeltas,
     ) -> list[Arrays]:
         """Evaluate the new states with perturbed outputs of sites, whose weights are held fixed.
 
@@ -163,30 +172,35 @@ class ETraceGraphExecutor:
         """
 
         def at_site(
-            site: Site, given: tuple[Taken | None, Array | None] | None, operands: Arrays
+            site: Site, given: tuple[KnownOutput | None, Array | None] | None, operands: Arrays
         ) -> tuple[Array, None]:
             y, more = given or (None, None)
             if more is None:
                 return output(site, y, operands), None
             return output(site, y, _weights_fixed(site, operands)) + more, None
 
-        known, program = self._known(params, args, consts, rest), self.info.program
-        ins = {i: (ys.get(i), added.get(i)) for i in {*ys, *added}}
+        known, program = self._known(params, args, consts, carried), self.info.program
+        ins = {i: (ys.get(i), at_sites.get(i)) for i in {*ys, *at_sites}}
         _, _, env = run(program, [known[v] for v in program.inputs], at_site, ins, consts=known)
         return self._results(env)[1]
 
     def outputs(
-        self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], added: Added | None = None
-    ) -> tuple[Arrays, list[Arrays], dict[int, Taken], dict[int, Arrays]]:
+        self,
+        params: Arrays,
+        args: Arrays,
+        consts: Arrays,
+        carried: list[Arrays],
+        at_sites: SiteDeltas | None = None,
+    ) -> tuple[Arrays, list[Arrays], dict[int, KnownOutput], dict[int, Arrays]]:
         """Evaluate a step: outputs, new states, outputs of sites for later evaluations, inputs of sites.
 
-        Only the inputs of perturbed sites (in `added`) are returned; the weights of these are held fixed.
+        Of the inputs, only those of sites perturbed in `at_sites` are returned; their weights are held fixed.
         """
         kept = self._sites_of_states
 
         def at_site(
             site: Site, more: Array | None, operands: Arrays
-        ) -> tuple[Array, tuple[Taken | None, Arrays | None]]:
+        ) -> tuple[Array, tuple[KnownOutput | None, Arrays | None]]:
             if more is not None:
                 operands = _weights_fixed(site, operands)
             x = self._sent(site, operands)
@@ -194,10 +208,10 @@ class ETraceGraphExecutor:
             out = output(site, None, operands)
             out = out if more is None else out + more
             inputs = None if more is None else operands[: site.num_inputs]
-            return out, (Taken(out, x) if site.index in kept else None, inputs)
+            return out, (KnownOutput(out, x) if site.index in kept else None, inputs)
 
-        known, program = self._known(params, args, consts, rest), self.info.program
-        _, given, env = run(program, [known[v] for v in program.inputs], at_site, added, consts=known)
+        known, program = self._known(params, args, consts, carried), self.info.program
+        _, given, env = run(program, [known[v] for v in program.inputs], at_site, at_sites, consts=known)
         ys = {i: y for i, (y, _) in given.items() if i in kept}
         return *self._results(env), ys, {i: x for i, (_, x) in given.items() if x is not None}
 
@@ -207,17 +221,19 @@ class ETraceGraphExecutor:
         nodes = needed(self.info.program, [a for e in self.info.entries for a in e.outvars])
         return {s.index for node in nodes for s in node.sites if s.num_inputs}
 
-    def local(self, params: Arrays, args: Arrays, consts: Arrays, rest: list[Arrays], ys: Ys | None) -> Local:
+    def local(
+        self, params: Arrays, args: Arrays, consts: Arrays, carried: list[Arrays], ys: Ys | None
+    ) -> Local:
         """The local Jacobians of a step; `ys` are known outputs of sites."""
-        _, _, env, operands = self.forward(params, args, consts, rest, ys)
+        _, _, env, operands = self.forward(params, args, consts, carried, ys)
         return self.jacobians(env, operands)
 
     def example_local(self) -> Local:
         """The local Jacobians of a step on zeros, to get their shapes."""
         fixed, args, consts = self.info.fixed_invars, self.info.arg_invars, self.info.program.consts
         params, inputs, closed_over = ([*map(zeros, variables)] for variables in (fixed, args, consts))
-        rest = [[*map(zeros, e.invars)] for e in self.info.carried]
-        return self.local(params, inputs, closed_over, rest, None)
+        carried = [[*map(zeros, e.invars)] for e in self.info.carried]
+        return self.local(params, inputs, closed_over, carried, None)
 
     def jacobians(self, env: Mapping[Var, Array], operands: Mapping[int, Arrays]) -> Local:
         """The local Jacobians of a step from the values of its variables."""
@@ -316,20 +332,21 @@ class ETraceGraphExecutor:
         params: Arrays,
         args: Arrays,
         consts: Arrays,
-        rest: list[Arrays],
+        carried: list[Arrays],
         deltas: tuple[Arrays, Arrays],
         ys: Ys | None = None,
         at_readings: Sequence[Array] = (),
-        at_sites: Added | None = None,
+        at_sites: SiteDeltas | None = None,
     ) -> tuple[Arrays, list[Arrays]]:
         """Evaluate the step with perturbations of new and old states: outputs and new states.
 
         `at_readings` are perturbations of the readings of filtered groups, and `at_sites` of the outputs of
         sites, whose weights are held fixed.
         """
+        # `strict` if there are any: all readings are perturbed, or none
         pairs = zip(self.filtered_readings.items(), at_readings, strict=bool(at_readings))
         more = {v: (k, delta) for (v, k), delta in pairs}
-        known = self._known(params, args, consts, rest)
+        known = self._known(params, args, consts, carried)
         return differentiable_step(self.graph, known, *deltas, ys or {}, more, at_sites or {})
 
     @cached_property

@@ -21,7 +21,8 @@ from .._compiler.program import Var, read_program, struct
 from .._compiler.reach import Reach
 from .._compiler.uniform_axes import UniformAxes
 from .._ops.axis_labels import Labels
-from .executor import ETraceGraphExecutor, Leaves
+from .._types import Leaves
+from .executor import ETraceGraphExecutor
 from .slots import Slot, find_slots
 
 
@@ -75,8 +76,8 @@ def _find_uniform(graph: TraceGraph) -> dict[int, dict[tuple[str, int], Labels]]
         return {}
     parts = [info.fixed_invars, info.arg_invars, list(info.program.consts), [e.invars for e in info.carried]]
 
-    def jacobians(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> list[Any]:
-        local = executor.local(params, args, consts, rest, None)
+    def jacobians(params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]) -> list[Any]:
+        local = executor.local(params, args, consts, carried, None)
         return [local.at(t)[::2] for t in slots]
 
     closed, shapes = jax.make_jaxpr(jacobians, return_shape=True)(*jax.tree.map(struct, parts))

@@ -27,7 +27,7 @@ from .._ops.axis_labels import Labels, Layout
 from .._types import Array, Aval, DTypeLike, Mesh, PyTree, Shape
 from .slots import Slot
 from .trace_math import add_up, promoted
-from .weight_gradients import Parts
+from .weight_gradients import DeviceSplit
 
 AnyMesh = Mesh | jax.sharding.AbstractMesh
 MeshAxes = str | tuple[str, ...] | None  # that shard one array axis
@@ -55,7 +55,7 @@ class Sharding:
         slots: Sequence[Slot],
         params: Sequence[Array],
         args: Sequence[Array],
-        rest: PyTree,
+        carried: PyTree,
         before: Sharding | None,
     ) -> Sharding | None:
         """The sharding of a step with these inputs; None if all of them are on one device.
@@ -64,7 +64,7 @@ class Sharding:
         """
         fixed = info.fixed_invars
         variables = [*fixed, *info.arg_invars, *info.carried_invars]
-        arrays = [*params, *args, *jax.tree.leaves(rest)]
+        arrays = [*params, *args, *jax.tree.leaves(carried)]
         set_now = _meshes.mesh_of(*filter(_compat.is_tracer, arrays))
         if before is not None and set_now is not None and not _alike(set_now, before.mesh):
             before = None
@@ -201,13 +201,13 @@ class Sharding:
         found = {spec[0] for spec in self._groups.values() if spec and spec[0] is not None}
         return found.pop() if len(found) == 1 else None
 
-    def parts(self, layout: Layout, labels: Labels, shape: Shape) -> Parts | None:
+    def parts(self, layout: Layout, labels: Labels, shape: Shape) -> DeviceSplit | None:
         """How the batch axis of an array with these labels is split over devices; None if it is not."""
         samples = next((a for a in layout.y if a not in layout.w), None)
         if self.batch is None or samples not in labels:
             return None
         ways = self.ways(self.batch, shape[labels.index(samples)])
-        return Parts(samples, ways) if ways > 1 else None
+        return DeviceSplit(samples, ways) if ways > 1 else None
 
     def of_leaf(self, number: int) -> Spec | None:
         """The spec of a parameter leaf, by its index."""

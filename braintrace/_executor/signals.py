@@ -56,7 +56,7 @@ def differentiable_step(
     known: Mapping[Var, Array],
     deltas: Sequence[Array],
     old_deltas: Sequence[Array],
-    ys: Mapping[int, Taken],
+    ys: Mapping[int, KnownOutput],
     more: Mapping[Var, tuple[int, Array]],
     at_sites: Mapping[int, Array],
 ) -> tuple[list[Array], list[list[Array]]]:
@@ -70,6 +70,7 @@ def differentiable_step(
     home = worlds(graph.hidden_groups)
     traced = traced_at(graph)
     added = {h.outvar: d for h, d in zip(info.hidden, deltas, strict=True)}
+    # `strict` if there are any: all old states are perturbed, or none
     added_before = {h.invar: d for h, d in zip(info.hidden, old_deltas, strict=bool(old_deltas))}
 
     def reads(var: Var, world: World) -> tuple[World, Array | None]:
@@ -83,14 +84,14 @@ def differentiable_step(
 
     def rule(site: Site, world: World) -> AtSite:
         def at_site(
-            site: Site, given: tuple[Taken | None, Array | None] | None, operands: list[Array]
+            site: Site, given: tuple[KnownOutput | None, Array | None] | None, operands: list[Array]
         ) -> tuple[Array, None]:
-            taken, delta = given or (None, None)
+            known_output, delta = given or (None, None)
             is_traced = (site.index, world) in traced
             if is_traced or delta is not None:
                 n = site.num_inputs
                 operands = [*operands[:n], *map(jax.lax.stop_gradient, operands[n:])]
-            y = output(site, taken, operands)
+            y = output(site, known_output, operands)
             return y if is_traced or delta is None else y + delta, None
 
         return at_site
@@ -114,7 +115,7 @@ def differentiable_step(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Taken:
+class KnownOutput:
     """Known values at a site: the output and, if it was gathered across devices, the first input."""
 
     y: Array
@@ -139,13 +140,13 @@ def _(primals: Pair, tangents: Pair) -> Pair:
     return primals[1], tangents[0]
 
 
-def output(site: Site, taken: Taken | None, operands: list[Array]) -> Array:
+def output(site: Site, known_output: KnownOutput | None, operands: list[Array]) -> Array:
     """The output of a site; a known output has the derivative of the op."""
 
     def op(*operands: Array) -> Array:
         return site.primitive.bind(*operands, **site.params)  # type: ignore[no-any-return]
 
-    if taken is None:
+    if known_output is None:
         return op(*operands)
 
     @jax.custom_jvp
@@ -161,7 +162,7 @@ def output(site: Site, taken: Taken | None, operands: list[Array]) -> Array:
         return primals[0], jax.jvp(over_live, *given)[1] if live else jnp.zeros_like(primals[0])
 
     known.defjvp(tangent, symbolic_zeros=True)
-    return known(taken.y, *taken.operands(operands))
+    return known(known_output.y, *known_output.operands(operands))
 
 
 def _is_zero(tangent: Any) -> bool:

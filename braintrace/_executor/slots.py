@@ -28,8 +28,9 @@ from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.samples import counting
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
-from .trace_math import States, add_up, promoted, states, times, weigh
-from .weight_gradients import PARTS, Parts, floating_factor, product
+from .take_at import take_at
+from .trace_math import States, add_up, contract_states, promoted, states, times
+from .weight_gradients import PARTS, DeviceSplit, floating_factor, merge_leading_axes, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,14 +172,14 @@ class Slot:
         """Take an array (`lead` axes, *hidden axes) to the positions of the trace."""
         if self.positions.on_hidden:
             return self._lift_broadcast(q, inputs, lead)
-        q = _take(q, self._map, lead, self.group.varshape)
+        q = take_at(q, self._map, lead, self.group.varshape)
         return self._view(q, inputs, lead) if not self.summed else q
 
     def to_site(self, q: Array, lead: int) -> Array:
         """Take an array (`lead` axes, *hidden axes) to the positions of `J`."""
         if self.positions.on_hidden:
             return q
-        return _take(q, self.positions.map, lead, self.group.varshape)
+        return take_at(q, self.positions.map, lead, self.group.varshape)
 
     def pair(
         self, q: States, p: States, lead: int = 0, by: Callable[[Array, Array], Array] = operator.mul
@@ -204,7 +205,7 @@ class Slot:
         inputs: Sequence[Array],
         weight: Array,
         over: Labels = (),
-        parts: Parts | None = None,
+        parts: DeviceSplit | None = None,
     ) -> Array:
         """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
 
@@ -224,7 +225,7 @@ class Slot:
         else:
             x, have = factor if parts is None else parts.of(*factor)
             if mesh_of(x, dy) is None:  # a batch axis merged with time would have to be gathered
-                x, have, dy, y = _joined(x, have, dy, y, w)
+                x, have, dy, y = merge_leading_axes(x, have, dy, y, w)
             result = product([(x, have), (dy, y)], w)
         return jnp.broadcast_to(result, shape)
 
@@ -313,7 +314,7 @@ class Slot:
         )
 
     def contract(
-        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: Parts | None = None
+        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: DeviceSplit | None = None
     ) -> Array:
         """`sum g trace`, with the axes of the weight; `g` is (S, *at).
 
@@ -328,7 +329,7 @@ class Slot:
         g, trace = (parts.split(a, axis) for a in (g, trace))
         return self.uncovered(jax.vmap(self._contract, axis)(g, trace))
 
-    def _product(self, g: Array, trace: Array, parts: Parts | None) -> Array:
+    def _product(self, g: Array, trace: Array, parts: DeviceSplit | None) -> Array:
         """`sum g trace` of a trace that lacks axes of the weight."""
         pairs, w = [(g, ("states", *self.at)), (trace, ("states", *self.labels))], self.layout.w
         if parts is not None:
@@ -342,7 +343,7 @@ class Slot:
             return jnp.sum(times(g, trace), axis=tuple(range(lead)))
         g = g.reshape(num, -1, *g.shape[lead:])
         trace = trace.reshape(num, -1, *trace.shape[lead:])
-        return weigh(g, trace)
+        return contract_states(g, trace)
 
     def label_along(self, numbers: NpArray, count: int) -> str | None:
         """The label of the trace axis along which numbers at the hidden positions count from 1 to `count`."""
@@ -401,43 +402,6 @@ class Slot:
         """Broadcast one number for each sample to the hidden positions."""
         shape, real = self.group.varshape, jnp.finfo(self.group.dtype).dtype
         return jnp.broadcast_to(q.reshape(-1, *[1] * (len(shape) - 1)), shape).astype(real)
-
-
-def _take(q: Array, places: NpArray, lead: int, shape: tuple[int, ...]) -> Array:
-    """`q[..., places]` over the flattened axes of `shape` after `lead`; zero where `places` is -1."""
-    numbers = numbered(shape)
-    axis = _repeated(places, numbers)
-    if axis is not None:  # gates side by side: faster than a gather
-        q = jnp.concatenate([q] * (places.shape[axis] // shape[axis]), lead + axis)
-    elif not np.array_equal(places.ravel(), numbers.ravel()):
-        flat = places.ravel()
-        # -1 is read from 0 and then cleared, so that all indices are in bounds
-        q = q.reshape(*q.shape[:lead], -1).at[..., np.maximum(flat, 0)].get(mode="promise_in_bounds")
-        if np.any(flat < 0):
-            q = jnp.where(jnp.asarray(flat >= 0), q, 0)
-    return q.reshape(*q.shape[:lead], *places.shape)
-
-
-def _repeated(places: NpArray, numbers: NpArray) -> int | None:
-    """The axis along which `places` repeats `numbers`, if there is one."""
-    if places.ndim != numbers.ndim:
-        return None
-    for axis, (many, one) in enumerate(zip(places.shape, numbers.shape, strict=True)):
-        if many > one > 0 and many % one == 0:
-            tiled = np.concatenate([numbers] * (many // one), axis)
-            return axis if np.array_equal(places, tiled) else None
-    return None
-
-
-def _joined(x: Array, have: Labels, dy: Array, y: Labels, w: Labels) -> tuple[Array, Labels, Array, Labels]:
-    """Merge leading axes that both operands have and `w` lacks, because XLA would transpose both operands."""
-    pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
-    n = sum(1 for _ in pairs)
-    if n < 2:
-        return x, have, dy, y
-    one = ("+".join(have[:n]),)
-    x, dy = (a.reshape(-1, *a.shape[n:]) for a in (x, dy))
-    return x, one + have[n:], dy, one + y[n:]
 
 
 def _align_states(q: Array, have: Labels, want: Labels) -> Array:

@@ -20,7 +20,7 @@ _WRITTEN_OUT = 64  # terms of a sum up to which it is unrolled
 _STORED = 2**17  # bytes of a trace; for smaller ones, another kernel costs more than it saves
 
 
-def weigh(g: Array, trace: Array) -> Array:
+def contract_states(g: Array, trace: Array) -> Array:
     """`sum_sm g[s, m] trace[s, m]`."""
     if mesh_of(g, trace) is not None:  # a loop over the batch would gather one shard after the other
         return _sum_fused(g, trace)

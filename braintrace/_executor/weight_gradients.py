@@ -7,6 +7,7 @@ as an einsum with the axis labels of the op, for every site whose weights depend
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DeviceSplit:
     """A batch axis split over devices, so that sums over it are per-device partial sums."""
 
     label: str
@@ -131,6 +132,19 @@ def factor_over_time(
         return x
 
     return jax.vmap(one)(list(inputs)), (TIME, *labels[0])
+
+
+def merge_leading_axes(
+    x: Array, have: Labels, dy: Array, y: Labels, w: Labels
+) -> tuple[Array, Labels, Array, Labels]:
+    """Merge leading axes that both operands have and `w` lacks, because XLA would transpose both operands."""
+    pairs = itertools.takewhile(lambda p: p[0] == p[1] and p[0] not in w, zip(have, y, strict=False))
+    n = sum(1 for _ in pairs)
+    if n < 2:
+        return x, have, dy, y
+    one = ("+".join(have[:n]),)
+    x, dy = (a.reshape(-1, *a.shape[n:]) for a in (x, dy))
+    return x, one + have[n:], dy, one + y[n:]
 
 
 def _einsum(operands: Sequence[tuple[Array, Labels]], out: Labels) -> Array:

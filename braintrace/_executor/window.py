@@ -23,7 +23,7 @@ from .._meshes import all_on_mesh
 from .effective_weights import Effective
 from .executor import ETraceGraphExecutor, Leaves, Local
 from .pull_back import is_inexact
-from .signals import Taken
+from .signals import KnownOutput
 from .trace_math import finite
 
 Signals = dict[int, Any]  # dL/dh of each group, (S, *varshape)
@@ -85,7 +85,7 @@ class Window:
     args: Leaves
     consts: Leaves
     before: list[Leaves]  # the carried states before each step
-    ys: dict[int, Taken]  # known outputs of the sites that new states depend on
+    ys: dict[int, KnownOutput]  # known outputs of the sites that new states depend on
     keep: Any = None  # (time, batch): False where a sample is reset before the step
     inputs: dict[int, Leaves] = field(default_factory=dict)  # inputs of sites, as far as they are known
 
@@ -250,7 +250,7 @@ class Window:
             return carry, jax.tree.map(lambda a: a[None], found)
         return jax.lax.scan(body, carry, steps, reverse=reverse)
 
-    def in_windows(self, size: int, body: Callable[[Any, Window], tuple[Any, Any]], carry: Any) -> Any:
+    def scan_windows(self, size: int, body: Callable[[Any, Window], tuple[Any, Any]], carry: Any) -> Any:
         """Scan `carry, out = body(carry, window)` over windows of `size` steps; a shorter one comes first.
 
         Returns the carry and the stacked outputs, as `jax.lax.scan` does.

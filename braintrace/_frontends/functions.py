@@ -13,10 +13,9 @@ from .. import _meshes
 from .._compiler.errors import CompilationError
 from .._compiler.step import Path, Role, State, Step
 from .._online.arguments import split_static
-from .._types import Array, Aval, PyTree
+from .._types import Array, Aval, Leaves, PyTree
 from .order import StepFunction, in_order, name_of
 
-Leaves = list[Array]
 Leaf = TypeVar("Leaf")
 
 

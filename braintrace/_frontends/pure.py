@@ -11,9 +11,8 @@ import jax
 from jax.tree_util import PyTreeDef
 
 from .. import _compat, _meshes
-from .._types import Array, Function, PyTree
+from .._types import Function, Leaves, PyTree
 
-Leaves = list[Array]
 Result = TypeVar("Result")
 
 

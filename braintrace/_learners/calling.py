@@ -44,14 +44,14 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
         if len(lengths) > 1:
             raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
-        if lengths and not compiled.in_windows:
+        if lengths and not compiled.uses_windows:
             raise ValueError(
                 "This learner takes one step at a time (`vjp_method='single-step'`): pass the array of one "
                 "step. `MultiStepData` is for `vjp_method='multi-step'`."
             )
         leaves = leaves_of(compiled)
         compiled.shard_like(leaves, learner._inputs_of(compiled))
-        guards.weights.compare_consts(compiled.online.consts_of_weights(consts))
+        guards.weights.compare_consts(compiled.rule_step.consts_of_weights(consts))
         guards.compare_masks(learner)
         window = tuple(stepped) if lengths else None
         signal = _signal(learner, given)

@@ -29,7 +29,7 @@ from .._frontends.modules import Mark
 from .._online.call import bind
 from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
-from .._online.parts import Given
+from .._online.parts import Start
 from .._online.programs import Programs
 from .._online.request import WindowSize
 from .._online.rule_step import RuleStep
@@ -37,12 +37,11 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.compiled_graph import ETraceGraph
 from .._rules.rule import Rule, TraceRule, Values
-from .._types import Array, Option, PyTree
+from .._types import Array, Leaves, Option, PyTree
 
 if TYPE_CHECKING:
     from .._report.report import CompilationReport
 
-Leaves = list[Array]
 Shape = Callable[[Array], Array]
 
 
@@ -81,14 +80,14 @@ class CompiledStep:
         return self.graph.module_info
 
     @property
-    def in_windows(self) -> bool:
+    def uses_windows(self) -> bool:
         """Whether gradients are back-propagated through windows."""
-        return self.rule.windows or self.window is not None
+        return self.rule.always_windows or self.window is not None
 
     @property
     def rule_kind(self) -> RuleKind:
         """The properties of the rule that decide whether its gradient is exact."""
-        return self.rule.kind(self.in_windows)
+        return self.rule.kind(self.uses_windows)
 
     @property
     def report(self) -> CompilationReport:
@@ -100,20 +99,20 @@ class CompiledStep:
     @cached_property
     def executor(self) -> ETraceGraphExecutor:
         """Evaluates steps of the graph as the rule sees it: `Rule.seen` may add filter states to it."""
-        return ETraceGraphExecutor(self.rule.seen(self.graph, self.in_windows))
+        return ETraceGraphExecutor(self.rule.seen(self.graph, self.uses_windows))
 
     @cached_property
-    def online(self) -> RuleStep:
+    def rule_step(self) -> RuleStep:
         """Steps and windows whose derivative is the online gradient of the rule."""
         with _meshes.no_types():
             if isinstance(self.rule, TraceRule):
                 check_own_ops(find_slots(self.graph.hidden_param_op_relations))
             warn_of_options(self.graph, self.rule_kind)
             unseen = find_unseen(self.graph, self.rule_kind)
-            online = RuleStep(self.executor, self.rule, windows=self.in_windows, unseen=unseen)
-        fixed, rest = self.split(self.function.like)
-        online.executor.shard_like(fixed, self.function.x.like, rest)
-        return online
+            rule_step = RuleStep(self.executor, self.rule, windows=self.uses_windows, unseen=unseen)
+        fixed, carried = self.split(self.function.like)
+        rule_step.executor.shard_like(fixed, self.function.x.like, carried)
+        return rule_step
 
     def with_rule(self, rule: Rule, window: WindowSize | None) -> CompiledStep:
         """A copy with the same graph and another rule."""
@@ -130,7 +129,9 @@ class CompiledStep:
 
     def _changed(self, **changes: Option) -> CompiledStep:
         other = replace(self, **changes, programs=Programs())
-        other.__dict__["graph"] = self.graph  # which depends on the function and the marks alone
+        # fills the `cached_property`, so that the copy does not analyse the step, and warn, again: the graph
+        # depends on the function and the marks alone
+        other.__dict__["graph"] = self.graph
         return other
 
     # -- one step ----------------------------------------------------------------------------------
@@ -139,23 +140,23 @@ class CompiledStep:
         """The leaves that a step does not change, and those of each state that it does."""
         items = iter(leaves)
         fixed: Leaves = []
-        rest: list[Leaves] = []
+        carried: list[Leaves] = []
         for entry in self.info.entries:
             some = [next(items) for _ in entry.invars]
-            fixed.extend(some) if entry.is_fixed else rest.append(some)
-        return fixed, rest
+            fixed.extend(some) if entry.is_fixed else carried.append(some)
+        return fixed, carried
 
     def shard_like(self, leaves: Leaves, x: list[PyTree]) -> None:
         """Shard the rule's arrays as the leaves of states and inputs are."""
-        fixed, rest = self.split(leaves)
-        self.online.executor.shard_like(fixed, x, rest)
+        fixed, carried = self.split(leaves)
+        self.rule_step.executor.shard_like(fixed, x, carried)
 
     def initial_traces(self, leaves: Leaves, x: list[PyTree]) -> Values:
         """The traces before the first step."""
         if self.rule.back_through_time:
             return {}
         self.shard_like(leaves, x)
-        return self.online.arrays.initial(leaves)
+        return self.rule_step.arrays.initial(leaves)
 
     def __call__(
         self,
@@ -178,9 +179,9 @@ class CompiledStep:
             )
             num = len(outs) - len(leaves)
             return list(outs[:num]), list(outs[num:]), traces
-        fixed, rest = self.split(leaves)
-        consts = list(self.online.info.program.consts.values()) if consts is None else consts
-        outs, new, after = bind(self.online, fixed, x, consts, rest, {**traces, **signal}, stepped)
+        fixed, carried = self.split(leaves)
+        consts = list(self.rule_step.info.program.consts.values()) if consts is None else consts
+        outs, new, after = bind(self.rule_step, fixed, x, consts, carried, {**traces, **signal}, stepped)
         unchanged, changed = iter(fixed), (a for some in new for a in some)
         states = [next(unchanged if e.is_fixed else changed) for e in self.info.entries for _ in e.invars]
         return outs, states, {k: after[k] for k in traces}
@@ -201,7 +202,7 @@ class CompiledStep:
     ) -> Drive:
         """Choose how to run a user's step over a sequence; for the arguments see `choose`."""
         return choose(
-            self.online,
+            self.rule_step,
             step,
             sequence,
             values=traces,
@@ -222,8 +223,8 @@ class CompiledStep:
         evolve: bool = False,
     ) -> PyTree:
         """Run a drive over a sequence, compiled and cached; `initial` are the values of reset samples."""
-        given = Given(list(drive.step.program.consts.values()), leaves, list(initial))
-        return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, given, sequence)
+        start = Start(list(drive.step.program.consts.values()), leaves, list(initial))
+        return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, start, sequence)
 
     # -- resets ------------------------------------------------------------------------------------
 
@@ -231,12 +232,12 @@ class CompiledStep:
         """The traces, with those of the samples flagged in `rows` set to zero."""
         if self.rule.back_through_time:
             return traces
-        if any(traces[k].shape != v.shape for k, v in self.online.arrays.shapes.items()):
+        if any(traces[k].shape != v.shape for k, v in self.rule_step.arrays.shapes.items()):
             raise NotSupportedError(
                 "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
                 "samples by the object that `braintrace.compile(..., vmap=True)` returns."
             )
-        return {**traces, **self.rule.forget(self.online.executor, traces, rows)}
+        return {**traces, **self.rule.forget(self.rule_step.executor, traces, rows)}
 
     def reset_samples(self, rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
         """States and traces, with the samples flagged in `rows` reset to `start` and to zero."""

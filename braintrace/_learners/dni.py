@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from .._compiler import CompilationError
 from .._rules.dni import DNI as DNIRule
 from .._rules.signal import Bootstrapped
-from .._types import Array, Function, PyTree
-from .compiled_step import CompiledStep, Leaves
+from .._types import Array, Function, Leaves, PyTree
+from .compiled_step import CompiledStep
 from .config import ETraceConfig
 from .model_states import leaves_of
 from .options import Choice, OptionsLearner
@@ -162,11 +162,11 @@ def train_synthetic_gradient(
     for _ in range(epochs):
         if reset:
             learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
-        params, rest = compiled.split(leaves_of(compiled))
+        params, carried = compiled.split(leaves_of(compiled))
         errors = []
         for i in range(0, steps, chunk_size):
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
-            states, targets, end, rest = window(net.param_values(), params, rest, xs)
+            states, targets, end, carried = window(net.param_values(), params, carried, xs)
             errors.append(improve(states, targets))
         errors.append(improve(end, jax.tree.map(jnp.zeros_like, end)))
         history.append(sum(errors) / len(errors))
@@ -180,7 +180,7 @@ Window = tuple[Grouped, Grouped, Grouped, PyTree]
 
 def _window(compiled: CompiledStep, loss: Function) -> Callable[..., Window]:
     """A function of the synthesizer's values, parameters, states and inputs of a window."""
-    online, executor, info = compiled.online, compiled.online.executor, compiled.online.info
+    rule_step, executor, info = compiled.rule_step, compiled.rule_step.executor, compiled.rule_step.info
     consts = list(info.program.consts.values())
     at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
 
@@ -193,19 +193,19 @@ def _window(compiled: CompiledStep, loss: Function) -> Callable[..., Window]:
         return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
 
     @jax.jit
-    def window(values: PyTree, params: Leaves, rest: list[Leaves], xs: PyTree) -> Window:
-        flat, tree = jax.tree.flatten(rest)
+    def window(values: PyTree, params: Leaves, carried: list[Leaves], xs: PyTree) -> Window:
+        flat, tree = jax.tree.flatten(carried)
 
         def total(hidden: dict[int, Array]) -> tuple[Array, PyTree]:
             now = [hidden.get(i, a) for i, a in enumerate(flat)]
 
-            def body(rest: PyTree, x: PyTree) -> PyTree:
-                outs, new, _, _ = executor.outputs(params, jax.tree.leaves(x), consts, rest)
+            def body(carried: PyTree, x: PyTree) -> PyTree:
+                outs, new, _, _ = executor.outputs(params, jax.tree.leaves(x), consts, carried)
                 return new, loss(jax.tree.unflatten(info.out_tree, outs))
 
             after, losses = jax.lax.scan(body, jax.tree.unflatten(tree, now), xs)
             end = hidden_of(jax.tree.leaves(after))
-            found = online.rule.signal.at_end(executor, {"synthesizer": values}, end)
+            found = rule_step.rule.signal.at_end(executor, {"synthesizer": values}, end)
             estimate = sum(jnp.sum(h * s) for h, s in zip(end, found or [], strict=True))
             return jnp.sum(losses) + estimate, after
 

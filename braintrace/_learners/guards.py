@@ -16,14 +16,13 @@ from .._compiler.step import show_path
 from .._executor.executor import masks_of_weights
 from .._lines import warn_user
 from .._online.sequence import is_traced
-from .._types import Array, PyTree
+from .._types import Array, Leaves, PyTree
 from .model_states import by_path, hidden_of
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
 
 Hidden = Mapping[str, brainstate.State]  # hidden states by name
-Leaves = list[Array]
 Tracing = weakref.ref[object]  # to JAX's trace: an `id` may be that of a later one
 
 

@@ -19,8 +19,8 @@ from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
-from .._types import ArrayLike, Key, Mesh, Option, PyTree
-from .compiled_step import CompiledStep, Leaves
+from .._types import ArrayLike, Aval, Key, Leaves, Mesh, Option, PyTree
+from .compiled_step import CompiledStep
 
 if TYPE_CHECKING:
     from .._report.check import GradientCheck
@@ -78,9 +78,9 @@ class Learner:
         return replace(self, start=self.function.carry.leaves(carry))
 
     @property
-    def trace_shapes(self) -> Values:
+    def trace_shapes(self) -> dict[str, Aval]:
         """Shape, type and sharding of each array that the rule stores from step to step."""
-        return self.compiled.online.arrays.sharded_shapes
+        return self.compiled.rule_step.arrays.sharded_shapes
 
     def check(
         self,
@@ -206,8 +206,9 @@ class Learner:
             reset: Flags of shape (time, batch). A sample whose flag is set is reset before that step, to the
                 carry that the learner was made with.
             window: Steps of a window, if another than the learner's.
-            chunk_size: Steps that are taken at once; by default as many as memory allows. Changes speed and
-                memory, not the numbers.
+            chunk_size: Steps taken at once; by default as many as memory allows. The gradient is the same up
+                to rounding, with two exceptions: with `window='auto'` it is the window size, and with a
+                balanced `rank` the averages that choose the next pair are taken per chunk.
             reduction: 'mean' divides by the sum of the mask, 'sum' does not.
             has_aux: Whether `loss` returns a pair.
             **given: Sequences of the inputs of the rule's learning signal (`modulator=`), weighted by `mask`.
@@ -215,36 +216,36 @@ class Learner:
         Returns:
             The gradients, in the structure of `params` with None for leaves that are not inexact arrays; the
             pair (carry, traces) after the sequence; the pair (losses, aux) of all steps. Losses are values:
-            no derivative goes through them.
+            no derivative goes through them. They are of shape (time,), or (time, batch) with such a mask,
+            before the mask and the reduction.
         """
         check_chunk_size(chunk_size)
         check_window(window)
-        if window is not None and not self.compiled.in_windows:
+        if window is not None and not self.compiled.uses_windows:
             raise ValueError(
                 f"Windows of {window} steps need traces of all states: pass `window={window}` to "
                 "`braintrace.online` as well."
             )
-        found = jax.tree.map(jnp.asarray, self._signal_inputs(given))
-        moving, fixed = (found, {}) if self.rule.signal.moves else ({}, found)
-        sequence = Sequence.check((xs, *more, moving), mask, reset)
-        request = Request(sequence, has_aux, reduction, return_value=True)
+        signal_inputs = jax.tree.map(jnp.asarray, self._signal_inputs(given))
+        by_step, fixed = (signal_inputs, {}) if self.rule.signal.moves else ({}, signal_inputs)
+        sequence = Sequence.check((xs, *more, by_step), mask, reset)
+        request = Request(sequence, has_aux, reduction)
 
-        def returned(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
+        def loss_and_aux(y: PyTree, slices: tuple[PyTree, ...]) -> PyTree:
             return request.split(loss(y, *slices))
 
-        step, out_tree, leaves = self._trace(returned, params, carry, traces, sequence, fixed)
+        step, out_tree, leaves = self._traced_step(loss_and_aux, params, carry, traces, sequence, fixed)
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
-        rows = [] if sequence.reset is None else self._sampled(sequence.reset.shape[1:])
+        rows = [] if sequence.reset is None else self._leaves_with_batch_axis(sequence.reset.shape[1:])
         at = tuple(self.function.carry_at[i] for i in rows)
         drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
         total, outs, after = self.compiled.run(drive, leaves, sequence, [self.start[i] for i in rows])
-        found = dict(zip(wanted, total, strict=True))
-        grads = self.function.params.with_none([found.get(i) for i in self.function.param_at])
+        by_leaf = dict(zip(wanted, total, strict=True))
+        grads = self.function.params.with_none([by_leaf.get(i) for i in self.function.param_at])
         losses, aux = jax.tree.unflatten(out_tree, outs)
-        grads = request.result(grads, losses, None)[0]
-        return grads, self._after(after), (losses, aux)
+        return request.scaled(grads, losses), self._after(after), (losses, aux)
 
     @_meshes.no_types()
     def evolve(
@@ -253,7 +254,7 @@ class Learner:
         """Advance over a sequence without a loss: the new carry, the traces, and the outputs of all steps."""
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
-        step, out_tree, leaves = self._trace(lambda y, _: y, params, carry, traces, sequence, {})
+        step, out_tree, leaves = self._traced_step(lambda y, _: y, params, carry, traces, sequence, {})
         drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size)
         outs, after = self.compiled.run(drive, leaves, sequence, evolve=True)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
@@ -264,11 +265,11 @@ class Learner:
         `rows`, a boolean for each sample of the batch, restricts the reset to the samples flagged.
         """
         if rows is None:
-            lasting = self.compiled.online.arrays.lasting
+            lasting = self.compiled.rule_step.arrays.lasting
             zeros = {k: v if k in lasting else jnp.zeros_like(v) for k, v in traces.items()}
             return self.function.carry.rebuild(self.start), zeros
         rows = jnp.asarray(rows)
-        now, at = self.function.carry.leaves(carry), self._sampled(rows.shape)
+        now, at = self.function.carry.leaves(carry), self._leaves_with_batch_axis(rows.shape)
         old, start = ([some[i] for i in at] for some in (now, self.start))
 
         found, traces = self.compiled.reset_samples(rows, start, old, traces)
@@ -294,10 +295,16 @@ class Learner:
             )
         return found
 
-    def _trace(
-        self, returned: Loss, params: PyTree, carry: PyTree, traces: Values, sequence: Sequence, fixed: Values
+    def _traced_step(
+        self,
+        loss_and_aux: Loss,
+        params: PyTree,
+        carry: PyTree,
+        traces: Values,
+        sequence: Sequence,
+        fixed: Values,
     ) -> tuple[UserStep, jax.tree_util.PyTreeDef, Leaves]:
-        """Trace one step and `returned(y, slices)` of its output, the loss and aux.
+        """Trace one step and `loss_and_aux(y, slices)` of its output, the loss and aux.
 
         Returns the traced step, the structure of (loss, aux), and the leaves of params, carry and traces.
         """
@@ -307,7 +314,7 @@ class Learner:
         self.compiled.shard_like(states, [_meshes.shape_of(a, 1) for a in x])
         num = len(states)
         tree = jax.tree.structure(traces)
-        out_trees: list[jax.tree_util.PyTreeDef] = []
+        out_trees: list[jax.tree_util.PyTreeDef] = []  # known while tracing only; the last trace counts
 
         def flat(slices: PyTree, leaves: Leaves) -> Leaves:
             x, *more, given = slices
@@ -315,15 +322,15 @@ class Learner:
             x = self.function.x.same(x)
             outs, after, values = self.compiled(leaves[:num], values, x, {**given, **fixed})
             y = jax.tree.unflatten(self.function.step.out_tree, outs)
-            found, out_tree = jax.tree.flatten(returned(y, tuple(more)))
+            found, out_tree = jax.tree.flatten(loss_and_aux(y, tuple(more)))
             out_trees.append(out_tree)
             return [*found, *after, *jax.tree.leaves(values)]
 
         slices = jax.tree.map(_meshes.slice_of, sequence.arrays)
         closed = _meshes.traced(jax.make_jaxpr(flat), slices, leaves)
-        entries = [e for e in self.compiled.online.info.entries for _ in e.invars]
+        entries = [e for e in self.compiled.rule_step.info.entries for _ in e.invars]
         carried = [i for i, e in enumerate(entries) if not e.is_fixed]
-        keys = sorted(self.compiled.online.arrays.shapes)
+        keys = sorted(self.compiled.rule_step.arrays.shapes)
         at = {k: num + n for n, k in enumerate(keys)}
         step = UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], at, carried)
         return step, out_trees[-1], leaves
@@ -342,14 +349,14 @@ class Learner:
 
     def _after(self, leaves: Leaves) -> tuple[PyTree, Values]:
         """The carry and the traces among all leaves after a sequence."""
-        keys = sorted(self.compiled.online.arrays.shapes)
+        keys = sorted(self.compiled.rule_step.arrays.shapes)
         values = dict(zip(keys, leaves[len(leaves) - len(keys) :], strict=True))
         return self.function.carry_of(leaves), values
 
-    def _sampled(self, shape: tuple[int, ...]) -> list[int]:
+    def _leaves_with_batch_axis(self, shape: tuple[int, ...]) -> list[int]:
         """The indices of the carry leaves with a batch axis in front; raises if a hidden state has none."""
-        hidden = {h.leaf for h in self.compiled.online.info.hidden}
-        variables = [(e, v) for e in self.compiled.online.info.entries for v in e.invars]
+        hidden = {h.leaf for h in self.compiled.rule_step.info.hidden}
+        variables = [(e, v) for e in self.compiled.rule_step.info.entries for v in e.invars]
         odd = [
             ".".join(variables[at][0].path)
             for at, a in zip(self.function.carry_at, self.start, strict=True)

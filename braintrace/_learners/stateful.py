@@ -101,7 +101,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
         # as in 0.2.x, where the size of a chunk is the window
         self._chunk_is_window = vjp_method == "multi-step" and window is None
         self.memory_budget = memory_budget()
-        self.standing: Values = {}  # inputs of the rule's signal, for calls that are given none
+        self.standing: Options = {}  # inputs of the rule's signal, for calls that are given none
         self.traces: dict[str, EligibilityTrace] = {}
         self.steps = StepCounter(jnp.zeros((), jnp.int32))
         self._start = values_now(model)  # a reset falls back on these
@@ -179,10 +179,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
         before = self.rule, self.vjp_method
         self.rule, self.window = rule, window or self.window
         self._chunk_is_window = self._chunk_is_window and window is None
-        self.vjp_method = "multi-step" if window is not None or rule.windows else self.vjp_method
+        self.vjp_method = "multi-step" if window is not None or rule.always_windows else self.vjp_method
         changed = before != (self.rule, self.vjp_method)
         if changed and self.is_compiled:
-            warn_of_options(self.graph, self.rule.kind(rule.windows or self._window is not None))
+            warn_of_options(self.graph, self.rule.kind(rule.always_windows or self._window is not None))
         self._change_rule(rule, reset=changed)
 
     def _change_rule(self, rule: Rule, *, reset: bool) -> None:
@@ -298,7 +298,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _lasting_values(self) -> Values:
         """The rule's arrays that a reset does not set back: random feedback, the count of random signs."""
         compiled = self._cache.now
-        lasting = [] if compiled.rule.back_through_time else compiled.online.arrays.lasting
+        lasting = [] if compiled.rule.back_through_time else compiled.rule_step.arrays.lasting
         return {k: self.traces[k].value for k in lasting if k in self.traces}
 
     def _is_fresh(self) -> bool:
@@ -370,9 +370,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
             mask: Weights of the losses, of shape (time,), or (time, batch) if `step_fn` returns one loss for
                 each sample. States and traces advance at every step.
             chunk_size: Steps that are taken at once, rounded up to whole windows; by default as many as
-                memory allows. Changes speed and memory, not the numbers. Only for a learner that was made as
-                in 0.2.x, with `vjp_method='multi-step'` and no `window`, it is the window: slices have a
-                leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
+                memory allows. Changes speed and memory, not the numbers, with two exceptions: with
+                `window='auto'` it is the window size, and with a balanced `rank` the averages that choose the
+                next pair are taken per chunk. For a learner that was made as in 0.2.x, with
+                `vjp_method='multi-step'` and no `window`, it is the window: slices have a leading axis of
+                that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
             weights: States whose gradient is returned, a dictionary; the model's parameters by default.
             reduction: 'mean' divides by the sum of the mask, 'sum' does not.
             loss_output: The losses that `return_value` adds: of each step before the mask ('per_step'), after

@@ -83,7 +83,7 @@ class StepCache:
         with _meshes.no_types():
             function = read_module(self.model, args, kwargs)
         compiled = CompiledStep(function, self.rule, self.mark, self.window, complete=False)
-        _ = compiled.graph if self.rule.back_through_time else compiled.online  # now, with its warnings
+        _ = compiled.graph if self.rule.back_through_time else compiled.rule_step  # now, with its warnings
         return compiled
 
     def __getitem__(self, key: Key) -> CompiledStep:
@@ -168,7 +168,7 @@ def have_same_traces(old: CompiledStep, new: CompiledStep) -> bool:
     """Whether the traces of one compiled step can be used in the other."""
     if old.rule.back_through_time:
         return True
-    shapes = [{k: v.shape for k, v in step.online.arrays.shapes.items()} for step in (old, new)]
+    shapes = [{k: v.shape for k, v in step.rule_step.arrays.shapes.items()} for step in (old, new)]
     if shapes[0] != shapes[1] or not isinstance(old.rule, TraceRule):
         return shapes[0] == shapes[1]
     before, after = ({t.key: t for t in step.executor.slots} for step in (old, new))

@@ -15,10 +15,10 @@ def read_method(rule: Rule, vjp_method: VjpMethod | None, window: WindowSize | N
     if vjp_method not in ("single-step", "multi-step", None):
         raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
     check_window(window)
-    in_windows = window is not None or (not rule.any_window and rule.windows)
-    if in_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
+    uses_windows = window is not None or (not rule.any_window and rule.always_windows)
+    if uses_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
         raise ValueError(
             f"{'The low-rank correction is' if window is None else f'Windows of {window} steps are'} "
             "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
         )
-    return vjp_method or ("multi-step" if in_windows else "single-step")
+    return vjp_method or ("multi-step" if uses_windows else "single-step")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from .._executor.executor import Leaves
-from .._types import PyTree
+from .._types import Leaves, PyTree
 
 Static = tuple[jax.tree_util.PyTreeDef, tuple[object, ...]]  # the structure of a call, and its static leaves
 

@@ -22,7 +22,7 @@ def memory_budget() -> int:
 
 
 def choose(
-    online: RuleStep,
+    rule_step: RuleStep,
     step: UserStep,
     sequence: Sequence,
     *,
@@ -39,45 +39,47 @@ def choose(
     `budget` the bytes for the records of a chunk. `fresh` says that the traces are zero before the sequence,
     `keep` that they are needed after it.
     """
-    if online.rule.back_through_time:
-        return Drive(step, size=sequence.length, windows=True, checkpoint_every=chunk_size)
-    why = step.why_in_turn()
-    in_turn = Drive(step, size=sequence.pace, unroll=online.rule.unroll)
-    if online.windows:
-        any_window = online.rule.any_window
+    if rule_step.rule.back_through_time:
+        return Drive(step, sequence.length, "windows", checkpoint_every=chunk_size)
+    obstacle = step.why_step_by_step()
+    step_by_step = Drive(step, sequence.pace, unroll=rule_step.rule.unroll)
+    if rule_step.uses_windows:
+        any_window = rule_step.rule.any_window
         if window == "auto":
-            window = chunk_size or auto_window(online, sequence.length, budget)
+            window = chunk_size or auto_window(rule_step, sequence.length, budget)
         size = (chunk_size or _ANY_WINDOW) if any_window else window
-        if why is not None and size > 1 and not any_window:
+        if obstacle is not None and size > 1 and not any_window:
             raise NotSupportedError(
-                f"Windows of {size} steps cannot be taken: {why}. Call the learner once in a step, "
+                f"Windows of {size} steps cannot be taken: {obstacle}. Call the learner once in a step, "
                 "outside of control flow and transformations, or take windows of one step."
             )
-        if why is not None:
-            return in_turn
-        if any_window or not online.rule.one_pass:
-            return Drive(step, size=min(size, sequence.length), windows=True)
-        total, most = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
+        if obstacle is not None:
+            return step_by_step
+        if any_window or not rule_step.rule.several_windows_per_pass:
+            return Drive(step, min(size, sequence.length), "windows")
+        num_windows, max_windows = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
         if chunk_size is None:
-            most = even_chunks(total, min(most, budget // max(1, size * online.record_bytes())))
-        several = min(most * size, sequence.length)
-        last = several == sequence.length
-        return Drive(
-            step, size=several, window=size, windows=True, keep=keep or not last, fresh=last and fresh
-        )
-    size = int(min(chunk_size or _best_chunk(online, sequence, budget), sequence.length))
-    alone = size == 1 and not online.rule.fuses(values)
-    if why is not None or (alone and not step.reads_old_states):
-        return in_turn
-    last = size == sequence.length
-    return Drive(step, size=size, chunked=True, keep=keep or not last, fresh=last and fresh)
+            affordable = budget // max(1, size * rule_step.record_bytes())
+            max_windows = even_chunks(num_windows, min(max_windows, affordable))
+        part_length = min(max_windows * size, sequence.length)
+        is_whole = part_length == sequence.length  # else later parts need traces, and do not start from zero
+        keep, fresh = keep or not is_whole, is_whole and fresh
+        return Drive(step, part_length, "windows", window_length=size, keep=keep, fresh=fresh)
+    size = int(min(chunk_size or _best_chunk(rule_step, sequence, budget), sequence.length))
+    is_single = size == 1 and not rule_step.rule.prefers_fused(values)
+    # a loss that reads old states: in a chunk, even of one step, the signals at these come from the same
+    # `vjp`; step by step, the step would be evaluated again (`Drive._before_call`)
+    if obstacle is not None or (is_single and not step.reads_old_states):
+        return step_by_step
+    is_whole = size == sequence.length
+    return Drive(step, size, "chunks", keep=keep or not is_whole, fresh=is_whole and fresh)
 
 
-def auto_window(online: RuleStep, length: int, budget: int) -> int:
+def auto_window(rule_step: RuleStep, length: int, budget: int) -> int:
     """The longest window whose activations fit into `budget` bytes."""
-    return even_chunks(length, budget // max(1, online.record_bytes()))
+    return even_chunks(length, budget // max(1, rule_step.record_bytes()))
 
 
-def _best_chunk(online: RuleStep, sequence: Sequence, budget: int) -> int:
+def _best_chunk(rule_step: RuleStep, sequence: Sequence, budget: int) -> int:
     """The size of about equal chunks whose records fit into `budget` bytes."""
-    return even_chunks(sequence.length, min(sequence.pace, budget // max(1, online.record_bytes())))
+    return even_chunks(sequence.length, min(sequence.pace, budget // max(1, rule_step.record_bytes())))

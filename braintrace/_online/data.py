@@ -7,8 +7,7 @@ from typing import Self
 
 import jax
 
-from .._executor.executor import Leaves
-from .._types import PyTree
+from .._types import Leaves, PyTree
 from .arguments import split_static
 
 

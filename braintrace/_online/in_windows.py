@@ -18,22 +18,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
-from .._executor.executor import Leaves
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import plus
 from .._executor.window import starts_of
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
-from .parts import Carry, Given, Part, add, weighed
+from .._types import Array, Leaves, PyTree, Shape
+from .parts import Carry, Part, Start, add, masked_sum
 
 if TYPE_CHECKING:
     from .drive import Drive
+
+
+class Edge(NamedTuple):
+    """What happens at the edges of a step; over the steps of a part, all with a leading time axis."""
+
+    at_start: tuple[Leaves, Leaves]  # zeros whose cotangents are `λ - u` and `λ` before the step
+    is_start: Bool[Array, "*time"]  # whether a window after the first starts
+    pair: Int[Array, "*time"]  # number of its start among `starts[1:]`; 0, unused, in the first window
+    is_end: Bool[Array, "*time"]  # whether a window ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,145 +57,163 @@ class Boundary:
     @cached_property
     def starts(self) -> list[int]:
         """The first steps of all windows."""
-        return starts_of(self.length, self.drive.window or self.length)
+        return starts_of(self.length, self.drive.window_length or self.length)
 
-    def steps(self, at_starts: tuple[Leaves, Leaves]) -> tuple[Any, ...]:
-        """Per step: `at_starts`, whether a window after the first starts, its index, whether one ends."""
+    def edges(self, at_starts: tuple[Leaves, Leaves]) -> Edge:
+        """The edges of every step."""
         t = np.arange(self.length)
         is_start, is_end = np.isin(t, self.starts[1:]), np.isin(t + 1, [*self.starts, self.length])
-        return at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0), is_end
+        return Edge(at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0), is_end)  # type: ignore[arg-type]
 
-    def enter(self, carry: tuple[Leaves, Any], step: Any) -> tuple[Leaves, Any]:
-        """The leaves before a step; at the start of a window the projection splits their cotangents."""
-        (moving, pairs), (at_starts, is_start, index, _) = carry, step
-        if not at_starts[0]:
+    def enter(self, carry: tuple[Leaves, PyTree], edge: Edge) -> tuple[Leaves, PyTree]:
+        """The leaves before a step; at the start of a window the projection splits their cotangents.
+
+        `pairs` goes forward as zeros. The backward pass is given the real pairs as the cotangent of its final
+        value, and each `enter` hands it on unchanged.
+        """
+        moving, pairs = carry
+        if not edge.at_start[0]:
             return carry
 
         @jax.custom_vjp
-        def enter(leaves: Leaves, at_starts: Any, pairs: Any, is_start: Any, index: Any) -> Any:
+        def enter(leaves: Leaves, pairs: PyTree, edge: Edge) -> tuple[Leaves, PyTree]:
             return leaves, pairs
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
-            is_start, index = residuals
-            found, pairs = cotangents
-            through = self._crossing(found, pairs, index)
+        def backward(
+            residuals: tuple[Array, Array], cotangents: tuple[Leaves, PyTree]
+        ) -> tuple[Leaves, PyTree, Edge]:
+            (is_start, pair), (found, pairs) = residuals, cotangents
+            through = self._crossing(found, pairs, pair)
             both = list(zip(found, through, strict=True))
             on = [jnp.where(is_start, u, c) for c, u in both]
             left = [jnp.where(is_start, c - u, jnp.zeros_like(c)) for c, u in both]
-            return on, (left, found[: len(at_starts[1])]), pairs, None, None
+            at_start = left, found[: len(edge.at_start[1])]
+            return on, pairs, Edge(at_start, None, None, None)  # type: ignore[arg-type]
 
-        enter.defvjp(lambda leaves, at_starts, pairs, *at: ((leaves, pairs), at), backward)
-        leaves, pairs = enter([moving[n] for n in self.carried], at_starts, pairs, is_start, index)
+        enter.defvjp(lambda leaves, pairs, edge: ((leaves, pairs), (edge.is_start, edge.pair)), backward)
+        leaves, pairs = enter([moving[n] for n in self.carried], pairs, edge)
         entered = list(moving)
         for n, leaf in zip(self.carried, leaves, strict=True):
             entered[n] = leaf
         return entered, pairs
 
-    def _crossing(self, cotangents: Leaves, pairs: Any, index: Any) -> Leaves:
+    def _crossing(self, cotangents: Leaves, pairs: PyTree, index: Int[Array, ""]) -> Leaves:
         """The part `u` of cotangents at a window's start; zero for rules without a projection."""
-        online, step = self.drive.step.online, self.drive.step
-        projection = online.rule.projection
+        rule_step, step = self.drive.step.rule_step, self.drive.step
+        projection = rule_step.rule.projection
         if projection is None:
             return [jnp.zeros_like(c) for c in cotangents]
-        found = projection.cross(online.executor, self.at_leaves(cotangents), pairs, index)
+        found = projection.cross(rule_step.executor, self.at_leaves(cotangents), pairs, index)
         return [found[step.carried.index(step.moving[n])] for n in self.carried]
 
-    def at_leaves(self, cotangents: Leaves, lead: tuple[int, ...] = ()) -> Leaves:
+    def at_leaves(self, cotangents: Leaves, lead: Shape = ()) -> Leaves:
         """Cotangents of the inexact carried leaves, as a list over all carried leaves (see `at_carried`)."""
         step = self.drive.step
         by_leaf = dict(zip((step.moving[n] for n in self.carried), cotangents, strict=True))
         return self.drive.at_carried(by_leaf, lead)
 
-    def later(self, moving: Leaves, given_to: Values, step: Any) -> Any:
-        """At a window's end, `<s, h>` with `s` the signal's estimate of dL/dh of later losses; () if none."""
-        online, at = self.drive.step.online, dict(zip(self.drive.step.moving, moving, strict=True))
-        if online.rule.signal == PROPAGATED or any(i not in at for i in self.drive.step.hidden):
+    def bootstrap_loss(
+        self, moving: Leaves, signal_inputs: Values, edge: Edge
+    ) -> Float[Array, ""] | tuple[()]:
+        """A term `<s, h>` of the loss at a window's end, whose derivative in `h` is `s`.
+
+        `s` is the signal's estimate of dL/dh of later losses; without one, there is no term.
+        """
+        rule_step, at = self.drive.step.rule_step, dict(zip(self.drive.step.moving, moving, strict=True))
+        if rule_step.rule.signal == PROPAGATED or any(i not in at for i in self.drive.step.hidden):
             return ()
-        pairs = zip(online.info.hidden, self.drive.step.hidden, strict=True)
+        pairs = zip(rule_step.info.hidden, self.drive.step.hidden, strict=True)
         hidden = [h.of_leaf(at[i]) for h, i in pairs if i is not None]
-        found = online.rule.signal.at_end(online.executor, given_to, hidden)
+        found = rule_step.rule.signal.at_end(rule_step.executor, signal_inputs, hidden)
         if found is None:
             return ()
         total = sum(jnp.sum(h * s).real.astype(float) for h, s in zip(hidden, found, strict=True))
-        return jnp.where(step[-1], total, 0)
+        return jnp.where(edge.is_end, total, 0)
 
 
-def back_through_time(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+def back_through_time(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
     """BPTT: one backward pass without boundaries, for a step that calls no learner."""
 
-    def losses(some: Leaves) -> Any:
-        (moving, _), (outs, *_) = drive.scan_steps(given, some, (carry.moving, ()), part, {})
-        return weighed(outs[0], part.mask), (outs, moving)
+    def losses(wanted: Leaves) -> tuple[Array, tuple[Leaves, Leaves]]:
+        (moving, _), (outs, *_) = drive.scan_steps(start, wanted, (carry.moving, ()), part, {})
+        return masked_sum(outs[0], part.mask), (outs, moving)
 
-    now = drive.leaves_now(given, carry.moving)
+    now = drive.leaves_now(start, carry.moving)
     grads, (outs, moving) = jax.grad(losses, has_aux=True)([now[i] for i in drive.wanted])
     return Carry(add(carry.total, grads), carry.weight_grads, moving), outs
 
 
-def in_windows(drive: Drive, given: Given, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
+def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
     """One backward pass over the windows of a part.
 
     Inside a window cotangents follow all paths. At its start, the rule's projection lets one part go on
     to the window before it; the traces account for the rest.
     """
     step, length = drive.step, len(part.mask)
-    rule, executor = step.online.rule, step.online.executor
+    rule, executor = step.rule_step.rule, step.rule_step.executor
     carried = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
-    start = [carry.moving[n] for n in carried]
-    now = drive.leaves_now(given, carry.moving)
-    values = {k: now[i] for k, i in step.traces.items()}
+    carried_at_start = [carry.moving[n] for n in carried]
+    now = drive.leaves_now(start, carry.moving)
+    values = step.traces_in(now)
     boundary = Boundary(drive, length, carried)
-    windows = len(boundary.starts)
-    projection = rule.projection if drive.window else None
+    num_windows, size = len(boundary.starts), drive.window_length or length
+    projection = rule.projection if drive.window_length else None
 
-    def losses(some: Leaves, start: Leaves, at_starts: Leaves, pairs: Any, added: dict[int, Any]) -> Any:
+    def losses(
+        wanted: Leaves,
+        carried_at_start: Leaves,
+        at_starts: tuple[Leaves, Leaves],
+        pairs: PyTree,
+        at_sites: dict[int, Array],
+    ) -> PyTree:
         moving = list(carry.moving)
-        for n, leaf in zip(carried, start, strict=True):
+        for n, leaf in zip(carried, carried_at_start, strict=True):
             moving[n] = leaf
-        (moving, pairs), (outs, taken, later) = drive.scan_steps(
-            given, some, (moving, pairs), part, added, boundary=boundary, at_starts=at_starts
+        (moving, pairs), (outs, recorded, bootstrap) = drive.scan_steps(
+            start, wanted, (moving, pairs), part, at_sites, boundary=boundary, at_starts=at_starts
         )
-        loss = weighed(outs[0], part.mask)
-        loss = sum((jnp.sum(a).astype(loss.dtype) for a in jax.tree.leaves(later)), loss)
-        return (loss, pairs), (outs, moving, jax.lax.stop_gradient(taken))
+        loss = masked_sum(outs[0], part.mask)
+        loss = sum((jnp.sum(a).astype(loss.dtype) for a in jax.tree.leaves(bootstrap)), loss)
+        recorded = recorded._replace(signal_inputs={})
+        return (loss, pairs), (outs, moving, jax.lax.stop_gradient(recorded))
 
-    some = [now[i] for i in drive.wanted]
+    wanted = [now[i] for i in drive.wanted]
     # zeros whose cotangents are the parts that do not cross, and those before each step
-    zeros = [jnp.zeros((length, *a.shape), a.dtype) for a in start] if windows > 1 else []
+    zeros = [jnp.zeros((length, *a.shape), a.dtype) for a in carried_at_start] if num_windows > 1 else []
     at_starts = zeros, zeros if projection else []
-    pairs = projection.no_pairs(executor, values, windows) if projection and windows > 1 else ()
-    (loss, pairs), pull, (outs, moving, (*taken, _)) = jax.vjp(
-        losses, some, start, at_starts, pairs, _nothing_added(drive, length), has_aux=True
+    pairs = projection.no_pairs(executor, values, num_windows) if projection and num_windows > 1 else ()
+    (loss, pairs), pull, (outs, moving, recorded) = jax.vjp(
+        losses, wanted, carried_at_start, at_starts, pairs, _zero_site_deltas(drive, length), has_aux=True
     )
-    window, crossed = drive.window_of(given, carry.moving, part, taken), None
-    if projection is not None:
-        crossed = projection.advance_basis(executor, values, window, drive.window)
-        pairs = crossed[1] if windows > 1 else pairs
+    window = drive.window_of(start, carry.moving, part, recorded)
+    basis = None if projection is None else projection.advance_basis(executor, values, window, size)
+    if basis is not None and num_windows > 1:
+        _, pairs = basis
     grads, first, (left, whole), _, dys = pull((jnp.ones_like(loss), pairs))
     if executor.sharding is not None:
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
-        taken, first, left, whole = jax.lax.optimization_barrier((taken, first, left, whole))
-        window = drive.window_of(given, carry.moving, part, taken)
-    if drive.window:
+        recorded, first, left, whole = jax.lax.optimization_barrier((recorded, first, left, whole))
+        window = drive.window_of(start, carry.moving, part, recorded)
+    if drive.window_length is not None:
         signals = read = [s[None] for s in first]
-        if windows > 1:
+        if num_windows > 1:
             signals = [a.at[0].add(s) for a, s in zip(left, first, strict=True)]
-            others = [a[boundary.starts[1] :: drive.window] for a in whole]
+            others = [a[boundary.starts[1] :: size] for a in whole]
             read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
         signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
-        read = boundary.at_leaves(read, (windows,)) if projection else []
-        over_windows = partial(step.online.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
-        found, after = over_windows(executor, values, signals, read, dys, window, drive.window, crossed)
+        read = boundary.at_leaves(read, (num_windows,)) if projection else []
+        over_windows = partial(step.rule_step.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
+        found, after = over_windows(executor, values, signals, read, dys, window, size, basis)
     else:
         inside = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
         past = rule.past(executor, values, boundary.at_leaves(first), window)
         found, after = list(map(plus, inside, past)), rule.advance(executor, values, window)
     total = drive.add_params(add(carry.total, grads), found)
-    moving = drive.with_values(moving, step.online.arrays.constrained({**values, **after}))
+    moving = drive.with_values(moving, step.rule_step.arrays.constrained({**values, **after}))
     return Carry(total, carry.weight_grads, moving), outs
 
 
-def _nothing_added(drive: Drive, length: int) -> dict[int, Any]:
+def _zero_site_deltas(drive: Drive, length: int) -> dict[int, Array]:
     """Zeros to add to the outputs of sites at every step; their cotangents give the weight gradients.
 
     Each weight gradient is then one product over time. The derivative of a `scan` would add a full-size
@@ -193,5 +221,5 @@ def _nothing_added(drive: Drive, length: int) -> dict[int, Any]:
     """
     if drive.step.params is None:
         return {}
-    sites = [w.site for w in drive.step.online.executor.weighted]
+    sites = [w.site for w in drive.step.rule_step.executor.weighted]
     return {s.index: jnp.zeros((length, *s.shape), s.output.aval.dtype) for s in sites}

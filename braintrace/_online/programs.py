@@ -9,12 +9,11 @@ import jax
 
 from .. import _meshes
 from .._compiler.fingerprint import fingerprint
-from .._executor.executor import Leaves
-from .._executor.sharding import Spec
-from .._types import Array, PyTree
+from .._meshes import Spec
+from .._types import Array, Leaves, PyTree
 from .call import refuse_varying
 from .drive import Drive
-from .parts import Given
+from .parts import Start
 from .sequence import Sequence, is_traced
 
 _REMEMBERED = 16
@@ -24,37 +23,37 @@ class Programs:
     """The compiled programs that were used last."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Callable[[Given, Sequence], PyTree]] = OrderedDict()
+        self._known: OrderedDict[Hashable, Callable[[Start, Sequence], PyTree]] = OrderedDict()
 
     def run(
         self,
-        function: Callable[[Drive, Given, Sequence], PyTree],
+        function: Callable[[Drive, Start, Sequence], PyTree],
         drive: Drive,
-        given: Given,
+        start: Start,
         sequence: Sequence,
     ) -> PyTree:
-        """`function(drive, given, sequence)`, compiled."""
-        refuse_varying(jax.tree.leaves((given, sequence)))
-        if is_traced((given, sequence)) or sequence.progress is not None:
-            return _run(function, drive, given, sequence)
+        """`function(drive, start, sequence)`, compiled."""
+        refuse_varying(jax.tree.leaves((start, sequence)))
+        if is_traced((start, sequence)) or sequence.progress is not None:
+            return _run(function, drive, start, sequence)
         key = (function, fingerprint(drive.step.closed), drive, drive.sharding_key)
         if key not in self._known:
-            self._known[key] = jax.jit(lambda given, sequence: _run(function, drive, given, sequence))
+            self._known[key] = jax.jit(lambda start, sequence: _run(function, drive, start, sequence))
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return self._known[key](given, sequence)
+        return self._known[key](start, sequence)
 
 
 def _run(
-    function: Callable[[Drive, Given, Sequence], PyTree],
+    function: Callable[[Drive, Start, Sequence], PyTree],
     drive: Drive,
-    given: Given,
+    start: Start,
     sequence: Sequence,
 ) -> PyTree:
     """Call the function; for arrays with explicit sharding, the results have the specs of `drive.specs`."""
-    leaves, tree = jax.tree.flatten((given, sequence))
-    out_trees: list[jax.tree_util.PyTreeDef] = []
+    leaves, tree = jax.tree.flatten((start, sequence))
+    out_trees: list[jax.tree_util.PyTreeDef] = []  # known while tracing only; the last trace counts
 
     def flat(*leaves: Array) -> Leaves:
         found, out_tree = jax.tree.flatten(function(drive, *jax.tree.unflatten(tree, leaves)))
@@ -62,7 +61,7 @@ def _run(
         return found
 
     def specs() -> list[Spec | None]:
-        total, outs, after = drive.specs(given, sequence)
+        total, outs, after = drive.specs(start, sequence)
         return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
 
     found = _meshes.in_auto(flat, leaves, specs)

@@ -24,10 +24,11 @@ class Request:
     """The checked arguments of a gradient over a sequence."""
 
     sequence: Sequence
-    has_aux: bool
-    reduction: str
+    has_aux: bool  # whether the loss function returns a pair
+    reduction: str  # 'mean' divides gradients and total loss by the sum of the mask, 'sum' does not
+    # losses: as the function returns them ('per_step'), times the mask ('masked'), or reduced ('scalar')
     loss_output: str = "per_step"
-    return_value: bool = False
+    return_value: bool = False  # whether the result has the losses, after the gradients
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, ("mean", "sum"))
@@ -43,6 +44,10 @@ class Request:
         value = {"per_step": losses, "masked": counted, "scalar": total}[self.loss_output]
         found = (grads, *((value,) if self.return_value else ()), *((aux,) if self.has_aux else ()))
         return found if len(found) > 1 else grads
+
+    def scaled(self, grads: PyTree, losses: Array) -> PyTree:
+        """The summed gradients, divided by the sum of the mask if the reduction is 'mean'."""
+        return _reduced(self.reduction == "mean", self.sequence.mask, losses, grads)[0]
 
 
 @partial(jax.jit, static_argnums=0)  # eager operations would be a compiled program each

@@ -13,7 +13,7 @@ from .._executor.executor import ETraceGraphExecutor
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._rules.rule import Rule, Values
-from .._types import Array
+from .._types import Array, Aval
 
 
 class RuleArrays:
@@ -27,24 +27,26 @@ class RuleArrays:
 
         Under `vmap` they are mapped if arrays in `among`, those of the step, are.
         """
-        at, specs = self.executor.sharding, self.specs
+        sharding, specs = self.executor.sharding, self.specs
         lasting = self.rule.lasting(self.executor)
         zero = _meshes.zero_of(among)
         shapes = {k: s for k, s in self.shapes.items() if k not in lasting}
-        if at is None and zero is None:
+        if sharding is None and zero is None:
             return {**dict(zip(shapes, _zeros(tuple(shapes.values())), strict=True)), **lasting}
 
         def zeros(key: str, like: jax.ShapeDtypeStruct) -> Array:
             found = None
             if zero is not None and is_inexact(like):
                 found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
-            if at is None or key not in specs:
+            if sharding is None or key not in specs:
                 return jnp.zeros(like.shape, like.dtype) if found is None else found
             spec = specs[key]
-            return at.zeros(like.shape, like.dtype, spec) if found is None else at.put(found, spec)
+            return (
+                sharding.zeros(like.shape, like.dtype, spec) if found is None else sharding.put(found, spec)
+            )
 
-        if at is not None:
-            lasting = {k: at.place(a, specs[k]) for k, a in lasting.items()}
+        if sharding is not None:
+            lasting = {k: sharding.place(a, specs[k]) for k, a in lasting.items()}
         return {**{k: zeros(k, s) for k, s in shapes.items()}, **lasting}
 
     @cached_property
@@ -76,19 +78,19 @@ class RuleArrays:
         }
 
     @property
-    def sharded_shapes(self) -> Values:
+    def sharded_shapes(self) -> dict[str, Aval]:
         """The shape, type and sharding of each array."""
-        at, specs = self.executor.sharding, self.specs
-        if at is None:
+        sharding, specs = self.executor.sharding, self.specs
+        if sharding is None:
             return {**self.shapes}
-        return {k: at.shape(s, specs[k]) if k in specs else s for k, s in self.shapes.items()}
+        return {k: sharding.shape(s, specs[k]) if k in specs else s for k, s in self.shapes.items()}
 
     def constrained(self, values: Values) -> Values:
         """The arrays, each with the sharding of its initial value."""
-        at, specs = self.executor.sharding, self.specs
-        if at is None:
+        sharding, specs = self.executor.sharding, self.specs
+        if sharding is None:
             return values
-        return {k: at.put(v, specs[k]) if k in specs else v for k, v in values.items()}
+        return {k: sharding.put(v, specs[k]) if k in specs else v for k, v in values.items()}
 
 
 @partial(jax.jit, static_argnums=0)

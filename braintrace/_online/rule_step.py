@@ -9,31 +9,37 @@ traces get no gradient: the losses of several calls add up, and nothing is count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._compat import Literal, identity_primitive
+from .._compat import Literal
 from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
 from .._compiler.slices import needed
-from .._compiler.step import Path, show_path, show_paths
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local
+from .._compiler.step import Path
+from .._executor.executor import ETraceGraphExecutor, Local
 from .._executor.pull_back import is_inexact, pull_back
 from .._executor.sharding import full_sum, plus
+from .._executor.signals import KnownOutput
 from .._executor.slots import Slot
-from .._executor.trace_math import states, stored
+from .._executor.trace_math import States, states, stored
 from .._executor.window import Record, Signals, Window
-from .._lines import warn_user
+from .._meshes import Spec
 from .._rules.chunk import over_time
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
-from .._rules.signal import PROPAGATED, joined
+from .._rules.signal import PROPAGATED, learning_signals
+from .._types import Array, Aval, Leaves, PyTree
+from .differentiated_once import differentiated_once
 from .rule_arrays import RuleArrays
+from .unseen_states import watched
 
-Added = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
+StateDeltas = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
+StatesAndSites = tuple[
+    list[Leaves], dict[int, KnownOutput]
+]  # the carried states before each step, outputs of sites
 
 
 class RuleStep:
@@ -54,10 +60,10 @@ class RuleStep:
         unseen: Mapping[Path, Sequence[Path]] | None = None,
     ) -> None:
         self.unseen = unseen or {}
-        reads = rule.signal.is_broadcast
-        if rule.recursion is not None or reads:
-            executor = ETraceGraphExecutor(executor.graph, rule.recursion, reads=reads)
-        self.executor, self.rule, self.windows = executor, rule, windows
+        with_slopes = rule.signal.is_broadcast
+        if rule.recursion is not None or with_slopes:
+            executor = ETraceGraphExecutor(executor.graph, rule.recursion, with_slopes=with_slopes)
+        self.executor, self.rule, self.uses_windows = executor, rule, windows
         self.info, self.arrays = executor.info, RuleArrays(executor, rule)
         if windows and rule.recursion is not None and rule.recursion.kappa is not None:
             raise NotSupportedError(
@@ -66,7 +72,7 @@ class RuleStep:
                 "which only traces of states answer. Take single steps (`vjp_method='single-step'`, no "
                 "`window`), or a rule without a filter: `EProp` with `kappa_filter_decay=0`, `D_RTRL`."
             )
-        if windows and not rule.signal.in_windows:
+        if windows and not rule.signal.has_windows:
             raise NotSupportedError(
                 f"{self._called} has no windows: inside of one, losses are back-propagated to the weights "
                 f"themselves, so that {rule.signal.words} would be the signal of what came before only. "
@@ -76,7 +82,7 @@ class RuleStep:
 
     @property
     def _called(self) -> str:
-        return self.rule.kind(self.windows).name
+        return self.rule.kind(self.uses_windows).name
 
     @property
     def slots(self) -> list[Slot]:
@@ -88,7 +94,7 @@ class RuleStep:
         return self.rule
 
     @property
-    def result_specs(self) -> list[Any]:
+    def result_specs(self) -> list[Spec | None]:
         """The partition specs of outputs and new carried leaves whose types do not have explicit sharding."""
         at, info = self.executor.sharding, self.info
         olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
@@ -112,7 +118,7 @@ class RuleStep:
         params: Leaves,
         args: Leaves,
         consts: Leaves,
-        rest: list[Leaves],
+        carried: list[Leaves],
         values: Values,
         stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
@@ -120,62 +126,39 @@ class RuleStep:
 
         The derivative is the online gradient.
         """
-        if self.windows or stepped is not None:
-            outs, new, after = self._window(params, args, consts, rest, values, stepped)
+        if self.uses_windows or stepped is not None:
+            outs, new, after = self._window(params, args, consts, carried, values, stepped)
         else:
-            outs, new, after = self._step(params, args, consts, rest, values)
-        return outs, self._watched(new), {**values, **after}  # a rule returns only the arrays that it changed
-
-    def _watched(self, new: list[Leaves]) -> list[Leaves]:
-        """New states that warn when a loss is differentiated at one that is `unseen`."""
-        path_of = {h.leaf: h.path for h in self.info.hidden if h.path in self.unseen}
-
-        def watched(path: Path) -> Callable[[Any], Any]:
-            def backward(_: None, d: Any) -> tuple[Any]:
-                if not isinstance(d, jax.custom_derivatives.SymbolicZero):
-                    warn_user(
-                        f"A derivative is asked for at `{show_path(path)}`, on which no output depends. If "
-                        f"the loss reads it, the gradient of {show_paths(self.unseen[path])} by "
-                        f"{self._called} is approximate, whatever the report says of a loss of the outputs. "
-                        "Return the state as an output for a report that covers it, or train by `RTRL`.",
-                        about=self.info.model,
-                    )
-                return (d,)
-
-            same = jax.custom_vjp(lambda x: x)
-            same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
-            return same
-
-        if not path_of:
-            return new
-        pairs = zip(self.info.carried, new, strict=True)
-        each = [list(zip(e.invars, leaves, strict=True)) for e, leaves in pairs]
-        return [[watched(path_of[v])(a) if v in path_of else a for v, a in one] for one in each]
+            outs, new, after = self._step(params, args, consts, carried, values)
+        new = watched(self.info, new, self.unseen, self._called)
+        return outs, new, {**values, **after}  # a rule returns only the arrays that it changed
 
     def _step(
-        self, params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves], values: Values
+        self, params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
     ) -> tuple[Leaves, list[Leaves], Values]:
         rule = self.trace_rule
 
-        def advance(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, new, env, operands = self.executor.forward(params, args, consts, rest)
+        def advance(
+            params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
+        ) -> tuple[Leaves, list[Leaves], Values, Local]:
+            outs, new, env, operands = self.executor.forward(params, args, consts, carried)
             local = self.executor.jacobians(env, operands)
             values = rule.signal.prepared(self.executor, params, consts, values)
             after = self.arrays.constrained({**values, **rule.update(self.slots, values, local)})
             return outs, new, after, local
 
         @jax.custom_vjp
-        def step(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            return advance(params, args, consts, rest, values)[:3]
+        def step(*operands: PyTree) -> tuple[Leaves, list[Leaves], Values]:
+            return advance(*operands)[:3]
 
-        def forward(*operands: Any) -> Any:
-            params, args, consts, rest, values = differentiated_once(operands)
-            outs, new, after, local = advance(params, args, consts, rest, values)
+        def forward(*operands: PyTree) -> tuple[PyTree, PyTree]:
+            params, args, consts, carried, values = differentiated_once(operands)
+            outs, new, after, local = advance(params, args, consts, carried, values)
 
             def differentiable(
                 params: Leaves, args: Leaves, consts: Leaves, new: Leaves, old: Leaves, read: Leaves
             ) -> Leaves:
-                outs, after = self.executor.signals(params, args, consts, rest, (new, old), None, read)
+                outs, after = self.executor.signals(params, args, consts, carried, (new, old), None, read)
                 return [*outs, *_flat(after)]
 
             old = self.executor.zero_deltas() if self.executor.reads_old_states else []
@@ -184,17 +167,17 @@ class RuleStep:
             # residuals: `J` is needed only for traces that do not cover every path (`_counted_twice`)
             partial = not all(t.positions.complete for t in self.slots)
             kept = (local.inputs, local.weights, local.J if partial else {}, local.slopes)
-            before = values if self.executor.reads_old_states and self.asks_old else None
+            before = values if self.executor.reads_old_states and self.has_signals_at_old_states else None
             return (outs, new, after), (pull, before, after, kept, params, consts)
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
+        def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
             pull, before, after, (inputs, weights, J, slopes), params, consts = residuals
             outs, new, _ = cotangents
             dparams, dargs, dconsts, deltas, old_deltas, read = pull([*outs, *_flat(new)])
             local = Local(inputs, weights, {}, J)
             back = self.executor.group_signals(deltas)
-            signals = self.joined(
-                after, back, deltas, read, self.inexact_outs(outs), slopes, self.given(after)
+            signals = self.signals_of_step(
+                after, back, deltas, read, self.inexact_outs(outs), slopes, self.signal_inputs(after)
             )
             # traces are contracted last: otherwise XLA copies weights that the pull-back still has to read
             done = [] if self.executor.sharding else [a for a in (*dparams, *deltas) if a is not None]
@@ -211,66 +194,74 @@ class RuleStep:
             return self.executor.like_params(dparams), dargs, dconsts, None, None
 
         step.defvjp(forward, backward)
-        return step(params, args, consts, rest, values)  # type: ignore[no-any-return]
+        return step(params, args, consts, carried, values)
 
     def _window(
         self,
         params: Leaves,
         args: Leaves,
         consts: Leaves,
-        rest: list[Leaves],
+        carried: list[Leaves],
         values: Values,
         stepped: Sequence[bool] | None,
     ) -> tuple[Leaves, list[Leaves], Values]:
         """Run a window. Its derivative is back-propagation through it plus the rule's `past` at its start."""
         length = 1 if stepped is None else next(len(a) for a, s in zip(args, stepped, strict=True) if s)
 
-        def run(params: Leaves, args: Leaves, consts: Leaves, rest: list[Leaves]) -> Any:
+        def run(
+            params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]
+        ) -> tuple[Leaves, list[Leaves], StatesAndSites]:
             """The outputs, the new states, and the states before and the sites of every step."""
             if stepped is None:
-                outs, new, ys, _ = self.executor.outputs(params, args, consts, rest)
-                return outs, new, jax.tree.map(lambda a: a[None], (rest, ys))
+                outs, new, ys, _ = self.executor.outputs(params, args, consts, carried)
+                return outs, new, jax.tree.map(lambda a: a[None], (carried, ys))
 
-            def body(rest: list[Leaves], slices: Leaves) -> Any:
+            def body(carried: list[Leaves], slices: Leaves) -> tuple[list[Leaves], PyTree]:
                 now = iter(slices)
                 one = [next(now) if s else a for a, s in zip(args, stepped, strict=True)]
-                outs, new, ys, _ = self.executor.outputs(params, one, consts, rest)
-                return new, (outs, (rest, ys))
+                outs, new, ys, _ = self.executor.outputs(params, one, consts, carried)
+                return new, (outs, (carried, ys))
 
-            moving = [a for a, s in zip(args, stepped, strict=True) if s]
-            new, (outs, taken) = jax.lax.scan(body, rest, moving)
-            return outs, new, taken
+            by_step = [a for a, s in zip(args, stepped, strict=True) if s]
+            new, (outs, visited) = jax.lax.scan(body, carried, by_step)
+            return outs, new, visited
 
-        def window(params: Leaves, args: Leaves, consts: Leaves, taken: Any) -> Window:
+        def window(params: Leaves, args: Leaves, consts: Leaves, visited: StatesAndSites) -> Window:
             flags = stepped or [False] * len(args)
             args = [a if s else _repeated(a, length) for a, s in zip(args, flags, strict=True)]
-            return Window(self.executor, length, params, args, [_repeated(c, length) for c in consts], *taken)
+            return Window(
+                self.executor, length, params, args, [_repeated(c, length) for c in consts], *visited
+            )
 
         @jax.custom_vjp
-        def call(params: Any, args: Any, consts: Any, rest: Any, values: Any) -> Any:
-            outs, new, taken = run(params, args, consts, rest)
+        def call(
+            params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
+        ) -> tuple[Leaves, list[Leaves], Values]:
+            outs, new, visited = run(params, args, consts, carried)
             values = self.rule.begin(self.executor, values, fresh=False)
-            return outs, new, {**values, **self.advance(values, window(params, args, consts, taken))}
+            return outs, new, {**values, **self.advance(values, window(params, args, consts, visited))}
 
-        def forward(*operands: Any) -> Any:
-            params, args, consts, rest, values = differentiated_once(operands)
+        def forward(*operands: PyTree) -> tuple[PyTree, PyTree]:
+            params, args, consts, carried, values = differentiated_once(operands)
             values = self.rule.begin(self.executor, values, fresh=False)
 
-            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> Any:
-                outs, new, taken = run(params, args, consts, _like(flat, rest))
-                return [*outs, *_flat(new)], jax.lax.stop_gradient(taken)
+            def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> PyTree:
+                outs, new, visited = run(params, args, consts, _like(flat, carried))
+                return [*outs, *_flat(new)], jax.lax.stop_gradient(visited)
 
-            results, pull, taken = pull_back(differentiable, params, args, consts, _flat(rest), has_aux=True)
-            steps = window(params, args, consts, taken)
+            results, pull, visited = pull_back(
+                differentiable, params, args, consts, _flat(carried), has_aux=True
+            )
+            steps = window(params, args, consts, visited)
             num = len(self.info.out_atoms)
-            new = _like(results[num:], rest)
+            new = _like(results[num:], carried)
             # the backward pass needs the first step only
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
             after = {**values, **self.advance(values, steps)}
             estimated = self.at_end(values, new)
             return (results[:num], new, after), (pull, values, params, first, estimated)
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
+        def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
             pull, values, params, first, estimated = residuals
             outs, new, _ = cotangents
             flat = _flat(new)
@@ -281,19 +272,19 @@ class RuleStep:
             return self.executor.like_params(_add(dparams, past)), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)
-        return call(params, args, consts, rest, values)  # type: ignore[no-any-return]
+        return call(params, args, consts, carried, values)
 
     # -- signals -----------------------------------------------------------------------------------
 
     @property
-    def asks_old(self) -> bool:
+    def has_signals_at_old_states(self) -> bool:
         """Whether traces give the gradient of a loss that reads a state before the step.
 
         They do for back-propagated signals only: no other signal has a value at those states.
         """
         return self.rule.signal == PROPAGATED
 
-    def given(self, values: Values) -> Values:
+    def signal_inputs(self, values: Values) -> Values:
         """The inputs of the learning signal (targets, modulators), which come with the rule's arrays."""
         return {k: values[k] for k in self.rule.signal.takes if k in values}
 
@@ -302,10 +293,10 @@ class RuleStep:
         at = {v: i for i, v in enumerate(a for e in self.info.carried for a in e.invars)}
         flat, hidden = _flat(new), self.info.hidden
         now = [h.of_leaf(flat[at[h.leaf]]) for h in hidden]
-        found = self.rule.signal.at_end(self.executor, self.given(values), now)
+        found = self.rule.signal.at_end(self.executor, self.signal_inputs(values), now)
         if found is None:
             return None
-        by_leaf: dict[int, Any] = {}
+        by_leaf: dict[int, Array] = {}
         for h, a in zip(hidden, found, strict=True):
             i = at[h.leaf]
             by_leaf[i] = h.in_leaf(a) + by_leaf[i] if i in by_leaf else h.in_leaf(a)
@@ -323,14 +314,14 @@ class RuleStep:
         atoms = self.inexact_outs(list(self.info.out_atoms)) if self.rule.signal.reads_outputs else []
         return [jnp.zeros(a.aval.shape, a.aval.dtype) for a in atoms]
 
-    def joined(
+    def signals_of_step(
         self,
         values: Values,
         back: Signals,
         deltas: Leaves,
         read: Leaves,
         d_outs: Leaves,
-        slopes: Any,
+        slopes: Mapping[int, Sequence[States]],
         given: Values,
     ) -> Signals:
         """The learning signal of each group of a step, (S, *varshape), with filter states.
@@ -341,7 +332,7 @@ class RuleStep:
         if signal == PROPAGATED and not executor.filters:
             return back
         at_readings = executor.signals_at_readings(deltas, read)
-        return joined(signal, executor, values, back, at_readings, d_outs, slopes, given)
+        return learning_signals(signal, executor, values, back, at_readings, d_outs, slopes, given)
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -350,17 +341,17 @@ class RuleStep:
         params: Leaves,
         args: Leaves,
         consts: Leaves,
-        rest: list[Leaves],
-        added: Added,
-        ys: dict[int, Any],
+        carried: list[Leaves],
+        deltas: StateDeltas,
+        ys: dict[int, KnownOutput],
         read: Leaves,
-        at_sites: dict[int, Any],
+        at_sites: dict[int, Array],
     ) -> tuple[Leaves, list[Leaves], Local]:
-        """One step with perturbations `added` to its states: outputs, new states, and local Jacobians."""
-        rest = jax.lax.stop_gradient(rest)
-        local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), rest, ys)
-        outs, new = self.executor.signals(params, args, consts, rest, added, ys, read, at_sites)
-        return outs, self._watched(new), local
+        """One step with perturbations `deltas` to its states: outputs, new states, and local Jacobians."""
+        carried = jax.lax.stop_gradient(carried)
+        local = self.executor.local(*jax.lax.stop_gradient((params, args, consts)), carried, ys)
+        outs, new = self.executor.signals(params, args, consts, carried, deltas, ys, read, at_sites)
+        return outs, watched(self.info, new, self.unseen, self._called), local
 
     def chunk(
         self,
@@ -436,24 +427,6 @@ class RuleStep:
         return grads
 
 
-def differentiated_once(values: Any) -> Any:
-    """The identity on the operands of an online gradient, which raises if the gradient is differentiated."""
-    return jax.tree.map(lambda a: _once_p.bind(a) if is_inexact(a) else a, values)
-
-
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotSupportedError(
-        "The online gradient of a step, or what `grad` or `etrace_grad` returned, is differentiated again, "
-        "as `jax.hessian` and meta-gradients do. It has no derivative: traces hold first derivatives of what "
-        "parameters did in earlier steps, and no second ones. Use back-propagation through time "
-        "(`braintrace.BPTT`, `rule=braintrace.rules.BPTT()`); or, where no second derivative is meant, cut "
-        "the path with `jax.lax.stop_gradient`."
-    )
-
-
-_once_p = identity_primitive("differentiated_once", _refuse)
-
-
 def _flat(lists: list[Leaves]) -> Leaves:
     return [x for xs in lists for x in xs]
 
@@ -467,9 +440,9 @@ def _add(a: Leaves, b: Leaves) -> Leaves:
     return [full_sum(plus(x, y)) for x, y in zip(a, b, strict=True)]
 
 
-def _repeated(x: Any, length: int) -> Any:
+def _repeated(x: Array, length: int) -> Array:
     return jnp.broadcast_to(jnp.asarray(x)[None], (length, *jnp.shape(x)))
 
 
-def _bytes(aval: Any) -> int:
+def _bytes(aval: Aval) -> int:
     return int(aval.size * aval.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Checked sequences, and a loop over chunks of them."""
+"""Checked sequences, and a loop over parts of them: chunks, windows or checkpointed segments."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def even_chunks(length: int, most: int) -> int:
     return math.ceil(length / math.ceil(length / max(1, most)))
 
 
-def over_chunks(
+def scan_parts(
     run: Callable[..., tuple[PyTree, PyTree]],
     carry: PyTree,
     sequence: Sequence,
@@ -125,16 +125,16 @@ def over_chunks(
     *,
     rest_first: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Run `carry, outs = run(carry, arrays, mask, reset)` over chunks of `size` steps of a sequence.
+    """Run `carry, outs = run(carry, arrays, mask, reset)` over parts of `size` steps of a sequence.
 
-    The remainder is a shorter chunk, the last one or, with `rest_first`, the first. Outputs have a leading
+    The remainder is a shorter part, the last one or, with `rest_first`, the first. Outputs have a leading
     time axis. `scan` is `jax.lax.scan` or a replacement that also carries states.
     """
     count, left = divmod(sequence.length, size)
     begin = left if rest_first else 0
     progress = sequence.progress
     if progress is not None and not is_traced((carry, sequence.steps)):
-        return _one_by_one(run, carry, sequence, size, progress, begin)
+        return _call_by_call(run, carry, sequence, size, progress, begin)
 
     def report(done: ArrayLike) -> None:
         if progress is not None:
@@ -152,8 +152,8 @@ def over_chunks(
     elif count > 1:
         # slice, where XLA would copy the whole sequence to reshape it: with a remainder, or for single steps
         by_slice = left > 0 or size == 1
-        steps = sequence.part(begin, begin + count * size) if left else sequence.steps
-        parts = () if by_slice else jax.tree.map(lambda a: a.reshape(count, size, *a.shape[1:]), steps)
+        in_parts = lambda a: a.reshape(count, size, *a.shape[1:])
+        parts = () if by_slice else jax.tree.map(in_parts, sequence.steps)
 
         def one(carry: PyTree, given: tuple[Array, Steps | tuple[()]]) -> tuple[PyTree, PyTree]:
             number, now = given
@@ -173,7 +173,7 @@ def over_chunks(
     return carry, _joined(outs)
 
 
-def _one_by_one(
+def _call_by_call(
     run: Callable[..., tuple[PyTree, PyTree]],
     carry: PyTree,
     sequence: Sequence,
@@ -181,7 +181,7 @@ def _one_by_one(
     progress: Report,
     begin: int,
 ) -> tuple[PyTree, PyTree]:
-    """`over_chunks` outside of `jit`: one compiled call per chunk, so that it can be interrupted."""
+    """`scan_parts` outside of `jit`: one compiled call per part, so that it can be interrupted."""
     compiled = jax.jit(run)
     outs = []
     starts = [*([0] if begin else []), *range(begin, sequence.length, size)]

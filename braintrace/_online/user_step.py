@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,8 @@ from .._compiler.dataflow import Flow, solve
 from .._compiler.evaluation import read
 from .._compiler.program import Atom, Node, Program, Var, read_program
 from .._compiler.slices import behind, dependents, needed
-from .._executor.executor import Leaves
+from .._rules.rule import Values
+from .._types import Array, Leaves, PyTree
 from .call import Call, call_p
 from .rule_step import RuleStep
 
@@ -42,11 +42,11 @@ class UserStep:
     # the index of each of the model's carried leaves; None if the step does not use it
     carried: tuple[int | None, ...]
     has_effects: bool
-    closed: Any  # the jaxpr of the step
+    closed: _compat.ClosedJaxpr  # the jaxpr of the step
 
     @staticmethod
     def read(
-        closed: Any,
+        closed: _compat.ClosedJaxpr,
         names: Sequence[str],
         traces: dict[str, int],
         carried: Sequence[int | None],
@@ -80,6 +80,15 @@ class UserStep:
         """The indices of the leaves that a step changes."""
         return [i for i, (old, new) in enumerate(zip(self.leaves, self.new, strict=True)) if old is not new]
 
+    def traces_in(self, leaves: Leaves) -> Values:
+        """The rule's arrays among all leaves, by name."""
+        return {k: leaves[i] for k, i in self.traces.items()}
+
+    def with_traces(self, leaves: Leaves, values: Values) -> Leaves:
+        """All leaves, with new values of the rule's arrays."""
+        by_leaf = {i: values[k] for k, i in self.traces.items()}
+        return [by_leaf.get(i, a) for i, a in enumerate(leaves)]
+
     @cached_property
     def calls(self) -> list[Node]:
         """The calls of the learner, including those inside control flow."""
@@ -99,14 +108,22 @@ class UserStep:
         return self.node.params["call"]  # type: ignore[no-any-return]
 
     @property
-    def online(self) -> RuleStep:
-        return self.call.online
+    def rule_step(self) -> RuleStep:
+        return self.call.rule_step
 
     @cached_property
-    def operands(self) -> tuple[Any, Any, Any, Any, Any]:
+    def operands(self) -> tuple[list[Atom], list[Atom], list[Atom], list[list[Atom]], dict[str, Atom]]:
         """The parameters, arguments, constants, carried states and traces that the call takes."""
         assert self.node is not None
-        return self.call.operands(list(self.node.inputs))
+        found: PyTree = self.call.operands(list(self.node.inputs))
+        return found  # type: ignore[no-any-return]
+
+    @cached_property
+    def results(self) -> tuple[list[Atom], list[list[Atom]], dict[str, Atom]]:
+        """The outputs, carried states and traces that the call returns."""
+        assert self.node is not None
+        found: PyTree = self.call.results(list(self.node.outputs))
+        return found  # type: ignore[no-any-return]
 
     @cached_property
     def params(self) -> list[int] | None:
@@ -120,7 +137,7 @@ class UserStep:
         """The variables that may differ from step to step."""
         return dependents(self.program, [*self.slices, *(self.leaves[i] for i in self.moving)])
 
-    def why_in_turn(self) -> str | None:
+    def why_step_by_step(self) -> str | None:
         """The reason why steps have to run one by one; None if they can run in chunks or windows."""
         if self.node is None:
             return "the learner is not called just once, outside of control flow and transformations"
@@ -133,27 +150,27 @@ class UserStep:
             return "a step writes a trace"
         readers = [n for n in self.program.nodes if n is not self.node]
         mine = {self.leaves[i] for i in self.traces.values()}
-        _, _, after = self.call.results(list(self.node.outputs))
+        _, _, after = self.results
         mine.update(v for v in after.values() if isinstance(v, Var))
         if any(a in mine for a in variables([*(a for n in readers for a in n.inputs), *self.outs])):
             return "a step reads a trace"
         if any(self.new[i] is not after[k] for k, i in self.traces.items()):
             return "a step writes a trace"
-        if any(a in self._varying for a in variables(self.online.consts_of_weights(consts))):
+        if any(a in self._varying for a in variables(self.rule_step.consts_of_weights(consts))):
             return "a weight may change from step to step"
         return None
 
     @cached_property
     def hidden(self) -> list[int | None]:
         """The leaf index of each hidden state; None if the step does not use it."""
-        at = dict(zip((v for e in self.online.info.carried for v in e.invars), self.carried, strict=True))
-        return [at.get(h.leaf) for h in self.online.info.hidden]
+        at = dict(zip((v for e in self.rule_step.info.carried for v in e.invars), self.carried, strict=True))
+        return [at.get(h.leaf) for h in self.rule_step.info.hidden]
 
     @cached_property
     def _behind_loss(self) -> dict[Var, bool]:
         """The variables that the loss depends on, without paths through the carried states of a call."""
 
-        def transfer(node: Node, given: list[bool | None]) -> Any:
+        def transfer(node: Node, given: list[bool | None]) -> list[bool | None] | bool:
             if node.primitive is not call_p:
                 return True
             *others, _, _ = node.params["call"].operands(range(len(node.inputs)))
@@ -169,15 +186,14 @@ class UserStep:
         return {i for i, v in enumerate(self.leaves) if v in self._behind_loss}
 
     @property
-    def closed_over(self) -> list[Any]:
+    def closed_over(self) -> Leaves:
         """The values that the step closes over and that the derivative of its loss depends on."""
         return [value for v, value in self.program.consts.items() if v in self._behind_loss]
 
     @cached_property
     def read_after(self) -> set[int | None]:
         """Indices of the carried leaves whose values after the call the loss depends on."""
-        assert self.node is not None
-        new = [a for leaves in self.call.results(list(self.node.outputs))[1] for a in leaves]
+        new = [a for leaves in self.results[1] for a in leaves]
         return {i for i, a in zip(self.carried, new, strict=True) if a in self._behind_loss}
 
     @cached_property
@@ -204,7 +220,7 @@ class UserStep:
 
         `for_call` are the leaves that the call reads instead of `leaves`.
         """
-        env: dict[Var, Any] = dict(zip(self.program.consts, consts, strict=True))
+        env: dict[Var, Array] = dict(zip(self.program.consts, consts, strict=True))
         env.update(zip(self.slices, slices, strict=True))
         seen = {**env, **dict(zip(self.leaves, leaves if for_call is None else for_call, strict=True))}
         env.update(zip(self.leaves, leaves, strict=True))

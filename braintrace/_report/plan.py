@@ -201,7 +201,7 @@ def _rows(learner: Learner, request: PlanRequest, choice: RuleChoice) -> list[Pl
     """Estimate the cost of a rule in windows, or with each chunk size."""
     rule, window = choice.read()
     if window == "auto":
-        window = auto_window(learner.compiled.online, request.length, default_budget())
+        window = auto_window(learner.compiled.rule_step, request.length, default_budget())
         choice = choice.with_options(window=window)
     if window is None or choice.name in STEP_BY_STEP:
         learner = learner.with_rule(rule, learner.window)

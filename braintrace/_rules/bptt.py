@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Array, Bool
-
 from .._compiler.exactness import RuleKind
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.window import Window
-from .rule import Rule, Values
+from .._types import Leaves
+from .rule import Flags, Rule, Values
 
 
 @dataclass(frozen=True)
@@ -30,5 +29,5 @@ class BPTT(Rule):
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         return [None] * len(window.params)
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
         return values

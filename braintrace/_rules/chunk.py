@@ -1,10 +1,11 @@
 """D-RTRL over a chunk of `K` steps: equal to step by step, but each trace is read and written once.
 
-The inputs, `J`, `D` and signals `g` of each step are recorded, with the same weights for all. Then, with
-`q[s] = g[s] + D[s+1]^T q[s+1]`,
+The inputs, `J`, `D` and signals of each step are recorded, with the same weights for all: `g[s]` on the
+states after step `s`, `old[s]` on those before it (of losses that read these, or at the start of a window).
+Then, with `q[s] = g[s] + D[s+1]^T q[s+1] + old[s+1]`,
 
-    gradient  = <D[1]^T q[1], trace[0]> + sum_s x[s] (J[s] q[s])
-    trace[K]  = D[K]..D[1] trace[0]     + sum_s x[s] (D[K]..D[s+1] J[s])
+    gradient  = <D[1]^T q[1] + old[1], trace[0]> + sum_s x[s] (J[s] q[s])
+    trace[K]  = D[K]..D[1] trace[0]              + sum_s x[s] (D[K]..D[s+1] J[s])
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .._executor.backward import Backward
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, promoted, stack
-from .._executor.weight_gradients import TIME, Parts, factor_over_time
+from .._executor.weight_gradients import TIME, DeviceSplit, factor_over_time
 from .._executor.window import Record, unroll
 from .._ops.axis_labels import Labels
 from .._types import PyTree
@@ -79,7 +80,7 @@ def over_time(
     record: Record,
     weight: Array,
     signal: States,
-    parts: Parts | None = None,
+    parts: DeviceSplit | None = None,
     within: Array | None = None,
 ) -> Array:
     """`sum_s x[s] (J[s] signal[s] + within[s])`; with `parts`, per-device partial sums."""
@@ -128,8 +129,8 @@ def affine_terms(slot: Slot, record: Record, products: tuple[Jacobian, Jacobian]
     """`P = D[K]..D[1]`, (S, S, *at), and `d[s] = D[K]..D[s+1] J[s]`, (S, time, *y), of one trace."""
     site = slot.relation.site.index
     inputs, J = record.local.inputs[site], record.local.J[site, slot.group.index]
-    carried = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
-    lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(carried, list(inputs))
+    decayed_J = jnp.stack([slot.pair(row, J, 1) for row in products[0]])
+    lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(decayed_J, list(inputs))
     return slot.lift_decay(stack(products[1]), [a[0] for a in inputs], 2), lifted
 
 

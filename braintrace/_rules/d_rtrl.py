@@ -32,7 +32,7 @@ from .chunk import affine_terms, chunk_gradient, chunk_traces, step_by_step
 from .layers import Layers
 from .projection import BASES
 from .rank import Rank
-from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .rule import Flags, Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 _LARGE = 2**27  # bytes; for smaller traces, kernel launches dominate the time of a step on a GPU
@@ -112,7 +112,7 @@ class D_RTRL(TraceRule):
         return with_columns(with_filtered_inputs(graph)) if plain else graph
 
     @property
-    def one_pass(self) -> bool:
+    def several_windows_per_pass(self) -> bool:
         return self.bound is None and self.across is None
 
     @property
@@ -131,7 +131,7 @@ class D_RTRL(TraceRule):
             **kind_of(self),
         )
 
-    def fuses(self, values: Values) -> bool:
+    def prefers_fused(self, values: Values) -> bool:
         """Whether the fused kernel is faster, which makes one pass over each trace: if these are large."""
         return self.bound is None and bytes_on_gpu(values.values()) >= _LARGE
 
@@ -149,16 +149,16 @@ class D_RTRL(TraceRule):
         for slot in slots:
             old = values[slot.key]
             D, factor, J = _unshared(*local.at(slot), old.nbytes)
+            # with one state, XLA makes one pass by itself (see `fused`)
             if (
                 len(old) > 1
                 and D is not None
                 and fits(slot, old, local.sharding)
-                and self.fuses({slot.key: old})
+                and self.prefers_fused({slot.key: old})
             ):
                 assert factor is not None
-                none = jnp.zeros(old.shape[-2:], jnp.float32)
-                nothing = jnp.zeros_like(D[0])
-                result[slot.key], _ = step(slot, old, D, factor, J, nothing, none, local.sharding)
+                no_total, no_signal = jnp.zeros(old.shape[-2:], jnp.float32), jnp.zeros_like(D[0])
+                result[slot.key], _ = step(slot, old, D, factor, J, no_signal, no_total, local.sharding)
                 continue
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
@@ -182,7 +182,8 @@ class D_RTRL(TraceRule):
         for slot in slots:
             site = slot.relation.site.index
             g = slot.lift(signals[slot.group.index], local.inputs[site], 1)
-            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))  # as in `_unshared`
+            # a barrier for each weight, so that XLA does not merge the contractions of several traces
+            g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))
             parts = local.parts(slot, values[slot.key])
             add_to(grads, slot, local.as_partial_sums(slot, parts, slot.contract(g, values[slot.key], parts)))
         return grads
@@ -226,7 +227,7 @@ class D_RTRL(TraceRule):
         each = {t.key: (t, found[t.group.index]) for t in slots}
         return {k: affine_terms(t, record, p) for k, (t, p) in each.items() if p is not None}
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         return {t.key: t.where(keep, values[t.key]) for t in slots}
 
     def _one_step(

@@ -27,7 +27,7 @@ from .._executor.trace_recursion import Recursion
 from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
 from .chunk import factors
-from .rule import Gradients, TraceRule, Values, add_all, add_to, kind_of
+from .rule import Flags, Gradients, Shapes, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 
@@ -64,7 +64,7 @@ class ES_D_RTRL(TraceRule):
         return RuleKind(self.called, averages=(self.inp, self.out), windows=windows, **kind_of(self))
 
     @property
-    def one_pass(self) -> bool:
+    def several_windows_per_pass(self) -> bool:
         return True
 
     @property
@@ -84,7 +84,7 @@ class ES_D_RTRL(TraceRule):
             values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             found[_count_key(slot)] = at.of_group(slot.group)[:1]
@@ -141,7 +141,7 @@ class ES_D_RTRL(TraceRule):
         shape = (*count.shape[:lead], 1, *count.shape[lead:])
         return scale.reshape(*shape, *[1] * (ndim - len(shape))).astype(dtype)
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         result: Values = {}
         for slot in slots:
             count = values[_count_key(slot)]

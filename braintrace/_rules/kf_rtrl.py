@@ -22,23 +22,23 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.find_relations import SiteWeights
 from .._compiler.provenance import provenance
 from .._compiler.step import show_path, show_paths
 from .._executor.effective_weights import Weighted
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Names, Spec
 from .._executor.trace_math import finite
 from .._executor.weight_gradients import floating_factor, product
 from .._executor.window import Window
 from .._ops.axis_labels import Labels, Layout, align
-from .._types import Array, DTypeLike, Path
+from .._types import Array, DTypeLike, Leaves, Path
 from .rank import per_sample
-from .rule import Values
+from .rule import Flags, Shapes, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
@@ -82,7 +82,7 @@ class KF_RTRL(Estimate):
             values[use.key("A")] = jnp.zeros_like(use.by_sample(y))
         return values
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs: samples as the states', inputs and outputs of an op as its weight's labels."""
         found: dict[str, Spec] = {}
         for use in self._uses(executor):
@@ -121,7 +121,7 @@ class KF_RTRL(Estimate):
                 after[use.key("A")] = scaled(c[0] / p1, pushed) + scaled(c[1] / p2, J)
             return after, ()
 
-        return window.in_windows(1, step, values)[0]  # type: ignore[no-any-return]
+        return window.scan_windows(1, step, values)[0]  # type: ignore[no-any-return]
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         uses = self._uses(executor)
@@ -139,9 +139,9 @@ class KF_RTRL(Estimate):
         found = per.to_parameters(window, terms)
         return [found.get(i) for i in range(len(none))]
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
         per = per_sample(executor, self.samples, traces=False)
-        return {**per.reset(values, rows), COUNT: values[COUNT]}
+        return {**per.reset(values, is_reset), COUNT: values[COUNT]}
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
@@ -25,7 +25,7 @@ from .._executor.trace_recursion import Recursion
 from .._executor.window import Signals
 from .._types import DTypeLike
 from .es_d_rtrl import factor_of, input_of
-from .rule import Gradients, TraceRule, Values, add_to, kind_of
+from .rule import Flags, Gradients, Shapes, TraceRule, Values, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
 
@@ -68,7 +68,7 @@ class Presynaptic(TraceRule):
                 values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
         return values
 
-    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:
         found: dict[str, Spec] = {}
         for slot in slots:
             key, samples = _key(slot), at.of_group(slot.group)[:1]
@@ -125,7 +125,7 @@ class Presynaptic(TraceRule):
                 add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, w))
         return grads
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Bool[Array, " samples"]) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         result: Values = {}
         for slot in slots:
             key = _key(slot)

@@ -83,7 +83,7 @@ class Pushed:
             rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
             return per.shard_samples(orthonormal(per.shard_samples(rows))), basis
 
-        after, pairs = window.in_windows(size, along, per.shard_samples(values[BASIS]))
+        after, pairs = window.scan_windows(size, along, per.shard_samples(values[BASIS]))
         return after, pairs[1:]
 
     def no_pairs(self, per: PerSample, values: Values, windows: int) -> Rows:

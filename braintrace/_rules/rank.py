@@ -35,7 +35,7 @@ from .._executor.per_sample import Matrix, PerSample, Pulled, Rows, Terms, add_t
 from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
-from .._executor.trace_math import States, add_up, finite, promoted, weigh
+from .._executor.trace_math import States, add_up, contract_states, finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Crossing, Record, Signals, Window, starts_of, where_rows
 from .._meshes import mesh_of
@@ -376,5 +376,5 @@ def summed(per: PerSample, leaf: int, along: Any, kept: Any, axis: int, dtype: A
         return jnp.squeeze(mixed(along[:, None], kept, axis), (0, axis)).astype(dtype)
     if kept.shape[axis] > 1:
         return jnp.tensordot(along, kept, ((0, 1), (0, axis))).astype(dtype)
-    found = weigh(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
+    found = contract_states(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
     return found.astype(dtype)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from .._compiler.exactness import RuleKind
 from .._compiler.program import Var
 from .._compiler.samples import find_samples
 from .._compiler.step import name_of
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.marked_step import MarkedStep
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec
@@ -29,8 +29,8 @@ from .._executor.trace_math import promoted
 from .._executor.weight_gradients import in_front
 from .._executor.window import Window, where_rows
 from .._meshes import mesh_of, per_device
-from .._types import Array, Aval
-from .rule import Rule, Values
+from .._types import Array, Aval, Leaves
+from .rule import Flags, Rule, Shapes, Values
 
 Rows = Float[Array, "samples rows n"]
 
@@ -51,7 +51,7 @@ class RTRL(Rule):
                 for name, aval in _names(per).values()
             }
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs: samples as the states', parameters as these."""
         per, at = _per_sample(executor), executor.sharding
         assert at is not None
@@ -94,14 +94,14 @@ class RTRL(Rule):
         mapped = per_device(part, at.mesh, [(lead, None, None), *specs], specs)
         return dict(zip(keys, mapped(rows, *values.values()), strict=True))
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
         per = _per_sample(executor)
 
         def of(v: Var) -> Array:
             """Nonzero where a state is reset, in its real and imaginary part."""
             parts = 1 + 1j if jnp.issubdtype(v.aval.dtype, jnp.complexfloating) else 1
             none, all_ = (jnp.full(v.aval.shape, a, v.aval.dtype) for a in (0, parts))
-            return where_rows(rows, all_, none) if v.aval.shape[:1] == rows.shape else none
+            return where_rows(is_reset, all_, none) if v.aval.shape[:1] == is_reset.shape else none
 
         leaves = [of(v) if v.inexact else None for v in per.info.carried_invars]
         gone = per.vectors(leaves, dual=False) != 0

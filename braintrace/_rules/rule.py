@@ -1,35 +1,56 @@
 """Learning rules: frozen values with pure functions over a dictionary of arrays, the rule's state.
 
-Steps, windows and chunks are written once for all rules, in terms of four methods: `start` (the initial
-arrays), `advance` (the arrays after a window of steps), `past` (the gradient for a signal at the window's
-start) and `forget` (the arrays with some samples reset).
+Steps, windows and chunks are written once for all rules, in terms of four methods of `Rule`. A `TraceRule`
+implements these by functions of its traces alone, which a user's own rule defines:
+
+| `Rule` | `TraceRule` | returns |
+|---|---|---|
+| `start` | `init` | the initial arrays |
+| `advance` | `update` | the arrays after a window of steps; after one step |
+| `past` | `gradient` | the gradient for a signal at the window's start; at the traces |
+| `forget` | `reset` | the arrays with some samples reset |
+
+The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `projection`,
+`always_windows`, `unroll`, `prefers_fused`, and of traces `chunk`, `joins_within_step`, `traces_after`,
+`affine_terms`, `correction`. Arrays that a reset keeps, and random streams: `lasting`, `seeded`. Devices:
+`specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
+
+Terms of all rules:
+
+- *site*: one use of a marked operation in a step; *relation*: a site and the groups that it feeds;
+- *effective weight*: the array that the operation multiplies by, computed from parameters;
+- *group*: hidden states that are coupled unit by unit;
+- *slot*: one weight of a site and one group, which have one trace.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
-from .._executor.executor import ETraceGraphExecutor, Leaves, Local, sites_with_traces
+from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
 from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import Record, Signals, Window, starts_of
+from .._types import Aval, Leaves, PyTree
+from .._types import Values as Values
 from .layers import Layers
 from .rank import Rank
 from .signal import PROPAGATED, Signal
 
-Values = dict[str, Any]  # the arrays of a rule, by stable names
 Gradients = dict[tuple[int, str], Any]  # of each effective weight, by site and name
+Shapes = Mapping[str, Aval]  # the shapes and types of arrays, by stable names
+Flags = Bool[Array, " samples"]  # one for each sample of the batch
 
 
 class Rule(ABC):
@@ -68,12 +89,12 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        """The arrays with the samples reset that `rows`, a boolean for each sample, flags."""
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        """The arrays with the samples reset that `is_reset`, a boolean for each sample, flags."""
 
     @property
-    def one_pass(self) -> bool:
-        """Whether the windows of a sequence can be one backward pass, by `over_windows`."""
+    def several_windows_per_pass(self) -> bool:
+        """Whether several windows can be one backward pass, as for a `TraceRule` linear in the steps."""
         return False
 
     @property
@@ -81,7 +102,7 @@ class Rule(ABC):
         """The projection of the cotangents that cross a window's start; None if none crosses."""
         return None
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs of the rule's arrays, of these shapes, given `executor.sharding`.
 
         XLA chooses the sharding of arrays without a spec.
@@ -93,7 +114,7 @@ class Rule(ABC):
         return graph
 
     @property
-    def windows(self) -> bool:
+    def always_windows(self) -> bool:
         """Whether signals are taken at the start of a window, along all paths."""
         return True
 
@@ -106,8 +127,8 @@ class Rule(ABC):
         """The `unroll` of the scan over single steps."""
         return 1
 
-    def fuses(self, values: Values) -> bool:
-        """Whether a chunk of one step is faster than a step by itself."""
+    def prefers_fused(self, values: Values) -> bool:
+        """Whether a chunk of one step, one fused pass over each trace, is faster than a step by itself."""
         return False
 
 
@@ -126,7 +147,7 @@ class TraceRule(Rule):
         return None
 
     @property
-    def windows(self) -> bool:
+    def always_windows(self) -> bool:
         return self.correction is not None
 
     @abstractmethod
@@ -147,14 +168,14 @@ class TraceRule(Rule):
         """`gradient`, as per-device partial sums (`PartialSums`) where the batch is sharded."""
         return self.gradient(slots, values, signals, local)
 
-    def reset(self, slots: Sequence[Slot], values: Values, keep: Any) -> Values:
+    def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         """The arrays with the samples reset for which `keep`, (batch,), is False."""
         raise NotSupportedError(
             f"The rule {type(self).__name__} cannot reset single samples of a batch. Add a method "
             "`reset(slots, values, keep)` to it, or reset all samples (`learner.reset_state()`)."
         )
 
-    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Values) -> dict[str, Spec]:
+    def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs of traces, by axis label; XLA chooses the sharding of other arrays."""
         by_labels = {t.key: at.of_trace(t) for t in slots if t.key in shapes}
         return {k: spec for k, spec in by_labels.items() if len(spec) == len(shapes[k].shape)}
@@ -205,7 +226,7 @@ class TraceRule(Rule):
         values = self.init(executor.slots, executor.example_local())
         return values if self.correction is None else {**values, **self.correction.start(executor)}
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         at = executor.sharding
         assert at is not None
         found = self.trace_specs(executor.slots, at, shapes)
@@ -220,27 +241,33 @@ class TraceRule(Rule):
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         values = self._reset_at_start(executor, values, window)
-        after = self._advanced(executor, values, window)
+        after = self._advance_traces(executor, values, window)
         if isinstance(self.correction, Layers):
             return {**after, **self.correction.advance(executor, values, window)}
         if self.projection is None:
             return after
-        crossed = self.projection.advance_basis(executor, values, window, window.length)
-        more, _, _ = self._with_rank(executor, values, window, window.length, crossed)
-        return {**values, **after, **more, **self.projection.observed(executor, values, crossed[0], None, 1)}
+        basis = self.projection.advance_basis(executor, values, window, window.length)
+        low_rank, _, _ = self._advance_projection(executor, values, window, window.length, basis)
+        return {
+            **values,
+            **after,
+            **low_rank,
+            **self.projection.observed(executor, values, basis[0], None, 1),
+        }
 
-    def _with_rank(
+    def _advance_projection(
         self,
         executor: ETraceGraphExecutor,
         values: Values,
         window: Window,
         size: int,
-        crossed: Any,
+        basis: tuple[PyTree, PyTree],
         **options: Any,
-    ) -> Any:
+    ) -> tuple[Values, dict[int, Array], Array]:
+        """The new arrays of the projection, the kernel's gradients by leaf, and the rows pulled back."""
         assert self.projection is not None
         terms = lambda slots: self.affine_terms(slots, window.record)
-        return self.projection.advance(executor, values, window, size, crossed, affine_terms=terms, **options)
+        return self.projection.advance(executor, values, window, size, basis, affine_terms=terms, **options)
 
     def _reset_at_start(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """Reset the samples that are reset at the first step, whose corrections have no past."""
@@ -248,7 +275,7 @@ class TraceRule(Rule):
             return values
         return self.forget(executor, values, ~window.keep[0])
 
-    def _advanced(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
+    def _advance_traces(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.length == 1:
             values = values if window.keep is None else self.reset(executor.slots, values, window.keep[0])
             return self.update(executor.slots, values, window.first)
@@ -272,7 +299,7 @@ class TraceRule(Rule):
         dys: dict[int, Array],
         window: Window,
         size: int,
-        crossed: tuple[Any, Any] | None,
+        basis: tuple[PyTree, PyTree] | None,
         *,
         fresh: bool,
         keep: bool,
@@ -282,7 +309,8 @@ class TraceRule(Rule):
         `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
         `read` are the cotangents of the carried leaves at the starts of windows, and `signals` the parts of
         them that do not cross, by step: zero inside a window. `dys` are the cotangents of the outputs of
-        sites at every step. `crossed` is what the projection's `advance_basis` returned.
+        sites at every step. `basis` is what the projection's `advance_basis` returned: its state after the
+        windows, and its pairs at their starts.
         """
         values = self._reset_at_start(executor, values, window)
         first = [None if s is None else s[0] for s in signals]
@@ -294,6 +322,9 @@ class TraceRule(Rule):
         found = executor.of_cotangents(window.params, window.first_consts, window.inputs, rest)
         past: Leaves = [None] * len(window.params)
         if len(starts) > 1:
+            # `signals` are `λ - u` at the starts of windows (in_windows.py): signals on the states *before*
+            # these steps, and zero inside windows, whose own losses the backward pass has handled. With them
+            # as `old_signals` only, `chunk` contracts them with the traces there, and advances the traces.
             at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
             record = replace(window.record, old_signals=at_groups, dys=shared)
             zeros = executor.no_gradients(record.local.weights)
@@ -303,24 +334,28 @@ class TraceRule(Rule):
                 more = self.projection.past(executor, values, first)
                 past = [plus(a, more.get(i)) for i, a in enumerate(past)]
         else:
-            after = self._advanced(executor, values, window) if keep else values
+            after = self._advance_traces(executor, values, window) if keep else values
             past = past if fresh else self.past(executor, values, first, window)
-        if self.projection is None or crossed is None:
+        if self.projection is None or basis is None:
             return list(map(plus, found, past)), after
         pulled = None
         if keep:
+            # a single window: traces, V and (in the kernel) the gradient in one pass over the arrays; with
+            # several, the cotangents inside the part cross backwards, and the gradient is known already
             by_kernel = first if len(starts) == 1 else None
-            more, by_leaf, pulled = self._with_rank(
-                executor, values, window, size, crossed, signals=by_kernel, fresh=fresh
+            low_rank, kernel_grads, pulled = self._advance_projection(
+                executor, values, window, size, basis, signals=by_kernel, fresh=fresh
             )
-            after, past = {**after, **more}, [by_leaf.get(i, a) for i, a in enumerate(past)]
+            after, past = {**after, **low_rank}, [kernel_grads.get(i, a) for i, a in enumerate(past)]
         pulled = pulled if len(starts) == 1 and not fresh else None
-        later = self.projection.observed(executor, values, crossed[0], read, len(starts), pulled)
+        later = self.projection.observed(executor, values, basis[0], read, len(starts), pulled)
         return list(map(plus, found, past)), {**values, **after, **later}
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
-        kept = {**values, **self.reset(executor.slots, values, ~rows)}
-        return kept if self.correction is None else {**kept, **self.correction.forget(executor, values, rows)}
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        kept = {**values, **self.reset(executor.slots, values, ~is_reset)}
+        if self.correction is None:
+            return kept
+        return {**kept, **self.correction.forget(executor, values, is_reset)}
 
 
 def kind_of(rule: Rule) -> dict[str, Any]:

@@ -23,15 +23,14 @@ from .._compiler.program import Atom, Var, zeros
 from .._compiler.samples import Samples, find_samples
 from .._compiler.slices import values_of
 from .._executor.effective_weights import known_params
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.group_readings import find_readings
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Spec
 from .._executor.trace_math import States
 from .._executor.window import Signals
-from .._types import Array, ArrayLike, Aval, DTypeLike, Options, PyTree, Shape
+from .._types import Array, ArrayLike, Aval, DTypeLike, Leaves, Options, PyTree, Shape, Values
 
-Values = dict[str, Array]
 Matrix = Float[Array, "entries units"]
 Key = tuple[int, ...]
 
@@ -45,7 +44,7 @@ class BackPropagated:
     is_broadcast: ClassVar[bool] = False  # applies to the readings of groups
     reads_outputs: ClassVar[bool] = False  # computed from cotangents of the outputs
     words: ClassVar[str] = ""  # its name in reports
-    in_windows: ClassVar[bool] = True  # whether it is defined in windows
+    has_windows: ClassVar[bool] = True  # whether it is defined in windows
     moves: ClassVar[bool] = True  # whether its inputs differ from step to step
     comes_last: ClassVar[bool] = False  # its input may be the last positional argument
 
@@ -73,7 +72,7 @@ class BackPropagated:
 
     def masked(self, values: Options, mask: Array) -> Options:
         """The inputs of a step times the mask of its loss, which is a scalar or (batch,)."""
-        return {k: _weighed(v, mask) if self.moves and k in self.takes else v for k, v in values.items()}
+        return {k: times_mask(v, mask) if self.moves and k in self.takes else v for k, v in values.items()}
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
         """The signal of a step by group, at its readings if broadcast, else at its states; None for dL/dh."""
@@ -92,7 +91,7 @@ class Broadcast(BackPropagated):
     """A signal at the readings of each group, through matrices (entries of the error, units)."""
 
     is_broadcast: ClassVar[bool] = True
-    in_windows: ClassVar[bool] = False
+    has_windows: ClassVar[bool] = False
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
         return _columns(executor, shapes)
@@ -198,7 +197,7 @@ class Modulator(BackPropagated):
     """
 
     takes: ClassVar[tuple[str, ...]] = ("modulator",)
-    in_windows: ClassVar[bool] = False
+    has_windows: ClassVar[bool] = False
     words: ClassVar[str] = "a modulator"
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
@@ -233,7 +232,7 @@ class Bootstrapped(BackPropagated):
         return [by_var[h.outvar] for h in executor.info.hidden]
 
 
-def joined(
+def learning_signals(
     signal: Signal,
     executor: ETraceGraphExecutor,
     values: Values,
@@ -264,7 +263,7 @@ def joined(
     return result
 
 
-def _weighed(given: ArrayLike, mask: Array) -> Array:
+def times_mask(given: ArrayLike, mask: Array) -> Array:
     """Multiply a value, with or without a batch axis, by the mask; zero where the mask is, even if NaN."""
     value = jnp.asarray(given)
     value = value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(mask.dtype)

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.influence_pattern import Reached, find_reached
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.jacobian import earlier
 from .._executor.per_sample import PerSample, real_parts
 from .._executor.sharding import Spec, names_of
@@ -35,9 +35,9 @@ from .._executor.trace_math import finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window
 from .._meshes import mesh_of, per_device
-from .._types import Array, NumPyArray
+from .._types import Array, Leaves, NumPyArray
 from .rank import per_sample
-from .rule import Rule, Values
+from .rule import Flags, Rule, Shapes, Values
 
 DType = np.dtype[Any]
 Influence = Float[Array, "samples sets state param"]
@@ -98,7 +98,7 @@ class SnAp(Rule):
         count = pattern.per.samples.count
         return {b.key: jnp.zeros((count, *b.rows.shape, b.places.shape[1]), b.dtype) for b in pattern.blocks}
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         """The partition specs: samples as the states', and sets, or elements in them, as the parameters."""
         pattern, at = self._pattern(executor), executor.sharding
         assert at is not None
@@ -145,7 +145,7 @@ class SnAp(Rule):
             }
             return after, ()
 
-        return window.in_windows(1, step, values)[0] if values else values
+        return window.scan_windows(1, step, values)[0] if values else values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         pattern = self._pattern(executor)
@@ -154,8 +154,8 @@ class SnAp(Rule):
         found = pattern.gradients({b.key: jnp.sum(summed(b), axis=0) for b in pattern.blocks})
         return [found.get(i) for i in range(len(window.params))]
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
-        return self._pattern(executor).per.reset(values, rows)
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        return self._pattern(executor).per.reset(values, is_reset)
 
 
 _READABLE = 2**32  # largest pattern that is computed: one bit per entry

@@ -20,15 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-from jaxtyping import Array, Bool
 
-from .._executor.executor import ETraceGraphExecutor, Leaves
+from .._executor.executor import ETraceGraphExecutor
 from .._executor.sharding import Spec
 from .._executor.trace_math import finite
 from .._executor.window import Window
+from .._types import Leaves
 from .projection import BASIS
 from .rank import Rank, named
-from .rule import Values
+from .rule import Flags, Shapes, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
 
@@ -76,8 +76,8 @@ class UORO(Estimate):
         found = self._kept.past(executor, values, signals)
         return [found.get(i) for i in range(len(window.params))]
 
-    def specs(self, executor: ETraceGraphExecutor, shapes: Values) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         return self._kept.specs(executor)
 
-    def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Bool[Array, " samples"]) -> Values:
-        return {**self._kept.forget(executor, values, rows), COUNT: values[COUNT]}
+    def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
+        return {**self._kept.forget(executor, values, is_reset), COUNT: values[COUNT]}

@@ -26,7 +26,7 @@ from .._report import check as checks
 from .._report.check import Gradients, compare_gradients, round_off
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
-from .._types import Array, Function, Key, Options, PyTree
+from .._types import Array, Function, Key, Leaves, Options, PyTree
 from .batches import Batches, read
 from .comparison import Agreement, Compared, Comparison
 from .engine import with_aux
@@ -43,7 +43,6 @@ RUNS, SECONDS = 5, 1.0  # a program runs RUNS times, unless that takes longer th
 LEARNING_RATE, CLIP = 5e-3, 1.0
 
 
-Leaves = list[Array]
 Gradient = Callable[..., tuple[Leaves, Leaves, Array]]  # gradients, the carry after, and losses
 Train = int | Options | None  # the argument `train` of `compare`
 

@@ -23,7 +23,7 @@ from .._diagnostics.step_warnings import frozen_parameters
 from .._lines import warn_user
 from .._online.parts import finite_targets
 from .._online.request import split_loss
-from .._online.sequence import Sequence, over_chunks
+from .._online.sequence import Sequence, scan_parts
 from .._report.check import about_zeros, by_name
 from .._types import Array, ArrayLike, Function, NumPyArray, Options, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
@@ -116,7 +116,7 @@ class Engine:
         _fitted.add(model)
         size = {"batch_size": size_of(xs)} if self.batched else {}
         if shapes not in self._arguments:  # those that `step_fn` calls the learner with
-            first = slice(0, self.chunk_size) if self.in_windows else 0
+            first = slice(0, self.chunk_size) if self.uses_windows else 0
             slices = jax.tree.map(lambda a: jnp.asarray(a)[first], (xs, ys))
             self._arguments[shapes] = learner._called_with(self.step_fn, slices)
         args, kwargs = self._arguments[shapes]
@@ -147,7 +147,7 @@ class Engine:
         return [*own, *learner.hidden_states.values(), *learner.param_states.values()]
 
     @property
-    def in_windows(self) -> bool:
+    def uses_windows(self) -> bool:
         return self.learner.steps_at_once(self.chunk_size) is not None
 
     # -- training ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Engine:
         real = lambda p: np.promote_types(abs(p).dtype, np.float32)
         sums = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), real(p)), self.parameters())
         update = partial(self._update, checked=checked)
-        sums, (losses, aux, bad) = over_chunks(update, sums, sequence, size, brainstate.transform.scan)
+        sums, (losses, aux, bad) = scan_parts(update, sums, sequence, size, brainstate.transform.scan)
         if self.layout is not None:  # XLA chooses a sharding for zeros and for the results of a loop
             for state in self._carried():
                 state.value = self.layout.keep(state.value, self._kept[id(state)])
@@ -216,7 +216,7 @@ class Engine:
     ) -> tuple[PyTree, tuple[Array, PyTree, Array]]:
         """Update the weights from some steps; return sums of gradients, losses, aux and bad parameters."""
         learner, params = self.learner, self.parameters()
-        if self.update_every == 1 and not self.in_windows:
+        if self.update_every == 1 and not self.uses_windows:
             grads, losses, aux = self._gradient_of_step(arrays, mask, reset)
         else:
             grads, losses, aux = learner.etrace_grad(
@@ -304,10 +304,10 @@ class Engine:
 
         checked = lambda out, *lead: split_loss(out, True, lead, sequence.mask.shape[1:])
         with self.learner._calling_model():
-            if self.in_windows:
+            if self.uses_windows:
                 run = lambda c, arrays, mask, _: (c, checked(self._step(*arrays), len(mask)))
                 size, scan = self.chunk_size or 1, brainstate.transform.scan
-                _, (losses, aux) = over_chunks(run, (), sequence, size, scan)
+                _, (losses, aux) = scan_parts(run, (), sequence, size, scan)
             else:
                 run = lambda *slices: checked(self._step(*slices))
                 losses, aux = brainstate.transform.for_loop(run, *sequence.arrays)

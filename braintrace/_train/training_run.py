@@ -169,7 +169,7 @@ class Run:
         """The settings that change numbers, as values of JSON."""
         engine, learner = self.engine, self.engine.learner
         found: Options = {"`update_every`": engine.update_every or "sequence", "`reset`": engine.reset}
-        if engine.in_windows:
+        if engine.uses_windows:
             found["the window (`chunk_size`)"] = engine.chunk_size
         found["`window`"] = learner.window if learner.vjp_method == "multi-step" else "a single step"
         return found | {f"`{k}`": getattr(learner.rule, k, None) for k in ("rank", "basis", "across")}

@@ -261,7 +261,7 @@ def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
         xs = [x if isinstance(x, tuple) else (x,) for x in in_float32(case)]
         stacked = [jnp.stack(parts) for parts in zip(*xs, strict=True)]
         for fuses in (False, True):
-            monkeypatch.setattr(d_rtrl.D_RTRL, "fuses", lambda *_, fuses=fuses: fuses)
+            monkeypatch.setattr(d_rtrl.D_RTRL, "prefers_fused", lambda *_, fuses=fuses: fuses)
             learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
             step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
             grads = learner.etrace_grad(*stacked, step_fn=step, chunk_size=1, reduction="sum")
