@@ -35,7 +35,7 @@ from .._executor.per_sample import Matrix, PerSample, Pulled, Rows, Terms, add_t
 from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
-from .._executor.trace_math import States, add_up, finite, promoted, weigh
+from .._executor.trace_math import States, add_up, finite, promoted, stored, weigh
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Crossing, Record, Signals, Window, starts_of, where_rows
 from .._meshes import mesh_of
@@ -141,6 +141,8 @@ class Rank:
         if starts:
             crossing = Crossing(starts, lambda c, i: self.cross(executor, c, pairs, i))
         found = Rest.pull(per, window, new, crossing)
+        if window.length == 1:
+            found = found.stored(max((values[key].nbytes for key, _ in named(per).values()), default=0))
         carried = precise_einsum("bqn,brn->bqr", found.start, old)
         matrices: dict[int, Matrix] = {}
         if not starts and not fresh:
@@ -285,6 +287,11 @@ class Rest:
             at_traces[k] = at_traces[k] + finite(jnp.stack(more, 1))
         pulled, parts = per.instant(pulled, q, window)
         return Rest(window, start, at_traces, pulled, parts)
+
+    def stored(self, size: int) -> Rest:
+        """The same rows, which XLA on a CPU computes once for results of `size` bytes (see `stored`)."""
+        at_traces, dys = jax.tree.map(lambda a: stored(a, size), (self.at_traces, self.pulled.dys))
+        return replace(self, at_traces=at_traces, pulled=replace(self.pulled, dys=dys))
 
     def terms(self, per: PerSample, traces: Values | None, excluded: Sequence[int] = ()) -> Terms:
         """The sum, by leaf of the parameters; `traces` before the windows are None if they are zero."""
