@@ -27,7 +27,7 @@ from .. import _compat, _meshes
 from .._executor.executor import Leaves
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import full_sum
-from .._executor.window import Window, where_rows
+from .._executor.window import Window, scan_once, where_rows
 from .._rules.rule import Values
 from .call import Call
 from .in_chunks import in_chunks
@@ -294,7 +294,7 @@ class Drive:
 
         def several(carry: Any, arrays: Any, mask: Any, reset: Any) -> Any:
             slices, added, at = arrays
-            return jax.lax.scan(body, carry, (slices, reset, added, at))
+            return scan_once(body, carry, (slices, reset, added, at))
 
         length = len(part.mask)
         arrays = part.slices, added, () if boundary is None else boundary.steps(at_starts)
