@@ -288,9 +288,10 @@ def starts_of(length: int, size: int) -> list[int]:
     return [0, *range(length % size or size, length, size)]
 
 
-def where_rows(rows: Any, these: Any, others: Any) -> Any:
-    """`jnp.where` with one flag for each sample: `rows` is (batch,), and samples are the first axis."""
-    return jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
+def where_rows(rows: Bool[Array, " samples"], these: Any, others: Any) -> Array:
+    """`jnp.where` with one flag for each sample, which is the first axis."""
+    found: Array = jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
+    return found
 
 
 def scan_once(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
