@@ -321,6 +321,10 @@ class PerSample:
         start, _, dys, _ = self._pulled(window, self.unit_rows, [w.site for w in sites], ())
         return start, {i: d[:, 0] for i, d in dys.items()}
 
+    def push(self, window: Window, vectors: Vectors) -> Vectors:
+        """Push tangents of the state from the window's start to its end."""
+        return self.vectors(window.push(self.leaves(vectors, dual=False))[0], dual=False)
+
     def back(self, window: Window, rows: Rows) -> Rows:
         """Pull rows of signals from the window's end back to its start."""
         return self._pulled(window, rows, (), ())[0]

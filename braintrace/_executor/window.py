@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from .._compat import primitives
 from .._compiler.errors import NotSupportedError
@@ -142,10 +142,10 @@ class Window:
     def push(self, tangents: Leaves, changes: dict[int, Any] | None = None) -> tuple[Leaves, Leaves]:
         """Push tangents of the carried leaves from the start of the window to its end, along all paths.
 
-        `tangents` have an axis of rows in front; leaves that have no derivative are None. `changes` are
-        tangents of the parameters, by leaf, at every step. Non-finite tangents become zero.
+        Leaves that have no derivative are None. `changes` are tangents of the parameters, by leaf, at every
+        step. Non-finite tangents become zero.
 
-        Returns the tangents at the end, and those before each step, (time, rows, ...).
+        Returns the tangents at the end, and those before each step, (time, ...).
         """
         nodes = self.executor.info.program.walk()
         only_back = [n for n in nodes if n.primitive is primitives.custom_vjp_call_p]
@@ -154,13 +154,12 @@ class Window:
 
         def body(tangents: Leaves, step: Any) -> Any:
             (keep, *now), _ = step
-            tangents = _cleared(keep, tangents)
+            tangents = [_cleared(keep, t) for t in tangents]
             function, before = self._live_step(now, (), others)
             if only_back:  # no forward mode: transpose the pull-back
                 pull = jax.vjp(function, before, [], some)[1]
                 try:
-                    transposed = jax.linear_transpose(lambda c: pull(c)[::2], before)
-                    after = jax.vmap(lambda t: transposed((t, moved))[0])(tangents)
+                    after = jax.linear_transpose(lambda c: pull(c)[::2], before)((tangents, moved))[0]
                 # the error depends on the primitive; that of a `while` is the last
                 except (AssertionError, NotImplementedError, RuntimeError, ValueError) as e:
                     raise NotSupportedError(
@@ -172,8 +171,8 @@ class Window:
                         "or leave `rank` out: windows go without it, and so do `RTRL`, `SnAp`, `KF_RTRL`."
                     ) from e
             else:
-                pushed = lambda t: jax.jvp(lambda b, p: function(b, [], p), (before, some), (t, moved))[1]
-                after = jax.vmap(pushed)(tangents)
+                at, along = (before, some), (tangents, moved)
+                after = jax.jvp(lambda b, p: function(b, [], p), at, along)[1]
             return [finite(a) for a in after], tangents
 
         found = self._loop(body, [t for t in tangents if t is not None])
@@ -205,7 +204,7 @@ class Window:
             function, before = self._live_step(now, sites, others)
             pull = jax.vjp(function, before, zeros, some)[1]
             start, dys, found = jax.vmap(pull)([c for c in cotangents if c is not None])
-            each = iter(_cleared(keep, start))
+            each = iter([jax.vmap(partial(_cleared, keep))(a) for a in start])
             start, left = [None if c is None else next(each) for c in cotangents], []
             if crossing is not None:
                 part = jax.vmap(crossing.part, (0, None))(start, index)
@@ -277,14 +276,11 @@ class Window:
         return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
 
 
-def _cleared(keep: Any, rows: Leaves) -> Leaves:
-    """Zero the derivatives (rows first) at the leaves before a step for samples that are reset there."""
-    if keep is None:
-        return rows
-    return [
-        jax.vmap(lambda r: where_rows(keep, r, jnp.zeros_like(r)))(a) if a.shape[1:2] == keep.shape else a
-        for a in rows
-    ]
+def _cleared(keep: Bool[Array, " samples"] | None, derivative: Array) -> Array:
+    """Zero the derivative at a leaf before a step for samples that are reset there."""
+    if keep is None or derivative.shape[:1] != keep.shape:
+        return derivative
+    return where_rows(keep, derivative, jnp.zeros_like(derivative))
 
 
 def starts_of(length: int, size: int) -> list[int]:
@@ -292,9 +288,25 @@ def starts_of(length: int, size: int) -> list[int]:
     return [0, *range(length % size or size, length, size)]
 
 
-def where_rows(rows: Any, these: Any, others: Any) -> Any:
-    """`jnp.where` with one flag for each sample: `rows` is (batch,), and samples are the first axis."""
-    return jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
+def where_rows(rows: Bool[Array, " samples"], these: Any, others: Any) -> Array:
+    """`jnp.where` with one flag for each sample, which is the first axis."""
+    found: Array = jnp.where(rows.reshape(-1, *[1] * (jnp.ndim(these) - 1)), these, others)
+    return found
+
+
+def scan_once(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan` that stores an array once which is several outputs of `body`."""
+    places: list[Any] = []
+
+    def distinct(carry: Any, x: Any) -> tuple[Any, list[Array]]:
+        carry, outs = body(carry, x)
+        leaves, tree = jax.tree.flatten(outs)
+        found = {id(a): a for a in leaves}
+        places[:] = [jax.tree.unflatten(tree, [list(found).index(id(a)) for a in leaves])]
+        return carry, list(found.values())
+
+    carry, found = jax.lax.scan(distinct, carry, xs)
+    return carry, jax.tree.map(lambda i: found[i], places[0])
 
 
 def each_step(function: Callable[[Any], Any], args: Any) -> Any:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from .. import _compat, _meshes
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import full_sum
-from .._executor.window import Window, where_rows
+from .._executor.window import Window, scan_once, where_rows
 from .._meshes import Spec
 from .._rules.rule import Flags, Gradients, Values
 from .._types import Array, Leaves, PyTree, Shape
@@ -301,7 +301,7 @@ class Drive:
             carry: tuple[Leaves, PyTree], arrays: PyTree, mask: Array, reset: Array | None
         ) -> tuple[tuple[Leaves, PyTree], PyTree]:
             slices, at_sites, edges = arrays
-            return jax.lax.scan(body, carry, (slices, reset, at_sites, edges))
+            return scan_once(body, carry, (slices, reset, at_sites, edges))
 
         length = len(part.mask)
         arrays = part.slices, at_sites, () if boundary is None else boundary.edges(at_starts)

@@ -26,8 +26,9 @@ from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec, plus
 from .._executor.trace_math import add_up, finite, promoted
 from .._executor.weight_gradients import row_axis
-from .._executor.window import Window, where_rows
-from .rank import Rest, mixed, per_sample, summed
+from .._executor.window import Window
+from .._types import Aval
+from .rank import Rest, mixed, per_sample, spec_of_rows, summed, zero_rows
 
 Values = dict[str, Any]
 
@@ -44,9 +45,7 @@ class Layers:
         values = {}
         for block in blocks:
             for key, aval in block.keys.values():
-                shape = list(aval.shape)
-                shape.insert(row_axis(aval.ndim), len(block.indices))
-                values[key] = jnp.zeros((per.samples.count, *shape), self.dtype or aval.dtype)
+                values[key] = zero_rows(per, aval, len(block.indices), self.dtype)
         _check_memory(values)
         return values
 
@@ -80,22 +79,14 @@ class Layers:
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         per, blocks = self._of(executor)
-        if blocks:
-            per.check_rows()
-        names = [key for block in blocks for key, _ in block.keys.values()]
-        return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
+        kept = {key: values[key] for block in blocks for key, _ in block.keys.values()}
+        return per.reset(kept, rows) if kept else {}
 
     def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
         """The partition specs: samples as the states', parameters as these."""
-        (per, blocks), at = self._of(executor), executor.sharding
-        assert at is not None
-        lead, found = per.lead, {}
-        for block in blocks:
-            for i, (key, aval) in block.keys.items():
-                spec = list(at.of_leaf(i) or [None] * aval.ndim)
-                spec.insert(row_axis(aval.ndim), None)
-                found[key] = (lead, *spec)
-        return found
+        per, blocks = self._of(executor)
+        each = [(i, *of_leaf) for block in blocks for i, of_leaf in block.keys.items()]
+        return {key: spec_of_rows(per, i, aval) for i, key, aval in each}
 
     def _of(self, executor: ETraceGraphExecutor) -> tuple[PerSample, list[_Block]]:
         found = executor.per_sample
@@ -109,7 +100,7 @@ class _Block:
     """Some entries of the state vector, and the parameter leaves whose influence on them is stored."""
 
     indices: Any  # in the state vector
-    keys: dict[int, tuple[str, Any]]  # by leaf index: name of its `Q`, and its type
+    keys: dict[int, tuple[str, Aval]]  # by leaf index: name of its `Q`, and its type
     acted_on_by: list[int]  # indices of blocks
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -77,10 +77,7 @@ class Pushed:
             if window.keep is not None:
                 basis = where_rows(window.keep[0], basis, jnp.zeros_like(basis))
             basis = per.shard_samples(_or_fixed_basis(basis))
-            after, _ = window.without_first_reset.push(
-                jax.vmap(lambda r: per.leaves(r, dual=False), 1)(basis)
-            )
-            rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after)
+            rows = jax.vmap(partial(per.push, window.without_first_reset), 1, 1)(basis)
             return per.shard_samples(orthonormal(per.shard_samples(rows))), basis
 
         after, pairs = window.scan_windows(size, along, per.shard_samples(values[BASIS]))
@@ -146,11 +143,10 @@ class Balanced:
         change = dict(zip(per.acting, signs, strict=True))
 
         tangent = per.shard_samples(values[TANGENT])
-        leaves = [None if a is None else a[None] for a in per.leaves(tangent, dual=False)]
-        after, before = per.linear.window(window).push(leaves, change)
-        at_starts = jax.tree.map(lambda a: a[np.array(starts_of(window.length, size)), 0], before)
+        after, before = per.linear.window(window).push(per.leaves(tangent, dual=False), change)
+        at_starts = jax.tree.map(lambda a: a[np.array(starts_of(window.length, size))], before)
         starts = jax.vmap(lambda a: per.vectors(a, dual=False))(at_starts)
-        tangent = per.shard_samples(per.vectors(jax.tree.map(lambda a: a[0], after), dual=False))
+        tangent = per.shard_samples(per.vectors(after, dual=False))
         return (tangent, starts), values[BASIS]
 
     def renewed(self, values: Values) -> tuple[Any, Any]:
@@ -175,19 +171,20 @@ class Balanced:
         `pulled` are the rows of `S` at the start of the only window, if losses after it are unknown.
         """
         tangent, starts = state
-        rows = {REACH: starts} if read is None else {REACH: starts, READ: read}
-        # both averages at once: they take half as long to compile
-        vectors = jnp.stack([per.replicated(a).reshape(-1, a.shape[-1]) for a in rows.values()])
-        before = jnp.stack([values[k] for k in rows])
-        total = _outer(vectors, vectors, before)
-        if pulled is not None and read is not None:
-            total = total.at[-1].add(self._read_later(per, values, pulled))
-        new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
-        after = before + (new * (each * total - before)).astype(before.dtype)
-        # an overflow would stay for good
-        after = jnp.where(jnp.isfinite(jnp.sum(after, axis=(1, 2), keepdims=True)), after, before)
         counts = values[COUNTS] + jnp.array([0, windows], jnp.int32)
-        return {TANGENT: tangent, COUNTS: counts, **dict(zip(rows, after, strict=True))}
+        after = {TANGENT: tangent, COUNTS: counts}
+        new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
+        for key, vectors in {REACH: starts, READ: read}.items():
+            if vectors is None:
+                continue
+            rows, before = per.replicated(vectors).reshape(-1, vectors.shape[-1]), values[key]
+            total = _outer(rows, rows, before)
+            if key == READ and pulled is not None:
+                total = total + self._read_later(per, values, pulled)
+            average = before + (new * (each * total - before)).astype(before.dtype)
+            # an overflow would stay for good
+            after[key] = jnp.where(jnp.isfinite(jnp.sum(total)), average, before)
+        return after
 
     def _read_later(self, per: PerSample, values: Values, pulled: Rows) -> Covariance:
         """The part of `λᵀλ` that comes from losses after the window, if `O` stays as it is.
@@ -226,22 +223,21 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
     """
     n = len(reach)
     # scaled, so that products of averages neither overflow nor underflow
-    reached, was_read = _largest(reach), _largest(read)
-    mean = _trace(read) / was_read / n
+    largest = jnp.stack([jnp.max(jnp.abs(average)) for average in (reach, read)])
+    scale, total = jnp.where(largest == 0, 1, largest), _trace(read)
     least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
-    level = jnp.where(mean > 0, least * mean, 1)  # before any loss, `O` is the identity
+    level = jnp.where(total > 0, least / n * total / scale[1], 1)  # before any loss, `O` is the identity
     by_reach, by_read = _operator(reach), _operator(read)
-    iterated = lambda _, t: _columns(by_reach(by_read(t) / was_read + level * t) / reached)
+    iterated = lambda _, t: _columns(by_reach(by_read(t) / scale[1] + level * t) / scale[0])
     t = jax.lax.fori_loop(0, 2, iterated, basis[1].T)
-    read_t = by_read(t) / was_read
-    inner = precise_einsum("nq,nr->qr", t, read_t)
+    read_t = by_read(t)
+    inner = precise_einsum("nq,nr->qr", t, read_t) / scale[1]
     # the inverse by eigenvalues: `jnp.linalg.solve` takes three times as long to compile
     each, vectors = jnp.linalg.eigh(inner)
-    scaled = vectors / (jnp.maximum(each, 0) + level)[None]
+    scaled = vectors / ((jnp.maximum(each, 0) + level) * scale[1])[None]
     s = precise_einsum("nq,qr->nr", read_t, precise_einsum("qk,rk->qr", scaled, vectors))
-    s = (
-        t + s - precise_einsum("nq,qr->nr", t, precise_einsum("nq,nr->qr", t, s))
-    )  # exactly `S Tᵀ = I`, despite the regulariser
+    # exactly `S Tᵀ = I`, despite the regulariser
+    s = t + s - precise_einsum("nq,qr->nr", t, precise_einsum("nq,nr->qr", t, s))
     return jnp.stack([s.T, t.T])
 
 
@@ -285,12 +281,6 @@ def _operator(average: Covariance) -> Callable[[Float[Array, "state rank"]], Flo
     scale = jax.lax.rsqrt(jnp.maximum(each, 0) + jnp.where(level > 0, level, 1))
     factor = precise_einsum("nm,mk->nk", average, vectors * scale[None])
     return lambda columns: precise_einsum("nk,kr->nr", factor, precise_einsum("nk,nr->kr", factor, columns))
-
-
-def _largest(average: Covariance) -> Float[Array, ""]:
-    """The largest absolute entry; 1 if all are zero."""
-    largest = jnp.max(jnp.abs(average))
-    return jnp.where(largest == 0, 1, largest)
 
 
 def _trace(average: Covariance) -> Any:

@@ -35,10 +35,11 @@ from .._executor.per_sample import Matrix, PerSample, Pulled, Rows, Terms, add_t
 from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
-from .._executor.trace_math import States, add_up, contract_states, finite, promoted
+from .._executor.trace_math import States, add_up, contract_states, finite, promoted, stored
 from .._executor.weight_gradients import row_axis
-from .._executor.window import Crossing, Record, Signals, Window, starts_of, where_rows
+from .._executor.window import Crossing, Record, Signals, Window, starts_of
 from .._meshes import mesh_of
+from .._types import Array, Aval
 from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, precise_einsum
 
 Values = dict[str, Any]
@@ -60,13 +61,9 @@ class Rank:
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         per = self.per_sample(executor)
-        count, rank = per.samples.count, self._rank(per)
-        values = self.basis.start(per, rank)
-        for key, aval in named(per).values():
-            shape = list(aval.shape)
-            shape.insert(row_axis(aval.ndim), rank)
-            values[key] = jnp.zeros((count, *shape), self.dtype or aval.dtype)
-        return values
+        rank = self._rank(per)
+        zeros = {key: zero_rows(per, aval, rank, self.dtype) for key, aval in named(per).values()}
+        return {**self.basis.start(per, rank), **zeros}
 
     def _rank(self, per: PerSample) -> int:
         return min(self.size, per.state_size)
@@ -78,14 +75,9 @@ class Rank:
 
     def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
         """The partition specs: samples as the states', parameters as these."""
-        per, at = self.per_sample(executor), executor.sharding
-        assert at is not None
-        found = self.basis.specs(per)
-        for i, (key, aval) in named(per).items():
-            spec = list(at.of_leaf(i) or [None] * aval.ndim)
-            spec.insert(row_axis(aval.ndim), None)
-            found[key] = (per.lead, *spec)
-        return found
+        per = self.per_sample(executor)
+        of_rows = {key: spec_of_rows(per, i, aval) for i, (key, aval) in named(per).items()}
+        return {**self.basis.specs(per), **of_rows}
 
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
         """Renew a balanced pair at the start of a sequence.
@@ -141,6 +133,8 @@ class Rank:
         if starts:
             crossing = Crossing(starts, lambda c, i: self.cross(executor, c, pairs, i))
         found = Rest.pull(per, window, new, crossing)
+        if window.length == 1:
+            found = found.stored(max((values[key].nbytes for key, _ in named(per).values()), default=0))
         carried = precise_einsum("bqn,brn->bqr", found.start, old)
         matrices: dict[int, Matrix] = {}
         if not starts and not fresh:
@@ -248,9 +242,8 @@ class Rank:
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, rows: Any) -> Values:
         per = self.per_sample(executor)
-        per.check_rows()
-        names = [key for key, _ in named(per).values()] + list(self.basis.start(per, 0))
-        return {k: where_rows(rows, jnp.zeros_like(values[k]), values[k]) for k in names}
+        names = [*(key for key, _ in named(per).values()), *self.basis.start(per, 0)]
+        return per.reset({k: values[k] for k in names}, rows)
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
         return per_sample(executor, self.samples, traces=self.corrects_traces)
@@ -285,6 +278,11 @@ class Rest:
             at_traces[k] = at_traces[k] + finite(jnp.stack(more, 1))
         pulled, parts = per.instant(pulled, q, window)
         return Rest(window, start, at_traces, pulled, parts)
+
+    def stored(self, size: int) -> Rest:
+        """The same rows, which XLA on a CPU computes once for results of `size` bytes (see `stored`)."""
+        at_traces, dys = jax.tree.map(lambda a: stored(a, size), (self.at_traces, self.pulled.dys))
+        return replace(self, at_traces=at_traces, pulled=replace(self.pulled, dys=dys))
 
     def terms(self, per: PerSample, traces: Values | None, excluded: Sequence[int] = ()) -> Terms:
         """The sum, by leaf of the parameters; `traces` before the windows are None if they are zero."""
@@ -341,11 +339,27 @@ def axis_of_samples(graph: TraceGraph, axis: int | str | None) -> int | str | No
         return axis
 
 
-def named(per: PerSample) -> dict[int, tuple[str, Any]]:
+def named(per: PerSample) -> dict[int, tuple[str, Aval]]:
     """The name of `V` and the type of each parameter leaf that affects carried states, by leaf index."""
     leaves = [(e, i, v.aval) for e in per.info.fixed for i, v in enumerate(e.invars)]
     found = {n: leaves[n] for n in per.acting}
     return {n: (f"{BASIS}:{name_of(e.path)}:{i}", aval) for n, (e, i, aval) in found.items()}
+
+
+def zero_rows(per: PerSample, aval: Aval, size: int, dtype: Any) -> Array:
+    """Zeros for `size` rows of the influence of a parameter: (samples, *shape), rows at `row_axis`."""
+    shape = list(aval.shape)
+    shape.insert(row_axis(aval.ndim), size)
+    return jnp.zeros((per.samples.count, *shape), dtype or aval.dtype)
+
+
+def spec_of_rows(per: PerSample, leaf: int, aval: Aval) -> Spec:
+    """The partition spec of rows of the influence of a parameter: samples as the states', axes as its own."""
+    sharding = per.executor.sharding
+    assert sharding is not None
+    spec = list(sharding.of_leaf(leaf) or [None] * aval.ndim)
+    spec.insert(row_axis(aval.ndim), None)
+    return (per.lead, *spec)
 
 
 _WRITTEN_OUT = 16  # rows up to which sums over them are unrolled; above, a matrix product is faster

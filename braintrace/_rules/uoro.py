@@ -18,6 +18,7 @@ The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -56,9 +57,7 @@ class UORO(Estimate):
             window = window.without_first_reset
         per = self._kept.per_sample(executor)
         s = per.shard_samples(values[BASIS])
-        after_push, _ = window.push(jax.vmap(lambda r: per.leaves(r, dual=False), 1)(s))
-        rows = jax.vmap(lambda t: per.vectors(t, dual=False), out_axes=1)(after_push)
-        pushed = per.shard_samples(finite(rows))
+        pushed = per.shard_samples(finite(jax.vmap(partial(per.push, window), 1, 1)(s)))
         nu = per.shard_samples(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
         names = {i: key for i, (key, _) in named(per).items()}
