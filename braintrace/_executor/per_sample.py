@@ -10,9 +10,8 @@ a parameter, its gradient is pulled back once per sample instead.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,43 +26,24 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting
 from .._meshes import all_on_mesh, mesh_of
-from .._ops.axis_labels import align
 from .._types import NumPyArray, PyTree
 from .effective_weights import OfWeights, Weighted
 from .executor import Leaves
 from .marked_step import MarkedStep
 from .matrices import Matrix as Matrix
 from .matrices import find_matrices
+from .per_sample_traces import Pulled, Rows, Terms, TracesPerSample, add_terms
 from .sharding import MeshAxes, PartialSums
-from .slots import Slot
-from .trace_math import States, add_up, promoted, states
 from .weight_gradients import (
-    ROWS,
-    TIME,
-    factor_over_time,
     over_time,
-    product,
     pull_weights,
     row_axis,
     with_rows,
 )
 from .window import Crossing, Signals, Window, each_step, where_rows
 
-Rows = Float[Array, "samples rows n"]  # of state vectors; `n` is the state size
 Vectors = Float[Array, "samples n"]
-# per-sample gradients by leaf index in `params`: (samples, *shape), with a row axis inserted in the shape
-Terms = dict[int, Array]
 RowAxis = Callable[[int], int]  # the position of the row axis among so many axes of a parameter
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """Rows of signals at the end of a window, pulled back through it."""
-
-    start: Rows  # at its start
-    left: Leaves  # of several windows: the parts that do not cross, (rows, time, *leaf); empty if one
-    dys: dict[int, Any]  # cotangents of the outputs of sites, (rows, time, *y)
-    terms: Terms  # gradients of the parameters except through these sites
 
 
 class PerSample:
@@ -300,7 +280,7 @@ class PerSample:
         found = self._weight_terms(self.inputs(window), pulled.dys, axis)
         if not found:
             return pulled.terms
-        by_leaf = self._to_parameters(self.linear.window(window), self.sites, found, axis)
+        by_leaf = self.of_weights(self.linear.window(window), self.sites, found, axis)
         return add_terms(pulled.terms, by_leaf)
 
     def factors(
@@ -380,7 +360,7 @@ class PerSample:
         found = pull(list(terms.values()))
         return {i: a for i, a in enumerate(found) if a is not None and self._is_param[i]}
 
-    def _to_parameters(
+    def of_weights(
         self,
         window: Window,
         of: Sequence[OfWeights],
@@ -411,110 +391,10 @@ class PerSample:
         leaves = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
         return jax.vmap(self.executor.at_groups)(leaves)
 
-    def lift(self, signals: Signals, window: Window) -> dict[str, Float[Array, "rows state ..."]]:
-        """Take signals at the groups, with rows in front, to the axes of each trace: (rows, S, *at)."""
-        inputs = window.first.inputs
-        lift = lambda slot: lambda q: slot.lift(q, inputs[slot.relation.site.index], 1)
-        return {t.key: jax.vmap(lift(t))(signals[t.group.index]) for t in self.executor.slots}
-
-    def contract(self, traces: dict[str, Array], signals: Signals, window: Window) -> Terms:
-        """Per-sample gradients `sum g trace`, for signals `g` at the groups, with rows in front."""
-        lifted = self.lift(signals, window)
-        found: dict[tuple[int, str], Array] = {}
-        for slot in self.executor.slots:
-            pair = promoted(lifted[slot.key], traces[slot.key])
-            _add(found, slot, _contract(slot, self._slot_labels[slot.key], *pair))
-        return self._of_traced(window, found)
-
-    def instant(self, pulled: Pulled, signals: dict[int, States], window: Window) -> tuple[Pulled, Terms]:
-        """Add the gradients of the instant terms `J x` at every step, for signals at the groups.
-
-        The signals of each state are (rows, time, *varshape). They are added to the cotangents of outputs,
-        so that one product with the inputs is enough, unless the trace is on other positions than the output.
-        """
-        dys, found = dict(pulled.dys), dict[tuple[int, str], Array]()
-        same = {w.site.index: w.layouts for w in self.sites}
-        record = window.record.local
-        by_group: dict[tuple[int, int], list[Slot]] = {}
-        for slot in self.executor.slots:
-            by_group.setdefault((slot.relation.site.index, slot.group.index), []).append(slot)
-        for (site, group), slots in by_group.items():
-            pair = lambda q, slot=slots[0], J=record.J[site, group]: slot.pair(q, J, 1)
-            dy = jax.vmap(pair)(list(signals[group]))
-            marked = self.linear.site(slots[0].relation.site)
-            at = None if marked is None else marked.index
-            if at in dys and slots[0].relation.layouts == same[at] and not slots[0].positions.on_hidden:
-                dys[at] = dys[at] + (dy if jnp.iscomplexobj(dys[at]) else dy.real).astype(dys[at].dtype)
-                continue
-            for slot in slots:
-                lifted = jax.vmap(slot.lift_instant, (1, 0), 1)(dy, list(record.inputs[site]))
-                _add(found, slot, self._of_instant(slot, lifted, record.inputs[site]))
-        return replace(pulled, dys=dys), self._of_traced(window, found)
-
-    def _of_instant(self, slot: Slot, dy: Array, inputs: Sequence[Array]) -> Array:
-        """`sum_t x[t] dy[t]` of one trace: samples first, then the axes of the weight with rows."""
-        label = self._slot_labels[slot.key]
-        want = (*(() if label is None else (label,)), *with_rows(slot.layout.w))
-        factor = factor_over_time(slot.layout, inputs, dy.dtype)
-        term = product([*([] if factor is None else [factor]), (dy, (ROWS, TIME, *slot.y))], want)
-        return term[None] if label is None else term
-
-    def _of_traced(self, window: Window, found: dict[tuple[int, str], Array]) -> Terms:
-        """Pull per-sample gradients of the effective weights with traces back to the parameters."""
-        relations = self.executor.graph.hidden_param_op_relations
-        return self._to_parameters(window, relations, found) if found else {}
-
     @cached_property
-    def _slot_labels(self) -> dict[str, str | None]:
-        """The label of the batch axis of each trace; None if it has none."""
-        return {t.key: self._slot_label(t) for t in self.executor.slots}
-
-    def _slot_label(self, slot: Slot) -> str | None:
-        if self.samples.axis is None:
-            return None
-        hidden = slot.group.hidden[0]
-        shape = slot.group.varshape if hidden.part is None else tuple(hidden.leaf.aval.shape)
-        numbers = np.indices(shape)[self.samples.axis] + 1
-        with jax.ensure_compile_time_eval():
-            places = np.asarray(hidden.of_leaf(jnp.asarray(numbers, float)))
-        label = slot.label_along(places, self.samples.count)
-        return None if label in slot.layout.w else label
-
-    @property
-    def traces_have_samples(self) -> bool:
-        """Whether every trace has a batch axis."""
-        return self.samples.axis is None or None not in self._slot_labels.values()
-
-
-def _contract(
-    slot: Slot, label: str | None, g: Float[Array, "rows state ..."], trace: Float[Array, "state ..."]
-) -> Float[Array, "samples ..."]:
-    """`sum g trace`: samples first, then the axes of the weight with rows.
-
-    Element-wise products, because XLA fuses them with the sum that they are added to.
-    """
-    lead = () if label is None else (label,)
-    summed = tuple(a for a in slot.labels if a not in (label, *slot.layout.w))
-    labels = (*summed, *lead, *with_rows(slot.layout.w))
-    terms = [
-        align(a, (ROWS, *slot.at), labels) * align(b, slot.labels, labels)
-        for a, b in zip(states(g, 1), states(trace, 0), strict=True)
-    ]
-    result = jnp.sum(add_up(terms), axis=tuple(range(len(summed))))
-    return result[None] if label is None else result
-
-
-def _add(found: dict[tuple[int, str], Array], slot: Slot, term: Array) -> None:
-    key = (slot.relation.site.index, slot.name)
-    found[key] = found[key] + term if key in found else term
-
-
-def add_terms(*terms: Terms) -> Terms:
-    """The sum of gradients by leaf."""
-    found: Terms = {}
-    for i, a in itertools.chain(*(t.items() for t in terms)):
-        found[i] = add_up(promoted(found[i], a)) if i in found else a
-    return found
+    def traces(self) -> TracesPerSample:
+        """The traces of the parameters, sample by sample."""
+        return TracesPerSample(self)
 
 
 def real_parts(v: Var) -> int:

@@ -31,7 +31,9 @@ from .._executor.backward import backward
 from .._executor.executor import ETraceGraphExecutor, Leaves
 from .._executor.fused import on_gpu
 from .._executor.marked_step import MarkedStep
-from .._executor.per_sample import Matrix, PerSample, Pulled, Rows, Terms, add_terms
+from .._executor.matrices import Matrix
+from .._executor.per_sample import PerSample
+from .._executor.per_sample_traces import Pulled, Rows, Terms, add_terms
 from .._executor.rows import fits, kernel_coefficients, step
 from .._executor.sharding import Spec
 from .._executor.slots import Slot
@@ -151,7 +153,7 @@ class Rank:
             return after, {}, found.start
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
         along = along_rows(signal, old)
-        lifted = [per.lift(a, window) for a in (found.at_traces, per.at_groups(signal[:, None]))]
+        lifted = [per.traces.lift(a, window) for a in (found.at_traces, per.at_groups(signal[:, None]))]
         factors, grads = per.factors(window, found.pulled, list(matrices)), {}
         for i, matrix in matrices.items():
             (key, aval), slot = named(per)[i], matrix.slot
@@ -276,7 +278,7 @@ class Rest:
             g = jnp.concatenate([left[k][:, 1:] if left else before, g[:, None]], 1)
             q[k], more = jax.vmap(partial(_through_traces, window.record.cut_at_resets(), k))(g)
             at_traces[k] = at_traces[k] + finite(jnp.stack(more, 1))
-        pulled, parts = per.instant(pulled, q, window)
+        pulled, parts = per.traces.instant(pulled, q, window)
         return Rest(window, start, at_traces, pulled, parts)
 
     def stored(self, size: int) -> Rest:
@@ -288,7 +290,7 @@ class Rest:
         """The sum, by leaf of the parameters; `traces` before the windows are None if they are zero."""
         found = [per.weight_terms(self.window, self.pulled), self.parts]
         if traces is not None:
-            found.append(per.contract(traces, self.at_traces, self.window))
+            found.append(per.traces.contract(traces, self.at_traces, self.window))
         return add_terms(*({i: a for i, a in f.items() if i not in excluded} for f in found))
 
 
@@ -319,7 +321,7 @@ def per_sample(executor: ETraceGraphExecutor, axis: int | str | None, *, traces:
                 "`samples` out, or take all as one (`samples=None`)."
             )
         found = PerSample(linear, samples)
-        separate = not traces or found.traces_have_samples
+        separate = not traces or found.traces.have_samples
         if not separate and axis != "auto":
             raise NotSupportedError(
                 f"The traces of this model have no axis for the samples along axis {axis} of the states: "
