@@ -48,7 +48,7 @@ def speed(machine: str) -> None:
         return
     results = json.loads(path.read_text())
     entry = next((e for e in results["cases"] if not e["sweeps"]), None)
-    print(f"### {results['about']['device']}\n")
+    print(f"### {results['about']['device']}\n\nMeasured on {results['about']['date'][:10]}.\n")
     if entry is not None:
         _speed_table(entry)
     for name, caption in CAPTIONS.items():

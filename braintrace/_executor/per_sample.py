@@ -40,7 +40,7 @@ from .weight_gradients import (
     row_axis,
     with_rows,
 )
-from .window import Crossing, Signals, Window, each_step, where_rows
+from .window import Crossing, Window, each_step, where_rows
 
 Vectors = Float[Array, "samples n"]
 RowAxis = Callable[[int], int]  # the position of the row axis among so many axes of a parameter
@@ -158,17 +158,13 @@ class PerSample:
         axis = counting(numbers, tuple(range(numbers.ndim)), self.samples.count)  # type: ignore[arg-type]
         return None if axis is None else int(axis)
 
-    def check_rows(self) -> None:
-        """Raise if samples cannot be reset one by one, because the batch axis is not the first."""
+    def reset(self, values: dict[str, Array], rows: Bool[Array, " samples"]) -> dict[str, Array]:
+        """Zero the per-sample arrays of the samples that `rows` flags."""
         if self.samples.axis != 0:
             raise NotSupportedError(
                 "Samples cannot be reset one by one: the batch axis is not the first axis of the states. "
                 "Reset all of them."
             )
-
-    def reset(self, values: dict[str, Array], rows: Bool[Array, " samples"]) -> dict[str, Array]:
-        """Zero the per-sample arrays of the samples that `rows` flags."""
-        self.check_rows()
         return {k: where_rows(rows, jnp.zeros_like(a), a) for k, a in values.items()}
 
     # -- sites -------------------------------------------------------------------------------------
@@ -283,16 +279,6 @@ class PerSample:
         by_leaf = self.of_weights(self.linear.window(window), self.sites, found, axis)
         return add_terms(pulled.terms, by_leaf)
 
-    def factors(
-        self, window: Window, pulled: Pulled, leaves: Sequence[int]
-    ) -> dict[int, tuple[Array, Array]]:
-        """The gradients of some matrices within a window as factors of a product, by leaf.
-
-        These are `x`, (samples, in, time), and `dy`, (samples, rows, time, out).
-        """
-        inputs = self.inputs(window) if leaves else {}
-        return {i: self.matrices[i].factors(inputs, pulled.dys) for i in leaves}
-
     def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Rows, dict[int, Array]]:
         """The full Jacobian of a window of one step.
 
@@ -385,11 +371,6 @@ class PerSample:
         return [e.is_param for e in self.info.fixed for _ in e.invars]
 
     # -- traces ------------------------------------------------------------------------------------
-
-    def at_groups(self, rows: Rows) -> Signals:
-        """Take rows of signals, (samples, rows, state size), to the groups: (rows, S, *varshape) each."""
-        leaves = jax.vmap(lambda r: self.leaves(r, dual=True), 1)(rows)
-        return jax.vmap(self.executor.at_groups)(leaves)
 
     @cached_property
     def traces(self) -> TracesPerSample:

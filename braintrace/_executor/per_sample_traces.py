@@ -44,6 +44,11 @@ class TracesPerSample:
     def __init__(self, per: PerSample) -> None:
         self.per = per
 
+    def at_groups(self, rows: Rows) -> Signals:
+        """Take rows of signals, (samples, rows, state size), to the groups: (rows, S, *varshape) each."""
+        leaves = jax.vmap(lambda r: self.per.leaves(r, dual=True), 1)(rows)
+        return jax.vmap(self.per.executor.at_groups)(leaves)
+
     def lift(self, signals: Signals, window: Window) -> dict[str, Float[Array, "rows state ..."]]:
         """Take signals at the groups, with rows in front, to the axes of each trace: (rows, S, *at)."""
         inputs = window.first.inputs

@@ -138,21 +138,21 @@ class Slot:
         """The labels of axes along which the trace varies."""
         return tuple(a for a in labels if a not in self.uniform)
 
-    def narrow(self, q: Array, labels: Labels, lead: int) -> Array:
+    def _narrow(self, q: Array, labels: Labels, lead: int) -> Array:
         """Drop uniform axes and uncovered columns; `labels` are those of the axes after the first `lead`."""
-        q = self.covered(q, labels, lead)
+        q = self._covered(q, labels, lead)
         for axis, label in reversed(list(enumerate(labels))):
             if label in self.uniform:
                 q = jax.lax.index_in_dim(q, 0, lead + axis, keepdims=False)
         return q
 
-    def covered(self, q: Array, labels: Labels, lead: int) -> Array:
+    def _covered(self, q: Array, labels: Labels, lead: int) -> Array:
         """The columns that the trace covers; `labels` are those of the axes after the first `lead`."""
         if self.columns is None:
             return q
         return jax.lax.slice_in_dim(q, *self.columns, axis=lead + labels.index(self.layout.w[-1]))
 
-    def uncovered(self, dw: Array) -> Array:
+    def _uncovered(self, dw: Array) -> Array:
         """A gradient of the covered columns, with zeros for the others."""
         if self.columns is None:
             return dw
@@ -175,7 +175,7 @@ class Slot:
         q = take_at(q, self._map, lead, self.group.varshape)
         return self._view(q, inputs, lead) if not self.summed else q
 
-    def to_site(self, q: Array, lead: int) -> Array:
+    def _to_site(self, q: Array, lead: int) -> Array:
         """Take an array (`lead` axes, *hidden axes) to the positions of `J`."""
         if self.positions.on_hidden:
             return q
@@ -185,7 +185,7 @@ class Slot:
         self, q: States, p: States, lead: int = 0, by: Callable[[Array, Array], Array] = operator.mul
     ) -> Array:
         """`sum_s q[s] p[s]` with `q` at hidden positions and `p` at those of `J`, after `lead` axes."""
-        return add_up(by(*promoted(self.to_site(a, lead), b)) for a, b in zip(q, p, strict=True))
+        return add_up(by(*promoted(self._to_site(a, lead), b)) for a, b in zip(q, p, strict=True))
 
     def to_y(self, q: Array, lead: int = 0) -> Array:
         """Take a cotangent at the positions of `J` to a cotangent of `y`."""
@@ -260,11 +260,11 @@ class Slot:
     ) -> Float[Array, "state ..."]:
         """Take the `J` of a site, (S, *positions), to the axes `varying(y)`."""
         J = self._lift_broadcast(J, inputs, 1) if self.positions.on_hidden else self._view(J, inputs, 1)
-        return self.narrow(J, self.y, 1)
+        return self._narrow(J, self.y, 1)
 
     def lift_decay(self, D: Array, inputs: Sequence[Array], lead: int) -> Array:
         """Take a local Jacobian (`lead` axes, *hidden axes) to the axes `varying(at)`."""
-        return self.narrow(self.lift(D, inputs, lead), self.at, lead)
+        return self._narrow(self.lift(D, inputs, lead), self.at, lead)
 
     def instant(
         self, factor: tuple[Array, Labels] | None, J: Array, weight: Array, over: Labels = ()
@@ -322,12 +322,12 @@ class Slot:
         """
         if self.uniform:
             return self._product(g, trace, parts)
-        g, trace = promoted(_align_states(self.covered(g, self.at, 1), self.at, self.labels), trace)
+        g, trace = promoted(_align_states(self._covered(g, self.at, 1), self.at, self.labels), trace)
         if parts is None:
-            return self.uncovered(self._contract(g, trace))
+            return self._uncovered(self._contract(g, trace))
         axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
-        return self.uncovered(jax.vmap(self._contract, axis)(g, trace))
+        return self._uncovered(jax.vmap(self._contract, axis)(g, trace))
 
     def _product(self, g: Array, trace: Array, parts: DeviceSplit | None) -> Array:
         """`sum g trace` of a trace that lacks axes of the weight."""
@@ -363,7 +363,7 @@ class Slot:
 
     def where_instant(self, keep: Array, J: Array) -> Array:
         """Reset samples of an array shaped as `J`, (S, *positions)."""
-        kept = jnp.broadcast_to(self.to_site(self._of_samples(keep)[None], 1), J.shape)
+        kept = jnp.broadcast_to(self._to_site(self._of_samples(keep)[None], 1), J.shape)
         return jax.lax.select(kept != 0, J, jnp.zeros_like(J))
 
     def where_input(self, keep: Array, x: Array) -> Array:

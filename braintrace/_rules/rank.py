@@ -153,13 +153,17 @@ class Rank:
             return after, {}, found.start
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
         along = along_rows(signal, old)
-        lifted = [per.traces.lift(a, window) for a in (found.at_traces, per.at_groups(signal[:, None]))]
-        factors, grads = per.factors(window, found.pulled, list(matrices)), {}
+        lifted = [
+            per.traces.lift(a, window) for a in (found.at_traces, per.traces.at_groups(signal[:, None]))
+        ]
+        inputs, grads = per.inputs(window), {}
         for i, matrix in matrices.items():
             (key, aval), slot = named(per)[i], matrix.slot
             trace = None if slot is None else values[slot.key]
             more = () if slot is None else (*affine[slot.key], *(a[slot.key] for a in lifted))
-            how = kernel_coefficients(matrix, *factors[i], carried, along, *more)
+            how = kernel_coefficients(
+                matrix, *matrix.factors(inputs, found.pulled.dys), carried, along, *more
+            )
             after[key], trace, grad = step(values[key], trace, how, executor.sharding, specs[i])
             after.update({} if slot is None else {slot.key: trace})
             grads[i] = grad.astype(aval.dtype)
@@ -272,8 +276,8 @@ class Rest:
         left = {}
         if crossing is not None:
             left = jax.vmap(jax.vmap(per.executor.at_groups))(jax.tree.map(finite, pulled.left))
-        q, at_traces = {}, per.at_groups(start)
-        for k, g in per.at_groups(-rows).items():
+        q, at_traces = {}, per.traces.at_groups(start)
+        for k, g in per.traces.at_groups(-rows).items():
             before = jnp.zeros((len(g), window.length - 1, *g.shape[1:]), g.dtype)
             g = jnp.concatenate([left[k][:, 1:] if left else before, g[:, None]], 1)
             q[k], more = jax.vmap(partial(_through_traces, window.record.cut_at_resets(), k))(g)
