@@ -73,7 +73,7 @@ class HeldValues:
     """Initial values of states. Large zeros (traces) are allocated per run: several methods fit in memory."""
 
     def __init__(self, values: list[Any]) -> None:
-        large = lambda a: a.nbytes > _LARGE and not bool(a.any())
+        large = lambda a: getattr(a, "nbytes", 0) > _LARGE and not bool(a.any())
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
         self.leaves, self.tree = jax.tree.flatten(values)
         self.leaves = [shape(a) if large(a) else a for a in self.leaves]
