@@ -4,7 +4,7 @@
 
 The compiler proves it for leaky integrators, for spiking neurons with one decay whose reset carries no
 derivative, and for leaky readouts. Such a trace lacks the axis `o`, and the gradient is a product of the
-signal and the filtered input.
+signal and the filtered input. `with_columns` leaves out columns of a weight that reach no state with memory.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def times(a: Array, trace: Array) -> Array:
 
 
 def stored(array: Array, size: int, after: Sequence[Array] = ()) -> Array:
-    """The same array, a factor of a trace of `size` bytes, which XLA on a CPU computes once.
+    """Make XLA on a CPU compute an array once that is a factor of a trace of `size` bytes; no value changes.
 
     Otherwise it would compute the array again for each element of the trace. XLA moves no division into a
     loop that repeats it, and removes an `optimization_barrier`. The divisor is one, but XLA cannot tell. It

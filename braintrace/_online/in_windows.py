@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Edge(NamedTuple):
-    """What happens at the edges of a step; over the steps of a part, all with a leading time axis."""
+    """The edges of windows at a step; of all steps of a part, with a leading time axis."""
 
     at_start: tuple[Leaves, Leaves]  # zeros whose cotangents are `λ - u` and `λ` before the step
     is_start: Bool[Array, "*time"]  # whether a window after the first starts

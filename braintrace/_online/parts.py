@@ -49,7 +49,7 @@ class Part:
 
 
 class Recorded(NamedTuple):
-    """What the call of the learner read and computed at a step, for a `Window`."""
+    """Values that the call of the learner read and computed at a step, for a `Window`."""
 
     args: Leaves
     consts: Leaves

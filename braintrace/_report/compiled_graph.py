@@ -20,7 +20,7 @@ class ETraceGraph(TraceGraph):
 
     @staticmethod
     def of(graph: TraceGraph) -> ETraceGraph:
-        """The same graph with its findings in words."""
+        """The compiled graph, with its findings in words."""
         found = Diagnostics(graph.module_info.step, graph.diagnostics.found)
         return ETraceGraph(*graph._replace(diagnostics=found))
 

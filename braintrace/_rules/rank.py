@@ -286,7 +286,7 @@ class Rest:
         return Rest(window, start, at_traces, pulled, parts)
 
     def stored(self, size: int) -> Rest:
-        """The same rows, which XLA on a CPU computes once for results of `size` bytes (see `stored`)."""
+        """Make XLA on a CPU compute these rows once for results of `size` bytes (see `stored`)."""
         at_traces, dys = jax.tree.map(lambda a: stored(a, size), (self.at_traces, self.pulled.dys))
         return replace(self, at_traces=at_traces, pulled=replace(self.pulled, dys=dys))
 
