@@ -117,11 +117,14 @@ class ETraceConfig:
         return dataclasses.replace(self, **changes)
 
     def rule(
-        self, random_feedback_key: Key | int | None = None, dtype: DTypeLike | None = None, most: int = MOST
+        self,
+        key: Key | int | None = None,
+        trace_dtype: DTypeLike | None = None,
+        max_jacobian_elements: int = MOST,
     ) -> Rule:
-        """The learning rule; `dtype` is that of traces, and `most` the size of a pattern."""
+        """The learning rule; `key` draws random feedback, the last two are those of the learner classes."""
         if self.recurrence_scope == "sparse_n" or self.trace_factorization == "random_projection":
-            return self._influence(most)
+            return self._influence(max_jacobian_elements)
         if self.learning_signal == "bootstrapped":
             raise ValueError(
                 "`learning_signal='bootstrapped'` has a net that estimates the losses after a window: take "
@@ -129,17 +132,19 @@ class ETraceConfig:
             )
         signal: Signal = Modulator() if self.learning_signal == "modulatory" else PROPAGATED
         if self.learning_signal == "random_feedback":
-            signal = Feedback(as_key(random_feedback_key))
+            signal = Feedback(as_key(key))
         own = Own() if self.recurrence_scope == "coupled" else None
         if self.is_factorized:
             decay: Decay | None = Leak(1.0) if self.temporal_recursion[1] == "scalar_leak" else own
             recursion = None if decay is None else Recursion(decay)
-            return rules.ES_D_RTRL(self.decay, dtype, recursion, signal, "ETraceConfig")
+            return rules.ES_D_RTRL(self.decay, trace_dtype, recursion, signal, "ETraceConfig")
         decay = own if self.temporal_recursion == "jacobian" else Leak(float(cast(float, self.decay)))
         recursion = None if decay is None and self.kappa is None else Recursion(decay, self.kappa)
-        return rules.D_RTRL(dtype, recursion=recursion, signal=signal, called="ETraceConfig")
+        return rules.D_RTRL(
+            trace_dtype=trace_dtype, recursion=recursion, signal=signal, called="ETraceConfig"
+        )
 
-    def _influence(self, most: int) -> Rule:
+    def _influence(self, max_jacobian_elements: int) -> Rule:
         """The rule of a choice that keeps influence in another form than traces."""
         name = "random_projection"
         if self.trace_factorization == name and self.recurrence_scope != "coupled":
@@ -149,4 +154,6 @@ class ETraceConfig:
                 "`recurrence_scope='sparse_n'` and `trace_factorization='random_projection'` go with "
                 "back-propagated signals that are not filtered, each alone."
             )
-        return rules.UORO() if self.trace_factorization == name else rules.SnAp(self.sparse_n or 1, most)
+        if self.trace_factorization == name:
+            return rules.UORO()
+        return rules.SnAp(self.sparse_n or 1, max_jacobian_elements)

@@ -206,9 +206,9 @@ class Learner:
             reset: Flags of shape (time, batch). A sample whose flag is set is reset before that step, to the
                 carry that the learner was made with.
             window: Steps of a window, if another than the learner's.
-            chunk_size: Steps taken at once; by default as many as memory allows. The gradient is the same up
-                to rounding, with two exceptions: with `window='auto'` it is the window size, and with a
-                balanced `rank` the averages that choose the next pair are taken per chunk.
+            chunk_size: Steps taken at once, rounded up to whole windows; by default as many as memory allows.
+                The gradient is the same up to rounding. With a balanced `rank`, the basis of later sequences
+                depends on it, because its averages are taken per chunk.
             reduction: 'mean' divides by the sum of the mask, 'sum' does not.
             has_aux: Whether `loss` returns a pair.
             **given: Sequences of the inputs of the rule's learning signal (`modulator=`), weighted by `mask`.

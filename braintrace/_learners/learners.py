@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 from .. import _rules as rules
 from .._executor.trace_recursion import Own, Recursion
@@ -24,8 +25,8 @@ class D_RTRL(OptionsLearner):
     """
 
     takes = (
-        "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config random_feedback_key "
-        "snap_max_jacobian_elements * window rank samples basis across mark normalize_matrix_spectrum"
+        "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config key "
+        "max_jacobian_elements * window rank samples basis across mark normalize_matrix_spectrum"
     )
 
     make_rule = rules.D_RTRL
@@ -53,10 +54,7 @@ class ES_D_RTRL(OptionsLearner):
     Memory is linear in the number of units. `config` takes the place of `decay_or_rank`.
     """
 
-    takes = (
-        "decay_or_rank name vjp_method (fast_solve) (control_flow) config random_feedback_key * window mark "
-        "trace_dtype"
-    )
+    takes = "decay_or_rank name vjp_method (fast_solve) (control_flow) config key * window mark trace_dtype"
 
     make_rule = rules.ES_D_RTRL
     factorization = "io_factorized"
@@ -107,21 +105,21 @@ class SnAp(OptionsLearner):
     the step. A unit with several states has one trace over all of them. With `n > 1`, a call is a window of
     one step, through which all paths are back-propagated, and the signal at the old state meets `P[t-1]`; in
     the paper the signal at the new state meets `P[t]`, which truncates one step earlier. A pattern of more
-    than `snap_max_jacobian_elements` entries is refused with its size. (In 0.2.6 that limit is on the blocks
+    than `max_jacobian_elements` entries is refused with its size. (In 0.2.6 that limit is on the blocks
     of `H`, and patterns stay within a group of states.)
     """
 
     takes = (
-        "n name vjp_method (fast_solve) snap_max_jacobian_elements * window samples mark trace_dtype "
+        "n name vjp_method (fast_solve) max_jacobian_elements * window samples mark trace_dtype "
         "(chunked_trace) (control_flow) (random_feedback_key)"
     )
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
-        n, most = options.n, options.snap_max_jacobian_elements
-        rule: rules.Rule = rules.SnAp(n, most, options.samples)
+        n = options.n
+        rule: rules.Rule = rules.SnAp(n, options.max_jacobian_elements, options.samples)
         if n == 1:
-            rule = rules.D_RTRL(options.trace_dtype, recursion=Recursion(Own()), called="SnAp(1)")
+            rule = rules.D_RTRL(trace_dtype=options.trace_dtype, recursion=Recursion(Own()), called="SnAp(1)")
         return Choice(rule, ETraceConfig(recurrence_scope="sparse_n", sparse_n=n), {"n": n})
 
 
@@ -138,22 +136,23 @@ class UORO(OptionsLearner):
     """
 
     takes = (
-        "name vjp_method (fast_solve) (control_flow) projection_key projection_eps (random_feedback_key) "
+        "name vjp_method (fast_solve) (control_flow) key eps (random_feedback_key) "
         "(snap_max_jacobian_elements) * window samples mark config"
     )
+    defaults: ClassVar = {"key": 42}
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
         config = options.config or ETraceConfig("random_projection", recurrence_scope="coupled")
         as_config(config, cls, "random_projection").rule()  # which checks the other axes
-        return Choice(rules.UORO(options.projection_key, options.projection_eps, options.samples), config)
+        return Choice(rules.UORO(options.key, options.eps, options.samples), config)
 
 
 class RandomProjectionVjpAlgorithm(UORO):
     """`UORO`, with the position that 0.2.6 has for `config` among its arguments."""
 
     takes = (
-        "name vjp_method (fast_solve) (control_flow) config projection_key projection_eps "
+        "name vjp_method (fast_solve) (control_flow) config key eps "
         "(random_feedback_key) (snap_max_jacobian_elements) * window samples mark"
     )
 
@@ -169,7 +168,8 @@ class KF_RTRL(OptionsLearner):
     its own, in any model where these are products (no convolutions). In windows, they advance step by step.
     """
 
-    takes = "name vjp_method projection_key projection_eps * window samples mark"
+    takes = "name vjp_method key eps * window samples mark"
+    defaults: ClassVar = {"key": 42}
     make_rule = rules.KF_RTRL
 
 

@@ -45,8 +45,7 @@ OPTIONS: dict[str, tuple[object, object, str]] = {
     "vjp_method": (VjpMethod | None, None, "'multi-step' for calls with `MultiStepData`; see `window`."),
     "name": (str | None, None, "Name of the module."),
     "config": (ETraceConfig | None, None, "Chooses another rule of the same kind."),
-    "random_feedback_key": (Key | int | None, None, "Key of the random feedback matrices."),
-    "snap_max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
+    "max_jacobian_elements": (int, MOST, "Largest size of a SnAp pattern, for all samples."),
     "normalize_matrix_spectrum": (bool, False, "Divide `D` by its spectral radius, where that is above one."),
     "decay_or_rank": (Decay, 0.9, "Decay in [0, 1), or rank `r` for `(r - 1) / (r + 1)`; or a pair."),
     "feedback": (str, "symmetric", "'symmetric', 'random' or 'adaptive'."),
@@ -58,25 +57,29 @@ OPTIONS: dict[str, tuple[object, object, str]] = {
     "B_list": (Sequence[Array] | None, None, "A matrix for each group of hidden states, (targets, units)."),
     "target_timing": (str, "per-step", "With 'sequence-end', a call without a target has no signal."),
     "num_targets": (int | None, None, "Size of a target, to draw the matrices."),
-    "key": (Key | int | None, None, "Key of the matrices."),
+    "key": (Key | int | None, None, "Key of the random matrices or signs."),
     "lambda_post": (float, REQUIRED, "Decay of the inputs before an output."),
     "lambda_pre": (float, REQUIRED, "Decay of the outputs before an input."),
     "alpha_post": (float, 1.0, "Weight of inputs before outputs."),
     "alpha_pre": (float, 1.0, "Weight of outputs before inputs."),
     "modulator": (PyTree, None, "Modulator of calls that are given none."),
     "n": (int, 2, "Number of steps that the pattern reaches."),
-    "projection_key": (Key | int, 42, "Key of the random signs."),
-    "projection_eps": (float, 1e-12, "Added to norms, as in the paper."),
+    "eps": (float, 1e-12, "Added to norms, as in the paper."),
     "synthesizer": (object, None, "Estimates the gradient of the losses after a window."),
     "fast_solve": (bool, True, ""),
     "chunked_trace": (bool, True, ""),
     "control_flow": (object, None, ""),
+    "random_feedback_key": (Key | int | None, None, ""),
+    "snap_max_jacobian_elements": (int, MOST, ""),
 }
 
-
-# names of options among the arguments of rules
-_OF_RULES = {"trace_dtype": "dtype", "snap_max_jacobian_elements": "most", "projection_eps": "eps"}
-_OF_RULES |= dict.fromkeys(("random_feedback_key", "projection_key"), "key")
+# spellings of 0.2.x, which every learner that has the option accepts
+OLD_NAMES = {
+    "random_feedback_key": "key",
+    "projection_key": "key",
+    "projection_eps": "eps",
+    "snap_max_jacobian_elements": "max_jacobian_elements",
+}
 
 
 class Choice(NamedTuple):
@@ -108,6 +111,10 @@ class OptionsLearner(ETraceAlgorithm):
     @classmethod
     def read_options(cls, model: Model, *args: PyTree, **options: Option) -> tuple[SimpleNamespace, Choice]:
         """The values of all options, checked, and the rule that they choose; the model is not used."""
+        for old in OLD_NAMES.keys() & options.keys() - {*_names(cls.takes)}:
+            if OLD_NAMES[old] in options:
+                raise TypeError(f"{cls.__name__}: `{old}` and `{OLD_NAMES[old]}` are one option.")
+            options[OLD_NAMES[old]] = options.pop(old)
         try:
             bound = _signature(cls, cls.takes).bind(None, model, *args, **options)
         except TypeError as e:
@@ -130,13 +137,12 @@ class OptionsLearner(ETraceAlgorithm):
         """The rule for values of the options: that of the option `config`, or else of `make_rule`."""
         config: ETraceConfig | None = getattr(options, "config", None)
         if config is not None:
-            most = getattr(options, "snap_max_jacobian_elements", MOST)
+            most = getattr(options, "max_jacobian_elements", MOST)
             config = as_config(config, cls, cls.factorization)
-            rule = config.rule(options.random_feedback_key, options.trace_dtype, most)
+            rule = config.rule(options.key, options.trace_dtype, most)
         else:
             known = signature(cls.make_rule).parameters
-            named = {k if k in known else _OF_RULES.get(k, ""): v for k, v in vars(options).items()}
-            rule = cls.make_rule(**{k: v for k, v in named.items() if k in known})
+            rule = cls.make_rule(**{k: v for k, v in vars(options).items() if k in known})
         attributes = {name: getattr(options, name) for name in cls.keeps}
         return Choice(rule, config or cls.config_of_rule, attributes)
 
@@ -153,11 +159,15 @@ def _as_shown(takes: str) -> str:
     return " ".join([*own, "*", *keywords])
 
 
+def _names(takes: str) -> list[str]:
+    return takes.replace("(", "").replace(")", "").split()
+
+
 def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
     """The signature of the constructor of a class, from a list of options."""
     first, last = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     parameters = [Parameter("self", first), Parameter("model", first, annotation=brainstate.nn.Module)]
-    names = takes.replace("(", "").replace(")", "").split()
+    names = _names(takes)
     for i, name in enumerate(names):
         if name != "*":
             annotation, default, _ = OPTIONS[name]

@@ -31,7 +31,7 @@ class EProp(OptionsLearner):
     """
 
     takes = (
-        "feedback kappa_filter_decay random_feedback_key name vjp_method (fast_solve) trace_dtype "
+        "feedback kappa_filter_decay key name vjp_method (fast_solve) trace_dtype "
         "(chunked_trace) (control_flow) (snap_max_jacobian_elements) * feedback_decay mark "
         "normalize_matrix_spectrum"
     )
@@ -56,7 +56,7 @@ class RFLO(OptionsLearner):
     leak. `feedback` is that of `EProp`; a readout with memory learns as in `EProp`.
     """
 
-    takes = "leak feedback random_feedback_key * feedback_decay name mark trace_dtype"
+    takes = "leak feedback key * feedback_decay name mark trace_dtype"
     defaults: ClassVar = {"leak": None, "feedback": "random"}
     example = "leak=0.9"
     make_rule = rules.RFLO
@@ -74,7 +74,7 @@ class OSTLRecurrent(OptionsLearner):
     regime = "with-H"
     takes = (
         "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config "
-        "random_feedback_key snap_max_jacobian_elements * mark normalize_matrix_spectrum"
+        "key max_jacobian_elements * mark normalize_matrix_spectrum"
     )
     make_rule = rules.OSTLRecurrent
     factorization = "per_param"
@@ -90,10 +90,7 @@ class OSTLFeedforward(OptionsLearner):
     """
 
     regime = "without-H"
-    takes = (
-        "decay_or_rank name vjp_method (fast_solve) (control_flow) config random_feedback_key * mark "
-        "trace_dtype"
-    )
+    takes = "decay_or_rank name vjp_method (fast_solve) (control_flow) config key * mark trace_dtype"
     defaults: ClassVar = {"decay_or_rank": None}
     make_rule = rules.OSTLFeedforward
     factorization = "io_factorized"

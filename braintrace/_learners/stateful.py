@@ -370,11 +370,11 @@ class ETraceAlgorithm(brainstate.nn.Module):
             mask: Weights of the losses, of shape (time,), or (time, batch) if `step_fn` returns one loss for
                 each sample. States and traces advance at every step.
             chunk_size: Steps that are taken at once, rounded up to whole windows; by default as many as
-                memory allows. Changes speed and memory, not the numbers, with two exceptions: with
-                `window='auto'` it is the window size, and with a balanced `rank` the averages that choose the
-                next pair are taken per chunk. For a learner that was made as in 0.2.x, with
-                `vjp_method='multi-step'` and no `window`, it is the window: slices have a leading axis of
-                that size, `step_fn` wraps them in `MultiStepData` and returns as many losses.
+                memory allows. Changes speed and memory, not the numbers. With a balanced `rank`, the basis of
+                later sequences depends on it, because its averages are taken per chunk. For a learner that
+                was made as in 0.2.x, with `vjp_method='multi-step'` and no `window`, it is the window: slices
+                have a leading axis of that size, `step_fn` wraps them in `MultiStepData` and returns as many
+                losses.
             weights: States whose gradient is returned, a dictionary; the model's parameters by default.
             reduction: 'mean' divides by the sum of the mask, 'sum' does not.
             loss_output: The losses that `return_value` adds: of each step before the mask ('per_step'), after

@@ -46,7 +46,7 @@ def choose(
     if rule_step.uses_windows:
         any_window = rule_step.rule.any_window
         if window == "auto":
-            window = chunk_size or auto_window(rule_step, sequence.length, budget)
+            window = auto_window(rule_step, sequence.length, budget)
         size = (chunk_size or _ANY_WINDOW) if any_window else window
         if obstacle is not None and size > 1 and not any_window:
             raise NotSupportedError(

@@ -45,29 +45,29 @@ class D_RTRL(TraceRule):
     `recursion`, `signal`, `bound`, `called` and `by_readouts` define published rules.
 
     Args:
-        dtype: Type that traces are stored in; by default the type they are computed in.
         rank: Rank of the low-rank correction of the traces of each sample; 0 keeps the diagonal alone.
         samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
         basis: Projection of the correction. 'balanced' is one for all samples, from running averages of the
             directions that parameters reach and losses read; 'pushed' is an orthonormal basis per sample.
+        across: 'layers' stores the influence of each weight on the states of later layers, densely.
+        trace_dtype: Type that traces are stored in; by default the type they are computed in.
         recursion: Replaces the local Jacobians in the update of the traces.
         signal: The learning signal.
         bound: Keeps traces from growing.
         called: Name in reports.
-        across: 'layers' stores the influence of each weight on the states of later layers, densely.
         by_readouts: Filter the traces of units that a leaky readout reads by its decay, even where the result
             is approximate.
     """
 
-    dtype: Any = None
     rank: int = 0
     samples: int | str | None = "auto"
     basis: str = "balanced"
+    across: str | None = None
+    trace_dtype: Any = None
     recursion: Recursion | None = None
     signal: Signal = PROPAGATED
     bound: Bound | None = None
     called: str = "D_RTRL"
-    across: str | None = None
     by_readouts: bool = False
 
     @property
@@ -99,8 +99,8 @@ class D_RTRL(TraceRule):
     @property
     def correction(self) -> Rank | Layers | None:
         if self.across is not None:
-            return Layers(self.samples, self.dtype)
-        return Rank(self.rank, self.samples, self.dtype, BASES[self.basis]) if self.rank else None
+            return Layers(self.samples, self.trace_dtype)
+        return Rank(self.rank, self.samples, self.trace_dtype, BASES[self.basis]) if self.rank else None
 
     def seen(self, graph: TraceGraph, windows: bool) -> TraceGraph:
         if not windows and (self.follows_chains or self.by_readouts):
@@ -141,7 +141,7 @@ class D_RTRL(TraceRule):
             _, factor, J = local.at(slot)
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
-            values[slot.key] = jnp.zeros(now.shape, self.dtype or now.dtype)
+            values[slot.key] = jnp.zeros(now.shape, self.trace_dtype or now.dtype)
         return values
 
     def update(self, slots: Sequence[Slot], values: Values, local: Local) -> Values:

@@ -38,14 +38,14 @@ class ES_D_RTRL(TraceRule):
     Args:
         decay_or_rank: Decay of both averages, in [0, 1), or an integer rank `r` for `(r - 1) / (r + 1)`; or a
             pair (inputs, states) of them.
-        dtype: Type that the averages are stored in; by default the type they are computed in.
+        trace_dtype: Type that the averages are stored in; by default the type they are computed in.
         recursion: Replaces the local Jacobians in the update of the averages.
         signal: The learning signal.
         called: Name in reports.
     """
 
     decay_or_rank: Any = field(default=0.9, compare=False)
-    dtype: Any = None
+    trace_dtype: Any = None
     recursion: Recursion | None = None
     signal: Signal = PROPAGATED
     called: str = "ES_D_RTRL"
@@ -79,9 +79,9 @@ class ES_D_RTRL(TraceRule):
             weight = local.weights[slot.relation.site.index][slot.name]
             now, J = input_of(slot, local), jnp.stack(_instant(slot, local))
             if now is not None:  # not in the type of an input of few bits: an average needs more
-                kept = self.dtype or promoted(now, weight)[0].dtype
+                kept = self.trace_dtype or promoted(now, weight)[0].dtype
                 values[_input_key(slot)] = jnp.zeros(now.shape, kept)
-            values[_state_key(slot)] = jnp.zeros(J.shape, self.dtype or J.dtype)
+            values[_state_key(slot)] = jnp.zeros(J.shape, self.trace_dtype or J.dtype)
         return values
 
     def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:

@@ -44,7 +44,7 @@ class Presynaptic(TraceRule):
     recursion: Recursion | None = None
     signal: Signal = PROPAGATED
     called: str = "OTTT"
-    dtype: DTypeLike | None = None
+    trace_dtype: DTypeLike | None = None
 
     def kind(self, windows: bool) -> RuleKind:
         averages = (self.leak, self.out)
@@ -59,13 +59,13 @@ class Presynaptic(TraceRule):
                 real = jnp.finfo(J.dtype).dtype
                 values[f"{key}:x"] = jnp.zeros(slot.group.varshape[:1], real)  # of each sample
             else:
-                kept = self.dtype or promoted(now, weight)[0].dtype
+                kept = self.trace_dtype or promoted(now, weight)[0].dtype
                 values[f"{key}:x"] = jnp.zeros(now.shape, kept)
             if self.out:
                 values[f"{key}:z"] = jnp.zeros_like(values[f"{key}:x"])
                 values[_weight(slot)] = jnp.zeros(slot.group.varshape[:1], jnp.finfo(J.dtype).dtype)
             for name in self._kept:
-                values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.dtype or J.dtype)
+                values[f"{key}:{name}->{slot.group.index}"] = jnp.zeros(J.shape, self.trace_dtype or J.dtype)
         return values
 
     def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:

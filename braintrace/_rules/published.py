@@ -41,7 +41,7 @@ def EProp(
     """
     kappa = None if kappa_filter_decay is None else as_leak("kappa_filter_decay", kappa_filter_decay)
     return D_RTRL(
-        trace_dtype,
+        trace_dtype=trace_dtype,
         recursion=Recursion(kappa=kappa) if kappa else None,
         signal=_feedback(feedback, key, feedback_decay),
         called="EProp",
@@ -68,12 +68,12 @@ def RFLO(
     """
     recursion = None if leak is None else Recursion(Leak(as_leak("leak", leak)))
     signal = _feedback(feedback, key, feedback_decay)
-    return D_RTRL(trace_dtype, recursion=recursion, signal=signal, called="RFLO")
+    return D_RTRL(trace_dtype=trace_dtype, recursion=recursion, signal=signal, called="RFLO")
 
 
 def OSTLRecurrent(*, trace_dtype: DTypeLike | None = None) -> Rule:
     """OSTL of recurrent layers: traces that decay by each unit's own Jacobian, recurrent weights included."""
-    return D_RTRL(trace_dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
+    return D_RTRL(trace_dtype=trace_dtype, recursion=Recursion(Own()), called="OSTLRecurrent")
 
 
 def OSTLFeedforward(
@@ -81,13 +81,13 @@ def OSTLFeedforward(
 ) -> Rule:
     """OSTL without the recurrent part: D-RTRL or, with `decay_or_rank`, ES-D-RTRL."""
     if decay_or_rank is None:
-        return D_RTRL(trace_dtype, called="OSTLFeedforward")
+        return D_RTRL(trace_dtype=trace_dtype, called="OSTLFeedforward")
     return ES_D_RTRL(decay_or_rank, trace_dtype, called="OSTLFeedforward")
 
 
 def OTTT(leak: float, *, trace_dtype: DTypeLike | None = None) -> Rule:
     """Online training through time: a leaky sum of the inputs, with the `leak` of the units."""
-    return Presynaptic(as_leak("leak", leak), called="OTTT", dtype=trace_dtype)
+    return Presynaptic(as_leak("leak", leak), called="OTTT", trace_dtype=trace_dtype)
 
 
 def OTPE(
@@ -109,10 +109,10 @@ def OTPE(
     leak = as_leak("leak", leak)
     if mode == "approx":
         on = Recursion(kappa=0.0, one_layer_on=True)
-        return Presynaptic(leak, out=leak, recursion=on, called="OTPE", dtype=trace_dtype)
+        return Presynaptic(leak, out=leak, recursion=on, called="OTPE", trace_dtype=trace_dtype)
     bound = None if trace_clip_abs is None else Clipped(trace_clip_abs)
     recursion = Recursion(Leak(leak), kappa=leak, one_layer_on=True)
-    return D_RTRL(trace_dtype, recursion=recursion, bound=bound, called="OTPE")
+    return D_RTRL(trace_dtype=trace_dtype, recursion=recursion, bound=bound, called="OTPE")
 
 
 def OSTTP(
@@ -134,7 +134,7 @@ def OSTTP(
         raise ValueError("Give either `B_list`, a matrix for each group, or `num_targets`.")
     given = None if B_list is None else tuple(_as_tuple(np.asarray(B)) for B in B_list)
     size = (num_targets if given is None else len(given[0])) or 1
-    return D_RTRL(trace_dtype, signal=TargetProjection(size, as_key(key), given), called="OSTTP")
+    return D_RTRL(trace_dtype=trace_dtype, signal=TargetProjection(size, as_key(key), given), called="OSTTP")
 
 
 def S_TLLR(
@@ -161,13 +161,13 @@ def S_TLLR(
         ahead=float(alpha_pre),
         recursion=Recursion(kappa=0.0),
         called="S_TLLR",
-        dtype=trace_dtype,
+        trace_dtype=trace_dtype,
     )
 
 
 def ThreeFactor(*, trace_dtype: DTypeLike | None = None) -> Rule:
     """Three-factor learning: the trace of D-RTRL times a `modulator` that is passed to each step."""
-    return D_RTRL(trace_dtype, signal=Modulator(), called="ThreeFactor")
+    return D_RTRL(trace_dtype=trace_dtype, signal=Modulator(), called="ThreeFactor")
 
 
 def as_leak(name: str, value: Any) -> float:

@@ -42,7 +42,7 @@ class Estimate(Rule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", as_key(self.key))
         if not self.eps > 0:
-            raise ValueError(f"`projection_eps` is added to norms that may be zero: it is not {self.eps!r}.")
+            raise ValueError(f"`eps` is added to norms that may be zero: it is not {self.eps!r}.")
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         return {COUNT: jnp.zeros((1,), jnp.int32)}
@@ -84,7 +84,7 @@ def as_key(key: Any) -> Key:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > 1:
-        raise TypeError(f"`projection_key` is a whole number or a random key, not {key!r}.")
+        raise TypeError(f"`key` is a whole number or a random key, not {key!r}.")
     return int(array) if array.ndim == 0 else tuple(map(int, array))
 
 

@@ -51,12 +51,12 @@ class SnAp(Rule):
 
     Args:
         n: Number of steps, at least 1.
-        most: Largest number of entries; a larger influence matrix is refused.
+        max_jacobian_elements: Largest number of entries; a larger influence matrix is refused.
         samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
     """
 
     n: int = 2
-    most: int = MOST
+    max_jacobian_elements: int = MOST
     samples: int | str | None = "auto"
     any_window: ClassVar[bool] = False
 
@@ -73,7 +73,7 @@ class SnAp(Rule):
             per = per_sample(executor, self.samples, traces=False)
             executor.per_sample[key] = Pattern.of(per, self._reached(per), self.n)
         found: Pattern = executor.per_sample[key]
-        if found.size > self.most:
+        if found.size > self.max_jacobian_elements:
             raise self._too_large(f"{found.size}", found.size)
         return found
 
@@ -89,8 +89,8 @@ class SnAp(Rule):
     def _too_large(self, words: str, size: int) -> NotSupportedError:
         return NotSupportedError(
             f"What parameters reach in {self.n} steps is {words} numbers, {size / 2**28:.2f} GiB in float32: "
-            f"more than `snap_max_jacobian_elements={self.most}`. Take a smaller `n` or batch, a sparser "
-            "recurrence, a higher limit, or another rule: `D_RTRL` with a `rank`."
+            f"more than `max_jacobian_elements={self.max_jacobian_elements}`. Take a smaller `n` or batch, a "
+            "sparser recurrence, a higher limit, or another rule: `D_RTRL` with a `rank`."
         )
 
     def start(self, executor: ETraceGraphExecutor) -> Values:

@@ -584,6 +584,17 @@ def test_learners_take_the_arguments_of_other_releases(name, in_order, by_name):
     assert rules[0] == rules[1]
 
 
+def test_an_option_has_one_name_and_old_spellings():
+    build, rules = NETS["leaky"].build, bt.rules
+    assert bt.EProp(build(), "random", key=3).rule == rules.EProp("random", key=3)
+    assert bt.EProp(build(), "random", random_feedback_key=3).rule == rules.EProp("random", key=3)
+    assert bt.UORO(build(), projection_key=3, projection_eps=0.5).rule == rules.UORO(key=3, eps=0.5)
+    assert bt.SnAp(build(), snap_max_jacobian_elements=9).rule == rules.SnAp(max_jacobian_elements=9)
+    assert bt.D_RTRL(build(), trace_dtype="float32").rule == rules.D_RTRL(trace_dtype=np.dtype("float32"))
+    with pytest.raises(TypeError, match="`random_feedback_key` and `key`"):
+        bt.EProp(build(), key=3, random_feedback_key=3)
+
+
 @pytest.mark.parametrize(
     "name",
     ["d_rtrl", "pp_prop", "es_d_rtrl", "esd_rtrl", "eprop", "e_prop", "ostl_recurrent", "ostl_feedforward",

@@ -677,6 +677,9 @@ def test_the_longest_windows_that_fit():
     found = learner.etrace_grad(xs, ys, step_fn=squared(learner))
     assert agree(expected, found, 1e-10), difference(expected, found)
     learner.reset_state(B)
+    in_chunks = learner.etrace_grad(xs, ys, step_fn=squared(learner), chunk_size=2)
+    assert agree(expected, in_chunks, 1e-10), difference(expected, in_chunks)
+    learner.reset_state(B)
     bptt_learner.reset_state(B)
     learner.memory_budget = 1  # windows of one step
     found = learner.etrace_grad(xs, ys, step_fn=squared(learner))

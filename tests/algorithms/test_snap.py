@@ -101,7 +101,7 @@ def test_a_convolution_reaches_its_neighbours():
 def test_too_large_a_pattern_is_refused_with_its_size():
     case = CASES["rnn_batched"]
     learner = braintrace.SnAp(case.build(), snap_max_jacobian_elements=2 * 4 * 28 - 1)
-    with pytest.raises(braintrace.NotSupportedError, match=r"224 numbers.*snap_max_jacobian_elements=223"):
+    with pytest.raises(braintrace.NotSupportedError, match=r"224 numbers.*max_jacobian_elements=223"):
         compiled(learner, sequence(case, 1)[0])
     with pytest.raises(ValueError, match="`n` is a number of steps"):
         braintrace.SnAp(case.build(), 0)
