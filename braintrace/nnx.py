@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from ._online.arguments import as_shape
 from ._online.request import WindowSize
 from ._report.report import CompilationReport
 from ._rules.rule import Values
-from ._types import ArrayLike, Function, PyTree, RuleLike
+from ._types import ArrayLike, Function, Option, PyTree, RuleLike
 
 
 class Carry(nnx.Variable):
@@ -37,7 +39,8 @@ class Learner(nnx.Module):
 
     `carry` is the carry before the first step, and `x` the input of one step, for its shape. Parameters are
     the module's `nnx.Param`s; its other variables (running statistics, counts and keys of random numbers) are
-    carried along, without a trace. `rule`, `mark`, `window` and `order` are those of `braintrace.online`.
+    carried along, without a trace. `rule`, `mark`, `window`, `order` and the options of a rule (`rank`, ...)
+    are those of `braintrace.online`.
 
     >>> import braintrace.nnx, jax.numpy as jnp, optax
     >>> from flax import nnx
@@ -58,14 +61,14 @@ class Learner(nnx.Module):
         mark: Mark = "auto",
         window: WindowSize | None = None,
         order: str | None = None,
+        **options: Option,
     ) -> None:
         self.module = module
         self.start = Carry(carry)
         self.carry = Carry(jax.tree.map(jnp.copy, carry))  # not the same buffers: jit may be given them both
         self.traces = Trace({})
-        self._learners = _Learners(
-            in_order(type(module).__call__, order), jax.tree.map(as_shape, x), rule, mark, window
-        )
+        make = partial(make_learner, rule=rule, mark=mark, window=window, options=options)
+        self._learners = _Learners(in_order(type(module).__call__, order), jax.tree.map(as_shape, x), make)
         _write(self.traces, self.split()[-1])
 
     def __call__(self, x: PyTree, **given: PyTree) -> PyTree:
@@ -140,10 +143,8 @@ class Learner(nnx.Module):
 class _Learners:
     """The functional learner of each graph definition of the module: `module.eval()` makes another."""
 
-    def __init__(
-        self, call: Function, x: PyTree, rule: RuleLike, mark: Mark, window: WindowSize | None
-    ) -> None:
-        self.call, self.x, self.options = call, x, (rule, mark, window)
+    def __init__(self, call: Function, x: PyTree, make: Callable[..., FunctionalLearner]) -> None:
+        self.call, self.x, self.make = call, x, make
         self.known: dict[nnx.GraphDef[nnx.Module], FunctionalLearner] = {}
 
     def of(
@@ -160,7 +161,7 @@ class _Learners:
             step.__name__ = name
             params, carried = jax.tree.map(as_shape, (params, carried))
             function = read_function(step, params, carried, self.x, untraced=lambda path: path[1] == "1")
-            self.known[graphdef] = make_learner(function, carried, *self.options)
+            self.known[graphdef] = self.make(function, carried)
         return self.known[graphdef]
 
 

@@ -519,6 +519,8 @@ def test_numbers_of_python_among_the_parameters_are_static():
         ({"mark": "all"}, "`mark` is 'ops'"),
         ({"window": 0}, "`window` is a number of steps"),
         ({"window": True}, "`window` is a number of steps"),
+        ({"rule": bt.rules.D_RTRL(), "rank": 2}, "takes no option 'rank' next to it"),
+        ({"rule": "rtrl", "rank": 2}, "RTRL: .*'rank'"),
         ({"step": lambda params, carry, x: ((carry, carry), x)}, "another structure"),
         ({"step": lambda params, carry, x: carry}, "returns a pair"),
         ({"step": lambda params, carry, x: carry}, "order='carry x -> carry'"),
@@ -555,6 +557,19 @@ def test_rules_by_name_and_by_class(rule):
     assert (
         type(online(model, rule).rule).__name__ == (rule if isinstance(rule, str) else rule.__name__).upper()
     )
+
+
+def test_options_of_a_rule_next_to_its_name():
+    model = model_of("integrator")
+    of = partial(bt.online, model.step, model.params, model.carry, jnp.ones(IN))
+    assert of(rank=2, basis="pushed", window=3).rule == bt.rules.D_RTRL(rank=2, basis="pushed")
+    assert (of(rank=2).window, of(rank=2, window=3).window) == (1, 3)
+    assert of(rule=bt.ES_D_RTRL, decay_or_rank=0.5).rule == bt.rules.ES_D_RTRL(0.5)
+    assert of(rule=("es_d_rtrl", {"window": 2}), decay_or_rank=0.5).window == 2
+    learner = bt.nnx.Learner(
+        nnx.GRUCell(IN, 2, rngs=nnx.Rngs(0)), jnp.zeros(2), jnp.ones(IN), across="layers"
+    )
+    assert learner.functions.rule == bt.rules.D_RTRL(across="layers")
 
 
 def test_other_orders():

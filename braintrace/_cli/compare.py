@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from . import frameworks, models
 from .inspection import distance, random_data
 from .options import UsageError, add_command, add_options, count
-from .rules import parse_rules
+from .rules import DIAL, parse_rules
 from .train import DEFAULTS, check_folder, make_optimizer, make_task, task_option
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def add_to(commands: Commands) -> None:
     usual = {name: DEFAULTS[name] for name in ("learning_rate", "optimizer")}
     names = "rules task set data cell hidden length chunk_size learning_rate optimizer out"
     add_options(parser, names, set=[], hidden=32, length=50, **usual)
+    add_options(parser, " ".join(DIAL), **DIAL)
     parser.add_argument("--train", type=count, default=0, metavar="N", help="train each rule for N updates")
 
 
@@ -70,6 +71,7 @@ def run(given: Namespace) -> int:
             chosen = {**DEFAULTS, "learning_rate": given.learning_rate, "optimizer": given.optimizer}
             train = {"updates": given.train, "optimizer": make_optimizer(chosen), "batches": data.batches}
         more = {"rules": rules, "train": train, "mask": data.mask, "chunk_size": given.chunk_size}
+        more |= {name: getattr(given, name) for name in DIAL}
         found = model.learner.compare(data.loss, model.params, model.carry, data.xs, *data.ys, **more)
     found = replace(found, random=data.random)
     found.show()

@@ -96,7 +96,7 @@ def check(given: Namespace) -> int:
 
 
 def show_plan(given: Namespace) -> int:
-    more = {name: getattr(given, name) for name in DIAL if getattr(given, name)}
+    more = {name: getattr(given, name) for name in DIAL}
     if rules := parse_rules(given.rules):
         more["rules"] = rules
     with devices.mesh_of(given) as mesh, models.build(given) as (model, _):

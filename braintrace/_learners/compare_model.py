@@ -18,10 +18,10 @@ from .._train.batches import size_of
 from .._train.compare_rules import Problem, Train, compare_rules
 from .._train.comparison import Comparison
 from .._train.engine import sequence_of, with_aux
-from .._types import ArrayLike, Function, PyTree, RuleLike
+from .._types import ArrayLike, Function, Option, PyTree, RuleLike
 from .learner import Learner
 from .online import learner_of
-from .rule_choice import RuleChoice, Rules, read_rules
+from .rule_choice import RuleChoice, Rules, add_d_rtrl, read_rules
 
 Functional = tuple[Learner, PyTree, PyTree]  # with its parameters and carry
 RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
@@ -41,6 +41,7 @@ def compare(
     seed: int = 0,
     memory_budget: int | None = None,
     progress: bool = True,
+    **options: Option,
 ) -> Comparison:
     """Compare learning rules on a model and data; the model is left as it is.
 
@@ -62,6 +63,7 @@ def compare(
         seed: The seed of initial states and of random numbers of the model.
         memory_budget: Bytes of traces above which a rule is not tried; by default the device's memory.
         progress: Whether to show a progress bar.
+        **options: `window`, `rank`, `basis` and `across` add `D_RTRL` with these options.
 
     Returns:
         A table of the rules, with a recommendation.
@@ -81,7 +83,7 @@ def compare(
     arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
     sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
     problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)
-    return _compare(problem, rules, train, memory_budget, progress)
+    return _compare(problem, rules, train, memory_budget, progress, **options)
 
 
 def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequence) -> Functional:
@@ -119,17 +121,17 @@ def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequenc
 
 
 def compare_learner(
-    learner: Learner,
+    functional: Functional,
     loss: Function,
-    params: PyTree,
-    carry: PyTree,
-    *sequences: PyTree,
+    sequences: tuple[PyTree, ...],
+    *,
     rules: Rules | None = None,
     train: Train = None,
     mask: ArrayLike | None = None,
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     progress: bool = True,
+    **options: Option,
 ) -> Comparison:
     """Compare rules by the gradients of `learner.grad(loss, params, carry, traces, *sequences)`."""
     check_chunk_size(chunk_size)
@@ -137,8 +139,9 @@ def compare_learner(
         raise TypeError(f"`loss(y, *slices)` is a function that returns the loss of a step, not {loss!r}.")
     sequence = Sequence.check(sequences, mask)
     arguments = lambda xs, ys: (xs,) if ys is None else (xs, ys)
+    learner, params, carry = functional
     problem = Problem(learner, loss, params, carry, sequence, chunk_size, arguments)
-    return _compare(problem, rules, train, memory_budget, progress)
+    return _compare(problem, rules, train, memory_budget, progress, **options)
 
 
 @contextmanager
@@ -158,10 +161,13 @@ def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -
                 vars(node).update(attributes)
 
 
-def _compare(problem: Problem, rules: Rules | None, train: Train, most: int | None, bar: bool) -> Comparison:
+def _compare(
+    problem: Problem, rules: Rules | None, train: Train, most: int | None, bar: bool, **options: Option
+) -> Comparison:
     """Compare these rules or, if None, rules from cheap to exact; BPTT comes first."""
     budget = device_memory() if most is None else most
     choices = default_rules(problem, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
+    choices = add_d_rtrl(choices, options)
     first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
     ordered = [first, *(c for c in choices if c is not first)]
     return compare_rules(problem, ordered, train, budget, bar)

@@ -142,11 +142,12 @@ class Learner:
     ) -> Comparison:
         """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
 
-        `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget` and `progress`.
+        `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget`, `progress`, `window`, `rank`,
+        `basis` and `across`.
         """
         from .compare_model import compare_learner
 
-        return compare_learner(self, loss, params, carry, xs, *more, **options)
+        return compare_learner((self, params, carry), loss, (xs, *more), **options)
 
     # -- the pure functions ------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ from .._frontends.functions import Function, read_function
 from .._frontends.module_function import read_module, read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.request import WindowSize, check_window
-from .._rules import D_RTRL
-from .._types import Model, Options, PyTree, RuleLike
+from .._types import Model, Option, Options, PyTree, RuleLike
 from .compiled_step import CompiledStep
 from .learner import Learner
 from .rule_choice import RuleChoice
@@ -26,6 +25,7 @@ def online(
     window: WindowSize | None = None,
     order: str | None = None,
     untraced: Iterable[str] = (),
+    **options: Option,
 ) -> Learner:
     """Make a learner that trains `step(params, carry, x) -> (carry, y)` online.
 
@@ -43,6 +43,8 @@ def online(
             -> y carry' for Haiku and spyx, 'x carry -> carry' for the cells of Equinox.
         untraced: Names of leaves or subtrees of the carry that have no trace and are not reset with a
             sample: running statistics ('stats', '1.mean').
+        **options: Options of a rule that is given by its name or class, or of `D_RTRL`: `rank`, `basis`,
+            `across`, `decay_or_rank`, ...
 
     Returns:
         A `Learner`.
@@ -71,7 +73,7 @@ def online(
     if unknown:
         leaves = ", ".join(map(repr, map(".".join, known)))
         raise ValueError(f"`untraced` has {'.'.join(unknown[0])!r}; the leaves of the carry are {leaves}.")
-    return make_learner(function, carry, rule, mark, window)
+    return make_learner(function, carry, rule, mark, window, options)
 
 
 def make_learner(
@@ -80,9 +82,11 @@ def make_learner(
     rule: RuleLike = None,
     mark: Mark = "auto",
     window: WindowSize | None = None,
+    options: Options | None = None,
 ) -> Learner:
     """Make a learner of a traced function; samples are reset to `carry`."""
-    chosen, its_window = RuleChoice.of(D_RTRL() if rule is None else rule).read()
+    choice = RuleChoice.of("d_rtrl" if rule is None else rule)
+    chosen, its_window = (choice.with_options(**options) if options else choice).read()
     check_mark(mark)
     check_window(window)
     compiled = CompiledStep(function, chosen, mark, its_window if window is None else window)

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 
 from .. import _rules
 from .._frontends.module_function import read_module
-from .._online.request import WindowSize
 from .._report.plan import Layout, Plan, PlanRequest, plan_learner
-from .._types import Mesh, Model, Option, PyTree, RuleLike
+from .._types import Mesh, Model, Option, PyTree
 from . import pickling
 from .compiled_step import CompiledStep
 from .learner import Learner
-from .rule_choice import RuleChoice
+from .rule_choice import Rules, add_d_rtrl, read_rules
 from .stateful import ETraceAlgorithm
 
 RULES = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
@@ -31,14 +30,11 @@ def plan(
     batch_size: int | None = None,
     length: int = 100,
     *,
-    rules: Iterable[RuleLike] = RULES,
+    rules: Rules = RULES,
     chunk_sizes: Iterable[int] | None = None,
     memory_budget: int | None = None,
-    window: WindowSize | None = None,
-    rank: int = 0,
-    basis: str | None = None,
-    across: str | None = None,
     mesh: Mesh | None = None,
+    **options: Option,
 ) -> Plan:
     """Estimate the memory and operations of each rule on a sequence; the model is not changed.
 
@@ -48,17 +44,14 @@ def plan(
         batch_size: Take the states as `init_all_states(model, batch_size=batch_size)` would make them.
             Default the states as they are.
         length: The number of steps of the sequence. Default 100.
-        rules: Names, classes or values of `braintrace.rules`. Default D_RTRL, ES_D_RTRL, RTRL and BPTT.
+        rules: Rules, as `braintrace.compare` takes them. Default D_RTRL, ES_D_RTRL, RTRL and BPTT.
         chunk_sizes: Steps per backward pass. Default 1, about the square root of the length, and all steps.
         memory_budget: The bytes that the recommendation may use on each device. Default the memory of the
             device, or half of the machine's, which the devices of a CPU share.
-        window: Add a row for D_RTRL in windows of this length, or 'auto'.
-        rank: The rank of the correction in that row. Default 0.
-        basis: How the basis of that correction is found: 'balanced' or 'pushed'.
-        across: 'layers' for the influence on the layers above a weight, in that row.
         mesh: A mesh of devices; all bytes are then those of one of them. The first axis of states and of `x0`
             is sharded over the first axis of the mesh; the last axis of states and parameters over 'model',
             or else the second axis. Parameters that are on a mesh stay as they are.
+        **options: `window`, `rank`, `basis` and `across` add a row for D_RTRL with these options.
 
     Returns:
         A `Plan`: a row for each rule and chunk size, and a recommendation.
@@ -87,24 +80,19 @@ def plan(
     learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
         _ = learner.graph
-    dial = {"window": window, "rank": rank, "basis": basis, "across": across}
-    request = read_request(length, rules, chunk_sizes, memory_budget, **dial)
+    request = read_request(length, rules, chunk_sizes, memory_budget, **options)
     return replace(plan_learner(learner, request, layout), batch_size=batch_size)
 
 
 def read_request(
     length: int,
-    rules: Iterable[RuleLike] = RULES,
+    rules: Rules = RULES,
     chunk_sizes: Iterable[int] | None = None,
     memory_budget: int | None = None,
-    **dial: Option,
+    **options: Option,
 ) -> PlanRequest:
-    """Read the rules of a plan, and add D_RTRL with the options `dial` if one of these is set."""
-    choices = [RuleChoice.of(given) for given in rules]
-    options = {name: value for name, value in dial.items() if value}
-    if options and any(choice.name == "D_RTRL" for choice in choices):
-        choices.append(RuleChoice.of(("D_RTRL", {"window": 1, **options})))
-    return PlanRequest(length, choices, chunk_sizes, memory_budget)
+    """Read the rules of a plan; `options` of D_RTRL add a row."""
+    return PlanRequest(length, add_d_rtrl(read_rules(rules), options), chunk_sizes, memory_budget)
 
 
 def _abstract_copy(model: Model, batch_size: int | None) -> Model:

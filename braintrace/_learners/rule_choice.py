@@ -21,6 +21,7 @@ from .stateful import ETraceAlgorithm
 from .vjp_method import read_method
 
 Rules = Mapping[str, RuleLike] | Iterable[RuleLike] | RuleLike
+DIAL = ("window", "rank", "basis", "across")  # the options that `fit`, `plan`, `compare` and commands take
 NAMES: dict[str, type[ETraceAlgorithm]] = {
     "d_rtrl": D_RTRL,
     "es_d_rtrl": ES_D_RTRL,
@@ -129,6 +130,15 @@ def read_rules(rules: Rules) -> list[RuleChoice]:
         if one.label in [other.label for other in found[:i]]:
             raise ValueError(f"{one.label} is there twice: give labels, `rules={{label: rule}}`.")
     return found
+
+
+def add_d_rtrl(choices: list[RuleChoice], options: Options) -> list[RuleChoice]:
+    """Add `D_RTRL` with the options of `DIAL` that are set, unless the list has it."""
+    if unknown := sorted(options.keys() - set(DIAL)):
+        raise TypeError(f"There is no option {unknown[0]!r}; options of `D_RTRL` are {', '.join(DIAL)}.")
+    given = {name: value for name, value in options.items() if value}
+    added = [RuleChoice.of(("d_rtrl", {"window": 1, **given}))] if given else []
+    return [*choices, *(c for c in added if c.label not in [other.label for other in choices])]
 
 
 def learner_named(name: str, what: str = "algorithm") -> type[ETraceAlgorithm]:

@@ -157,6 +157,11 @@ def test_rules_have_options_and_windows_come_last():
     request = read_request(9, rules, window=3, basis="pushed")
     titles = ["ES_D_RTRL", "D_RTRL, windows of 2, rank 1", "D_RTRL, windows of 3, basis=pushed"]
     assert [choice.label for choice in request.choices] == titles
+    more = read_request(9, "es_d_rtrl", window=3, rank=None).choices  # also without another row of D_RTRL
+    assert [choice.label for choice in more] == ["ES_D_RTRL", "D_RTRL, windows of 3"]
+    assert len(read_request(9, {"a": "d_rtrl"}, rank=0).choices) == 1
+    with pytest.raises(TypeError, match="no option 'length_'; options of `D_RTRL` are window"):
+        read_request(9, "d_rtrl", length_=3)
     assert [request.sizes(name) for name in ("D_RTRL", "BPTT", "SnAp")] == [[1, 3, 9], [3, 9], [1]]
 
 

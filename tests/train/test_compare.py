@@ -171,8 +171,11 @@ def test_functions():
     net = braintrace.online(step, params, h, XS[0], window=2)
     judge = lambda y, target: jnp.mean((y - target) ** 2)
     rules = ["d_rtrl", ("d_rtrl", {"window": 3}), braintrace.rules.RTRL()]
-    found = net.compare(judge, params, h, XS, YS, rules=rules, train=3, progress=False)
-    assert [r.exact for r in found.rows] == [True, False, False, True]
+    found = net.compare(judge, params, h, XS, YS, rules=rules, window=3, rank=2, train=3, progress=False)
+    assert [r.exact for r in found.rows] == [True, False, False, True, False]
+    assert found.rows[-1].rule == "D_RTRL, windows of 3, rank 2"
+    with pytest.raises(TypeError, match="no option 'windows'"):
+        net.compare(judge, params, h, XS, YS, rules=rules, windows=3)
     single = braintrace.online(step, params, h, XS[0])
     cosine = single.check(judge, params, h, XS, YS).cosine
     np.testing.assert_allclose(found.row("D_RTRL").cosine, cosine, rtol=1e-5)
